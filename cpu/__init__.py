@@ -1,4 +1,4 @@
-"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference beside it."""
+"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference in the same file."""
 
 from __future__ import annotations
 

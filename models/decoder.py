@@ -54,9 +54,9 @@ FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
     """The type of a prefill's products for --prefill-dtype ``wanted``.
 
-    auto: bf16 where the CPU has tiles of it (AMX) and heads have an even size, otherwise int8 where
-    it has byte products, otherwise f32. SparseKVError for bf16 where the products of it do not
-    work.
+    auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
+    takes int8 where the CPU has byte products, and f32 elsewhere. SparseKVError for bf16 where the
+    products of it do not work.
     """
     if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"
@@ -70,7 +70,7 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
     """The type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
-    Products in bf16 and int8 take bf16 where the CPU multiplies it (AMX or AVX-512 BF16) and heads
+    Products in bf16 and int8 take bf16 if the CPU multiplies it (AMX or AVX-512 BF16) and heads
     have an even size.
     """
     has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0

@@ -1,7 +1,6 @@
 """A mixture of experts: a router chooses a few gated feed-forward layers for each token.
 
-What the kernels of cpu/experts/ work on: ``ExpertSteps`` in decode steps, ``prefill_experts`` in a
-prefill.
+``ExpertSteps`` runs the kernels of cpu/experts/ in decode steps, ``prefill_experts`` in a prefill.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def room(
 class ManyRowsProducts(ABC):
     """Products of any number of rows.
 
-    All results of one name share their memory, so a result is valid until the next one of its name,
-    or ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
+    All results of one name share their memory. A result is valid until the next one of its name, or
+    until ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
     """
 
     dtype: Any  # of rows and results

@@ -27,11 +27,13 @@ from sparsekv_cli.models.layers.state_weights import read_mixer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(ABC):
-    """What all layers have. o: the output projection of attention, or of what is in its place.
+    """The weights that all layers have.
+
+    o: the output projection of attention, or of what is in its place.
 
     attn_post_norm, ffn_post_norm: f32 (n_embd,), where the architecture has them, of what the block
     adds to the residual stream. input: what it does with an input of its own, None: it has none.
-    scale: of the residual stream behind it.
+    scale: of the residual stream after the layer.
     """
 
     attn_norm: np.ndarray
@@ -69,9 +71,11 @@ class LayerWeights(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(LayerWeights):
-    """A layer with attention. Where the architecture has them, q_norm, k_norm: f32 (head_dim,);
-    v_norm: ones f32 (value_dim,); sinks: f32 (n_head,), of each head a score without a value in the
-    softmax. kv: the projections of keys and values, or none in a layer that reads another's rows.
+    """A layer with attention.
+
+    q_norm, k_norm: f32 (head_dim,). v_norm: ones f32 (value_dim,). sinks: f32 (n_head,), for each
+    head a score without a value in the softmax. An architecture may lack each of them. kv: the
+    projections of keys and values, or none in a layer that reads another's rows.
     """
 
     q: Linear
@@ -91,7 +95,7 @@ class AttentionWeights(LayerWeights):
 
     @property
     def biases(self) -> tuple[np.ndarray | None, ...]:
-        """Those of q, k and v."""
+        """The biases of q, k and v."""
         return tuple(linear.bias for linear in self.inputs()) + (None,) * (2 - len(self.kv))
 
     def inputs(self) -> tuple[Linear, ...]:
@@ -242,7 +246,9 @@ class _Reader(TensorReader):
         )
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
-        """What divides the angles: rope_freqs, or LongRoPE's factors for a context of n_ctx."""
+        """Returns the divisors of the angles: rope_freqs, or LongRoPE's factors for a context of
+        n_ctx.
+        """
         half, chosen = hparams.n_rot // 2, None
         is_long = n_ctx > hparams.rope.n_ctx_original
         names = ("rope_freqs", "rope_factors_short", "rope_factors_long")

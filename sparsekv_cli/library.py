@@ -104,7 +104,7 @@ def _build(name: str, budget: str | int | None, options: Mapping[str, Any] | Non
 class LanguageModel:
     """A model that ``load`` has opened. It answers one call at a time.
 
-    What a prompt has in common with the last one is not computed again.
+    It does not compute the common beginning of a prompt and the last one again.
     """
 
     def __init__(self, model: Model) -> None:
@@ -180,9 +180,9 @@ class LanguageModel:
         """Goes on with a text, without the chat template.
 
         given: ``max_tokens`` (the most tokens; as many as fit without it), ``stop`` (a text or
-        several), ``method``, ``budget`` and ``method_options`` of this call; and the parameters
-        that a line of ``run --jsonl`` has: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-        ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises SparseKVError for an
+        several), ``method``, ``budget`` and ``method_options`` of this call. The parameters of a
+        line of ``run --jsonl`` are accepted too, such as ``temperature``, ``top_p``, ``top_k``,
+        ``min_p``, ``seed``, ``json_schema``, ``grammar`` and ``regex``. Raises SparseKVError for an
         unknown parameter or a bad value.
         """
         self._check_open()
@@ -284,7 +284,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call asks for."""
+    """The checked parameters of one call."""
 
     sampling: SamplingOptions
     seed: int | None

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """What was opened. Its sequences own all that changes. ``load_model`` makes it."""
+    """An opened model.
+
+    It does not change. Its sequences own all that changes. ``load_model`` makes it.
+    """
 
     gguf: GGUFFile
     hparams: HParams

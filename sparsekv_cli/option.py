@@ -106,8 +106,10 @@ def check_options(owner: Any) -> None:
 
 
 def check_value(declared: Field[Any], value: Any) -> None:
-    """ValueError unless an option may have this value: of its default's type, allowed, and one
-    that kernels and samplers can hold.
+    """Raises ValueError unless an option may have this value.
+
+    The value must have the type of the default and be allowed. Kernels and samplers must be able to
+    hold it.
     """
     kind, allowed = _kind(declared), allowed_values(declared)
     wanted = ""

@@ -88,7 +88,7 @@ class Timings:
 
 
 class Engine(Protocol):
-    """What computes the rows of sequences, on a CPU and on a GPU alike."""
+    """Computes the rows of sequences, on a CPU and on a GPU alike."""
 
     n_ctx: int  # the most tokens of a sequence
     shares_prefill: bool  # one prefill can fill the caches of several methods
@@ -184,8 +184,8 @@ class Sequence:
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
 
-        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is what
-        it was when its last prefill had ended: decode steps from there have the same bits.
+        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is as it
+        was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):

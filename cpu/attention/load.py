@@ -19,7 +19,7 @@ class RowReader:
     """Writes the code that reads rows of d elements of one kind.
 
     mode: a kind, + GATHER. d: i64, a multiple of 16. Elements are read VECTOR_LANES at a time, from
-    a multiple of that on; ``scale`` is asked for once for the elements of a block.
+    a multiple of that on. ``scale`` is computed once for the elements of a block.
     """
 
     def __init__(self, b: ir.IRBuilder, mode: int, d: ir.Value) -> None:
@@ -33,7 +33,7 @@ class RowReader:
         return self._b.lshr(self._b.mul(c, I64(self.bits)), I64(3))
 
     def behind(self, row: ir.Value) -> ir.Value:
-        """The address behind a row's quants, or elements."""
+        """The address after a row's quants, or elements."""
         b = self._b
         if self.bits != 4:
             return b.add(row, self.bytes_to(self._d))

@@ -1,17 +1,17 @@
 """Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
 
 Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
-widened once for a tile of up to four query heads of its GQA group, and the dot products of a tile
-are summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers.
-A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are the modes of
-f16.
+widened once for a tile of up to four query heads of its GQA group. The dot products of a tile are
+summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers. A
+``mode`` says both: the kind of the rows, + GATHER for listed ones. 0 and 1 are the modes of f16.
 
-Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
-AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; twice the sums take three times as long there).
+Sums are as wide as the CPU's vectors, and as many as its registers hold. These are 16 of 16 lanes
+with AVX-512, and 8 of 8 elsewhere. AVX2 has 16 registers; twice the sums take three times as long
+there.
 
-There is code for every tile and mode, which takes long to compile. So it is compiled once a kind
-of rows, and a kernel contains a call through a table of addresses: that of f16 when this file is
-imported, another when a cache has rows of it (``install``).
+There is code for every tile and mode, which takes long to compile. It is compiled once a kind of
+rows, and a kernel contains a call through a table of addresses. The entry of f16 is set when this
+file is imported, another when a cache has rows of its kind (``install``).
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
     Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
-    j is idx[j] (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
+    j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of 16.
     """
     return _call(0)
 

@@ -1,8 +1,8 @@
 """LFPS' high-sparsity test: a head that attends almost only to its sinks needs no search (eq 5, 6).
 
-Its output is then the weighted mean of the sinks' values, the local values and the mean value, with
-the masses of the test as weights. The sinks are the first rows and, in models that have it, the
-head's sink, a score without a value. Scores are those behind the model's softcap.
+Its output is then the weighted mean of the sinks' values, the local values and the mean value. The
+masses of the test are the weights. The sinks are the first rows and, in models that have it, the
+head's sink, a score without a value. Scores are those after the model's softcap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REACH, PER_DEVIATION = 8, 2  # standard deviations on either side, and points in
 
 
 class Constants(NamedTuple):
-    """What the bypass test knows of the keys and values of the last prefill (eq 5, 6)."""
+    """The bypass test's statistics of the keys and values of the last prefill (eq 5, 6)."""
 
     mean_k: np.ndarray  # f32 (G, d)
     mean_v: np.ndarray  # f32 (G, d_v)

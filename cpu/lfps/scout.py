@@ -38,7 +38,7 @@ TINY = 1e-30
 
 
 class Codes(NamedTuple):
-    """What a step knows of the codes of G kv heads."""
+    """The codes of G kv heads, for the kernels."""
 
     at: int  # address of the first kv head's
     head_bytes: int  # between kv heads
@@ -90,7 +90,7 @@ class Scout:
         self.n_parts = n_parts
 
     def known(self) -> Codes:
-        """What steps know of them, until more rows are coded."""
+        """Returns the codes for steps, until more rows are coded."""
         return Codes(
             address(self.codes), self.codes.strides[0], self.n_parts, address(self.directions),
             self.directions.shape[1],
@@ -108,8 +108,8 @@ def choose_directions(
     """E, D f32 (G, d, count): of all products of that rank (q D) . (k E) is nearest to q . k.
 
     queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a byte of E k
-    reaches MOST standard deviations. With the queries' moments C = L L' these are the leading
-    eigenvectors U of L' covariance L: E = L U and D = L'^-1 U.
+    reaches MOST standard deviations. With the queries' moments C = L L' the eigenvectors U are the
+    leading ones of L' covariance L. Then E = L U and D = L'^-1 U.
     """
     d = queries.shape[2]
     moments = queries.swapaxes(1, 2).astype(np.float64) @ queries / queries.shape[1]

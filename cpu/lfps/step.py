@@ -1,8 +1,8 @@
 """A decode step of LFPS for a whole layer, as one compiled call.
 
 Its arguments are a record of ``LFPS``, and its buffers lie in one block. Arrays made of addresses
-have no reference counts, which threads would otherwise change in turn, and passing an array costs
-half a microsecond.
+have no reference counts, which threads would otherwise change in turn. Passing an array costs half
+a microsecond.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _lines(n_bytes):
 
 @njit(cache=True, nogil=True)
 def _work(at, n_head, d, n_head_groups, n, limit, n_found):
-    """A step's Work at an address, and the address behind it."""
+    """Returns a step's Work at an address, and the address after it."""
     n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
     progress = carray(integer_pointer(at), (n_head_groups, N_PROGRESS))
     at += _lines(8 * n_head_groups * N_PROGRESS)
@@ -130,7 +130,7 @@ def _work(at, n_head, d, n_head_groups, n, limit, n_found):
 
 @njit(cache=True, nogil=True)
 def _scratch(at, n, k_budget, limit):
-    """A thread's Scratch at an address, and the address behind it."""
+    """Returns a thread's Scratch at an address, and the address after it."""
     n_words = n // BLOCK + 2
     bits = carray(bits_pointer(at), (2, n_words))
     at += _lines(16 * n_words)
@@ -155,7 +155,10 @@ def _record(at):
 
 @njit(cache=True, nogil=True)
 def _run_thread(thread, step_at, task, q, out, counter, at):
-    """What a thread does in a task; addresses, ``at`` of the block behind the counter."""
+    """Runs a thread's part of a task.
+
+    Takes addresses; ``at`` is that of the block after the counter.
+    """
     this = _record(step_at)
     n, k_budget, limit, rules = this.n, this.k_budget, this.limit, this.rules
     n_head, n_kv = this.n_head, rules.n_kv_head
@@ -244,7 +247,7 @@ def _run_task(step_at, task, q, out):
 def lfps_step(step_at, q, k, v, out):
     """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
-    Addresses: of a record of LFPS, of q f32 (H, d), k (G, d), v (G, d_v), out f32 (H, d_v).
+    Takes addresses of a record of LFPS, q f32 (H, d), k (G, d), v (G, d_v) and out f32 (H, d_v).
     """
     this = _record(step_at)
     n_kv = this.rules.n_kv_head

@@ -1,7 +1,7 @@
 """The parts of an answer, and the calls of functions in the texts that models write for them.
 
-A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's own notation, as Python (LFM2) or
-in tags (tags.py). A text that is none of a form has no calls in it.
+A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or in
+tags (tags.py). A text that is none of a form has no calls in it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Part = Text | Thought | ToolCall
 
 
 class ReadCalls(NamedTuple):
-    """What a text has been read as.
+    """The calls that were read in a text.
 
-    calls: none: it is no call. doubt: 0: the text is whole; 1: its last tags are missing; MAYBE:
-    it is within a value, so that what follows may be a part of it.
+    calls: none: it is no call. doubt: 0 if the text is whole, 1 if its last tags are missing.
+    MAYBE: the text ends within a value, and the next text may be a part of it.
     """
 
     calls: list[Part]
@@ -71,7 +71,7 @@ DECODER = json.JSONDecoder(
 def read_json(text: str) -> Any:
     """The value of a JSON text; ValueError for another one.
 
-    What Python reads as a number and JSON does not have (NaN, Infinity, 1e999) is a text.
+    Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) are texts.
     """
     try:
         return DECODER.decode(text)
@@ -114,7 +114,7 @@ def in_string(text: str) -> bool:
 
 
 def json_calls(text: str) -> list[Part]:
-    """The calls in JSON texts, one behind the other; none if anything else is there."""
+    """Returns the calls in JSON texts that follow one another, or none if anything else is there."""
     calls: list[Part] = []
     rest = text.strip()
     while rest:

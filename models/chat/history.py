@@ -1,7 +1,7 @@
 """A conversation in the form that one chat template takes.
 
 Templates differ in what they take of calls and of system messages, and some drop the rest without a
-word. What a template takes is tried on a short conversation, once, when a conversation needs it.
+word. The code tries a template on a short conversation, once, when a conversation needs it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Whether a template writes system messages behind each other, and behind other messages."""
+    """Whether a template writes system messages that follow each other, or other messages."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -131,7 +131,7 @@ def _call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _one_by_one(messages: Messages) -> Messages:
-    """Each call in a message of its own, with its result behind it."""
+    """Puts each call in a message of its own, followed by its result."""
     result: Messages = []
     for message in messages:
         calls = message.get("tool_calls") or []

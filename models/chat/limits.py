@@ -1,4 +1,7 @@
-"""What a chat template may use up, and text functions that refuse before they make too much."""
+"""The work and memory that a chat template may use.
+
+Text functions refuse before they make too much.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ class LimitError(TemplateError):
 class Limits:
     """The work and the sizes of one rendering.
 
-    max_chars: of the output, and of any text or container on the way.  A container counts with all
-    that it holds, as often as it holds it, so nothing is exponentially larger than it looks.  What
-    is made and thrown away counts too, ``MAX_COPIES`` times as much.
+    max_chars: of the output, and of any text or container on the way. A container counts with all
+    that it holds, as often as it holds it. Nothing is then exponentially larger than it looks.
+    Texts that are made and thrown away count too, ``MAX_COPIES`` times as much.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -132,7 +135,7 @@ class Limits:
             yield item
 
     def concatenated(self, parts: Iterable[str]) -> str:
-        """What a macro or ``{% set %}`` block has shown, in one text."""
+        """Joins the texts that a macro or ``{% set %}`` block has shown."""
         texts = list(parts)
         self.makes(sum(map(len, texts)))
         return "".join(texts)

@@ -30,9 +30,9 @@ MAX_REFERENCES = 8  # that are followed from one schema
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
     """The calls in a text that holds nothing else.
 
-    functions: the schemas of their arguments, by name. A value of a declared type is read as that;
-    where nothing is declared, JSON and Python's constants are what they say. Doubt 1: the last tag
-    or two are missing. Doubt 2: the last value does not end.
+    functions: the schemas of their arguments, by name. A value of a declared type is read as that
+    type. An undeclared value is read as JSON or as a constant of Python, if it is one. Doubt 1: the
+    last tag or two are missing. Doubt 2: the last value does not end.
     """
     calls: list[Part] = []
     at, doubt = 0, 0

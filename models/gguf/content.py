@@ -1,7 +1,7 @@
 """Which model a file holds: a hash of every byte, read once and remembered.
 
-To read a large model takes seconds. So a thread does it, and a file in the user's cache has the
-hashes of files by device, inode, size and both times of change.
+To read a large model takes seconds. A thread does it. A file in the user's cache has the hashes of
+files by device, inode, size and both times of change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """As ``known``, when all is read. SparseKVError if that cannot be, or a file changed."""
+        """Returns ``known`` when all is read.
+
+        SparseKVError if that cannot be, or a file changed.
+        """
         found = self.known()
         if found is None and self._thread is not None:
             self._thread.join()

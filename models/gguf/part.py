@@ -2,8 +2,8 @@
 
 Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
 tensor count, key count, key/value pairs, tensor table, padding, tensor data. Nothing in it is
-trusted: a count is compared with the bytes that remain before anything is allocated, the header may
-take at most ``MAX_HEADER_BYTES``, and tensors must lie one after the other as ggml demands.
+trusted. A count is compared with the bytes that remain before anything is allocated. The header may
+take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GGUFPart:
     """
 
     def __init__(self, path: Path, descriptor: int, size: int, header_only: bool = False) -> None:
-        """Read the header of the file behind ``descriptor``, which now belongs to this object."""
+        """Read the header of the file of ``descriptor``, which now belongs to this object."""
         self.path = path
         self.size = size
         self._descriptor: int | None = descriptor
@@ -248,7 +248,7 @@ def _read_tensors(
 
 
 def _cut_tensors(tensors: Mapping[str, TensorInfo], size: int) -> list[TensorInfo]:
-    """Those that do not lie within a file of ``size`` bytes."""
+    """Returns the tensors that do not lie within a file of ``size`` bytes."""
     return [info for info in tensors.values() if info.offset + info.n_bytes > size]
 
 

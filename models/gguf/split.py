@@ -1,8 +1,8 @@
 """Split models: ``NAME-00001-of-00003.gguf`` and so on, found by name and checked as one model.
 
-Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` says how many files
-there are, ``split.no`` which one a file is (from 0), ``split.tensors.count`` how many tensors they
-hold in all; the metadata are in the first, and others may repeat them.
+Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` is the number of files,
+``split.no`` the number of this file (from 0). ``split.tensors.count`` is the number of tensors in
+all files. The metadata are in the first file, and others may repeat them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _check_number(part: GGUFPart, number: int, count: int) -> None:
 
 
 def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
-    """What a later part says of the model must be what the first one says."""
+    """Checks that a later part says of the model the same as the first one."""
     for key, value in part.metadata.items():
         if key == NUMBER or part is first:
             continue

@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub: ``owner/repo[:quant]``, kept in huggingface_hub's cache.
 
-What is in the cache is taken without asking the hub, so that a model starts the same with and
-without a network. huggingface_hub renames a file to its name when all of it is there: what an
-interrupted download leaves has no name that is looked for.
+Files in the cache are taken without asking the hub. A model then starts the same with and without a
+network. huggingface_hub gives a file its name when all of it is there. The rest of an interrupted
+download has another name, which nobody looks for.
 """
 
 from __future__ import annotations

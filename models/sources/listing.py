@@ -1,4 +1,4 @@
-"""What the models are that ``-m`` finds by name: read from their headers, one line each."""
+"""The models that ``-m`` finds by name, read from their headers, one line each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
 
 
 def read_model(name: str, where: str, path: Path) -> ListedModel:
-    """What a model's header says; a file that cannot be read is listed with the reason."""
+    """Reads a model's header. A file that cannot be read is listed with the reason."""
     try:
         with open_gguf(path, vocab_only_ok=True) as file:
             problem = find_problem(file)

@@ -1,4 +1,4 @@
-"""What names of GGUF files say: parts of one model, its quantisation, what is no model.
+"""Reads names of GGUF files: parts of one model, its quantisation, files that are no model.
 
 The rules are those of llama.cpp's ``-hf`` (common/download.cpp).
 """

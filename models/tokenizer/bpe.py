@@ -1,5 +1,7 @@
-"""BPE tokenizers on the tokenizers library: byte-level ones (``tokenizer.ggml.model = "gpt2"``) and
-Gemma 4's (``gemma4``), which merges characters and spells what is no token in bytes.
+"""BPE tokenizers on the tokenizers library.
+
+Byte-level ones have ``tokenizer.ggml.model = "gpt2"``. Gemma 4's (``gemma4``) merges characters and
+spells unknown text in bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) on the sentencepiece library.
 
-llama.cpp merges, again and again, the adjacent pair whose joined text is the token with the highest
-score, leftmost on ties, whatever the kind of that token; what is no token becomes bytes.  That is
-sentencepiece's BPE once every token is a NORMAL piece, so a ModelProto is written with those rules.
-Special tokens and the space before the text are the caller's job.
+llama.cpp repeatedly merges the adjacent pair whose joined text is the token with the highest score.
+The leftmost pair wins a tie, and the kind of the token does not matter. Text that is no token
+becomes bytes. sentencepiece's BPE does the same if every token is a NORMAL piece, so a ModelProto
+is written with those rules. Special tokens and the space before the text are the caller's job.
 """
 
 from __future__ import annotations

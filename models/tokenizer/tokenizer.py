@@ -91,13 +91,12 @@ class Tokenizer:
     ) -> list[int]:
         """The token ids of ``text``.
 
-        add_bos: None does what the model wants, BOS and EOS; False adds neither; True puts BOS
-        first, and EOS last if the model wants it.
-        add_eos: False never adds EOS (a prompt that is to be continued).
-        parse_special: ``<|im_end|>`` in the text is that token, not its letters.
-        plain: what turns the text between control tokens into what it stands for (chat/cover.py);
-            in what it returns, no control token is parsed.
-        Raises SparseKVError for text that is not Unicode (lone surrogates) and for BOS without one.
+        add_bos: None adds BOS and EOS as the model wants them. False adds neither. True puts BOS
+        first, and EOS last if the model wants it. add_eos: False never adds EOS (a prompt that is
+        to be continued). parse_special: ``<|im_end|>`` in the text is that token, not its letters.
+        plain: a function that turns the text between control tokens into its original
+        (chat/cover.py). No control token is parsed in its result. Raises SparseKVError for text
+        that is not Unicode (lone surrogates) and for BOS without one.
         """
         check_encodable(text)
         ids: list[int] = []
@@ -221,7 +220,7 @@ class StreamDecoder:
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character.  Starts anew."""
+        """Returns the rest at the end: U+FFFD for an incomplete character. Starts anew."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         self._at_start = True
@@ -231,8 +230,8 @@ class StreamDecoder:
 def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that a GGUF file describes (``GGUFFile.metadata``).
 
-    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported
-    and for a vocabulary that contradicts itself.
+    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported.
+    It also raises it for a vocabulary that contradicts itself.
     """
     model = metadata.get(PREFIX + "model")
     if model not in ("gpt2", "llama", "gemma4"):

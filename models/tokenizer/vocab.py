@@ -1,7 +1,7 @@
 """The vocabulary of a GGUF file, checked: token texts, their kinds and the special ids.
 
-Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``).  A token's kind is a set of bits,
-because llama.cpp marks end-of-generation texts as control tokens on top of what the file says.
+Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``). A token's kind is a set of bits.
+llama.cpp marks end-of-generation texts as control tokens in addition to the kind in the file.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
 
 
 def describe(value: Any) -> str:
-    """What a metadata value is, in words for an error line."""
+    """Describes a metadata value in words, for an error line."""
     if value is None:
         return "missing"
     if isinstance(value, np.ndarray):

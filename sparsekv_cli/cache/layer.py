@@ -33,11 +33,11 @@ class LayerCache(ABC):
     approximately. It may change in a prefill, and holds for the steps that follow.
 
     can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
-    caches do, a long prompt goes through all layers part by part; otherwise each layer is finished
+    caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
     ahead of the next.
 
-    queries_read: of how many of a chunk's last rows ``extend`` reads the queries; None: it reads
-    all, and what is not rotated. A decoder may leave out the others.
+    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all of them,
+    and also q_nope and k_nope. A decoder may leave out the others.
     """
 
     attends_to_some: bool = True
@@ -87,8 +87,8 @@ class LayerCache(ABC):
     ) -> np.ndarray:
         """Attends to every row that is stored, and counts that: q (H, 1, d) -> f32 (H, >= d_v).
 
-        scored: as ``Ledger.step`` counts it; None: all. n_bytes: read beside the rows. sparse:
-        whether the layer may leave rows out in other steps.
+        scored: as ``Ledger.step`` counts it; None: all. n_bytes: the bytes that are read in
+        addition to the rows. sparse: whether the layer may leave rows out in other steps.
         """
         store, spec = self.store, self.spec
         attended = spec.n_head * store.n
@@ -166,7 +166,7 @@ class SelectingCache(LayerCache):
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
 
-        U is H (one list a query head) or G (one a kv head). Of a list the first ``counts`` rows are
+        U is H (one list a query head) or G (one a kv head). The first ``counts`` rows of a list are
         valid, in any order, without repeats. Rows scored: query heads times keys.
         """
 
@@ -178,8 +178,8 @@ class SelectingCache(LayerCache):
 class BoundedCache(LayerCache):
     """A cache whose memory does not grow with the sequence: of windows and of states.
 
-    It cannot go back everywhere. A snapshot is what it holds, at some length, for all that comes
-    behind; an empty cache that is given one goes on from there. No method has a part in it.
+    It cannot go back everywhere. A snapshot is the cache's memory at some length. An empty cache
+    that is given a snapshot goes on from there. No method has a part in it.
     """
 
     attends_to_some = False
@@ -201,7 +201,7 @@ class BoundedCache(LayerCache):
 
     @abstractmethod
     def snapshot(self, n: int) -> Snapshot:
-        """That of length n, not copied; of a length that ``extend`` has just passed."""
+        """Returns the snapshot of length n, which ``extend`` has just passed. It is not copied."""
 
     @abstractmethod
     def empty_snapshot(self, n: int) -> Snapshot:
@@ -229,9 +229,9 @@ def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
 def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool) -> None:
     """Announces that n rows in all are coming.
 
-    is_checked: the caches are on the host, and SparseKVError is raised if there is no memory for
-    the rows: those of all layers that keep them, and of the others the largest, as each of these is
-    finished ahead of the next.
+    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows.
+    The rows of all layers that keep them count. Only the largest of the other layers counts,
+    because each is finished ahead of the next.
     """
     kept, largest = 0, 0
     for cache in caches if is_checked else ():

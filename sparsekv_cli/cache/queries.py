@@ -36,7 +36,8 @@ class LastQueries:
 class PastQueries:
     """The last ``size`` queries of a sequence, while its steps are recorded.
 
-    Those of its last prefill are kept beside the steps', so that the sequence can go back to them.
+    Queries of its last prefill are kept next to those of the steps, so that the sequence can go
+    back to them.
     """
 
     def __init__(self, size: int, n_head: int, head_dim: int) -> None:
@@ -63,7 +64,10 @@ class PastQueries:
         self._n_stepped = n
 
     def last(self, n: int) -> np.ndarray:
-        """Of the last of n rows, f32 (H, T, d), T <= size; T = 0 if the last one's is unknown."""
+        """Returns the queries of the last of n rows, f32 (H, T, d), T <= size.
+
+        T is 0 if the last query is unknown.
+        """
         steps = list(self._steps) if n == self._n_stepped else []
         known = [self._prefilled] if n - len(steps) == self._n else [self._prefilled[:, :0]]
         return np.concatenate(known + steps, axis=1)[:, -self._coming.size :]

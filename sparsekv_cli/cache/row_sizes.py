@@ -16,7 +16,7 @@ FITTING = 256  # tokens; a context that fits is told as a multiple
 
 
 class Sizes(Protocol):
-    """Of a layer: a LayerSpec, or a model's LayerParams."""
+    """The sizes of a layer: a LayerSpec, or a model's LayerParams."""
 
     @property
     def n_head_kv(self) -> int: ...

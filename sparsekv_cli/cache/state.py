@@ -19,7 +19,7 @@ STEP = 2048  # tokens from a checkpoint to the next where no message ends
 
 
 class Recurrence(Protocol):
-    """What a recurrent layer computes: rows and a state to rows, and the state after them."""
+    """The computation of a recurrent layer: from rows and a state to rows and the next state."""
 
     @property
     def n_out(self) -> int:
@@ -31,7 +31,7 @@ class Recurrence(Protocol):
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
-        """The output (T, n_out) of T rows, of their type, and the state behind them."""
+        """Returns the output (T, n_out) of T rows, in their type, and the state after them."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class DeltaNet:
 class Checkpoints:
     """Copies of arrays, one set a length of the sequence; at most ``most`` sets.
 
-    If there are more, one goes: that between the others whose neighbours are nearest to each other
-    for their distance to the newest. So those that stay get sparser towards the beginning, and the
-    newest one always stays.
+    If there are more, one goes. It is the set with the closest neighbours, relative to their
+    distance to the newest set. The sets get sparser towards the beginning, and the newest one
+    always stays.
     """
 
     def __init__(self, most: int) -> None:
@@ -122,7 +122,7 @@ class Checkpoints:
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
-        """Puts what is kept of length n into the arrays; of 0 zeros. What is longer goes."""
+        """Puts what is kept of length n into the arrays; of 0 zeros. Longer sets go."""
         for i, array in enumerate(arrays):
             array[:] = self._sets[n][i] if n else 0
         for length in [length for length in self._sets if length > n]:
@@ -142,9 +142,10 @@ class Checkpoints:
 class StateCache(BoundedCache):
     """The state of one recurrent layer of one sequence, and checkpoints of it.
 
-    A sequence goes back to lengths that have a checkpoint: where a prefill begins and ends, where
-    messages end in it (``mark``), and every STEP tokens; ``spec.n_checkpoints`` of them. Its steps
-    are in no ledger. The state behind a prompt has the same bits wherever messages end in it.
+    A sequence goes back to lengths that have a checkpoint. These lengths are the start and end of a
+    prefill, the ends of messages in it (``mark``), and every STEP tokens. At most
+    ``spec.n_checkpoints`` of them are kept. Its steps are in no ledger. The state after a prompt
+    has the same bits wherever messages end in it.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -211,7 +212,7 @@ class StateCache(BoundedCache):
         return n if n == self._n else self._checkpoints.latest(n)
 
     def truncate(self, n: int) -> int:
-        """As LayerCache; 0 for lengths without a checkpoint."""
+        """See LayerCache. Returns 0 for lengths without a checkpoint."""
         if n >= self._n:
             return self._n
         if n and n not in self._checkpoints:

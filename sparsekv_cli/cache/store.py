@@ -1,6 +1,6 @@
 """K and V of one layer in memory, and the types of their rows: f16, q8_0, q5_1, q4_0.
 
-The quantised types take 8.5, 6 and 4.5 bits an element, 32 elements share a scale; names and
+The quantised types take 8.5, 6 and 4.5 bits an element. 32 elements share a scale. Names and
 rounding are llama.cpp's. Rows are padded with zeros to whole vectors. cpu/attention/rows.py has the
 kernels' side of this.
 """

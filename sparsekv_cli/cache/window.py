@@ -16,9 +16,9 @@ from sparsekv_cli.cache.store import KVStore
 class WindowCache(BoundedCache):
     """Keeps the window's rows and a few more; when their memory is full, they move to its start.
 
-    ``store`` holds the sequence's rows from ``first`` on. A sequence goes back where its window is
-    still there: by ``N_SPARE`` rows, and to where its last prefill began and ended, because those
-    rows are copied when they would go. Of its steps only the bytes that they read are counted.
+    ``store`` holds the sequence's rows from ``first`` on. A sequence can go back by ``N_SPARE``
+    rows. It can also go back to the start and end of its last prefill, because those rows are
+    copied before they go. Only the bytes that its steps read are counted.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -66,7 +66,7 @@ class WindowCache(BoundedCache):
         return max((mark for mark in self._marks if mark <= n), default=0)
 
     def truncate(self, n: int) -> int:
-        """As LayerCache; 0 where rows of the window are gone."""
+        """See LayerCache. Returns 0 where rows of the window are gone."""
         if n >= self.n:
             return self.n
         if not self._has_rows_of(n):

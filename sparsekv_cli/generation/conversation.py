@@ -47,10 +47,10 @@ def encode_messages(
 
     continues: the last message is the beginning of the answer, which its text, without what was
     thought, goes on with. add_generation_prompt: the template ends with what begins an answer.
-    parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
-    not only those that the template writes. think: whether the model is to think first; None: as
-    the template has it. SparseKVError where the template leaves no choice. variables: of the
-    template, by name.
+    parse_special: control tokens such as ``<|im_end|>`` are also parsed in the messages and tools.
+    Otherwise only those that the template writes are parsed. think: whether the model is to think
+    first; None: as the template has it. SparseKVError where the template leaves no choice.
+    variables: of the template, by name.
     """
     from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.history import fitted

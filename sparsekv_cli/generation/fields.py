@@ -66,8 +66,8 @@ Many = Annotated[
 def read_json(data: bytes | bytearray) -> Any:
     """A JSON value in UTF-8, after a byte order mark or none.
 
-    Raises FieldError for anything else: for NaN, for a number that no f64 holds, and for a text
-    with half a surrogate pair, which cannot be encoded.
+    Raises FieldError for anything else. It also raises it for NaN and for a number that no f64
+    holds. A text with half a surrogate pair is refused too, because it cannot be encoded.
     """
     try:
         value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)

@@ -46,7 +46,7 @@ class LogProbs:
         return self._entries[: len(answer.tokens)]
 
     def since(self, n: int) -> list[dict[str, Any]]:
-        """The entries behind the first n."""
+        """Returns the entries after the first n."""
         return self._entries[n:]
 
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:

@@ -25,11 +25,11 @@ N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
+    """The user's settings. A missing one comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: what every answer has to match, from the first token behind the thinking on.
-    think_budget: most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
+    grammar: the grammar of every answer, from the first token after the thinking on. think_budget:
+    most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
     """
 
     explicit: Mapping[str, Any]
@@ -51,12 +51,15 @@ def new_constraint(
     thinking: Thinking | None,
     think: bool | None = None,
 ) -> AnswerConstraint | None:
-    """What may follow in a model's answers, as a MakeConstraint says it."""
+    """Returns the constraint of a model's answers, as MakeConstraint says."""
     return constraint_maker(model.tokenizer)(sampling, thinking, think)
 
 
 def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
-    """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    """Returns a function that makes constraints for a model.
+
+    The first constraint reads the vocabulary once for all.
+    """
     from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 

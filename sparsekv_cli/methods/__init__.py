@@ -29,7 +29,7 @@ METHODS = {
 
 
 def method_class(name: str) -> type[Method]:
-    """The class behind a name; ValueError lists the names."""
+    """Returns the class of a method. Raises ValueError, which lists the names."""
     if name not in METHODS:
         close = did_you_mean(name, METHODS)
         raise ValueError(f"unknown method {name!r}{close}: choose from {', '.join(METHODS)}")

@@ -1,4 +1,6 @@
-"""What a KV-cache method is: its options, and the cache that it makes of a layer."""
+"""The base of the KV-cache methods: the options of a method, and the caches that it makes of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,15 @@ class Method(ABC):
 
     @property
     def n_queried(self) -> int | None:
-        """Last tokens of a prompt whose queries the method needs beside all rows; None: all."""
+        """The last tokens of a prompt whose queries the method needs, next to all rows.
+
+        None means all.
+        """
         return 0
 
     @property
     def name(self) -> str:
-        """As on the command line: the file of the method in methods/."""
+        """The name on the command line. It is also the name of the method's file in methods/."""
         return type(self).__module__.rpartition(".")[2]
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
@@ -78,8 +83,8 @@ class Method(ABC):
     def is_dense(self, spec: LayerSpec) -> bool:
         """Whether the layer is dense, by default or because the user says so, or of another kind.
 
-        The user names layers by the numbers that they have in the model; the default names the
-        first or last full ones.
+        The user names layers by their numbers in the model. The default names the first or last
+        full layers.
         """
         at, n = spec.layer, spec.n_layer
         if spec.n_full and self.dense_layers == type(self).dense_layers:
@@ -136,7 +141,8 @@ class Method(ABC):
         raise NotImplementedError
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-        """What the arrays of ``calibrate`` must be for these layers, by name.
+        """Returns the shapes and types that the arrays of ``calibrate`` must have for these layers,
+        by name.
 
         A file with other arrays is refused ahead of their use.
         """

@@ -1,15 +1,15 @@
 """From which depth on a method is sparse: where that is cheaper than to attend to all rows.
 
-A dense step reads a row once for all query heads of its kv group. A sparse step has other work,
-most of which every query head has for itself and which hardly grows with the context: it searches
-an index, scores candidates and gathers the rows that it has chosen from all over the cache. So it
-pays where the context is longer than
+A dense step reads a row once for all query heads of its kv group. A sparse step has other work: it
+searches an index, scores candidates and gathers the chosen rows from all over the cache. Most of
+this work is done for every query head and hardly grows with the context. A sparse step pays where
+the context is longer than
 
     heads of a group x rows that a dense step could read in the time of one head's own work.
 
 The second factor is a constant of each method, ``Method.work_of_a_head``. It was measured on a CPU
-with the default budget, rounded up, and is not measured again: the same command gives the same
-text. docs/methods.md has the figures.
+with the default budget, and rounded up. It is not measured again, so that the same command gives
+the same text. docs/methods.md has the figures.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ the best, and feeds the weights back.
 Departures; docs/methods.md has their reasons and figures:
 (1) A bypassed head returns the mean of sinks, local rows and the mean value, by their masses.
 (2) The slash table is indexed by distance, so that nothing is shifted.
-(3) By default neighbours are not filtered, more recent rows are candidates, and the variance of a
+(3) By default neighbours are not filtered and more recent rows are candidates. The variance of a
     score comes from the covariance of the keys.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3, the paper's .2.

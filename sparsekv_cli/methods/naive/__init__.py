@@ -1,4 +1,4 @@
-"""The naive form of every method: numpy, f64, to be read beside the paper. Tests use it only."""
+"""The naive form of every method in numpy and f64. Read it next to its paper. Only tests use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the naive forms share: the rows of one layer, the softmax, the two halves of a step.
+"""The naive forms share the rows of one layer, the softmax, and the two halves of a step.
 
 Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
 """
@@ -17,7 +17,7 @@ FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or cannot be,
 
 @dataclass
 class Choice:
-    """What a query head, a kv head or the whole layer attends to in a step.
+    """The rows to which a query head, a kv head or the whole layer attends in a step.
 
     rows: positions, ascending.
     scores: f64 (n,), what the rows were chosen by.

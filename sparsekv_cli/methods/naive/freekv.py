@@ -41,7 +41,7 @@ class NaiveFreeKV(Naive):
         return min(self.method.window, max(1, self.method.budget.rows(n) // 4))
 
     def first_pages(self, n: int) -> tuple[int, int]:
-        """The first page behind the sinks, and the first page of the window (step 3)."""
+        """Returns the first page after the sinks and the first page of the window (step 3)."""
         p, budget = self.method.page, self.method.budget.rows(n)
         n_sink = min(-(-self.method.sinks // p), max(1, budget // (4 * p)))
         return self.n_sink or n_sink, (n - self.recent(n)) // p

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NaiveTopK(Naive):
-    """k rows a query head beside the sinks."""
+    """Each query head attends to the sinks and to k other rows."""
 
     method: TopK
 
