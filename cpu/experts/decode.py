@@ -1,9 +1,9 @@
 """A decode step's rows through the experts of a layer, over weights as they lie.
 
-``next_expert_layer`` is what ``next_layer`` of layer/decode.py is where there are none: one call
-from a layer's attention to the next one's inputs. The rows are grouped by expert, so that an expert
-that several sequences have chosen is read once. All products of a step that can go on at once are
-one table of jobs, which the threads share out by the bytes of the weights.
+``next_expert_layer`` replaces ``next_layer`` of layer/decode.py: one call goes from a layer's
+attention to the next layer's inputs. The rows are grouped by expert, so that an expert that several
+sequences have chosen is read once. All products of a step that can go on at once are one table of
+jobs. The threads share it by the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _expect_down(matrix, offsets):
 
 @njit(cache=True, nogil=True)
 def _behind(layer):
-    """The layer's matrices behind its inputs."""
+    """Returns the layer's matrices after its inputs."""
     n = layer.n_inputs
     return carray(integer_pointer(layer.matrices), (n + BEHIND, 6))[n:]
 
@@ -273,8 +273,9 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
 def add_experts(layers, mixtures, i, n_rows, n_threads):
     """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. Where experts have norms of their
-    own, these are of x, ``normed`` is for the shared one, and the results of both have a norm too.
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. If experts have norms of their own,
+    these are of x, and ``normed`` is for the shared expert. The results of both then have a norm
+    too.
     """
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
@@ -358,7 +359,7 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
 
 @njit(cache=True, nogil=True)
 def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
-    """All of layer i behind its attention, then ``project_qkv`` of the layer after it, if any."""
+    """Runs layer i after its attention, then ``project_qkv`` of the next layer, if any."""
     finish_attention(layers, i, attended, n_rows, n_threads)
     add_experts(layers, mixtures, i, n_rows, n_threads)
     if i + 1 < layers.shape[0]:

@@ -71,10 +71,10 @@ def waves(n: int, bins: np.ndarray) -> np.ndarray:
 def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
 
-    They are an orthonormal basis of what ``waves`` spans. Parts, with the number of waves of each:
-    even waves of even and of odd bins, odd waves of odd and of even bins. In the second quarter of
-    the tokens, read backwards, the first and third part are what they are in the first, the others
-    have the other sign.
+    They are an orthonormal basis of what ``waves`` spans. The parts, with the number of waves of
+    each: even waves of even and of odd bins, odd waves of odd and of even bins. Read the second
+    quarter of the tokens backwards: the first and third part are there as in the first quarter, the
+    others have the other sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
     norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]

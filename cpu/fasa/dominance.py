@@ -1,6 +1,6 @@
 """Which frequency chunks of a kv head rank its keys as the whole head does (FASA's calibration).
 
-Chunk i of C is the pair of dims that RoPE turns together, i and i + C; dims from 2 C on are not
+Chunk i of C is the pair of dims that RoPE turns together, i and i + C. Dims from 2 C on are not
 turned and belong to no chunk. In a layer where RoPE turns none the chunks are the pairs that it
 would turn.
 """

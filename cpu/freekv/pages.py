@@ -157,7 +157,7 @@ class PageCache:
             )
 
     def _n_group(self, n_page: int) -> int:
-        """Groups to make room for beside ``n_page`` pages."""
+        """Returns the number of groups to make room for, next to ``n_page`` pages."""
         return n_page // GROUPED if self.pages.group_hi.shape[1] else 0
 
     @property

@@ -182,10 +182,10 @@ def recall_step(at, q, previous, k, v, attended, counts, out):
     """One decode step of a layer.
 
     Addresses: of a record of ``FREEKV``; of q, previous f32 (H, d), k (G, d), v (G, d_v). Attends
-    to the sinks' pages, the chosen pages and the window; pages that have left the window go to the
+    to the sinks' pages, the chosen pages and the window. Pages that have left the window go to the
     pool first. A kv head chooses with q if ``current``, or if its queries' mean cosine is below
-    tau; otherwise with ``previous``, unless ``recall_ahead`` did so. attended int32 (G, n_listed):
-    rows attended to; counts int64 (G,). out f32 (H, d_v).
+    tau. Otherwise it chooses with ``previous``, unless ``recall_ahead`` did so. attended int32 (G,
+    n_listed): rows attended to; counts int64 (G,). out f32 (H, d_v).
     """
     this = _record(at)
     n_head, n_kv, d, d_v = this.n_head, this.n_kv, this.d, this.d_v

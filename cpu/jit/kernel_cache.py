@@ -1,9 +1,9 @@
 """Compiled kernels on disk: how numba keeps and finds those of this package.
 
-A kernel's file is named after all that its machine code depends on: the source files that its
-module imports (sources.py), the signature, the versions of Python, numba and LLVM, and the CPU.
-numba's own cache looks at one source file only, trusts what it reads, and writes beside the sources
-where it finds no other place.
+A kernel's file is named after all that its machine code depends on. These are the source files that
+its module imports (sources.py), the signature, the versions of Python, numba and LLVM, and the CPU.
+numba's own cache looks at one source file only and trusts what it reads. It writes next to the
+sources if it finds no other place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOURCES = Sources(PACKAGE, Path(__file__).parents[1])
 
 
 class KernelCache(caching._Cache):
-    """What a numba dispatcher asks for compiled signatures of one function."""
+    """The compiled signatures of one function, for its numba dispatcher."""
 
     def __init__(self, py_func: Any, store: KernelStore, sources: Sources) -> None:
         self._function = py_func
@@ -57,7 +57,7 @@ class KernelCache(caching._Cache):
 
     @cached_property
     def _function_key(self) -> tuple[Any, ...]:
-        """What all signatures of the function have in common."""
+        """Returns the common key of all signatures of the function."""
         function = self._function
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         bodies = [hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code,

@@ -1,7 +1,7 @@
 """Small helpers that write LLVM IR on vectors; the kernels in this package are built from them.
 
 The IR names no CPU. A <16 x float> becomes one AVX-512 register, two AVX2 registers or four NEON
-registers, as the machine that compiles it has them.
+registers, depending on the machine that compiles it.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetches the cache line at ``address`` into L2; any address is allowed.
 
-    L2 tracks more outstanding lines than L1, so that this is faster than prefetchnta, which goes
-    through L1, even for what is read once a token, as weights are.
+    L2 tracks more outstanding lines than L1. So this is faster than prefetchnta, which goes through
+    L1, even for weights, which are read once a token.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
@@ -139,9 +139,9 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 class Prefetches:
     """Prefetches of several lines, spread evenly over ``n_steps`` pieces of other work.
 
-    Prefetches that are issued all at once fill the core's queue, and loads wait behind them. fixed:
-    LLVM moves nothing across them, as it else may until they are at one place; that costs the
-    longer pieces of work more than it brings.
+    Prefetches that are issued all at once fill the core's queue, and loads wait for them. fixed:
+    LLVM moves nothing across them. Otherwise it may move all of them to one place. To fix them
+    costs longer pieces of work more than it brings.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ def keep(typingctx, array):
     """Keeps an array alive up to this call; otherwise it does nothing (numba code).
 
     numba frees an array after its last use, and does not count the use of its address. Call it
-    behind a call that gets only the address.
+    after a call that gets only the address.
     """
 
     def codegen(context, builder, signature, args):

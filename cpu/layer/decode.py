@@ -2,11 +2,11 @@
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
 projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
-What each adds to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
-second stage and the next one's first in a single call, since handing a call its arguments takes
-microseconds; for the same reason everything that stays is in a record of ``LAYER`` that the kernels
-look up. experts/decode.py has layers with experts.
-A step has one or several rows (sequences), which share every weight that is loaded.
+Each addition to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
+second stage and the next one's first in a single call, because handing a call its arguments takes
+microseconds. For the same reason all constant arguments are in a record of ``LAYER`` that the
+kernels look up. experts/decode.py has layers with experts. A step has one or several rows
+(sequences), which share every weight that is loaded.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def matrix_table(linears, n_planes) -> np.ndarray:
     """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
 
     linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    take the integer kernels, whose activations have ``n_planes`` bytes: with two 1.3 (Q5_1) to 1.7
-    (Q4_K) times as fast as the f32 ones on one AVX-512 thread.
+    take the integer kernels, whose activations have ``n_planes`` bytes. With two bytes they are 1.3
+    (Q5_1) to 1.7 (Q4_K) times as fast as the f32 ones on one AVX-512 thread.
     """
     rows = []
     for w in linears:
@@ -88,7 +88,7 @@ def matrix_table(linears, n_planes) -> np.ndarray:
 def matrix_regions(tables) -> np.ndarray:
     """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``.
 
-    They are in the order of their use; the first ones are repeated at the end, so that N_REGIONS
+    They are in the order of their use. The first ones are repeated at the end, so that N_REGIONS
     follow each (pool.expect).
     """
     assert sum(len(table) for table in tables) >= N_REGIONS
@@ -150,8 +150,8 @@ def most_planes(table):
 def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
     """The products of all matrices of a table with x[b], b < n_rows, one after another in out[b].
 
-    table int64 (matrices, 6), all of as many columns; x, out: addresses of f32 rows x_row, out_row
-    bytes apart; quantized: address of scratch, a ``quantized_stride`` a row.
+    table int64 (matrices, 6), all with the same number of columns. x, out: addresses of f32 rows,
+    x_row and out_row bytes apart. quantized: address of scratch, a ``quantized_stride`` a row.
     """
     n = table[0, COLUMNS]
     stride = quantized_stride(n)
@@ -208,7 +208,7 @@ def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nop
 def project_qkv(layers, i, n_rows, n_threads):
     """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``.
 
-    Of a recurrent layer only ``projected``.
+    A recurrent layer gets only ``projected``.
     """
     layer = layers[i]
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)

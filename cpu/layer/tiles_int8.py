@@ -1,11 +1,11 @@
 """The inner part of a prefill's integer products: a tile of inputs times a panel of weights.
 
-Inputs: for each TILE, i8 [columns / 4][TILE][4], f32 scales [columns / 32][TILE], f32 sums of what
-the integers stand for [columns / 32][TILE] and [columns / 16][TILE].
-Panel of GROUP rows of weights: unsigned bytes [columns / 4][GROUP][4]; beside it, for each span,
-the 16 or 32 columns under one scale, f32 scales (GROUP,) and offsets (GROUP,).
-The TILE x GROUP sums of a span fill the registers. vpdpbusd (VNNI) adds four products to an i32;
-without it vpmaddubsw adds two to an i16, and as many of these are added as fit.
+Inputs for each TILE: i8 [columns / 4][TILE][4] and f32 scales [columns / 32][TILE]. Sums of the
+scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows of
+weights has unsigned bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale.
+Each span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a span fill the
+registers. vpdpbusd (VNNI) adds four products to an i32. Without it vpmaddubsw adds two to an i16,
+and as many of these are added as fit.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, colu
 def product_address(span: int, room: int) -> int:
     """Address of ``_multiply_panel`` compiled for Traits.
 
-    It is compiled by itself: inside a larger function LLVM optimises it a second time, merges the
+    It is compiled by itself. Inside a larger function LLVM optimises it a second time, merges the
     loads of inputs, and runs out of registers, at half the speed.
     """
     literals = (types.literal(span), types.literal(room))

@@ -3,8 +3,8 @@
 The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use its
 first r* columns. These are whole numbers of 16 bits with a scale a token. Their high bytes lie in
 tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py says what a
-word is. Each token has a record of what only chosen rows need: the low bytes, the other columns in
-f16, and the quantised values (sals/values.py).
+word is. Each token has a record for the case that it is chosen. It has the low bytes, the other
+columns in f16, and the quantised values (sals/values.py).
 
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """

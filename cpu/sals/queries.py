@@ -1,9 +1,9 @@
 """SALS' queries of blocks, in latent space and as bytes.
 
-With ``score=brope`` each block of 128 tokens has queries of its own: RoPE turns the query to the
-distance of the block's centre, and pairs that turn much within a block are damped by their mean
-over it, down to none. They are made for a span of sixteen blocks at a time, a block a lane: turned
-and rounded to bytes, taken to latent space by products of bytes, and rounded again.
+With ``score=brope`` each block of 128 tokens has queries of its own. RoPE turns the query to the
+distance of the block's centre. Pairs that turn much within a block are damped by their mean over
+it, down to none. They are made for a span of sixteen blocks at a time, a block a lane. They are
+turned and rounded to bytes, taken to latent space by products of bytes, and rounded again.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> n
 
 
 class BlockBasis(NamedTuple):
-    """What makes a block's queries: of the dims that are not damped to nothing.
+    """The tables that make a block's queries, for the dims that are not damped to nothing.
 
-    These are the dims of some pairs, first elements before second ones, and those behind the pairs.
+    These are the dims of some pairs, first elements before second ones, and the dims after the
+    pairs.
     """
 
     decode: np.ndarray  # D^T as bytes, a scale a row: int32 (G, r*, words + 1), see ``_round_rows``
@@ -180,8 +181,8 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
 def _round_queries(typingctx, projected, count, words, n_words, factors):
     """Sixteen blocks' queries f32 (count, 16) as bytes.
 
-    words int32 (n_words + 1, 16): four bytes each, then minus the sum of what ZERO adds to a score;
-    factors f32 (16,): what a product of bytes is worth. Addresses.
+    words int32 (n_words + 1, 16): four bytes each, then minus the sum that ZERO adds to a score.
+    factors f32 (16,): the value of a product of bytes. Addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -219,7 +220,7 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
 
 @njit(cache=True, nogil=True)
 def query_units(q, basis):
-    """What a byte of each turned query is worth, f32 (H,), however its pairs are turned.
+    """Returns the value of a byte of each turned query, f32 (H,), however its pairs are turned.
 
     q f32 (H, d') rotated and scaled; basis: a BlockBasis.
     """

@@ -1,8 +1,8 @@
 """SALS' scores of all latents, by bytes, and how important each latent is to the heads.
 
 The importance of a latent is its softmax weight summed over the heads. A head's softmax is taken
-over a quarter of the latents, two tiles of each block; so all latents are scored once, and nothing
-is kept of a score but its weight.
+over a quarter of the latents, two tiles of each block. All latents are then scored once, and only
+the weight of a score is kept.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def _score_pair(
 ):  # fmt: skip
     """Scores of two tiles of latents for at most MAX_QUERIES heads; addresses, rows in bytes.
 
-    words, row: a block's queries of the first head, and to the next head's; factors: f32, 64 bytes
-    from head to head. made = SCORES: f32 to out[h, :32]. Otherwise weights e^(score + bias[h]) by
-    ONE_POWER, bias f32 (n_heads,) being in these units. SUM_OF_HEADS: to out[:32], f32, or with
-    ``add`` to what is there; SUMS_BY_HEAD: each head's are added to out[h, :32].
+    words, row: a block's queries of the first head, and the bytes to the next head's. factors: f32,
+    64 bytes from head to head. made = SCORES: f32 to out[h, :32]. Otherwise weights e^(score +
+    bias[h]) by ONE_POWER, bias f32 (n_heads,) being in these units. SUM_OF_HEADS: to out[:32], f32,
+    or with ``add`` to what is there; SUMS_BY_HEAD: each head's are added to out[h, :32].
     """
     if not isinstance(made, types.IntegerLiteral):
         return None
@@ -66,7 +66,7 @@ def _score_pair(
         has_old = b.icmp_signed("!=", add, I64(0))
 
         def weights(m, dots):
-            """Of head m: two vectors."""
+            """Returns the weights of head m: two vectors."""
             factor = b.fmul(load(b, F32, factors, 4 * LANES * m), F32(float(LOG2_E * ONE_POWER)))
             factor, shift = splat(b, factor), splat(b, load(b, F32, bias, 4 * m))
             most = const(F32, float(MOST_BITS))
@@ -109,7 +109,7 @@ def _score_pair(
 
 @njit(inline="always")
 def _of_pair(made, words, factors, bias, latents, at, out, out_row):
-    """What ``_score_pair`` makes of the 32 latents from ``at`` on, for all heads.
+    """Runs ``_score_pair`` on the 32 latents from ``at`` on, for all heads.
 
     out: an address, out_row: bytes to the next head's place there, or 0. bias: the address of f32
     (H,), or 0 for SCORES. It is inlined: a call would cost as much as a head.
@@ -175,10 +175,11 @@ def prefetch_samples(span, latents, n_latent):
 
 @njit(cache=True, nogil=True)
 def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
-    """What a span's latents add to each head's softmax sum, mass e^peak, by a pair of each block.
+    """Adds a span's part to each head's softmax sum, mass e^peak.
 
-    words int32 (spans, H, words + 1, 16), factors f32 (spans, H, 16): see ``block_queries``;
-    softcap: of the scores, 0 for none; peak, mass f32 (H,): the peak is the best of the first pair.
+    The part comes from a pair of tiles of each block. words int32 (spans, H, words + 1, 16),
+    factors f32 (spans, H, 16): see ``block_queries``. softcap: of the scores, 0 for none. peak,
+    mass f32 (H,): the peak is the best of the first pair.
     """
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     n_head, n_scored = words.shape[1], 0
@@ -225,10 +226,10 @@ def head_biases(peaks, masses, bias):
 
 @njit(cache=True, nogil=True)
 def importance(start, stop, words, factors, bias, softcap, latents, out):
-    """Of the latents start .. stop: their softmax weights summed over heads, or their scores.
+    """Computes the softmax weights of latents, summed over heads, or their scores.
 
-    out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is empty, there is one head,
-    and scores are wanted. words, factors, softcap: as in ``sample_span``.
+    start, stop: the latents. out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is
+    empty, there is one head, and scores are wanted. words, factors, softcap: as in ``sample_span``.
     """
     size = tile_bytes(words.shape[2] - 1)
     weights = np.empty((max(1, len(bias)), byte_scores.PAIR), np.float32)

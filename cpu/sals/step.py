@@ -1,6 +1,6 @@
 """One decode step of SALS for a whole layer: score in latent space, select, reconstruct, attend.
 
-The scores are those of sals/scores.py. Selected rows are reconstructed as f16 K and V; the kernels
+The scores are those of sals/scores.py. Selected rows are reconstructed as f16 K and V. The kernels
 of attention/decode.py attend to them and to the exact rows. Arguments are a record of ``SALS`` and
 addresses: passing an array costs half a microsecond.
 """

@@ -1,10 +1,11 @@
-"""What the decoders of all block formats share: a decoded block, a format's record, small helpers.
+"""The decoders of all block formats share a decoded block, a format's record and small helpers.
 
 ``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen or
-64 at a time, and a vector of scales (and, for the asymmetric formats, of offsets), one for each 16
-or 32 elements: an element is q * scale + offset. All dot products and the dequantisation come from
-that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values equal
-``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
+64 at a time. It also makes a vector of scales (and, for the asymmetric formats, of offsets), one
+for each 16 or 32 elements. An element is q * scale + offset. All dot products and the
+dequantisation come from that one description. The layouts are llama.cpp's (the block structs of
+ggml-common.h); values equal ``gguf.quants.dequantize`` bit for bit
+(tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class BlockFormat:
     """One weight format: all that the CPU's kernels know about it.
 
     type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
-    once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
+    once with whole 64-byte vectors, where that is faster. It reads nothing after them. largest,
     zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
     rows (weights/interleaved.py) make decode faster. word_order: for each word of four bytes of an
-    interleaved block its number in the file's block, scales not counted, if the order changes.
+    interleaved block, its number in the file's block without the scales. None: the order is the
+    same.
     """
 
     type: GGMLType

@@ -1,9 +1,9 @@
 """The formats IQ1, IQ2 and IQ3: groups of 8 or 4 elements are looked up in a grid.
 
-Of IQ2 and IQ3 a grid has the sizes of elements, and a bit an element is its sign. Those of the
-formats _XXS and _XS are seven bits a group of eight: an even number of elements is negative.
-With AVX-512 VBMI all 32 groups of a block are looked up at once in registers that hold the grid,
-which takes half of the time of a load a group; other CPUs load.
+In IQ2 and IQ3 a grid has the sizes of elements, and a bit an element is its sign. The formats _XXS
+and _XS have seven sign bits a group of eight: an even number of elements is negative. With AVX-512
+VBMI all 32 groups of a block are looked up at once in registers that hold the grid. This takes half
+of the time of a load a group. Other CPUs load.
 """
 
 from __future__ import annotations

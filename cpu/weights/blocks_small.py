@@ -152,7 +152,7 @@ def _q1_0(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """Two bits an element, four elements beside each other in a byte, of 64 under one scale."""
+    """Two bits an element, four elements side by side in a byte, 64 elements under one scale."""
     (d,) = halves(b, p, 0)
     bytes_ = load(b, vec(I8), p, 2)
     shifts = ir.Constant(vec(I8, 64), [0, 2, 4, 6] * 16)
@@ -164,7 +164,8 @@ def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
 def unsigned_e4m3(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
     """Half of the scales of NVFP4, <n x float>: MXFP4_VALUES are doubled; 127 counts as zero.
 
-    The top bit is no part of the number. Of 2^-10 it is a whole number, m or (8 + m) 2^(e - 1).
+    The top bit is no part of the number. The scale is a whole number of 2^-10, m or (8 + m) 2^(e -
+    1).
     """
     n = bytes_.type.count
     bits = b.and_(b.zext(bytes_, vec(I32, n)), const(I32, 127, n))

@@ -1,7 +1,7 @@
 """Matrix-vector products and dequantisation over weights as they lie in the file.
 
-``rows_dot(code, ...)`` is compiled once a weight format and called through its address. So the
-fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel address,
+``rows_dot(code, ...)`` is compiled once a weight format and called through its address. The fused
+layer (layer/decode.py) is then compiled once for all models. It sees a table of (kernel address,
 weight address, row bytes, rows, columns, planes), and no format.
 """
 

@@ -1,11 +1,12 @@
 """Integer dot products: activations are rounded once a layer input, in blocks of 32.
 
-To 8 bits as llama.cpp does it, which take half of the products on CPUs with byte products, or to
-16: about 2^-16 of a block's largest activation, so that logits stay within f32 noise of the f32
-path. The 32 products of a block, of small weight integers and activations, are summed exactly in
-i32 and scaled once; the f32 path converts every weight instead. CPUs with vpdpbusd use
-weights/vnni.py, and repacked weights weights/interleaved.py, others what is here: vpmaddwd on AVX2
-and AVX-512, widening multiply-adds on NEON.
+The activations have 8 bits, as in llama.cpp, or 16. With 8 bits they take half of the products on
+CPUs with byte products. With 16 bits the error is about 2^-16 of a block's largest activation.
+Logits then stay within f32 noise of the f32 path. The 32 products of a block, of small weight
+integers and activations, are summed exactly in i32 and scaled once. The f32 path converts every
+weight instead. CPUs with vpdpbusd use weights/vnni.py, and repacked weights use
+weights/interleaved.py. Others use this file: vpmaddwd on AVX2 and AVX-512, widening multiply-adds
+on NEON.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
 def activation_planes(wanted: str) -> int:
     """Bytes of an activation for --activations ``wanted``: ``8``, ``16`` or ``auto``.
 
-    The second byte costs nothing with AVX-512 VNNI, where products wait for memory; with vectors of
+    The second byte costs nothing with AVX-512 VNNI, where products wait for memory. With vectors of
     256 bits a token takes a third longer with it, or half as long again without vpdpbusd.
     """
     if wanted == "auto":
@@ -49,8 +50,9 @@ def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, n a multiple of 32.
 
     Layout: i16 values (n,), or for weights/vnni.py their high bytes (n,) and low bytes (n,), both
-    signed; f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
-    With AVX2 both forms are there, for weights/interleaved.py: i16 values first, bytes last.
+    signed. Then come f32 scales (n / 32,), and f32 sums of scale * value over 16 (n / 16,) and over
+    32 (n / 32,). With AVX2 both forms are there, for weights/interleaved.py: i16 values first,
+    bytes last.
     """
     return BYTES_A_VALUE * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 

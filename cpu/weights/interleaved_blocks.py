@@ -31,7 +31,7 @@ def _scale(b: ir.IRBuilder, p: ir.Value, i: int) -> ir.Value:
 
 
 def _word(b: ir.IRBuilder, p: ir.Value, n_scales: int, i: int) -> ir.Value:
-    """Word i of four bytes of every row behind the scales, <16 x i32>."""
+    """Word i of four bytes of every row after the scales, <16 x i32>."""
     return load(b, VI, p, 2 * LANES * n_scales + 4 * LANES * i)
 
 

@@ -1,7 +1,7 @@
 """Integer dot products with the CPU's byte products (VNNI): vpdpbusd sums u8 x i8 into i32.
 
-An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. So one or
-two instructions multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to
+An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. One or two
+instructions multiply 64 weights. The pairs of i16 in weights/integer.py take four, and four to
 widen. The integers are the same. Weights must be unsigned: a format's ``zero`` is added to signed
 ones, and the offsets take it off again.
 """
@@ -37,7 +37,7 @@ def bytes_are_beside() -> bool:
 
 
 def add_dots(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-    """total <n x i32> + sums of four products of w <4n x u8> and x <4n x i8>, n 8 or 16."""
+    """total <n x i32> + sums of four products of w <4n x u8> with x <4n x i8>, n 8 or 16."""
     type_ = total.type
     name = f"llvm.x86.avx512.vpdpbusd.{32 * type_.count}"
     return llvm.call_named(b, name, type_, total, b.bitcast(w, type_), b.bitcast(x, type_))

@@ -114,7 +114,7 @@ def in_string(text: str) -> bool:
 
 
 def json_calls(text: str) -> list[Part]:
-    """Returns the calls in JSON texts that follow one another, or none if anything else is there."""
+    """Returns the calls in JSON texts that follow one another; none if anything else is there."""
     calls: list[Part] = []
     rest = text.strip()
     while rest:
