@@ -1,4 +1,4 @@
-"""What launchers check of their arguments before a kernel gets bare pointers."""
+"""The checks that launchers do on their arguments before a kernel gets bare pointers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Pages of the KV cache: summaries, scores and choice (Quest, and LFPS' dense layers).
 
 A page is ``page`` consecutive rows. Its summary is two vectors, hi and lo. They are the largest and
-smallest key element of each channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and mean
-- std. A page's score is relu(q) . hi - relu(-q) . lo. For the first kind this is sum_c max(q_c
+smallest key element of each channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and
+mean - std. A page's score is relu(q) . hi - relu(-q) . lo. For the first kind this is sum_c max(q_c
 hi_c, q_c lo_c), an upper bound of the score of any key of the page. For the second kind it is q .
 mean + |q| . std. Summaries are f16, in which bounds of f16 keys are exact. They are passed as
 uint16, because numba has no f16 arrays.

@@ -1,9 +1,9 @@
 """FASA-M's row cache on the GPU: recently chosen rows stay there, others come from the host.
 
 V and the dims of K that do not dominate lie in pinned memory of the host (fasa/chunks.py). Each kv
-head has as many slots on the device as its query heads can choose rows in a step. A row that is
-chosen and has no slot is fetched over the bus into a slot whose row no head has chosen; slots are
-reused in turn.
+head has as many slots on the device as its query heads can choose rows in a step. A chosen row
+without a slot is fetched over the bus into a slot whose row no head has chosen. Slots are reused
+one after the other.
 """
 
 from __future__ import annotations

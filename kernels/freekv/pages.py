@@ -56,7 +56,7 @@ def empty_pages(
     n_batch: int, n_kv_head: int, d: int, d_v: int, page: int, n_page: int, n_slot: int, m: int,
     layout: Layout, device: torch.device, n_pool: int = 0,
 ) -> PageTensors:  # fmt: skip
-    """Arrays for n_page pages beside the sinks', n_slot slots, m pages chosen.
+    """Returns arrays for n_page pages in addition to the sinks', n_slot slots, m pages chosen.
 
     n_pool: pages that the host has room for, if more than n_page.
     """

@@ -100,7 +100,7 @@ def _pool_softmax_kernel(
 class PageCandidates(NamedTuple):
     """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
 
-    reserved: rows attended beside.
+    reserved: rows that are attended to in addition.
     """
 
     first: int
@@ -110,7 +110,7 @@ class PageCandidates(NamedTuple):
 
 
 class PageScratch(NamedTuple):
-    """What the first launch of ``softmax_scores`` leaves for the second one: S splits."""
+    """The memory that the first launch of ``softmax_scores`` leaves for the second one: S splits."""
 
     scores: torch.Tensor  # f32 (B, H, n_page_max)
     peak: torch.Tensor  # f32 (S, B, H)

@@ -1,12 +1,12 @@
 """Quantised weights as the GPU reads them: planes of integers, of scales and of minima.
 
-Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. So a matrix is rearranged once
-when it is loaded, and every bit is kept. A row is cut into units of four 32-bit words, which one
-thread loads at a time: field k of word t is element 4 k + t of the unit (fields of 4 bits, 32
-elements a unit, or of 8 bits, 16 elements). Bits above the fourth have a plane of their own, with
-the fields of a word side by side. A weight is (q - zero) * scale + minimum, where scale and minimum
-of the K formats are small integers times a float that 256 elements share. What belongs to a group
-of 32 elements lies in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger;
+Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. A matrix is therefore
+rearranged once when it is loaded, and every bit is kept. A row is cut into units of four 32-bit
+words, which one thread loads at a time. Field k of word t is element 4 k + t of the unit. A unit
+has 32 elements of 4 bits, or 16 elements of 8 bits. Bits above the fourth have a plane of their
+own, with the fields of a word side by side. A weight is (q - zero) * scale + minimum. In the K
+formats scale and minimum are small integers times a float that 256 elements share. The fields of a
+group of 32 elements lie in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger;
 other formats keep their size.
 """
 
@@ -30,10 +30,11 @@ class PackedMatrix:
     """W (rows, columns) on a device. Planes that a format lacks are None; n_unit a row.
 
     low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high: uint8 (rows, 4 n_unit) of
-    one bit a field, int16 of two bits. scale (rows, columns / 32): f16; with a minimum int32, the
-    scale in the low f16; of the K formats int16, two bytes: scale and minimum, or (Q6_K, signed)
-    the scales of the first and of the second 16 elements. super_scale (rows, columns / 256), what
-    these are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
+    one bit a field, int16 of two bits. scale (rows, columns / 32): f16. With a minimum it is int32,
+    the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum, or (Q6_K,
+    signed) the scales of the first and of the second 16 elements. super_scale (rows, columns /
+    256), what these are multiplied by: int32, two f16 for scale and minus the minimum, or f16
+    (Q6_K).
     """
 
     name: str  # of the format, as GGUF calls it

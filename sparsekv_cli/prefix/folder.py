@@ -98,7 +98,7 @@ class PrefixFolder:
         return found
 
     def read_header(self, name: str) -> BlockHeader:
-        """What a file says of itself; OSError, DamagedError."""
+        """Returns the header of a file. Raises OSError and DamagedError."""
         with open_regular(self.path / name) as file:
             header = read_header(file)
         if header.name != name:
@@ -108,7 +108,7 @@ class PrefixFolder:
         return header
 
     def header(self, name: str) -> BlockHeader | None:
-        """What a file says of itself; None if it is not there. A damaged one is removed."""
+        """Returns the header of a file; None if there is no file. A damaged one is removed."""
         try:
             return self.read_header(name)
         except DamagedError as error:

@@ -1,4 +1,6 @@
-"""What a file has of one layer: the sizes of its rows, and rows of one type as those of another."""
+"""The part of one layer in a file: the sizes of its rows, and the conversion of rows of one type to
+another.
+"""
 
 from __future__ import annotations
 

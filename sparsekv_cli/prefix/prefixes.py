@@ -1,8 +1,9 @@
 """The prefix cache on disk: finds the rows of a prompt's beginning on disk, keeps new ones.
 
-Rows depend on the model, on the tokens up to theirs and on how a prefill computes; the method has
-no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends. What
-needs queries has them from the last tokens, which are computed again (Method.n_queried).
+Rows depend on the model, on the tokens up to theirs and on how a prefill computes. The method has
+no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends.
+Methods that need queries take those of the last tokens, which are computed again
+(Method.n_queried).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Prefixes:
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
-        """What to reuse of blocks that have n tokens in common with ``ids``; says it."""
+        """Returns what to reuse of blocks that have n tokens in common with ``ids``, and says it."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
@@ -142,7 +143,9 @@ class Prefixes:
     def _closest(
         self, names: Sequence[str], parent: str, ids: Sequence[int]
     ) -> tuple[BlockHeader | None, int]:
-        """Of blocks with one parent the one that has most of ``ids`` at its beginning, and that."""
+        """Returns, of the blocks with one parent, the block that begins with most of ``ids``, and
+        the number of these tokens.
+        """
         exact = block_name(parent, ids)
         best: BlockHeader | None = None
         most = 0

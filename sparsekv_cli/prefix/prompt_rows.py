@@ -1,4 +1,4 @@
-"""What an engine asks of that which has rows of prompts."""
+"""The interface of a store of prompts' rows, for an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from sparsekv_cli.prefix.blocks import BlockHeader
 
 
 class Found(NamedTuple):
-    """What there is of a prompt: blocks in order, how many tokens they share, how many to reuse."""
+    """The rows that are there of a prompt: blocks in order, how many tokens they share, how many to
+    reuse.
+    """
 
     headers: tuple[BlockHeader, ...] = ()
     n_common: int = 0

@@ -16,8 +16,8 @@ N_PENDING = 2  # layers whose rows wait for being written
 class RowsWriter:
     """The new blocks of one prompt on their way to disk.
 
-    A cache that keeps its rows is read when the answer is out. Of one that drops or moves them, a
-    copy is written by a thread while the next layers are computed.
+    A cache that keeps its rows is read when the answer is out. If a cache drops or moves rows, a
+    thread writes a copy of them while the next layers are computed.
 
     ids: of the whole prompt. path_of: a block's file.
     """

@@ -1,8 +1,8 @@
 """Snapshots of prompts: what windows and states hold where some of a prompt's blocks end.
 
 A model with such layers goes on from a prompt on disk only where there is one. They are taken at
-ends of blocks, so that the rows behind them have the bits of a whole prefill: chunks and the delta
-net's groups begin there too. The last block has one, and those before it, ever farther apart.
+ends of blocks. Chunks and the delta net's groups begin there too, so the rows after them have the
+bits of a whole prefill. The last block has one, and those before it, ever farther apart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def snapshot_headers(
     types: tuple[str, str],
     caches: Sequence[LayerCache],
 ) -> list[BlockHeader]:
-    """The headers of a prompt's snapshots that are to be taken behind ``n_loaded`` tokens."""
+    """Returns the headers of a prompt's snapshots that are to be taken after ``n_loaded`` tokens."""
     lengths = snapshot_lengths(len(ids), caches[0].spec.n_checkpoints)
     parent, headers = root, []
     for first in range(0, max(lengths, default=0), BLOCK):

@@ -159,8 +159,8 @@ def command(
 
     Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
     ahead of each test are not timed. An option given with -o goes to those of the methods that have
-    it. The method auto is chosen for the largest test, and shown by its name. What memory allows
-    (the roofline) is told for tests that only decode.
+    it. The method auto is chosen for the largest test, and shown by its name. The speed that memory
+    allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
@@ -294,8 +294,8 @@ def prefill_to_depth(
 ) -> Ids[int]:
     """Fills the cache by a prefill, which rebuilds the method's indexes.
 
-    In a test that only decodes, the last n_last tokens before the depth are decoded, so that work
-    done once in the first decode steps is not timed. Returns these tokens. At depth 0 the test
+    In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
+    done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
     starts from one token, because a method sees a prefill ahead of its first decode.
     """
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
@@ -349,7 +349,7 @@ def roofline_of(
     ledger: Mapping[str, Any],
     bandwidth: float | None,
 ) -> Roofline | None:
-    """What bounds a test that only decodes; its ledger is that of all repetitions.
+    """Returns the bounds of a test that only decodes. Its ledger is that of all repetitions.
 
     Sequences that decode together read the weights once for all of them; of experts, those that
     any of them chooses.

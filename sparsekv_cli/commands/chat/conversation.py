@@ -37,7 +37,7 @@ CHOICES = (
 
 @dataclass
 class ChatSettings:
-    """What ``/set`` changes.
+    """The settings that ``/set`` changes.
 
     seed: None takes a random one. n_predict: most tokens of an answer, -1: all that fit. stop:
     texts that end an answer. think: whether the model is to think first, None: as its template has
@@ -198,9 +198,9 @@ class Conversation:
     def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
         """A conversation without its oldest turns, and its ids.
 
-        They take half of the context if that can be. n: tokens that it takes whole. n_more: those
-        that come behind it and have to fit. SparseKVError, with the numbers, where turns may not
-        go, or too few of them.
+        They take half of the context if that can be. n: tokens that it takes whole. n_more: the
+        tokens that come after it and have to fit. SparseKVError, with the numbers, where turns may
+        not go, or too few of them.
         """
         n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"

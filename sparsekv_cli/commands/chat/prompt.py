@@ -33,7 +33,9 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "
 
 
 def entries(chat: Chat) -> Iterator[str]:
-    """What the user enters, until Ctrl-D. KeyboardInterrupt for Ctrl-C on an empty line."""
+    """Yields what the user enters, until Ctrl-D. Raises KeyboardInterrupt for Ctrl-C on an empty
+    line.
+    """
     # The answers go to stdout; if that is no terminal, the line is edited on stderr.
     output = None if sys.stdout.isatty() else create_output(stdout=sys.stderr)
     pastes = Pastes()
@@ -84,7 +86,7 @@ def is_complete(text: str) -> bool:
 
 
 def message_of(text: str) -> str:
-    """What was entered, without the marks of several lines."""
+    """Returns the entered text without the marks of several lines."""
     stripped = text.strip()
     if stripped.startswith(QUOTES):
         inner = stripped[len(QUOTES) : -len(QUOTES)]
@@ -96,7 +98,7 @@ class Pastes(dict[str, str]):
     """Long texts that were pasted, by what stands for each in the line, which stays short."""
 
     def take(self, text: str) -> str:
-        """What is to be put into the line for a text."""
+        """Returns the text to put into the line for a pasted text."""
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         if len(text) < LEAST_PASTE:
             return text
@@ -144,7 +146,7 @@ def key_bindings(pastes: Pastes) -> KeyBindings:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, and what stands behind them: names, values and paths."""
+    """Completes commands, and the words after them: names, values and paths."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -225,7 +227,9 @@ def history_file() -> Path | None:
 
 
 def open_history(pastes: Pastes) -> History:
-    """What was entered, in earlier processes, too, where nobody else can read it."""
+    """Returns the history of earlier inputs, also of earlier processes, where nobody else can read
+    it.
+    """
     path = history_file()
     if path is None:
         return InMemoryHistory()

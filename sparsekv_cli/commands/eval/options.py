@@ -1,4 +1,4 @@
-"""What the sub-commands of ``eval`` share: methods, the model, and progress."""
+"""The sub-commands of ``eval`` share methods, the model, and progress."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
-    """What the records of a file have in common: the model, ``others``, and how it computes."""
+    """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
     return {
         "model": model.gguf.path.name,
         "model_hash": model.calibrations.identity.model_hash,

@@ -65,7 +65,7 @@ def inspect_attention(
 def as_dict(
     measures: AttentionMeasures, judged: Suitability, path: Path, text: str
 ) -> dict[str, Any]:
-    """What ``--json`` prints; values by layer, and in it by head."""
+    """Returns the object that ``--json`` prints. Its values are by layer, then by head."""
     from sparsekv_cli.planning.attention import SHARES
 
     layers = []

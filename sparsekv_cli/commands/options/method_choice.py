@@ -85,7 +85,10 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
 
 
 def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
-    """What all methods lose that the model can run; those with a calibration if it has one."""
+    """Measures the losses of all methods that the model can run.
+
+    A method that needs a calibration takes part if the model has one.
+    """
     from sparsekv_cli.planning import auto
 
     methods = auto.candidates(model)

@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass
 class Invocation:
-    """What one command line sets for the whole process (click's context object)."""
+    """The settings of one command line for the whole process (click's context object)."""
 
     verbose: bool = False
 

@@ -135,7 +135,9 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
-    """What gives the prompts on disk for a method; None where that is off or cannot be."""
+    """Returns a function that gives the prompts on disk for a method; None where that is off or
+    impossible.
+    """
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
     from sparsekv_cli.prefix.prefixes import Prefixes, Root
 

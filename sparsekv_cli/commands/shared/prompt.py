@@ -1,4 +1,4 @@
-"""What the user typed, piped or wrote in a file, as the text of a prompt."""
+"""Reads the text that the user typed, piped or wrote in a file, as a prompt."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read_prompt(text: str | None, file: str | None) -> str:
     """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
-    trailing newline of a file or of stdin is dropped, and a byte order mark at its start; nothing
-    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8,
-    OSError for a file that cannot be read.
+    trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
+    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
+    Raises OSError for a file that cannot be read.
     """
     parts = []
     if file is not None and file != "-":
