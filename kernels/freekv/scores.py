@@ -110,7 +110,7 @@ class PageCandidates(NamedTuple):
 
 
 class PageScratch(NamedTuple):
-    """The memory that the first launch of ``softmax_scores`` leaves for the second one: S splits."""
+    """The memory that the first launch of ``softmax_scores`` leaves for the second: S splits."""
 
     scores: torch.Tensor  # f32 (B, H, n_page_max)
     peak: torch.Tensor  # f32 (S, B, H)

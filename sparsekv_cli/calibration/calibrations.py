@@ -1,6 +1,6 @@
 """Calibrations: what methods measure once on a model and a text, and keep in a sidecar.
 
-A model asks for the arrays of its method. They are read from the sidecar beside the model or in
+A model asks for the arrays of its method. They are read from the sidecar next to the model or in
 the user's cache directory. If they are not there, they are measured on the built-in text and
 stored.
 """
@@ -69,8 +69,8 @@ def built_in_text() -> CalibrationText:
 def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     """Rows of forward passes that a calibration takes: a minute's, or with 8B parameters five.
 
-    Of two cores; a small model is done with all rows sooner. It follows from the model alone, so
-    that a calibration is the same on a slow machine.
+    These are minutes of two cores. A small model is done with all rows sooner. It follows from the
+    model alone, so that a calibration is the same on a slow machine.
     """
     share = min(
         (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
@@ -157,7 +157,7 @@ class Calibrations:
         return self._loaded[name]
 
     def find_of(self, method: Calibrated, report: OnCalibrate | None = None) -> Entry | None:
-        """As ``find``; SparseKVError, too, for arrays that are not what ``method`` needs."""
+        """See ``find``. Raises SparseKVError also for arrays that do not fit ``method``."""
         return self.find(method.name, report, method.calibration_arrays(self._sizes()))
 
     def _sizes(self) -> list[LayerSpec]:

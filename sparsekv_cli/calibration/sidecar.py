@@ -1,7 +1,7 @@
 """The sidecar of a model: what calibrated methods measured on it, in one npz file.
 
-The array ``dom`` of method ``fasa`` is the member ``fasa.dom``. The member ``about`` is JSON: for
-each method its arrays, the model that they belong to, and the text that they were measured on.
+The array ``dom`` of method ``fasa`` is the member ``fasa.dom``. The member ``about`` is JSON. For
+each method it has its arrays, the model that they belong to, and the text of the measurement.
 Methods share the file and are read and replaced one by one. The checksum of a member is that of zip
 files.
 """
@@ -50,7 +50,10 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a calibration depends on; a file that differs in any of it is another model's."""
+    """The properties of a model on which a calibration depends.
+
+    A file that differs in any of them belongs to another model.
+    """
 
     n_layer: int
     n_head: tuple[int, ...]
@@ -134,7 +137,7 @@ def read_entry(
 
 
 def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) -> None:
-    """Puts one method's calibration into ``path``, beside those of other methods of this model.
+    """Puts one method's calibration into ``path``, next to those of other methods of this model.
 
     The file is replaced as a whole. Entries that are damaged or of another model are dropped.
     SparseKVError if ``path`` is some other kind of file, or cannot be written.
@@ -180,7 +183,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """What the file says of itself; ValueError if it is no sidecar."""
+    """Returns the member ``about`` of the file. Raises ValueError if it is no sidecar."""
     about = json.loads(str(_array(archive, "about")))
     if about["kind"] != KIND:
         raise ValueError("it is no calibration")
@@ -225,7 +228,7 @@ def _show(value: Any) -> str:
 
 
 def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
-    """What a method stored; ValueError for what is none of that."""
+    """Returns the entry that a method stored. Raises ValueError if it is not one."""
     texts = own["text_name"], own["text_hash"], own["program"]
     if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
         raise ValueError("it does not say what text it was measured on")

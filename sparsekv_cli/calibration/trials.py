@@ -1,13 +1,14 @@
-"""What changing one layer's K and V does to the model's answers, many variants in a forward pass.
+"""Trials: the effect of changing one layer's K and V on the model's answers, many variants in a
+forward pass.
 
 FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS cuts latents to fewer
 columns, FASA chooses rows by fewer chunks.
 
-A window of text is a prefix, whose K and V are computed once, and scored rows behind it. A trial
+A window of text is a prefix, whose K and V are computed once, and scored rows after it. A trial
 changes one layer's K and V of the prefix, between sinks and recent rows. One forward pass takes a
-copy of the scored rows for each trial; a layer's cache rotates each copy to its true positions and
+copy of the scored rows for each trial. A layer's cache rotates each copy to its true positions and
 lets it attend to its own prefix. Below the layer that a trial changes, its rows are those of the
-text, so a copy joins the pass at that layer.
+text. A copy therefore joins the pass at that layer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
 
 
 class Window:
-    """A prefix and the scored rows behind it; ``score`` says what trials do to these rows."""
+    """A prefix and the scored rows after it.
+
+    ``score`` measures the effect of trials on these rows.
+    """
 
     def __init__(
         self,
@@ -98,9 +102,10 @@ class Window:
     ) -> tuple[np.ndarray, np.ndarray]:
         """KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
 
-        KLD is the mean over all rows; the likelihood that over the rows that continue the text (as
-        in the paper). Both leave out tokens that the full model thinks unlikely (TOKENS_A_ROW).
-        advance: called with the rows, through all layers, that were computed since the last call.
+        KLD is the mean over all rows. The likelihood is the mean over the rows that continue the
+        text (as in the paper). Both leave out tokens that the full model thinks unlikely
+        (TOKENS_A_ROW). advance: called with the rows, through all layers, that were computed since
+        the last call.
         """
         order = np.argsort([trial.layer for trial in trials], kind="stable")
         scored = np.empty((2, len(trials)))
@@ -137,9 +142,9 @@ class Window:
     def _compare(self, logits: np.ndarray) -> tuple[float, float]:
         """KLD and negative log-likelihood of a trial's logits (rows, tokens), which are used up.
 
-        With p the full model's probabilities and D the change of the logits, the normaliser rises
-        by log sum p e^D, and KLD is that less sum p D: exact for small changes too, and token by
-        token only a difference, a product and an exponential.
+        Let p be the full model's probabilities and D the change of the logits. The normaliser rises
+        by log sum p e^D, and KLD is that less sum p D. This is exact for small changes too. It
+        takes only a difference, a product and an exponential a token.
         """
         change = np.minimum(np.subtract(logits, self._logits, out=logits), MOST_CHANGE, out=logits)
         mean = (self._full * change).sum(-1)
@@ -227,7 +232,10 @@ class _TrialCache(LayerCache):
 
 
 class _TrialState(LayerCache):
-    """A recurrent layer, which no trial changes, for all trials: each begins behind the prefix."""
+    """A recurrent layer, which no trial changes, for all trials.
+
+    Each trial begins after the prefix.
+    """
 
     def __init__(self, prefix: StateCache, n_prefix: int, n_rows: int) -> None:
         super().__init__(prefix.spec)
@@ -235,7 +243,7 @@ class _TrialState(LayerCache):
         self._n_done = 0
 
     def extend(self, x: Any) -> np.ndarray:
-        """As StateCache."""
+        """See StateCache."""
         out, done = [], 0
         while done < len(x.rows):
             first = self._n_done % self._n_rows

@@ -103,7 +103,9 @@ def _leave_at_exit(ray: Any) -> None:
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:
-    """What ``call`` gives, from a thread that nobody waits for: calls of Ray may hang."""
+    """Returns the result of ``call`` from a thread that nobody waits for, because calls of Ray may
+    hang.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:

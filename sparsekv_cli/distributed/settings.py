@@ -1,4 +1,4 @@
-"""What every machine opens the model from, so that all of them compute alike.
+"""The settings from which every machine opens the model, so that all of them compute alike.
 
 Whatever a model works out on its machine (threads, types of products, copies of weights, where a
 method begins to be sparse, calibrations) is worked out once and sent along.
@@ -67,7 +67,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Room:
-    """What a model takes of a machine."""
+    """The resources that a model takes of a machine."""
 
     n_cpus: int
     n_gpus: int
@@ -75,7 +75,7 @@ class Room:
 
 
 def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
-    """What ``model``, which was opened with ``method``, has worked out.
+    """Returns the settings that ``model``, which was opened with ``method``, has worked out.
 
     others: methods that the nodes use, too, and whose calibrations they get.
     """
@@ -99,7 +99,7 @@ def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> 
 
 
 def room_of(model: Model, n_sequences: int) -> Room:
-    """What a model like this one takes with so many sequences."""
+    """Returns the resources of a model like this one with so many sequences."""
     from sparsekv_cli.cache.row_sizes import token_bytes
 
     n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)

@@ -1,7 +1,7 @@
 """Shards of work for actors that each hold a model, and what becomes of those that are lost.
 
-Ray places the actors and starts their processes; a shard goes to whichever is idle. The shard of an
-actor that was lost goes to another one, and a new actor takes its place if a node has room.
+Ray places the actors and starts their processes; a shard goes to whichever is idle. If an actor is
+lost, its shard goes to another one. A new actor takes its place if a node has room.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
 
 
 class Worker:
-    """What an actor is: it opens its model when it is asked to, and tells what is wrong."""
+    """An actor. It opens its model when it is asked to, and tells what is wrong."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None
@@ -39,7 +39,7 @@ class Worker:
         return socket.gethostname(), ""
 
     def work(self, shard: Any) -> tuple[Any, str]:
-        """What the shard gives, and the reason why it gives nothing."""
+        """Returns the result of the shard, and the reason if there is none."""
         assert self._work is not None
         try:
             return self._work(shard), ""

@@ -1,4 +1,4 @@
-"""What the program runs on: Python, packages, CPU, memory, GPU and the environment."""
+"""The environment of the program: Python, packages, CPU, memory, GPU and environment variables."""
 
 from __future__ import annotations
 

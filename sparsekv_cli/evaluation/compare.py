@@ -2,7 +2,7 @@
 
 The prompt is prefilled once for all methods that fit memory together. Then each method decodes the
 same continuation, and its logits are compared with those of ``full``, which comes first. Some steps
-are watched: their attended rows are compared with exact attention. That takes time, so other steps
+are watched: their attended rows are compared with exact attention. This takes time, so other steps
 are timed. On a GPU each method has a prefill of its own.
 """
 
@@ -44,9 +44,9 @@ def parse_methods(
     """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
-    stands for every method. common: options for every method that has them and is not given them;
-    but ``full`` itself, what the others are compared with, keeps its rows as f16. sweeps: options
-    with several values, as ``parse_sweep`` gives them.
+    stands for every method. common: options for every method that has them and is not given them.
+    But ``full``, the reference of the others, keeps its rows as f16. sweeps: options with several
+    values, as ``parse_sweep`` gives them.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):

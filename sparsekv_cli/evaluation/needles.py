@@ -35,7 +35,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Needle:
-    """What became of a fact; found: whether a method's answer named it, by the method's text.
+    """The result of a fact. found: whether a method's answer named it, by the method's text.
 
     length: tokens asked for; tokens: those of the prompt, hardly fewer.
     """
@@ -47,7 +47,8 @@ class Needle:
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
-    """As many sentences of the document as fit ``room`` tokens, ``fact`` as a paragraph among them.
+    """Returns as many sentences of the document as fit ``room`` tokens, with ``fact`` as a
+    paragraph among them.
 
     SparseKVError if the document is shorter. count: tokens of a text.
     """
@@ -73,7 +74,8 @@ def plant_needles(
     lengths: Sequence[int],
     encode: Callable[[str], list[int]],
 ) -> list[Planted]:
-    """A prompt for each of ``lengths`` and each depth, with a fact in it and a question behind it.
+    """Makes a prompt for each of ``lengths`` and each depth, with a fact in it and a question at
+    its end.
 
     encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
     same. SparseKVError for lengths that the document or the context does not have.

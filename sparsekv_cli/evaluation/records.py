@@ -1,4 +1,4 @@
-"""A JSONL file of records, one a line, behind a line that says what all of them are of.
+"""A JSONL file of records, one a line, after a line that describes all of them.
 
 A record is written as soon as it is there, so that what was interrupted goes on where it ends.
 """
@@ -56,7 +56,7 @@ class Records(ABC):
     @staticmethod
     @abstractmethod
     def key_of(record: Mapping[str, Any]) -> Any:
-        """What a record is of."""
+        """Returns the key of a record."""
 
     @staticmethod
     @abstractmethod

@@ -1,10 +1,10 @@
 """``--method auto``: the fastest method that loses no more than the user allows.
 
-What methods lose is measured once a model, and kept in its sidecar with machine and date: the
-mean distance to dense attention (KLD) over tokens that each method decodes behind a text. Half of
-them go on with the text. The others repeat a passage of it, which the prompt's end has begun to
-repeat; who has lost the passage cannot. How fast methods are is forecast (plan.py). Up to the depth
-where the chosen method pays, all rows are attended to.
+The losses of methods are measured once a model, and kept in its sidecar with machine and date. A
+loss is the mean distance to dense attention (KLD) over tokens that a method decodes after a text.
+Half of them go on with the text. The others repeat a passage of it, which the prompt's end has
+begun to repeat. A method that has lost the passage cannot repeat it. How fast methods are is
+forecast (plan.py). Up to the depth where the chosen method pays, all rows are attended to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Losses:
     kld: Mapping[str, float]
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
-        """Those of ``methods`` that were not measured, or with other options only."""
+        """Returns the methods of ``methods`` that were not measured, or with other options only."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
@@ -84,7 +84,7 @@ class Rated:
 
     @property
     def spec(self) -> str:
-        """As the command line has it: ``quest:budget=2%``."""
+        """The text of the command line: ``quest:budget=2%``."""
         stated = stated_options(self.method)
         options = ";".join(f"{key}={text}" for key, text in stated.items())
         return f"{self.method.name}:{options}" if options else self.method.name
@@ -166,7 +166,7 @@ def candidates(model: Model) -> list[Method]:
 
 
 def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float) -> list[Method]:
-    """Those that lose at most ``max_loss``, and all by default, to be told beside them."""
+    """Returns methods whose loss is at most ``max_loss``, and all methods with default options."""
     return [
         each
         for each in methods
@@ -175,7 +175,10 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
 
 
 def kept_losses(model: Model) -> Losses | None:
-    """What is in the model's sidecar; None if nothing is, or nothing that this version reads."""
+    """Returns the losses in the model's sidecar.
+
+    None if there are none, or none that this version reads.
+    """
     entry = model.calibrations.find(AUTO)
     try:
         return None if entry is None else Losses.of_entry(entry)

@@ -1,7 +1,7 @@
 """Measures what a decode step takes on this machine: its weights, and each method's attention.
 
-A stand-in of the model decodes with caches that hold random rows, as many as a context of that
-depth has. No prompt is read for that, so that a depth of 32768 rows takes a moment.
+A stand-in of the model decodes with caches of random rows, as many as a context of that depth has.
+No prompt is read for that, so that a depth of 32768 rows takes a moment.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Measurement:
         self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
-        """As many first layers as MOST_WEIGHTS and the memory hold, every kind among them."""
+        """Returns the first layers that MOST_WEIGHTS and the memory hold, every kind among them."""
         layers, weights = self.whole.hparams.layers, self.whole.weights
         if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
             return len(layers)
@@ -134,7 +134,8 @@ class Measurement:
         return min(max(fitting, least), len(layers))
 
     def step(self) -> tuple[float, int, int]:
-        """Seconds of a step beside the attention of full layers, and its bytes of weights.
+        """Returns the seconds of a step without the attention of full layers, and its bytes of
+        weights.
 
         The third figure is what the layers of other kinds hold, of all layers of the model.
         """
@@ -150,7 +151,7 @@ class Measurement:
     def pace(self) -> float:
         """Seconds of a step of ``full`` in the middle of DEPTHS, the same one at each call.
 
-        They tell how fast the machine is now. What else it does changes that by half, for minutes.
+        They tell how fast the machine is now. Other work changes that by half, for minutes.
         """
         depth = self._pace_depth
         if not self._pace_caches:
@@ -167,9 +168,12 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
-        """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
+        """Decodes.
 
-        Layers behind the last cache are left out of the step.
+        Returns the seconds of a step without the attention of full layers; the first ones are left
+        out.
+
+        The step leaves out layers after the last cache.
         """
         timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
         for i in range(self._n_warm + n_steps):
@@ -180,7 +184,9 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def scratch(self) -> int:
-        """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
+        """Returns the bytes that a chunk of a prefill takes in addition to caches and weights, at
+        its peak.
+        """
         specs = warmup.first_layers(self.specs)
         caches = [self._full.layer(spec) for spec in specs]
         for cache in caches:
@@ -225,7 +231,7 @@ class Measurement:
         return MethodCurve(method.options(), *self.layers_of(method), points)
 
     def _row_bytes(self) -> int:
-        """Of a token in one full layer, in f16."""
+        """Returns the bytes of a token in one full layer, in f16."""
         return token_bytes([next(s for s in self.specs if s.kind == FULL)], "f16", "f16")
 
     def _has_room(self, depth: int) -> bool:
@@ -292,7 +298,7 @@ class Measurement:
         self._pos = depth
 
     def _start_others(self, caches: Sequence[LayerCache]) -> None:
-        """Recurrent layers have a state only behind a prompt; full layers stand in for theirs."""
+        """Recurrent layers have a state only after a prompt. Full layers stand in for theirs."""
         dense = [
             cache if cache.spec.kind != FULL else self._full.layer(cache.spec) for cache in caches
         ]
@@ -347,7 +353,7 @@ def _typical(seconds: Sequence[float]) -> float:
 
 
 def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:
-    """Of layers that are alike: their typical time, and the mean of what they hold."""
+    """Returns the typical time of layers that are alike, and the mean of what they hold."""
     if not layers:
         return None
     memory = [cache.memory() for _, cache in layers]

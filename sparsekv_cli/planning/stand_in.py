@@ -1,7 +1,7 @@
 """A stand-in for a model: the shapes of its file, zeros for its weights.
 
-A decode step takes the same time with any weights, so the header of a file is enough to measure
-one. Of a large model a few layers stand for all.
+A decode step takes the same time with any weights. The header of a file is then enough to measure
+one. A few layers of a large model stand for all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StandInFile:
 
 
 class StandIn(NamedTuple):
-    """What a decoder is made of."""
+    """The parts of a decoder."""
 
     hparams: HParams
     architecture: Architecture

@@ -129,7 +129,7 @@ class Prefixes:
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
-        """Returns what to reuse of blocks that have n tokens in common with ``ids``, and says it."""
+        """Returns what to reuse of blocks that share n tokens with ``ids``, and says it."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)

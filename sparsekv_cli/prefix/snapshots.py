@@ -48,7 +48,7 @@ def snapshot_headers(
     types: tuple[str, str],
     caches: Sequence[LayerCache],
 ) -> list[BlockHeader]:
-    """Returns the headers of a prompt's snapshots that are to be taken after ``n_loaded`` tokens."""
+    """Returns the headers of a prompt's snapshots that are to be taken after n_loaded tokens."""
     lengths = snapshot_lengths(len(ids), caches[0].spec.n_checkpoints)
     parent, headers = root, []
     for first in range(0, max(lengths, default=0), BLOCK):

@@ -1,8 +1,8 @@
 """Choosing the next token: llama.cpp's sampler chain as functions from candidates to candidates.
 
 Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp), with
-min_keep 0. Where llama.cpp is random or undefined this module is not: of equal logits the lowest
-token id comes first, tokens of probability zero take no part in typ_p, and draws come from PCG64.
+min_keep 0. Where llama.cpp is random or undefined this module is not. The lowest token id of equal
+logits comes first. Tokens of probability zero take no part in typ_p. Draws come from PCG64.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Candidates(NamedTuple):
 
 
 class Follows(Protocol):
-    """What may follow in an answer, token by token."""
+    """The tokens that may follow in an answer, token by token."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
         """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
@@ -72,13 +72,12 @@ def make_sampler(
 ) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
-    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called
-        only if DRY is on and has breakers.
-    constraint: what the answer has to match, which is told every token that is chosen. Tokens that
-        cannot follow take no part in the chain.
-    The same parameters and the same calls give the same tokens, unless params.seed is -1.
-    Raises ValueError when DRY needs what was not given; the function raises SparseKVError when the
-    logits hold NaN or nothing that may be chosen. The logits are not changed.
+    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
+    if DRY is on and has breakers. constraint: what the answer has to match, which is told every
+    token that is chosen. Tokens that cannot follow take no part in the chain. The same parameters
+    and the same calls give the same tokens, unless params.seed is -1. Raises ValueError when DRY
+    needs what was not given. The function raises SparseKVError when the logits hold NaN or nothing
+    that may be chosen. The logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -230,8 +229,9 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
     """Ascending indices of the k largest logits and of some others, few when k is small.
 
-    The k blocks with the highest maxima hold at least k logits that reach the k-th highest
-    maximum, so every one of the k largest does: one pass for the maxima, one to compare.
+    The k blocks with the highest maxima hold at least k logits that reach the k-th highest maximum.
+    Every one of the k largest logits therefore does. This takes one pass for the maxima and one to
+    compare.
     """
     n_blocks = len(logits) // BLOCK
     if n_blocks <= 2 * k:
@@ -312,8 +312,8 @@ def temperature(
 ) -> Candidates:
     """logit / temp; for temp <= 0 the most likely token alone.
 
-    spread: the temperature is from temp - spread to temp + spread, by the entropy's share of the
-    most that it could be, to the power ``exponent``.
+    spread: the temperature is from temp - spread to temp + spread. The entropy's share of its
+    maximum, to the power ``exponent``, says where.
     """
     if spread > 0:
         if len(candidates.ids) < 2:

@@ -1,7 +1,7 @@
 """GBNF, llama.cpp's grammars, as the Lark grammars that llguidance reads.
 
-llguidance brings a converter. It takes fewer grammars than llama.cpp does, so this module first
-writes the grammar in the words that it takes: rules are numbered, escapes become characters.
+llguidance brings a converter. It takes fewer grammars than llama.cpp does. This module first writes
+the grammar in the words that it takes: rules are numbered, escapes become characters.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _rewritten(text: str, number: Callable[[str], str]) -> str:
 
 
 def _text(written: str) -> str:
-    """A text between quotes, with the characters that Lark's texts cannot hold beside it."""
+    """Returns a text between quotes. Characters that Lark's texts cannot hold stand next to it."""
     plain = CODE.sub(_text_character, written)
     parts = re.split(r"([\x00-\x08\x0b-\x1f\x7f])", plain)
     if len(parts) == 1:

@@ -1,7 +1,7 @@
 """Constrained answers: the tokens that a JSON schema, a grammar or a regular expression allows.
 
-The package llguidance parses the answer as it grows and says, before every token, which ones may
-follow; the sampler (chain.py) chooses among these.
+The package llguidance parses the answer as it grows. It says, before every token, which ones may
+follow. The sampler (chain.py) chooses among these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What answers have to match. ``read_grammar`` makes it.
+    """The grammar that answers have to match. ``read_grammar`` makes it.
 
     kind: ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``.
     definition: what llguidance reads.
@@ -154,7 +154,7 @@ def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
 
 
 def in_a_line(message: str) -> str:
-    """What llguidance says, without the lines that quote a grammar and what is for developers."""
+    """Returns llguidance's message without lines that quote a grammar and lines for developers."""
     lines = FOR_DEVELOPERS.split(message)[0].splitlines()
     return " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
 

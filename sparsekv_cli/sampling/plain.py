@@ -16,7 +16,7 @@ Outcome = np.ndarray | int
 
 
 class PlainChain(NamedTuple):
-    """What such a chain does. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
+    """The parameters of such a chain. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
 
     is_greedy: the most likely token is taken, and nothing is drawn.
     """

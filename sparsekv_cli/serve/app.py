@@ -75,7 +75,7 @@ def make_app(
     readers = ThreadPoolExecutor(N_READERS, "request")
 
     async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:
-        """What ``make`` makes of a request's fields, in a thread."""
+        """Runs ``make`` on a request's fields, in a thread."""
         values = await bodies.read(request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(

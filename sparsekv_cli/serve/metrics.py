@@ -1,4 +1,4 @@
-"""What /metrics tells: the scheduler's numbers in Prometheus' text format."""
+"""The text of /metrics: the scheduler's numbers in Prometheus' text format."""
 
 from __future__ import annotations
 

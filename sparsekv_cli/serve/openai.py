@@ -217,7 +217,9 @@ class Completion:
         return chunks
 
     def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
-        """Of the prefill: an event for clients that asked for it, a comment for the others."""
+        """Returns the progress of the prefill: an event for clients that asked for it, a comment
+        for the others.
+        """
         if not self._fields.return_progress:
             return f": prefill {told.done} of {told.total}\n\n"
         progress = {"total": told.total, "processed": told.done, "cache": told.cached}

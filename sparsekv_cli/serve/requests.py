@@ -1,4 +1,4 @@
-"""What the requests of all protocols have in common: from a JSON object to a Request."""
+"""The requests of all protocols share the way from a JSON object to a Request."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Service:
         think: bool | None = None,
         think_budget: int | None = None,
     ) -> Request:
-        """What to ask of the scheduler.
+        """Returns the request for the scheduler.
 
         max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
         kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
@@ -215,7 +215,9 @@ class Service:
         )
 
     def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
-        """What follows a prompt whose answer has to be a call: no thinking, and its first words."""
+        """Returns the ids after a prompt whose answer has to be a call: no thinking, and its first
+        words.
+        """
         thinking = self.thinking
         is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
         text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt

@@ -1,7 +1,8 @@
 """The thread that owns the model: sequences join and leave its decode steps at any of them.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
-layers a much shorter prompt may be prefilled first. So texts are those of sequences that run alone.
+layers a much shorter prompt may be prefilled first. Texts are therefore those of sequences that run
+alone.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ Messages = Annotated[Objects, Field(min_length=1)]
 
 
 class ServedFields(AnswerFields):
-    """What requests of all protocols share.
+    """The fields that requests of all protocols share.
 
     model: any name, since a server has one. method, method_options, budget, sparse_from: as on the
     command line. sparsekv_rows: parts of the context in the live picture of attended rows; 0: none.
@@ -107,7 +107,10 @@ class StreamOptions(Fields):
 
 
 class OpenAIFields(ServedFields):
-    """What both requests of OpenAI's protocol share. Those after ``return_progress`` are labels."""
+    """The fields that both requests of OpenAI's protocol share.
+
+    Fields after ``return_progress`` are labels.
+    """
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = ()
@@ -150,7 +153,7 @@ class ResponseFormat(Fields):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """What the answer has to fit; None: any text."""
+        """The schema that the answer has to fit; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is not None:
@@ -296,13 +299,16 @@ class ContextEdit(Fields):
 
 
 class ContextManagement(Fields):
-    """What to take out of the conversation: nothing."""
+    """The parts to take out of the conversation: none."""
 
     edits: Many[ContextEdit] = Field([])
 
 
 class CountFields(Fields):
-    """``/v1/messages/count_tokens``. Those after ``output_config`` are labels or change nothing."""
+    """``/v1/messages/count_tokens``.
+
+    Fields after ``output_config`` are labels or change nothing.
+    """
 
     model: str = ""
     messages: Messages

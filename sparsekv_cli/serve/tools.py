@@ -1,7 +1,7 @@
 """Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
-A chat template writes the tools into the prompt, and says by its words in which format the model
-was trained to call them. What fits no format is text.
+A chat template writes the tools into the prompt. Its words say in which format the model was
+trained to call them. Text in no format is plain text.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class PlainReader:
     """Reads answers in which calls are not looked for: all is text."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """What can be told with this text."""
+        """Returns what is certain with this text."""
         yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
-        """What was held back, when nothing follows any more."""
+        """Returns the text that was held back, when nothing follows any more."""
         yield from ()
 
 
@@ -249,7 +249,7 @@ class MistralReader:
         yield from self._calls(held) or [Text(self.MARK + held)]
 
     def _calls(self, text: str) -> list[Part]:
-        """The calls behind the first mark; none if anything else is there."""
+        """Returns the calls after the first mark; none if anything else is there."""
         calls: list[Part] = []
         while text.strip():
             named = self.NAMED.match(text)
@@ -332,7 +332,7 @@ def reader_of(
     is_begun: bool = False,
     is_single: bool = False,
 ) -> Reader:
-    """What reads an answer for a format; None: no calls are looked for.
+    """Returns a reader of answers in a format; None: no calls are looked for.
 
     functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
     the beginning of the answer. is_single: all calls but the first are left out.
@@ -355,8 +355,10 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be. prompt: what is written behind the prompt, in the words of
-    the format. lark: the grammar of the rest. name: of ForcedReader.
+    """A call that the answer has to be.
+
+    prompt: the text that is written after the prompt, in the words of the format. lark: the grammar
+    of the rest. name: of ForcedReader.
     """
 
     prompt: str

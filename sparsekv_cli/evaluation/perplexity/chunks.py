@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is needed to score one chunk, wherever that is done.
+    """The inputs to score one chunk, on any machine.
 
     ids: the tokens that the model is given. targets (n_scored,): those that are to be predicted,
     the last of which it is not given. base: the rows of these in a file of log-probabilities.

@@ -1,6 +1,6 @@
 """llama-perplexity's files of log-probabilities (``--kl-divergence-base``), read and written.
 
-A header with the tokens of all chunks; then, for each scored token, a scale, the least
+A file has a header with the tokens of all chunks. Then each scored token has a scale, the least
 log-probability, and a number of 16 bits for each entry of the vocabulary (perplexity.cpp,
 log_softmax). Log-probabilities of more than 16 below the best are cut there.
 """
@@ -105,7 +105,7 @@ class KLDFile:
 
 
 class KLDWriter:
-    """Writes rows behind a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
+    """Writes rows after a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
 
     def __init__(self, file: BufferedWriter, path: Path) -> None:
         self._file, self._path = file, path

@@ -1,4 +1,4 @@
-"""What a comparison has found, as one JSON object: ``--json`` prints it, a report shows it."""
+"""The result of a comparison, as one JSON object: ``--json`` prints it, a report shows it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def headline(found: Contents) -> str:
 
 
 def about_lines(found: Contents) -> Sequence[tuple[str, str]]:
-    """What the figures are of, as pairs."""
+    """Returns pairs that describe what was measured."""
     return [
         (key, str(found[key]))
         for key in ("cpu", "device", "threads", "version", "date", "command")

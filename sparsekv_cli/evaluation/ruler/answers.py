@@ -1,4 +1,4 @@
-"""What methods answer to samples; each sample is prefilled once for all of them."""
+"""The answers of methods to samples. Each sample is prefilled once for all of them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def answer(
 ) -> dict[str, Any]:
     """The greedy answer after ``n_read`` tokens of a prompt, and its score.
 
-    It ends where the model ends it, or as soon as it holds all references: more text cannot change
+    It ends where the model ends it, or as soon as it holds all references. More text cannot change
     the score.
     """
     references = prompt.sample.references

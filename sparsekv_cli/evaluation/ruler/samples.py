@@ -24,7 +24,9 @@ class RulerPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerPlan:
-    """What is asked. question_by_decode: questions enter token by token, behind the prefill.
+    """The questions of a run.
+
+    question_by_decode: questions enter token by token, after the prefill.
 
     n_answer: tokens of an answer at most, if less than the task's.
     """

@@ -1,7 +1,7 @@
 """Connections: how many there may be, and how long one may take to say what it wants.
 
-Where there are too many, the one that has waited longest without a whole request goes, so that
-half-sent requests lock nobody out.
+If there are too many, the one that has waited longest without a whole request goes. Half-sent
+requests then lock nobody out.
 """
 
 from __future__ import annotations
