@@ -20,14 +20,14 @@ from sparsekv_cli.sampling.plain import Outcome
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# What a ledger says of the memory now. Its other entries count what was done.
+# The entries of a ledger that say the memory now. The others count work that was done.
 LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
-# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
-# finds and keeps whole ones only.
+# The disk finds and keeps whole prompts only. Where prompts are kept there, at most so many tokens
+# are prefilled again ahead of as many new ones.
 N_WHOLE = 512
 
 

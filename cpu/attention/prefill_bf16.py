@@ -45,7 +45,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
-F32_ROWS = -1  # beside the kinds of attention/rows.py: what quantised rows are widened to
+F32_ROWS = -1  # one more kind than in attention/rows.py: quantised rows are widened to it
 TASK_TILES = 12  # at most; a task reads all its keys anew
 TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
 UNIT = 4 * PAIRS  # bytes
@@ -98,8 +98,8 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
         _, rows, row_bytes, last, width, out, out_row = args
         places = []
         for j in range(2 * LANES):
-            behind = b.icmp_signed(">", I64(j), last)
-            places.append(b.add(rows, b.mul(row_bytes, b.select(behind, last, I64(j)))))
+            is_after = b.icmp_signed(">", I64(j), last)
+            places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
 
         def body(c, carried):
             words = [b.zext(narrowed(b, wide_lanes(b, mode, at, c)), VI) for at in places]

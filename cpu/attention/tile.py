@@ -32,7 +32,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load, splat
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
-PAD = 32  # floats that a score buffer needs behind its last score
+PAD = 32  # floats that a score buffer needs after its last score
 AHEAD_SCAN, AHEAD_GATHER = 64 if llvm.ON_AMD else 16, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
@@ -80,7 +80,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
         ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
         if reader.has_scales:
             for row in ahead:
-                llvm.prefetch(b, reader.behind(row))
+                llvm.prefetch(b, reader.after_quants(row))
 
         def dims(n_vectors):
             """Adds the products of n_vectors vectors of dims from c on."""
@@ -163,7 +163,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                 for line in range(0, reader.bits * VECTOR_LANES * n_vectors // 8, 64):
                     addresses.append(b.add(first, I64(line)))
                 if reader.has_scales:
-                    llvm.prefetch(b, reader.behind(row))
+                    llvm.prefetch(b, reader.after_quants(row))
             lines = llvm.Prefetches(addresses, unroll * n_vectors)
             new = []
             for u in range(unroll):

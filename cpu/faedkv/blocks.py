@@ -48,7 +48,7 @@ from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, reco
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
-# What attention over one layer's blocks finds by name. Addresses are of contiguous arrays.
+# The record of attention over one layer's blocks. Addresses are of contiguous arrays.
 BLOCKS = np.dtype(
     [
         ("exact", np.int64, 8),  # layout of the exact rows, see attention/rows.py

@@ -23,8 +23,8 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# What a step of one layer's cache finds by name: sizes, and addresses of contiguous arrays. H:
-# heads, G: kv heads; f16 as u16.
+# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads; f16 as u16.
 FASA = np.dtype(
     [
         *(

@@ -36,8 +36,8 @@ COUNT_BITS = 20
 MASK = (1 << COUNT_BITS) - 1
 CONTROL = "sparsekv_pool_control"
 _KEPT: list[Any] = []  # the control block and the loop, which are used to the end of the process
-# What is expected, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
-# control[NEXT] is how many bytes have been asked for.
+# Expected reads, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
+# control[NEXT] is the number of bytes that have been asked for.
 N_REGIONS = 4
 PIECE = 512  # bytes that a waiting thread asks for between two looks
 SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each, or a piece

@@ -27,7 +27,7 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
 # that the kernel takes, 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-BEHIND = 4  # matrices of a layer behind its n_inputs: o, gate, up, down
+N_LATER = 4  # matrices of a layer after its n_inputs: o, gate, up, down
 REGION = 16  # bytes of an address and a size
 
 # One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
@@ -40,14 +40,14 @@ LAYER = np.dtype(
                 # n_head_kv: of its own, 0 where it reads another layer's rows
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
                 "n_inputs",  # matrices ahead of o: q, k, v; of recurrent layers (n_head = 0) others
-                "gated",  # whether behind each query's d projected elements lie d of a gate
+                "gated",  # whether d elements of a gate follow each query's d projected elements
                 "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
                 "activation",  # of the gate, see layer/activation.py
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
                 *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm", "v_norm"),  # (d,), and (d_v,)
-                "matrices",  # int64 (n_inputs + BEHIND, 6): a table (experts/decode.py: others)
+                "matrices",  # int64 (n_inputs + N_LATER, 6): a table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
@@ -323,7 +323,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     layer = layers[i]
     n_embd, n_ff = layer.n_embd, layer.n_ff
     at = layer.n_inputs
-    table = carray(integer_pointer(layer.matrices), (at + BEHIND, 6))
+    table = carray(integer_pointer(layer.matrices), (at + N_LATER, 6))
     hidden_row = 4 * (2 * n_ff + LANES)
     expect(layer.regions + REGION * (at + 3))
     multiply(

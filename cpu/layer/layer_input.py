@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
 ROOT_HALF = np.float32(0.5**0.5)
 
-# What a layer has beside its record in ``LAYER``; all but the last are int64. B: rows of the step.
+# A layer's second record, next to ``LAYER``. All but the last are int64. B: rows of the step.
 INPUT = np.dtype(
     [
         *(
@@ -32,7 +32,7 @@ INPUT = np.dtype(
                 "hidden",  # scratch f32 (B, n + 16)
             )
         ),
-        ("scale", np.float64),  # of the residual stream behind the layer
+        ("scale", np.float64),  # of the residual stream after the layer
     ]
 )
 

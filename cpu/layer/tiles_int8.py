@@ -163,11 +163,11 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
             start = b.add(column, b.mul(s, I64(span_)))
             w = b.add(panel, b.mul(s, I64(GROUP * span_)))
             x = b.add(tile, b.mul(start, I64(TILE)))
-            beside = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
+            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
             block = b.add(x_scales, b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE)))
             for part in range(0, span_, 4 * room_):
                 found = dots(b.add(w, I64(GROUP * part)), b.add(x, I64(TILE * part)))
-                w_scales = [load(b, floats, beside, 4 * WIDTH * v) for v in vectors]
+                w_scales = [load(b, floats, span_at, 4 * WIDTH * v) for v in vectors]
                 for t in range(TILE):
                     scale = splat(b, load(b, F32, block, 4 * t), WIDTH)
                     for v in vectors:
@@ -179,8 +179,8 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
             return []
 
         def add_offsets(s, totals):
-            beside = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
-            offsets = [load(b, floats, beside, 4 * (GROUP + WIDTH * v)) for v in vectors]
+            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
+            offsets = [load(b, floats, span_at, 4 * (GROUP + WIDTH * v)) for v in vectors]
             number = b.add(b.sdiv(column, I64(span_)), s)
             at = b.add(x_sums, b.mul(number, I64(4 * TILE)))
             new = []

@@ -272,7 +272,7 @@ def merge_candidates(head_group, step):
         step.raised[h] = max(1.0, factor / RAISE) if lowers else factor
     extract_rows(wide, n_words, work.rows[head_group])
     work.n_rows[head_group] = count
-    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
+    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # without the local rows
     slot = first
     for h in range(first, last):
         if work.active[h]:

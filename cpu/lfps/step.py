@@ -57,8 +57,8 @@ def _fields(names: tuple[str, ...]) -> np.dtype:
 
 _NUMBERS = {float: np.float64, int: np.int64, bool: np.int64}
 RULES = np.dtype([(name, _NUMBERS[kind]) for name, kind in get_type_hints(Rules).items()])
-# What a step of one layer's cache finds by name: sizes, the rules, and addresses of contiguous
-# arrays. H: heads, G: kv heads.
+# The record of a step of one layer's cache: sizes, the rules, and addresses of contiguous arrays.
+# H: heads, G: kv heads.
 LFPS = np.dtype(
     [
         ("layout", np.int64, N_LAYOUT),  # of the KV store

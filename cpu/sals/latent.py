@@ -54,7 +54,7 @@ class Latents(NamedTuple):
     """Addresses of the two parts of a layer's latents, and how they are laid out."""
 
     score: int  # bytes (tiles, words, 16, 4) with scales
-    records: int  # (tokens, record), a line more readable behind the last
+    records: int  # (tokens, record); one more line after the last can be read
     record: int  # bytes of a token's record
     rank: int
     score_rank: int

@@ -33,8 +33,8 @@ from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, SPAN
 CHUNK = 512  # latents scored at a time
 SAMPLED = 1  # of a block's four pairs of tiles, the one from which softmax sums are taken
 AHEAD = 4  # pairs of tiles between a load and its prefetch
-# e^x = 2^y as the bits of a float: 2^23 (y + 127), where what is behind the point of y runs in a
-# line from 1 to 2 instead of a curve. So weights are up to 6% too large.
+# e^x = 2^y as the bits of a float: 2^23 (y + 127). The fraction of y then gives a line from 1 to 2
+# instead of a curve, so weights are up to 6% too large.
 ONE_POWER = np.float32(1 << 23)
 BIAS = np.float32(127 << 23)
 MOST_BITS = np.float32(227 << 23)  # 2^100

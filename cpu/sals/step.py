@@ -63,8 +63,8 @@ def _fields(names: tuple[str, ...]) -> list[tuple[str, type]]:
 
 
 ROWS = np.dtype(_fields(RowPointers._fields))
-# What a step of one layer's cache finds by name: sizes, and addresses of contiguous arrays. H:
-# heads, G: kv heads; d', d_v': padded.
+# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads; d', d_v': padded.
 SALS = np.dtype(
     [
         ("exact", ROWS),  # the sinks and the last rows

@@ -31,7 +31,7 @@ BLOCK = 32
 LARGEST = {1: 127.0, 2: 127 * 256 + 127.0}
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
-BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
+BYTES_A_VALUE = 4 if vnni.has_both_forms() else 2
 
 
 def activation_planes(wanted: str) -> int:
@@ -125,7 +125,7 @@ def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.V
     """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
         llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
-    if vnni.is_available() or vnni.bytes_are_beside():
+    if vnni.is_available() or vnni.has_both_forms():
         low = b.trunc(q, vec(I8))
         if len(places.planes) == 2:
             high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))

@@ -173,8 +173,8 @@ def _pair_dots(
     """The same with AVX2, of any bytes."""
     values = b.add(inputs.values, b.mul(at, I64(2)))
     zeros = const(I8, 0, 32)
-    # Of each half of the rows, what punpcklbw and punpckhbw make 16 bits of: rows 0, 1, 4 and 5,
-    # and the others, of each the sum of the first two products and that of the last two.
+    # punpcklbw and punpckhbw make 16 bits of each half of the rows: of rows 0, 1, 4 and 5, and of
+    # the others. Each row has the sum of the first two products and the sum of the last two.
     sums = [const(I32, 0, 8)] * 4
     places = [[start + i for start in (first, first + 16) for i in range(8)] for first in (0, 8)]
     for i, q in enumerate(qs):

@@ -31,7 +31,7 @@ def is_available() -> bool:
     return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni")
 
 
-def bytes_are_beside() -> bool:
+def has_both_forms() -> bool:
     """Whether activations are stored both as i16 and as bytes, for CPUs with vpmaddubsw only."""
     return llvm.has_feature("avx2") and not is_available()
 
@@ -105,7 +105,7 @@ def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value, n_planes: int) -> ByteI
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
     sums32 = b.add(sums16, b.mul(small, I64(2)))
-    high = b.add(sums32, small) if bytes_are_beside() else x
+    high = b.add(sums32, small) if has_both_forms() else x
     planes = [high, b.add(high, n)][:n_planes]
     return ByteInputs(x, planes, scales, sums16, sums32)
 

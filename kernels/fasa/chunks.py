@@ -88,7 +88,7 @@ def _score_chunks_kernel(
             store_row(v_new_ptr + unit * D_V, v_at, c_v, D_V)
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        # By eight tokens, that is 16 bytes: what is read behind the last one is not stored.
+        # By eight tokens, that is 16 bytes: tokens that are read after the last one are not stored.
         is_token = (j // 8 * 8 < last)[None, :]
         keys = tl.load(dom_at + j[None, :], mask=is_token & (c < C)[:, None], other=0.0)
         scores = tl.dot(q_low, keys, acc=tl.dot(q_high, keys))

@@ -301,7 +301,7 @@ def _fetch_pages_kernel(
                 tl.store(k_ptr + to * D + c[None, :], k, mask=is_k)
                 tl.store(v_ptr + to * D_V + c_v[None, :], v, mask=is_v)
     if LIST:  # noqa: SIM102
-        if i == m:  # the sinks, and the window behind the chosen pages
+        if i == m:  # the sinks, and the window after the chosen pages
             n = tl.load(n_ptr + b)
             idx_at = idx_ptr + unit * stride_i
             window = (n - recent) // PAGE

@@ -142,7 +142,7 @@ def _one_by_one(messages: Messages) -> Messages:
     n_calls = Counter(m["tool_calls"][0]["id"] for m in result if m.get("tool_calls"))
     results: dict[str, Messages] = {identity: [] for identity in n_calls}
     others: Messages = []
-    for message in result:  # a result whose call is known stands behind that
+    for message in result:  # a result whose call is known stands after that call
         is_known = message.get("role") == "tool" and message["tool_call_id"] in results
         (results[message["tool_call_id"]] if is_known else others).append(message)
     ordered: Messages = []

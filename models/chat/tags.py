@@ -15,7 +15,7 @@ from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, call_of, read
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 FUNCTION_END = re.compile(r"\s*</function>")
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
-# What ends a value: its tag, the next parameter where that is missing, the end of the function.
+# The end of a value: its tag, the next parameter if that is missing, or the end of the function.
 ENDS = r"""\n?(?P<own></parameter>)(?=\s*(?:<parameter=|</function>|<function=|\Z))
     | \n(?=<parameter=(?:%s)>)
     | (?P<last>\n?(?=</function>\s*(?:<function=|\Z)))"""

@@ -28,7 +28,7 @@ class EvictingCache(LayerCache):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self._n_dropped = 0  # rows of every kv head
-        self._n_settled = 0  # rows of the sequence behind which it cannot be cut
+        self._n_settled = 0  # rows of the sequence that cannot be cut off
 
     @property
     def n(self) -> int:

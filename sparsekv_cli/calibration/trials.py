@@ -35,7 +35,7 @@ MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 # Changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
-# As attend_causal (cache/attend.py).
+# See attend_causal (cache/attend.py).
 Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 

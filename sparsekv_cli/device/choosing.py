@@ -96,7 +96,7 @@ def _drawn(
     if not drawing.by_id:
         return token
     in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
-    # Where nothing is sorted, tokens are in the order of their ids; as so many are behind top_p.
+    # Where nothing is sorted, and if top_p is off, tokens are in the order of their ids.
     is_by_id = torch.isinf(top_p)
     if logits.shape[1] > FIRST_SORTED:
         is_by_id = is_by_id | is_kept[:, FIRST_SORTED, None]

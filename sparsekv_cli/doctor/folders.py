@@ -21,7 +21,7 @@ FOLDERS: dict[str, Callable[[], Path | None]] = {
     "calibration": lambda: user_cache("calibration"),
     "speeds": lambda: user_cache("speeds"),
 }
-#: What is read from these is used only if nobody else can write to it.
+#: Files in these are used only if nobody else can write to them.
 PRIVATE = ("prefixes", "kernels")
 
 

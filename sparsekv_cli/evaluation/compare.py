@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.forward import OnProgress
     from sparsekv_cli.sequence import Sequence
 
-UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
+UNTIMED = 2  # steps after watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
 
 

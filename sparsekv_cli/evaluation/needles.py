@@ -16,7 +16,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: behind it
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: after it
 MAX_ANSWER_TOKENS = 24
 FACT = "The secret code of the harbour master is {}."
 QUESTION = "What is the secret code of the harbour master? Answer in one sentence."

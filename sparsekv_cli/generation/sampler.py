@@ -38,8 +38,8 @@ class SamplingOptions:
     think_budget: int | None = None
 
 
-# Of options, of the markers of thinking (None where nothing is thought) and of whether the model is
-# to think (None: as its template has it): what may follow in an answer, None: anything.
+# Makes a constraint of an answer from the options, the markers of thinking (None: the model does
+# not think) and whether the model is to think (None: its template says). None allows anything.
 MakeConstraint = Callable[
     [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
 ]

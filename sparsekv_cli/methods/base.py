@@ -41,7 +41,7 @@ class Method(ABC):
     holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
-    # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a
+    # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
     # method that is never sparse, or that does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
     # Values of options by the name of a preset; what the user sets changes them.

@@ -53,7 +53,7 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import Quest, QuestCache
 from sparsekv_cli.option import option
 
-ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
+ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
 NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``

@@ -291,7 +291,7 @@ class SALSCache(LayerCache):
             n_latent += 1
             latents.reserve(n_latent)
             self.ledger.counts["rows_encoded"] += 1
-        start = first + n_latent  # of the exact rows behind the latents
+        start = first + n_latent  # of the exact rows after the latents
         exact_rows = np.concatenate([self._sinks, self._slots_of(start, n)])
         n_front = min(method.sinks - first, n_latent)
         n_back = max(0, start - max(first, n - method.window))

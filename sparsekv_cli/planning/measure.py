@@ -46,7 +46,7 @@ SEED = 0
 # Spread of the logarithms of random keys' lengths. lfps, whose work depends on how uneven scores
 # are, then reads about as much as with SmolLM2-135M: 72 KB a head and step at 8192.
 KEY_SPREAD = 0.2
-# What a method does in a prefill only and would take minutes: h2o adds up all attention.
+# Options for work of a prefill that would take minutes: h2o adds up all attention.
 PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 

@@ -25,7 +25,7 @@ JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
 NO_TOKEN = "NoExtensionBias"  # llguidance's word for it
 # Lines of llguidance's messages that quote a grammar and point into it.
 QUOTES = re.compile(r"\s*(\d+ \||\^)")
-# What llguidance adds to its messages for its developers.
+# The ends of llguidance's messages that are for its developers.
 FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 
 

@@ -34,7 +34,7 @@ class Sampler:
     keeps_best: bool = False
 
 
-# In llama.cpp's default order (common.h, common_params_sampling::samplers), behind the logit bias.
+# In llama.cpp's default order (common.h, common_params_sampling::samplers), after the logit bias.
 SAMPLERS = (
     Sampler(
         "penalties",

@@ -11,7 +11,7 @@ from sparsekv_cli.sampling.params import Sampler, SamplingParams
 
 PLAIN = ("top_k", "top_p", "min_p", "temperature")  # in this order only
 
-# Of a sequence's step: logits f32 (n_vocab,), or the next token, if a device has chosen it.
+# The outcome of a sequence's step: logits f32 (n_vocab,), or the token that a device has chosen.
 Outcome = np.ndarray | int
 
 

@@ -41,7 +41,7 @@ from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-# What the page may do: its own script and style, and requests to where it came from.
+# The rights of the page: its own script and style, and requests to its own server.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -94,7 +94,7 @@ class MarkedReader:
         self._start, self._end, self._parse, self._ends = start, end, parse, ends
         self._begins = re.compile(begins)
         self._held, self._is_call = "", False
-        self._has_called, self._blank = False, ""  # white space behind a call
+        self._has_called, self._blank = False, ""  # white space after a call
         self._seen = 0  # up to where the held text has no mark that ends the call
         self._n_passed = 0  # marks of this answer that were none
 

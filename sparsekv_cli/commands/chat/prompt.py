@@ -247,5 +247,5 @@ def open_history(pastes: Pastes) -> History:
 def _cut(path: Path) -> None:
     """Drops the older half of the history, up to the beginning of an entry."""
     data = path.read_bytes()[-MOST_HISTORY // 2 :]
-    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time behind #, its text
+    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time after #, its text
     replace_file(path, data[start:])

@@ -20,7 +20,7 @@ from sparsekv_cli.evaluation.report.figures import check_matplotlib
 if TYPE_CHECKING:
     from sparsekv_cli.planning.attention import AttentionMeasures, Suitability
 
-# What a picture shows by layer and head, and the largest value; 0: what there is.
+# The figures of a picture by layer and head, and the largest value; 0: the largest that occurs.
 PANELS = (
     ("mass of the best 5% of rows", "mass", 1.0),
     ("mass of the first 4 rows (sinks)", "sinks", 1.0),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SECONDS_BEFORE_BAR = 0.3
 LINE_S = 10.0  # between two lines where stderr is no terminal
-NARROW = 70  # columns of a terminal that has no room for the bar beside its numbers
+NARROW = 70  # columns of a terminal that has no room for the bar next to its numbers
 
 
 class PrefillProgress:

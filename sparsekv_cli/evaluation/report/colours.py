@@ -25,7 +25,7 @@ THEME: Mapping[str, tuple[str, str]] = {
     "freekv": ("#b63a86", "#ff8ac7"),
     "faedkv": ("#8a6540", "#d3a97c"),
 }
-# Of methods that have no colour of their own.
+# The colours of methods without one of their own.
 OTHERS = ("#4f5fd7", "#93850f", "#a14747", "#3d7f7f")
 MARKERS = "osD^vPX<>hp*d"
 

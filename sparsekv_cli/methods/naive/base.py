@@ -108,7 +108,7 @@ class Naive:
         """Goes back to n rows. It must be a length to which the method's cache can go back."""
         self.k, self.v = self.k[:, :n], self.v[:, :n]
 
-    # What some methods change ---------------------------------------------------------------------
+    # --- parts that some methods change -----------------------------------------------------------
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
         """K (G, n, d) and V (G, n, d_v) as they are attended to."""

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparsekv_cli.errors import SparseKVError
 
 BACKLOG = 64  # connections that the system accepts ahead of the server
-SPARE = 64  # connections beside those whose requests run or wait
+SPARE = 64  # connections in addition to those whose requests run or wait
 FILES = 128 + BACKLOG  # open files of other kinds, and connections just accepted
 HEAD_S = 10.0  # that the head of a request may take
 WRITE_S = 60.0  # that a client may read nothing of what it is sent
