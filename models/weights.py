@@ -246,9 +246,7 @@ class _Reader(TensorReader):
         )
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
-        """Returns the divisors of the angles: rope_freqs, or LongRoPE's factors for a context of
-        n_ctx.
-        """
+        """Returns the divisors of the angles: rope_freqs, or LongRoPE's factors for n_ctx."""
         half, chosen = hparams.n_rot // 2, None
         is_long = n_ctx > hparams.rope.n_ctx_original
         names = ("rope_freqs", "rope_factors_short", "rope_factors_long")

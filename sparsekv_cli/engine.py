@@ -127,7 +127,6 @@ class DecoderEngine(ABC):
     def decode(
         self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample] = ()
     ) -> list[list[Outcome]]:
-        """See Engine.decode."""
         self._check(sequences, rows)
         started = time.perf_counter()
         try:

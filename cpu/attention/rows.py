@@ -5,7 +5,7 @@ A row has ``width`` elements, a multiple of 16. An f16 row is just these. The ot
 of all blocks:
 
     q8_0   32 int8                                          then a scale
-    q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, behind the
+    q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, after the
            byte i, element 16 + i in the high four          fifth bits of all blocks, 4 bytes each
     q4_0   the same 16 bytes                                then a scale
 

@@ -73,7 +73,7 @@ def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
 
     They are an orthonormal basis of what ``waves`` spans. The parts, with the number of waves of
     each: even waves of even and of odd bins, odd waves of odd and of even bins. Read the second
-    quarter of the tokens backwards: the first and third part are there as in the first quarter, the
+    quarter of the tokens backwards. The first and third part are then as in the first quarter. The
     others have the other sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))

@@ -1,7 +1,7 @@
 """The grids of the formats IQ1, IQ2 and IQ3: the groups of 8 or 4 elements that an index names.
 
-Values are few, so a grid is kept as a number of its values for each element, of ``bits`` bits each,
-the first in the lowest. The numbers are packed with zlib and base 85. They equal gguf's grids
+Values are few. A grid therefore keeps for each element the number of its value, of ``bits`` bits,
+the first in the lowest bits. The numbers are packed with zlib and base 85. They equal gguf's grids
 (tests/cpu/weights/ test_grids.py).
 """
 

@@ -1,6 +1,6 @@
 """Repacked weights: sixteen rows of a matrix are interleaved, so that each has a lane of its own.
 
-In a file's layout a row's dot product ends with a sum over lanes, scales have to be spread over
+In a file's layout a row's dot product ends with a sum over lanes. Scales have to be spread over
 lanes, and vectors straddle cache lines. In rows of a few hundred columns this takes most of the
 time. None of it is left when each lane is a row. The price is a copy of the weights of the same
 size. Block formats are repacked, with three exceptions. Q8_0's products are as slow as memory

@@ -252,11 +252,9 @@ class ChannelSplitter:
         self._reader = HarmonyReader()
 
     def push(self, text: str) -> tuple[str, str]:
-        """See ThinkingSplitter."""
         return _sides(self._reader.push(text))
 
     def flush(self) -> tuple[str, str]:
-        """See ThinkingSplitter."""
         return _sides(self._reader.flush())
 
 

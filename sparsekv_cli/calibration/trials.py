@@ -243,7 +243,6 @@ class _TrialState(LayerCache):
         self._n_done = 0
 
     def extend(self, x: Any) -> np.ndarray:
-        """See StateCache."""
         out, done = [], 0
         while done < len(x.rows):
             first = self._n_done % self._n_rows

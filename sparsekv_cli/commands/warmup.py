@@ -40,9 +40,8 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     SPARSEKV_MODEL or smollm2 if that is installed. Any model gives the same kernels. Methods that
     must be calibrated are calibrated for this model, if that was not done before.
 
-    With --device cuda the kernels are for this GPU, and they depend on the model. They are those
-    that a prompt and some tokens with each method take, in contexts of up to 131072 tokens, if the
-    GPU has room for them.
+    With --device cuda the kernels are for this GPU, and they depend on the model. A prompt and some
+    tokens with each method run them, in contexts of up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
     from sparsekv_cli.methods import METHODS, build_method

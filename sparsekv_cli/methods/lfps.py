@@ -1,8 +1,8 @@
 """LFPS: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao, Wang).
 
-A head's past attention predicts its next: one table by position (vertical pattern), one by distance
-(slash pattern). Each step takes candidates from the tables, scores only those exactly, attends to
-the best, and feeds the weights back.
+A head's past attention predicts its next. One table is by position (vertical pattern), one by
+distance (slash pattern). Each step takes candidates from the tables and scores only these exactly.
+It attends to the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
@@ -16,8 +16,7 @@ the best, and feeds the weights back.
 Departures; docs/methods.md has their reasons and figures:
 (1) A bypassed head returns the mean of sinks, local rows and the mean value, by their masses.
 (2) The slash table is indexed by distance, so that nothing is shifted.
-(3) By default neighbours are not filtered and more recent rows are candidates. The variance of a
-    score comes from the covariance of the keys.
+(3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3, the paper's .2.
 (6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.

@@ -36,10 +36,8 @@ if TYPE_CHECKING:
 AUTO = "auto"  # as a method on the command line, and in the sidecar
 N_TEXT = 4096  # tokens of the text
 N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
-BUDGETS = (
-    "2%",
-    "10%",
-)  # in addition to the default of each method, which is 5% of 4096 tokens for most
+# In addition to the default of each method, which is 5% of 4096 tokens for most.
+BUDGETS = ("2%", "10%")
 LEAST_TEXT = 1024  # below, methods leave too little out to tell what they lose
 GAIN = 1.02  # times as fast as ``full`` that a method must be
 
@@ -53,7 +51,7 @@ class Losses:
     kld: Mapping[str, float]
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
-        """Returns the methods of ``methods`` that were not measured, or with other options only."""
+        """Returns the given methods that were not measured, or with other options only."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:

@@ -80,7 +80,6 @@ class SharedRows:
         self._method = method
 
     def find(self, ids: Ids[int]) -> Found:
-        """See Prefixes.find."""
         self.wait()
         method = self._method
         assert method is not None
@@ -96,7 +95,6 @@ class SharedRows:
         return Found((), best, best) if self._donor is not None else self._found
 
     def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
-        """See Prefixes.load."""
         donor, self._donor = self._donor, None
         if donor is None:
             return self._disk.load(found, caches, n_room) if self._disk is not None else 0
@@ -111,17 +109,14 @@ class SharedRows:
         return found.n
 
     def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
-        """See Prefixes.begin."""
         if self._disk is not None:
             self._disk.begin(ids, self._found._replace(n=n_loaded), n_loaded, caches)
 
     def take(self, layer: int, cache: LayerCache) -> None:
-        """See Prefixes.take."""
         if self._disk is not None:
             self._disk.take(layer, cache)
 
     def abandon(self) -> None:
-        """See Prefixes.abandon."""
         if self._disk is not None:
             self._disk.abandon()
 

@@ -107,10 +107,7 @@ class StreamOptions(Fields):
 
 
 class OpenAIFields(ServedFields):
-    """The fields that both requests of OpenAI's protocol share.
-
-    Fields after ``return_progress`` are labels.
-    """
+    """Fields of both OpenAI requests. Fields after ``return_progress`` are labels."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = ()

@@ -1,7 +1,6 @@
 """Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
-A chat template writes the tools into the prompt. Its words say in which format the model was
-trained to call them. Text in no format is plain text.
+A chat template writes the tools into the prompt. Its words tell the format of the model's calls.
 """
 
 from __future__ import annotations
@@ -355,10 +354,9 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be.
+    """A call that the answer has to be. lark: the grammar of the rest. name: of ForcedReader.
 
-    prompt: the text that is written after the prompt, in the words of the format. lark: the grammar
-    of the rest. name: of ForcedReader.
+    prompt: the text that is written after the prompt, in the words of the format.
     """
 
     prompt: str
