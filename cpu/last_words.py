@@ -46,10 +46,7 @@ def install(signal_number: int, message: bytes) -> Iterator[None]:
 
 @cache
 def _handler(message: bytes) -> tuple[object, int]:
-    """Returns the object that keeps the compiled handler alive, and its address.
-
-    Compiling takes some milliseconds.
-    """
+    """Returns the object that keeps the compiled handler alive, and the handler's address."""
     number, size, text = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
     module = ir.Module("last_words")
     module.triple = binding.get_process_triple()

@@ -55,8 +55,8 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
     """The type of a prefill's products for --prefill-dtype ``wanted``.
 
     auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
-    takes int8 where the CPU has byte products, and f32 elsewhere. SparseKVError for bf16 where the
-    products of it do not work.
+    takes int8 where the CPU has byte products, and f32 elsewhere. Raises SparseKVError for bf16
+    where the products of it do not work.
     """
     if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"

@@ -168,7 +168,7 @@ class HParams:
 
 
 def read_architecture(file: GGUFFile) -> str:
-    """``general.architecture``; SparseKVError if missing, empty or no string."""
+    """``general.architecture``. Raises SparseKVError if missing, empty or no string."""
     key = "general.architecture"
     name = file.metadata.get(key)
     if name is None:

@@ -1,7 +1,4 @@
-"""The engines compute the rows of sequences.
-
-Every engine has two verbs. This file has the CPU's engine.
-"""
+"""The engines compute the rows of sequences, by two verbs. This file has the CPU's engine."""
 
 from __future__ import annotations
 

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """An opened model.
-
-    It does not change. Its sequences own all that changes. ``load_model`` makes it.
-    """
+    """An opened model, which does not change. Its sequences own the state. See ``load_model``."""
 
     gguf: GGUFFile
     hparams: HParams

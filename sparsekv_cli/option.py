@@ -100,7 +100,7 @@ def allowed_values(declared: Field[Any]) -> Allowed:
 
 
 def check_options(owner: Any) -> None:
-    """Checks every option of an instance; ValueError names option, value and what it must be."""
+    """Checks every option of an instance. Raises ValueError, which names option and value."""
     for declared in options_of(owner).values():
         check_value(declared, getattr(owner, declared.name))
 
@@ -134,7 +134,10 @@ def check_value(declared: Field[Any], value: Any) -> None:
 
 
 def parse_number_or_word(declared: Field[Any], text: str) -> Any:
-    """``text`` as an option that is a number, a word or true/false; ValueError as above."""
+    """Returns ``text`` as an option that is a number, a word or true/false.
+
+    Raises ValueError as check_value does.
+    """
     kind = _kind(declared)
     if kind is bool:
         if text.lower() not in TRUTH:

@@ -115,10 +115,7 @@ class KernelStore:
         return self._may_read and self._path(name).exists()
 
     def read(self, name: str) -> bytes | None:
-        """Returns the data that were written under ``name``; None if there are none.
-
-        A damaged file is removed.
-        """
+        """Returns the data of ``name``, None if there are none. Removes a damaged file."""
         self._open()
         if not self._may_read:
             return None

@@ -155,10 +155,7 @@ def _record(at):
 
 @njit(cache=True, nogil=True)
 def _run_thread(thread, step_at, task, q, out, counter, at):
-    """Runs a thread's part of a task.
-
-    Takes addresses; ``at`` is that of the block after the counter.
-    """
+    """Runs a thread's part of a task. Takes addresses; ``at``: of the block after the counter."""
     this = _record(step_at)
     n, k_budget, limit, rules = this.n, this.k_budget, this.limit, this.rules
     n_head, n_kv = this.n_head, rules.n_kv_head

@@ -242,10 +242,7 @@ def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
 
 @njit(cache=True, nogil=True)
 def _unit(x, n_rows, d, eps, scale):
-    """Scales the rows x[:n_rows, :d] to length ``scale``.
-
-    The elements after them up to 16 become 0.
-    """
+    """Scales the rows x[:n_rows, :d] to length ``scale``. Elements after them up to 16 become 0."""
     for t in range(n_rows):
         row = x[t]
         factor = scale / np.sqrt(sum_squares(row[:d]) + eps)

@@ -31,7 +31,8 @@ class NewRow(NamedTuple):
 def check_new(
     new: NewRow, k: torch.Tensor, v: torch.Tensor, d: int, device: torch.device | None = None
 ) -> None:
-    """ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity, d_v).
+    """Raises ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity,
+    d_v).
 
     d: elements of a new key. device: the device of k and v, if it is not the row's.
     """

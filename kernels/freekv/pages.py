@@ -87,7 +87,7 @@ def empty_pages(
 
 
 def check_pages(pages: PageTensors, layout: Layout) -> None:
-    """ValueError unless all arrays fit each other."""
+    """Raises ValueError unless all arrays fit each other."""
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_page, m = pages.v.shape[4], pages.hi.shape[2], pages.chosen.shape[2]
     n_slot, device = n_resident - layout.n_sink - layout.n_ring, pages.k.device

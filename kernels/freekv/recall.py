@@ -129,7 +129,7 @@ def offload_pages(
 
 
 def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
-    """ValueError unless ``pools`` is None or says where each sequence's pool lies.
+    """Raises ValueError unless ``pools`` is None or says where each sequence's pool lies.
 
     int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8.
     Sequences whose pools lie apart in pinned memory can then share a launch without being moved.

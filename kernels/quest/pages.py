@@ -17,9 +17,7 @@ from sparsekv_cli.kernels.checks import check
 def summarise_rows(
     at, stride_n, c, is_channel, first, count, MEANSTD: tl.constexpr
 ):  # rows first..count - 1 at ``at`` -> high, low f32 (BLOCK_D,)
-    """The formulas are those of cpu/quest/pages.py, with sums in the same order, so that roundings
-    agree.
-    """
+    """See cpu/quest/pages.py. Sums have the same order, so that roundings agree."""
     size = (count - first).to(tl.float32)
     row = tl.load(at + first * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
     high, low = row, row

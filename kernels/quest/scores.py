@@ -110,7 +110,7 @@ def check_scored(
     budget: torch.Tensor,
     out: PooledPages,
 ) -> None:
-    """ValueError unless the arguments of ``largest_scores`` fit each other."""
+    """Raises ValueError unless the arguments of ``largest_scores`` fit each other."""
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
     check("q", q, QUERY_TYPES, (None, None, None), device)

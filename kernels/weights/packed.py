@@ -199,8 +199,8 @@ def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
     """Rows in format ``name`` as they lie in the file, uint8 (rows, row bytes), as planes.
 
     Runs where ``data`` lies. Costs reading and writing the matrix about eight times, once; besides
-    the result some 100 MB of scratch. ValueError for a format not in PACKABLE, or bytes that do not
-    make n_columns.
+    the result some 100 MB of scratch. Raises ValueError for a format not in PACKABLE, or bytes that
+    do not make n_columns.
     """
     if name not in PACKABLE:
         raise ValueError(f"format {name}: expected one of {', '.join(PACKABLE)}")

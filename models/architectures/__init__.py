@@ -146,7 +146,7 @@ class Architecture:
 
 
 def architecture_of(name: str) -> Architecture:
-    """The architecture ``general.architecture`` names; UnsupportedModelError if there is none."""
+    """Returns the architecture of a model. Raises UnsupportedModelError if there is none."""
     if name not in ARCHITECTURES:
         shown = repr(name if len(name) <= 80 else name[:77] + "...")
         supported = ", ".join(sorted(ARCHITECTURES))

@@ -69,7 +69,7 @@ DECODER = json.JSONDecoder(
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; ValueError for another one.
+    """The value of a JSON text. Raises ValueError for another one.
 
     Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) are texts.
     """
@@ -175,7 +175,7 @@ def python_calls(text: str) -> ReadCalls:
 
 
 def _python_call(call: ast.expr) -> ToolCall:
-    """ValueError for what is no call with names and literals."""
+    """Raises ValueError for what is no call with names and literals."""
     if not isinstance(call, ast.Call) or call.args or any(w.arg is None for w in call.keywords):
         raise ValueError("no call with named arguments")
     arguments = {str(w.arg): ast.literal_eval(w.value) for w in call.keywords}

@@ -101,10 +101,7 @@ class Cover:
         return text.startswith(self._rests) or text in self._parts
 
     def lift(self, text: str) -> str:
-        """Returns the original of a covered text.
-
-        Characters that JSON has escaped become JSON again.
-        """
+        """Returns the original of a covered text. Characters in JSON escapes are JSON again."""
 
         def json_of(found: re.Match[str]) -> str:
             original = self._originals.get(chr(int(found[1], 16)))

@@ -1,7 +1,4 @@
-"""The work and memory that a chat template may use.
-
-Text functions refuse before they make too much.
-"""
+"""The work and memory of a chat template. Text functions refuse before they make too much."""
 
 from __future__ import annotations
 

@@ -202,9 +202,7 @@ class ThinkingSplitter:
         self._is_blank = True  # nothing but white space has come since the last marker
 
     def push(self, text: str) -> tuple[str, str]:
-        """Returns the new parts of the thinking and of the answer after it, as far as they are
-        certain.
-        """
+        """Returns the new parts of the thinking and of the answer, as far as they are certain."""
         return self._step(self._held + text)
 
     def flush(self) -> tuple[str, str]:

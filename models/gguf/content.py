@@ -55,9 +55,8 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """Returns ``known`` when all is read.
-
-        SparseKVError if that cannot be, or a file changed.
+        """Returns ``known`` when all is read. Raises SparseKVError for an unreadable or changed
+        file.
         """
         found = self.known()
         if found is None and self._thread is not None:
@@ -97,7 +96,7 @@ class ModelContent:
 
 
 def _hash_of(part: GGUFPart) -> str:
-    """64 hex digits over all bytes of a file; OSError, ValueError."""
+    """Returns 64 hex digits over all bytes of a file. Raises OSError and ValueError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     with part.reopened() as file:
         while n := file.readinto(buffer):

@@ -72,7 +72,7 @@ class GGUFFile:
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
         """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
 
-        Rows are the product of all dimensions but the last.  KeyError for an unknown name.
+        Rows are the product of all dimensions but the last. Raises KeyError for an unknown name.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         return self.parts[info.part].data(info)

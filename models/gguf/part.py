@@ -290,7 +290,9 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
 
 
 def open_part(path: Path, header_only: bool = False) -> GGUFPart:
-    """Open one file and check all of its header; SparseKVError, in one line, if it is not right.
+    """Opens one file and checks all of its header.
+
+    Raises SparseKVError, in one line, if it is not right.
 
     header_only: also accept a file that ends ahead of its last tensor.
     """

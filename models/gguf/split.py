@@ -24,7 +24,7 @@ COUNT, NUMBER, N_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def split_integer(part: GGUFPart, key: str, default: int) -> int:
-    """The whole number under one of the keys above; SparseKVError if it is none."""
+    """The whole number under one of the keys above. Raises SparseKVError if it is none."""
     value = part.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         wanted = "int32" if key == N_TENSORS else "uint16"
@@ -36,7 +36,7 @@ def split_integer(part: GGUFPart, key: str, default: int) -> int:
 def part_paths(part: GGUFPart) -> list[Path]:
     """The files of the model that ``part`` belongs to; itself alone if it is whole.
 
-    SparseKVError if they are not all there, or cannot be told from its name.
+    Raises SparseKVError if they are not all there, or cannot be told from its name.
     """
     count = split_integer(part, COUNT, 1)
     if count < 2:
@@ -65,7 +65,7 @@ def part_paths(part: GGUFPart) -> list[Path]:
 def open_others(part: GGUFPart, paths: Sequence[Path], header_only: bool = False) -> list[GGUFPart]:
     """``part`` and the other files of its model, in order, checked to belong together.
 
-    SparseKVError names the file that does not; then all of them are closed.
+    Raises SparseKVError, which names the file that does not. Then all of them are closed.
     """
     if len(paths) == 1:
         return [part]

@@ -20,7 +20,7 @@ class TensorReader:
         self.used: set[str] = set()
 
     def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """The tensor of this name; SparseKVError if it is missing or of another shape."""
+        """The tensor of this name. Raises SparseKVError if it is missing or of another shape."""
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:

@@ -50,9 +50,7 @@ class ExpertWeights:
     scales: np.ndarray | None = None
 
     def linears(self) -> tuple[Linear, ...]:
-        """Returns the matrices that decode reads as they are or repacked; the router's is not one
-        of them.
-        """
+        """Returns the matrices that decode reads as they are or repacked, without the router's."""
         shared = () if self.shared is None else self.shared.linears()
         return (*self.experts.linears(), *shared)
 

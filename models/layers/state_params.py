@@ -36,9 +36,7 @@ class StateParams:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the bytes of a state in f32: the convolution's last rows, and a matrix of each
-        value head.
-        """
+        """Bytes of a state in f32: the convolution's last rows, and a matrix of each value head."""
         return 4 * ((self.length - 1) * self.n_mixed + self.n_value * self.head_dim**2)
 
 

@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 def fetch(name: str, say: Say) -> Path:
     """The file of ``owner/repo[:quant]``, or its first part; downloaded unless it is in the cache.
 
-    say: told of a download in a line.  SparseKVError, in one line, for everything that fails.
+    say: told of a download in a line. Raises SparseKVError, in one line, for everything that fails.
     """
     found = NAME.fullmatch(name)
     assert found is not None, "is_hub_name"
@@ -117,7 +117,7 @@ def cached_models() -> list[CachedModel]:
 def download(repo: str, quant: str | None, say: Say) -> Path:
     """The model's file out of the hub, or its first part.
 
-    ConnectionError if the hub cannot be reached, SparseKVError for what it says.
+    Raises ConnectionError if the hub cannot be reached, SparseKVError for an error that it tells.
     """
     try:
         from huggingface_hub import HfApi, constants, hf_hub_download

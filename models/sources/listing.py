@@ -70,7 +70,7 @@ def read_model(name: str, where: str, path: Path) -> ListedModel:
 
 
 def find_problem(file: GGUFFile) -> SparseKVError | None:
-    """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
+    """Returns why a model cannot be run: UnsupportedModelError if only this program is at fault."""
     try:
         check_whole_model(file)
     except SparseKVError as error:

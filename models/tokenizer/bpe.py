@@ -43,10 +43,7 @@ def byte_symbols() -> list[str]:
 def make_bpe_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, pre: PreTokenizer
 ) -> Callable[[str], list[int]]:
-    """An encoder of plain text: text -> ids.
-
-    Raises SparseKVError when merges are missing or malformed.
-    """
+    """Returns text -> ids for plain text. Raises SparseKVError for missing or malformed merges."""
     pairs = read_merges(metadata, vocabulary)
     ids = vocabulary.ids
     n_tokens = len(ids)

@@ -228,7 +228,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_all_bytes(vocabulary: Vocabulary) -> None:
-    """Text outside the vocabulary is spelled in byte tokens; SparseKVError if one is missing."""
+    """Raises SparseKVError if a byte token is missing. They spell text outside the vocabulary."""
     for byte in range(256):
         if f"<0x{byte:02X}>" not in vocabulary.ids:
             raise SparseKVError(

@@ -71,10 +71,7 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache.
-
-        Returns 0 if rows would be missing that were dropped because of later ones.
-        """
+        """See LayerCache. Returns 0 if rows would be missing that later ones have displaced."""
         if n < self._n_settled:
             return 0
         self.store.truncate(n - self._n_dropped)

@@ -64,10 +64,7 @@ class PastQueries:
         self._n_stepped = n
 
     def last(self, n: int) -> np.ndarray:
-        """Returns the queries of the last of n rows, f32 (H, T, d), T <= size.
-
-        T is 0 if the last query is unknown.
-        """
+        """Returns the last queries of n rows, f32 (H, T, d), T <= size; T = 0: unknown."""
         steps = list(self._steps) if n == self._n_stepped else []
         known = [self._prefilled] if n - len(steps) == self._n else [self._prefilled[:, :0]]
         return np.concatenate(known + steps, axis=1)[:, -self._coming.size :]

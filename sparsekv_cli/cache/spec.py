@@ -131,9 +131,7 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """ValueError unless ``text`` is a whole number from 1 to MAX_WHOLE, or a percentage in
-        (0, 100].
-        """
+        """Raises ValueError unless ``text`` is a whole number up to MAX_WHOLE or a percentage."""
         wrong = ValueError(
             f"budget = {text[:40]!r}: must be a number of tokens up to {MAX_WHOLE}, or a share "
             "such as 5%"

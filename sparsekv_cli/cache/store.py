@@ -42,7 +42,7 @@ class RowType:
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
         """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
 
-        bf16 is as in cpu/jit/floats.py. ValueError for another shape.
+        bf16 is as in cpu/jit/floats.py. Raises ValueError for another shape.
         """
         from sparsekv_cli.cpu.layer.prefill import store_rows
 

@@ -184,7 +184,9 @@ class Calibrations:
         report: OnCalibrate | None = None,
         arrays: Mapping[str, CalibrationArray] | None = None,
     ) -> Entry | None:
-        """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
+        """The stored calibration of a method.
+
+        Raises SparseKVError for a sidecar that is unusable.
 
         None, and a word about it, for one in the cache directory that an older version made by
         itself. arrays: what its arrays must be.
@@ -227,7 +229,7 @@ class Calibrations:
     ) -> Entry:
         """Runs ``method`` over the first ``n_tokens`` of ``text``, or as many as fit the model.
 
-        SparseKVError if text or context are too short to measure anything.
+        Raises SparseKVError if text or context are too short to measure anything.
         """
         name = method.name
         n_ctx = self._hparams.n_ctx_train

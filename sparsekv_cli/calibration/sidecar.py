@@ -83,7 +83,7 @@ class Entry:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model. SparseKVError if its file cannot be read or has changed."""
+    """The identity of an open model. Raises SparseKVError if its file is unreadable or changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -115,8 +115,8 @@ def read_entry(
 ) -> Entry | None:
     """The calibration of ``method``; None if there is no such file or it has none of this method.
 
-    arrays: what its arrays must be; None: anything. SparseKVError for a file that is damaged or of
-    another model or format, OutdatedError for one of an older format.
+    arrays: what its arrays must be; None: anything. Raises SparseKVError for a file that is damaged
+    or of another model or format. Raises OutdatedError for a file of an older format.
     """
     if not os.path.lexists(path):
         return None
@@ -140,7 +140,7 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     """Puts one method's calibration into ``path``, next to those of other methods of this model.
 
     The file is replaced as a whole. Entries that are damaged or of another model are dropped.
-    SparseKVError if ``path`` is some other kind of file, or cannot be written.
+    Raises SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
     entries = {**_entries(path, identity), method: entry}
@@ -168,7 +168,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file; ValueError unless it holds one array, of the size that it says."""
+    """A member of the npz file. Raises ValueError unless it holds one array of the stated size."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     file = io.BytesIO(archive.read(f"{name}.npy"))
@@ -198,7 +198,7 @@ def _unusable(path: Path, method: str, what: str) -> SparseKVError:
 
 
 def _check(path: Path, method: str, about: dict[str, Any], identity: ModelIdentity) -> None:
-    """SparseKVError unless format and model are those that are expected."""
+    """Raises SparseKVError unless format and model are those that are expected."""
     version, own = about["format"], about["methods"][method]
     if version != FORMAT_VERSION:
         error = _unusable(
@@ -239,7 +239,7 @@ def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
 def _check_arrays(
     path: Path, method: str, entry: Entry, expected: Mapping[str, CalibrationArray] | None
 ) -> None:
-    """SparseKVError unless the arrays are those that are expected."""
+    """Raises SparseKVError unless the arrays are those that are expected."""
     if expected is None:
         return
     if set(entry.tensors) != set(expected):
@@ -252,7 +252,7 @@ def _check_arrays(
 
 
 def check_place(path: Path) -> None:
-    """SparseKVError if ``path`` cannot be written, or is a file of another kind."""
+    """Raises SparseKVError if ``path`` cannot be written, or is a file of another kind."""
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -289,7 +289,7 @@ def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
 
 
 def check_tensors(method: str, tensors: Mapping[str, np.ndarray], n_layer: int) -> None:
-    """ValueError unless the arrays are numbers with a slice a layer, without NaN or inf."""
+    """Raises ValueError unless the arrays are numbers with a slice a layer, without NaN or inf."""
     for name, array in tensors.items():
         what = f"{method} calibrates {name} as {array.dtype.name} {array.shape}"
         if array.dtype.kind not in "fiu":

@@ -62,10 +62,7 @@ def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
 
 
 class Window:
-    """A prefix and the scored rows after it.
-
-    ``score`` measures the effect of trials on these rows.
-    """
+    """A prefix and the scored rows after it. ``score`` measures what trials do to these rows."""
 
     def __init__(
         self,
@@ -232,10 +229,7 @@ class _TrialCache(LayerCache):
 
 
 class _TrialState(LayerCache):
-    """A recurrent layer, which no trial changes, for all trials.
-
-    Each trial begins after the prefix.
-    """
+    """A recurrent layer for all trials. No trial changes it. Each begins after the prefix."""
 
     def __init__(self, prefix: StateCache, n_prefix: int, n_rows: int) -> None:
         super().__init__(prefix.spec)

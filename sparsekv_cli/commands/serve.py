@@ -151,7 +151,7 @@ def prepare_methods(model: Model, methods: Sequence[Method]) -> None:
 
 
 def check_open_files() -> None:
-    """SparseKVError where the process may open too few files to answer a few clients."""
+    """Raises SparseKVError where the process may open too few files to answer a few clients."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -173,8 +173,10 @@ def is_loopback(host: str) -> bool:
 
 
 def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
-    """uvicorn's server. Told to end, it lets answers become whole for so many seconds, and then
-    has the scheduler end the others.
+    """uvicorn's server.
+
+    Told to end, it lets answers become whole for so many seconds, and then has the scheduler end
+    the others.
     """
     import asyncio
 

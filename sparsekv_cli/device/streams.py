@@ -1,6 +1,4 @@
-"""Work at the same time as a decode step: a second stream that is forked from the step's and joined
-again.
-"""
+"""Work at the same time as a decode step: a second stream, forked and joined again."""
 
 from __future__ import annotations
 

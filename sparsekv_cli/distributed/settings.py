@@ -25,10 +25,7 @@ ROOM_CONTEXT = 8192  # tokens of K and V that a model is given memory for, if -c
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A model to open, without what a machine decides.
-
-    sidecar: a file with the methods' calibrations.
-    """
+    """A model to open, without a machine's decisions. sidecar: a file with calibrations."""
 
     path: Path
     model_hash: str
@@ -40,7 +37,7 @@ class SessionSettings:
     def open(self, others: Iterable[Method] = ()) -> Model:
         """The model, with ``others`` prepared.
 
-        SparseKVError where model or program are not those that were sent.
+        Raises SparseKVError where model or program are not those that were sent.
         """
         from sparsekv_cli.model import load_model
 

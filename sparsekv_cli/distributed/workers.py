@@ -88,7 +88,7 @@ class Workers:
         return len(self._starting) + len(self._busy) + len(self._idle)
 
     def map(self, work: Iterable[Any]) -> Iterator[Any]:
-        """The results of all shards, in their order; SparseKVError for a cluster that is lost."""
+        """Returns the results of all shards, in order. Raises SparseKVError for a lost cluster."""
         results: SimpleQueue[Any] = SimpleQueue()
 
         def run() -> None:
@@ -143,7 +143,7 @@ class Workers:
             self._kill(actor)
 
     def _grow(self) -> None:
-        """Starts as many actors as the cluster has room for; SparseKVError if that is none."""
+        """Starts as many actors as the cluster has room for. Raises SparseKVError for none."""
         n_room = self._cluster.room_for(self._room)
         for _ in range(n_room - self.n_actors):
             actor = self._actor_class.remote()

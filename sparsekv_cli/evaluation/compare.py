@@ -41,7 +41,9 @@ def parse_methods(
     common: Mapping[str, str] | None = None,
     sweeps: Iterable[tuple[str, Ids[str]]] = (),
 ) -> dict[str, Method]:
-    """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
+    """``lfps,topk:budget=2%`` -> methods by their text.
+
+    Raises ValueError, which says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
     stands for every method. common: options for every method that has them and is not given them.
@@ -166,7 +168,7 @@ def compare(
     """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
 
     continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
-    SparseKVError when prompt and steps do not fit the context.
+    Raises SparseKVError when prompt and steps do not fit the context.
     """
     n_context = len(ids) + n_steps
     if n_context > model.n_ctx:

@@ -50,7 +50,7 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
     """Returns as many sentences of the document as fit ``room`` tokens, with ``fact`` as a
     paragraph among them.
 
-    SparseKVError if the document is shorter. count: tokens of a text.
+    Raises SparseKVError if the document is shorter. count: tokens of a text.
     """
     room -= count(f"\n\n{fact}\n\n")
     sentences: list[str] = []
@@ -78,7 +78,7 @@ def plant_needles(
     its end.
 
     encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
-    same. SparseKVError for lengths that the document or the context does not have.
+    same. Raises SparseKVError for lengths that the document or the context does not have.
     """
     longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
     if longest > model.n_ctx:

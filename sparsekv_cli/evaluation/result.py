@@ -65,10 +65,7 @@ def method_result(
     prefill_s: float,
     timed: range,
 ) -> MethodResult:
-    """Returns the result of ``measured`` for a method whose caches are ``layers``.
-
-    timed: steps that count.
-    """
+    """Returns the result of a method whose caches are ``layers``. timed: steps that count."""
     n_heads = max(1, sum(of_layer.n_head for of_layer in full_layers(c.spec for c in layers)))
     memory = [cache.memory() for cache in layers]
     by_step = measured.by_step

@@ -15,7 +15,9 @@ def option_names(spec: str) -> list[str]:
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """``budget=1%,5%`` -> the option and its values; ValueError says what is wrong.
+    """``budget=1%,5%`` -> the option and its values.
+
+    Raises ValueError, which says what is wrong.
 
     Values with commas in them, such as those of dense_layers, are parted by ``;``.
     """
@@ -31,7 +33,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 def swept(specs: Sequence[str], option: str, values: Sequence[str]) -> list[str]:
     """Each of ``specs`` once a value, if its method has the option and the text does not state it.
 
-    ``full``, the reference, stays as it is. ValueError if no method takes the option.
+    ``full``, the reference, stays as it is. Raises ValueError if no method takes the option.
     """
     found: list[str] = []
     is_used = False

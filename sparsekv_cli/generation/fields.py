@@ -48,7 +48,7 @@ class Fields(BaseModel):
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
-    """FieldError for an object of very many fields."""
+    """Raises FieldError for an object of very many fields."""
     if len(values) > MAX_FIELDS:
         raise FieldError(
             "", f"an object has {len(values)} fields: expected at most {MAX_FIELDS} of them"
@@ -82,7 +82,7 @@ def read_json(data: bytes | bytearray) -> Any:
 
 
 def read_object(data: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object, as ``read_json`` reads it; FieldError for another value."""
+    """A JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
     values = read_json(data)
     if not isinstance(values, dict):
         raise FieldError("", f"expected an object, found {type(values).__name__}")
@@ -90,7 +90,7 @@ def read_object(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def read_fields(kind: type[F], values: Mapping[str, Any]) -> F:
-    """``values`` as a model. FieldError names the first field that is not as expected."""
+    """Returns ``values`` as a model. Raises FieldError, which names the first bad field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

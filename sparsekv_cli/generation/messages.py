@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """The conversation as templates take it: texts, and arguments of calls as objects.
 
-    FieldError names what is not as expected.
+    Raises FieldError, which names what is not as expected.
     """
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 

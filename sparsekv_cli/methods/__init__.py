@@ -90,7 +90,7 @@ def build_method(
 
 
 def _parse(declared: Field[Any], text: str) -> Any:
-    """``text`` as an option; ValueError names the option and what it takes."""
+    """``text`` as an option. Raises ValueError, which names the option and what it takes."""
     if isinstance(declared.default, Budget):
         return Budget.parse(text)
     if isinstance(declared.default, tuple):

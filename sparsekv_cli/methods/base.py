@@ -1,6 +1,4 @@
-"""The base of the KV-cache methods: the options of a method, and the caches that it makes of
-layers.
-"""
+"""The base of the KV-cache methods: a method's options, and the caches that it makes of layers."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Method(ABC):
     cache_type_v: str = option("f16", _CACHE_TYPE_HELP.format("V"), choices=CACHE_TYPES)
 
     def __post_init__(self) -> None:
-        """ValueError for an option that is not as declared, or a type of rows it cannot read."""
+        """Raises ValueError for a wrong value, or a type of rows that the method cannot read."""
         check_options(self)
         for key in ("cache_type_k", "cache_type_v"):
             value = getattr(self, key)
@@ -65,10 +63,7 @@ class Method(ABC):
 
     @property
     def n_queried(self) -> int | None:
-        """The last tokens of a prompt whose queries the method needs, next to all rows.
-
-        None means all.
-        """
+        """The last tokens of a prompt whose queries the method needs; None means all tokens."""
         return 0
 
     @property
@@ -92,7 +87,7 @@ class Method(ABC):
         return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
     def check_layers(self, kinds: Sequence[str]) -> None:
-        """SparseKVError for a layer that the user names and no method changes.
+        """Raises SparseKVError for a layer that the user names and no method changes.
 
         kinds: of the model's layers.
         """

@@ -231,7 +231,7 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Measures the model's full layers in a dense prefill of ``ids``.
 
-    SparseKVError for a text that is too short, or a model without full layers.
+    Raises SparseKVError for a text that is too short, or a model without full layers.
     """
     if len(ids) < LEAST_TOKENS:
         raise SparseKVError(

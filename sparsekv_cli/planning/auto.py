@@ -61,7 +61,7 @@ class Losses:
 
     @staticmethod
     def of_entry(entry: Entry) -> Losses:
-        """KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
+        """Raises KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
         try:
             losses = Losses(**json.loads(str(entry.tensors["losses"])))
         except RecursionError:
@@ -176,10 +176,7 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
 
 
 def kept_losses(model: Model) -> Losses | None:
-    """Returns the losses in the model's sidecar.
-
-    None if there are none, or none that this version reads.
-    """
+    """Returns the losses in the model's sidecar; None if there are none that can be read."""
     entry = model.calibrations.find(AUTO)
     try:
         return None if entry is None else Losses.of_entry(entry)

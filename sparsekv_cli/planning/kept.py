@@ -71,7 +71,7 @@ def read_speeds(path: Path) -> Speeds | None:
 
 
 def write_speeds(path: Path, speeds: Speeds) -> None:
-    """Replaces the file as a whole. OSError if it cannot be written."""
+    """Replaces the file as a whole. Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
 
@@ -84,10 +84,7 @@ def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
 
 
 def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | None:
-    """Returns the calibration of a method for this model.
-
-    None if not all of its tensors are there.
-    """
+    """Returns a method's calibration for this model; None if not all of its tensors are there."""
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
@@ -122,7 +119,7 @@ def speeds_of(
     and after it. All are told at the median pace of the first measurement. Methods that cannot have
     any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
     once and less exactly, and kept apart. A longer measurement that has all methods goes first.
-    SparseKVError for a model that cannot be run, or a folder that cannot be written.
+    Raises SparseKVError for a model that cannot be run, or a folder that cannot be written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
     from sparsekv_cli.evaluation.roofline import cpu_name

@@ -77,10 +77,7 @@ class TimedLayer:
 
 
 class Measurement:
-    """A stand-in of one model on the CPU.
-
-    is_quick: it takes seconds, not minutes, and is less exact.
-    """
+    """A stand-in of one model on the CPU. is_quick: it takes seconds, and is less exact."""
 
     def __init__(
         self,
@@ -184,9 +181,7 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def scratch(self) -> int:
-        """Returns the bytes that a chunk of a prefill takes in addition to caches and weights, at
-        its peak.
-        """
+        """Returns the peak bytes of a prefill's chunk, in addition to caches and weights."""
         specs = warmup.first_layers(self.specs)
         caches = [self._full.layer(spec) for spec in specs]
         for cache in caches:

@@ -50,9 +50,7 @@ class MethodCurve:
         return self._sum(n, lambda point: point.seconds)
 
     def byte_seconds(self, n: int) -> float:
-        """Returns the seconds of a step at depth n without the attention of full layers, a byte of
-        weights.
-        """
+        """Seconds a byte of weights, of a step at depth n without the attention of full layers."""
         n = min(max(n, self.points[0].n), self.points[-1].n)
         return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
@@ -146,7 +144,7 @@ class Speeds:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Speeds:
-        """KeyError or TypeError for what ``as_dict`` did not make."""
+        """Raises KeyError or TypeError for what ``as_dict`` did not make."""
         methods = {name: _curve(curve) for name, curve in values["methods"].items()}
         return Speeds(**{**values, "methods": methods})
 

@@ -94,7 +94,7 @@ def read_stand_in(
 
     n_vocab: the most tokens that its vocabulary keeps; None: all.
 
-    SparseKVError for a model that this program cannot run.
+    Raises SparseKVError for a model that this program cannot run.
     """
     architecture = architecture_of(read_architecture(file))
     hparams = read_hparams(file)

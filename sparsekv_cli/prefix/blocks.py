@@ -133,7 +133,7 @@ def is_own(path: Path) -> bool:
 
 
 def read_header(file: FileIO) -> BlockHeader:
-    """The header of a file that is open at its beginning, and whose size fits it; DamagedError."""
+    """Returns the header of a file open at its beginning. Raises DamagedError for a wrong file."""
     start = file.read(len(MAGIC) + LENGTHS.size)
     if len(start) < len(MAGIC) + LENGTHS.size or not start.startswith(MAGIC):
         raise DamagedError("it is no file of this version")
@@ -205,7 +205,7 @@ def _pieces_start(header_end: int) -> int:
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:
-    """Reads a layer's first rows into arrays whose heads are contiguous; DamagedError.
+    """Reads a layer's first rows into arrays whose heads are contiguous. Raises DamagedError.
 
     All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
     """
@@ -226,7 +226,7 @@ class BlockWriter:
     """A file that is written layer by layer under a temporary name, and appears as a whole."""
 
     def __init__(self, folder: Path, header: BlockHeader) -> None:
-        """OSError if the folder cannot be written."""
+        """Raises OSError if the folder cannot be written."""
         self.header = header
         self._sums = [0] * len(header.layers)
         handle, name = tempfile.mkstemp(TEMPORARY, TEMPORARY_START, folder)  # mode 0600
@@ -244,7 +244,7 @@ class BlockWriter:
         return slice(self.header.first, self.header.first + len(self.header.tokens))
 
     def write(self, layer: int, piece: Piece) -> None:
-        """Writes one layer's rows; OSError."""
+        """Writes one layer's rows. Raises OSError."""
         at = self.header.n_packed + sum(self.header.piece_bytes[:layer])
         with open(self._temporary, "r+b") as file:
             file.seek(at)
@@ -259,7 +259,7 @@ class BlockWriter:
         self.header = replace(self.header, parent=parents[self.header.parent])
 
     def finish(self, path: Path) -> None:
-        """Writes the header and gives the file its name, in the same folder; OSError."""
+        """Writes the header and gives the file its name, in the same folder. Raises OSError."""
         sums = "".join(f"{checksum:08x}" for checksum in self._sums)
         with open(self._temporary, "r+b") as file:
             file.write(replace(self.header, sums=sums).packed())

@@ -35,7 +35,7 @@ def default_prefix_folder() -> Path | None:
 
 
 def check_folder(path: Path) -> None:
-    """SparseKVError for a folder that holds files, none of which is the prefix cache's."""
+    """Raises SparseKVError for a folder that holds files, none of which is the prefix cache's."""
     try:
         found = sorted(path.iterdir())
     except OSError:
@@ -79,7 +79,7 @@ class PrefixFolder:
         return False
 
     def make(self) -> bool:
-        """Makes the folder if there is none; whether it was made. OSError if it cannot be."""
+        """Makes the folder if there is none; returns whether it did. Raises OSError."""
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:  # another process may just have made it

@@ -1,6 +1,4 @@
-"""The part of one layer in a file: the sizes of its rows, and the conversion of rows of one type to
-another.
-"""
+"""The part of one layer in a file: the sizes of its rows, and the conversion of their types."""
 
 from __future__ import annotations
 

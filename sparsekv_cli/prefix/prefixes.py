@@ -195,7 +195,7 @@ class Prefixes:
         return n
 
     def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
-        """Reads a block's rows up to position ``stop``; OSError, DamagedError."""
+        """Reads a block's rows up to position ``stop``. Raises OSError and DamagedError."""
         first, is_direct = header.first, header.types == self.types
         with open_regular(self._path(header)) as file:
             if read_header(file) != header:
@@ -274,7 +274,7 @@ class Prefixes:
         return headers
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
-        """Whether there is a folder for the blocks; OSError if it cannot be made."""
+        """Whether there is a folder for the blocks. Raises OSError if it cannot be made."""
         folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
         limit = f"{folder.limit / 2**30:g} GiB"
         if size > folder.limit:

@@ -12,9 +12,7 @@ from sparsekv_cli.prefix.blocks import BlockHeader
 
 
 class Found(NamedTuple):
-    """The rows that are there of a prompt: blocks in order, how many tokens they share, how many to
-    reuse.
-    """
+    """The rows of a prompt: blocks in order, how many tokens they share, how many to reuse."""
 
     headers: tuple[BlockHeader, ...] = ()
     n_common: int = 0

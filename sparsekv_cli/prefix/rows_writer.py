@@ -76,7 +76,7 @@ class RowsWriter:
             writer.write(layer, (k, v))
 
     def finish(self, parents: Mapping[str, str]) -> int:
-        """How many tokens the folder has of the prompt; OSError. parents: by ``parents``."""
+        """How many tokens the folder has of the prompt. Raises OSError. parents: by ``parents``."""
         for layer, cache in self._keeping:
             self._write(layer, (cache.store.k, cache.store.v), 0, cache)
         for future in self._pending:

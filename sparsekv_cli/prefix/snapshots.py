@@ -105,7 +105,7 @@ class SnapshotWriter:
         caches: Sequence[LayerCache],
         failed: Callable[[OSError], None],
     ) -> None:
-        """OSError if the folder cannot be written."""
+        """Raises OSError if the folder cannot be written."""
         self._folder, self._failed = folder, failed
         self._writers: dict[int, BlockWriter] = {}
         try:
@@ -127,7 +127,7 @@ class SnapshotWriter:
             self._failed(error)
 
     def finish(self, parents: Mapping[str, str]) -> None:
-        """The files appear; OSError. parents: as RowsWriter.parents says."""
+        """The files appear. Raises OSError. parents: as RowsWriter.parents says."""
         for writer in self._writers.values():
             writer.change_parent(parents)
             writer.finish(self._folder / writer.header.name)
@@ -139,7 +139,7 @@ class SnapshotWriter:
 
 
 def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Snapshot]:
-    """A snapshot's pieces by layer; OSError, DamagedError."""
+    """Returns a snapshot's pieces by layer. Raises OSError and DamagedError."""
     pieces = {}
     with open_regular(path) as file:
         header = read_header(file)

@@ -152,7 +152,7 @@ def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """logit += amount of each token; SparseKVError for a token outside the vocabulary."""
+    """logit += amount of each token. Raises SparseKVError for a token outside the vocabulary."""
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)
@@ -347,7 +347,7 @@ def draw(candidates: Candidates, chance: float) -> int:
 
 
 def check_finite(maximum: np.float32) -> None:
-    """SparseKVError when the highest logit is no number."""
+    """Raises SparseKVError when the highest logit is no number."""
     if not np.isfinite(maximum):
         raise SparseKVError(
             f"the highest logit is {maximum}, expected a finite number: the weights are damaged,"

@@ -35,7 +35,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def lark_of(text: str) -> str:
-    """The Lark grammar of a GBNF one. ValueError, in the names of the grammar, for a bad one."""
+    """Returns the Lark grammar of a GBNF one. Raises ValueError, in the words of the GBNF."""
     names: dict[str, str] = {}
     written = _rewritten(text, lambda name: names.setdefault(name, f"rule_{len(names)}"))
     convert: Callable[[str], str] = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
@@ -105,7 +105,7 @@ def _class_character(found: re.Match[str]) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """The character that a code or itself stands for; ValueError for a code of none."""
+    """The character that a code or itself stands for. Raises ValueError for a code of none."""
     code = found[1] or found[2] or found[3]
     if not code:
         return found[5]

@@ -160,7 +160,7 @@ def in_a_line(message: str) -> str:
 
 
 def _llguidance() -> Any:
-    """The package; SparseKVError without it."""
+    """Returns the package. Raises SparseKVError if it is not installed."""
     try:
         return import_module("llguidance")
     except ImportError:

@@ -263,7 +263,7 @@ def params_from_metadata(
 
 
 def override(params: SamplingParams, key: str, name: str, value: Any) -> SamplingParams:
-    """params with one value of the file's; SparseKVError names the key when it is invalid."""
+    """Returns params with one value of the file. Raises SparseKVError, which names a bad key."""
     try:
         return replace(params, **{name: value})
     except ValueError as error:

@@ -27,7 +27,7 @@ class Message:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        """RequestError for what cannot be answered."""
+        """Raises RequestError for what cannot be answered."""
         self._service = service
         self.streams = fields.stream
         tools = _tools(fields)

@@ -37,10 +37,7 @@ class TimeLimitError(SparseKVError):
 
 
 class PromptProgress(NamedTuple):
-    """The number of the prompt's tokens whose rows are there.
-
-    ``cached`` of them were there already.
-    """
+    """The number of a prompt's tokens whose rows are there. ``cached`` were there already."""
 
     done: int
     total: int

@@ -28,7 +28,7 @@ class Completion:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
-        """RequestError for what cannot be answered."""
+        """Raises RequestError for what cannot be answered."""
         self._service, self._fields = service, fields
         self._is_chat = is_chat = isinstance(fields, ChatFields)
         self.streams = fields.stream
@@ -217,9 +217,7 @@ class Completion:
         return chunks
 
     def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
-        """Returns the progress of the prefill: an event for clients that asked for it, a comment
-        for the others.
-        """
+        """Returns the prefill's progress: an event if the client asked for it, else a comment."""
         if not self._fields.return_progress:
             return f": prefill {told.done} of {told.total}\n\n"
         progress = {"total": told.total, "processed": told.done, "cache": told.cached}

@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def read_request(kind: type[F], values: Mapping[str, Any]) -> F:
-    """The fields of a request; RequestError names the one that is not as expected."""
+    """The fields of a request. Raises RequestError, which names the one that is not as expected."""
     try:
         return read_fields(kind, values)
     except FieldError as error:
@@ -95,7 +95,7 @@ class Service:
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
         """The method that a request names with its options, and up to where it is dense.
 
-        RequestError lists what there is.
+        Raises RequestError, which lists what there is.
         """
         name = self._method if fields.method is None else fields.method
         options = dict(fields.method_options)
@@ -215,9 +215,7 @@ class Service:
         )
 
     def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
-        """Returns the ids after a prompt whose answer has to be a call: no thinking, and its first
-        words.
-        """
+        """Returns the ids after a prompt whose answer must be a call: first words, no thinking."""
         thinking = self.thinking
         is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
         text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
@@ -226,7 +224,8 @@ class Service:
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
 
-        functions: the schemas of their arguments. RequestError where there is no such function.
+        functions: the schemas of their arguments. Raises RequestError where there is no such
+        function.
         """
         chosen = {key: schema for key, schema in functions.items() if name in (None, key)}
         if not chosen:
@@ -262,8 +261,8 @@ class Service:
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         """The variables of the chat template that a request sets, by name.
 
-        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. RequestError for a
-        variable that the template does not read.
+        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. Raises RequestError for
+        a variable that the template does not read.
         """
         named = {f"{KWARGS}.{name}": (name, value) for name, value in given.items()}
         if effort is not None:
@@ -288,7 +287,7 @@ class Service:
         continues: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a conversation; RequestError where the template does not take it.
+        """The ids of a conversation. Raises RequestError where the template does not take it.
 
         variables: of the template.
         """

@@ -105,7 +105,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Ids[Job]) -> None:
-        """Queues all of the jobs, or none: QueueFullError, StoppingError, TooLargeError."""
+        """Queues all jobs, or none. Raises QueueFullError, StoppingError or TooLargeError."""
         for job in jobs:
             n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:

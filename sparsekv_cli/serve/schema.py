@@ -302,10 +302,7 @@ class ContextManagement(Fields):
 
 
 class CountFields(Fields):
-    """``/v1/messages/count_tokens``.
-
-    Fields after ``output_config`` are labels or change nothing.
-    """
+    """``/v1/messages/count_tokens``. Fields after ``output_config`` change nothing."""
 
     model: str = ""
     messages: Messages

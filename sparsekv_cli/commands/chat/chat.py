@@ -127,7 +127,7 @@ def typed(chat: Chat) -> Iterator[str]:
 
 
 def lines() -> Iterable[str]:
-    """Yields the text that is piped to stdin, line by line. SparseKVError if it is not UTF-8."""
+    """Yields the text that is piped to stdin by lines. Raises SparseKVError if it is not UTF-8."""
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), start=1):
         try:
             text = line.decode("utf-8") if isinstance(line, bytes) else line

@@ -56,10 +56,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """takes: the argument after the name, in brackets if it may be missing.
-
-    Empty: there is none.
-    """
+    """takes: the argument after the name, in brackets if it may be missing; empty: none."""
 
     takes: str
     help: str

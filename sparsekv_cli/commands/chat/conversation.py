@@ -115,7 +115,7 @@ class Conversation:
         return text
 
     def replace(self, messages: Messages) -> None:
-        """Goes on with other messages; SparseKVError if the template does not take them."""
+        """Goes on with other messages. Raises SparseKVError if the template does not take them."""
         self.n_used = len(self.encode(messages)) if _turns(messages) else 0
         self.messages = messages
 
@@ -199,8 +199,8 @@ class Conversation:
         """A conversation without its oldest turns, and its ids.
 
         They take half of the context if that can be. n: tokens that it takes whole. n_more: the
-        tokens that come after it and have to fit. SparseKVError, with the numbers, where turns may
-        not go, or too few of them.
+        tokens that come after it and have to fit. Raises SparseKVError, with the numbers, where
+        turns may not go, or too few of them.
         """
         n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"

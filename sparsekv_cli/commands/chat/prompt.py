@@ -33,9 +33,7 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "
 
 
 def entries(chat: Chat) -> Iterator[str]:
-    """Yields what the user enters, until Ctrl-D. Raises KeyboardInterrupt for Ctrl-C on an empty
-    line.
-    """
+    """Yields what the user enters, until Ctrl-D. Ctrl-C on an empty line is KeyboardInterrupt."""
     # The answers go to stdout; if that is no terminal, the line is edited on stderr.
     output = None if sys.stdout.isatty() else create_output(stdout=sys.stderr)
     pastes = Pastes()
@@ -227,9 +225,7 @@ def history_file() -> Path | None:
 
 
 def open_history(pastes: Pastes) -> History:
-    """Returns the history of earlier inputs, also of earlier processes, where nobody else can read
-    it.
-    """
+    """Returns the history of inputs, also of earlier processes, if nobody else can read it."""
     path = history_file()
     if path is None:
         return InMemoryHistory()

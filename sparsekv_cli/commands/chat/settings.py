@@ -27,8 +27,8 @@ SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
 class Setting:
     """One name of ``/set``.
 
-    show: its value as text. change: takes a value as text; ValueError or SparseKVError for one that
-    cannot be. values: words that it takes, for completion.
+    show: its value as text. change: takes a value as text. Raises ValueError or SparseKVError for a
+    bad value. values: words that it takes, for completion.
     """
 
     help: str
@@ -44,7 +44,7 @@ def show_settings(conversation: Conversation) -> str:
 
 
 def change_setting(conversation: Conversation, text: str) -> str:
-    """Sets ``NAME VALUE``; the setting as it is then. SparseKVError for what cannot be."""
+    """Sets ``NAME VALUE``; returns the new setting. Raises SparseKVError if it is impossible."""
     name, _, value = text.partition(" ")
     name = name.replace("-", "_")
     if name not in SETTINGS:
@@ -59,7 +59,7 @@ def change_setting(conversation: Conversation, text: str) -> str:
 
 
 def _whole(name: str, text: str, least: int, most: int | None = None) -> int:
-    """``text`` as a whole number; ValueError unless it is one within the bounds."""
+    """``text`` as a whole number. Raises ValueError unless it is one within the bounds."""
     try:
         value = int(text)
     except ValueError:

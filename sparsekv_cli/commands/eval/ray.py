@@ -76,10 +76,7 @@ def answer_on_cluster(
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """The settings with which every node scores chunks.
-
-    keeps_rows: what is scored comes back, too.
-    """
+    """The settings with which every node scores chunks. keeps_rows: scored rows come back, too."""
 
     session: SessionSettings
     ways: Ways

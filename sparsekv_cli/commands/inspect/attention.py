@@ -39,7 +39,8 @@ def inspect_attention(
 ) -> None:
     """Measures the model's attention to a text (None: the built-in one), and shows it.
 
-    png: a file for the picture. SparseKVError for a text that is too short, or without matplotlib.
+    png: a file for the picture. Raises SparseKVError for a text that is too short, or without
+    matplotlib.
     """
     if png is not None:
         check_matplotlib()

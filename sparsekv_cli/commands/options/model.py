@@ -274,7 +274,8 @@ def find_model(name: str | None) -> Path:
 def open_model(options: ModelOptions) -> Model:
     """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
 
-    click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
+    Raises click.UsageError for a method or an option that does not exist, SparseKVError for a bad
+    model.
     """
     name = options.method
     if options.is_auto:

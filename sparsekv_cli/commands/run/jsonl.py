@@ -71,10 +71,7 @@ class Line:
     generation: Generation
 
     def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
-        """Returns the object to write when the line is done.
-
-        line: what is told about an answer that is cut.
-        """
+        """Returns the object to write for the whole line. line: what is told about a cut answer."""
         answer = self.generation.finish()
         if line is not None:
             tell(f"line {self.number}: {line}")

@@ -61,7 +61,7 @@ def decode_file(data: bytes, source: str) -> str:
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """``data`` as text; SparseKVError that names ``source`` and the byte if it is not UTF-8."""
+    """Returns ``data`` as text. Raises SparseKVError, which names ``source`` and a bad byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 
 def check_utf8(text: str, source: str) -> str:
-    """A text that was typed, whatever the locale; SparseKVError if it is not UTF-8.
+    """A text that was typed, whatever the locale. Raises SparseKVError if it is not UTF-8.
 
     Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
     """

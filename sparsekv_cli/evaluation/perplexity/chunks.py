@@ -63,7 +63,9 @@ class Chunks:
 
 
 def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None) -> Chunks:
-    """The chunks of a text, at most ``n_chunks``; SparseKVError when it is too short for two."""
+    """Returns at most ``n_chunks`` chunks of a text. Raises SparseKVError if it is too short for
+    two.
+    """
     ids = tokenizer.encode(text, add_eos=False, parse_special=False)
     if len(ids) < 2 * n_ctx:
         raise SparseKVError(
@@ -76,7 +78,9 @@ def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = N
 
 
 def chunks_of(model: Model, file: KLDFile, n_chunks: int | None = None) -> Chunks:
-    """The chunks of a file of log-probabilities; SparseKVError if it is of another vocabulary."""
+    """Returns the chunks of a file of log-probabilities. Raises SparseKVError for another
+    vocabulary.
+    """
     n_vocab = model.hparams.n_vocab
     if file.n_vocab != n_vocab:
         raise SparseKVError(

@@ -55,7 +55,7 @@ def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
 class KLDFile:
     """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the log-probabilities of each chunk.
 
-    SparseKVError says what is wrong with the file.
+    Raises SparseKVError, which says what is wrong with the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class KLDFile:
 
 
 class KLDWriter:
-    """Writes rows after a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
+    """Writes rows after a header; see ``write_kld_file``. A SparseKVError names ``path``."""
 
     def __init__(self, file: BufferedWriter, path: Path) -> None:
         self._file, self._path = file, path

@@ -37,7 +37,7 @@ Draw = Callable[[Any, Contents], None]
 
 
 def check_matplotlib() -> None:
-    """SparseKVError if matplotlib is missing."""
+    """Raises SparseKVError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise SparseKVError(f"pictures need matplotlib: {COMMAND}")
 

@@ -55,7 +55,7 @@ def make_prompt(
 ) -> RulerPrompt:
     """The ``number``-th sample of a task: as long a text as leaves room for the answer in length.
 
-    It depends on the arguments only. SparseKVError when not even the shortest text fits.
+    It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
     """
     told = TASKS[task]
 

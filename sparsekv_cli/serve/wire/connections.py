@@ -26,7 +26,7 @@ BUSY = json.dumps({"error": {"message": "too many connections", "type": "rate_li
 def most_connections(n_requests: int) -> int:
     """Connections that there may be, with n_requests that run or wait.
 
-    Raises the limit of open files if it is lower. SparseKVError if not even one fits.
+    Raises the limit of open files if it is lower. Raises SparseKVError if not even one fits.
     """
     wanted = n_requests + SPARE
     try:
