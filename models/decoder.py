@@ -70,8 +70,8 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
     """The type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
-    Products in bf16 and int8 take bf16 if the CPU multiplies it (AMX or AVX-512 BF16) and heads
-    have an even size.
+    Products in bf16 and int8 take bf16 if heads have an even size and the CPU multiplies bf16 (AMX
+    or AVX-512 BF16).
     """
     has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0
     return "bf16" if has_bf16 else "f32"

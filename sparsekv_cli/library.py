@@ -179,11 +179,11 @@ class LanguageModel:
     def generate(self, prompt: str, *, stream: bool = False, **given: Any) -> Reply | Stream:
         """Goes on with a text, without the chat template.
 
-        given: ``max_tokens`` (the most tokens; as many as fit without it), ``stop`` (a text or
-        several), ``method``, ``budget`` and ``method_options`` of this call. The parameters of a
-        line of ``run --jsonl`` are accepted too, such as ``temperature``, ``top_p``, ``top_k``,
-        ``min_p``, ``seed``, ``json_schema``, ``grammar`` and ``regex``. Raises SparseKVError for an
-        unknown parameter or a bad value.
+        given: ``max_tokens`` is the most tokens; as many as fit without it. ``stop`` is a text or
+        several. ``method``, ``budget`` and ``method_options`` are those of this call. The
+        parameters of a line of ``run --jsonl`` are accepted too: ``temperature``, ``top_p``,
+        ``top_k``, ``min_p``, ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises
+        SparseKVError for an unknown parameter or a bad value.
         """
         self._check_open()
         ids = prompt_ids(self._model, prompt, None, raw=True, parse_special=True)

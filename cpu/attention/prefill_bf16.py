@@ -3,10 +3,10 @@
 Flash attention over the rows as they are stored (attention/rows.py), as attention/prefill_f32.py
 has it. A task is some tokens of one kv head with all query heads of its group. It reads a block of
 keys, and of values transposed, as bf16 into its own scratch, in the L2 cache. All its query rows
-attend to that block, WIDTH of them at a time. The query rows lie across the lanes of vectors: q in
-pairs, scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v, WIDTH). Maximum,
-exponential and rescaling then need nothing across lanes. Both matrix products have the stored rows
-on the left.
+attend to that block, WIDTH of them at a time. The query rows lie across the lanes of vectors. The
+layouts are: q in pairs, scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v,
+WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both matrix products have
+the stored rows on the left.
 """
 
 from __future__ import annotations

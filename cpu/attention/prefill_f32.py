@@ -5,7 +5,7 @@ kv head with all query heads of its group. It widens a block of keys and values 
 scratch, in the L2 cache. All its query rows attend to that block, WIDTH of them at a time. The
 query rows lie across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and
 sums of values (d_v, WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both
-matrix products are the same: ROWS numbers of a row of K (of V), each against a vector of q (of
+matrix products are alike. ROWS numbers of a row of K (of V) each multiply a vector of q (of
 weights). Windows, softcaps and sinks: see attend_causal_ref.
 """
 

@@ -11,7 +11,7 @@ there.
 
 There is code for every tile and mode, which takes long to compile. It is compiled once a kind of
 rows, and a kernel contains a call through a table of addresses. The entry of f16 is set when this
-file is imported, another when a cache has rows of its kind (``install``).
+file is imported. Another entry is set when a cache has rows of its kind (``install``).
 """
 
 from __future__ import annotations

@@ -71,10 +71,10 @@ def waves(n: int, bins: np.ndarray) -> np.ndarray:
 def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
 
-    They are an orthonormal basis of what ``waves`` spans. The parts, with the number of waves of
-    each: even waves of even and of odd bins, odd waves of odd and of even bins. Read the second
-    quarter of the tokens backwards. The first and third part are then as in the first quarter. The
-    others have the other sign.
+    They are an orthonormal basis of what ``waves`` spans. The parts are even waves of even bins,
+    even waves of odd bins, odd waves of odd bins and odd waves of even bins. The number of waves of
+    each part is returned too. In the second quarter of the tokens, read backwards, the first and
+    third part are as in the first quarter. The others have the other sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
     norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]

@@ -1,8 +1,8 @@
 """FAEDKV's tokens in bases that they are added to (``update=additive``), in numpy.
 
-A segment is a run of tokens. Its K and V were transformed along the tokens by a DFT of N points and
-cut to a few bins. No key and no value is reconstructed: z = X_K . q on the kept bins. The scores
-are the inverse DFT of z. P, the DFT of the softmax weights, weighs the bins of V.
+A segment is a run of tokens. Its K and V were transformed along the tokens by a DFT of N points.
+Only a few bins are kept. No key and no value is reconstructed: z = X_K . q on the kept bins. The
+scores are the inverse DFT of z. P, the DFT of the softmax weights, weighs the bins of V.
 """
 
 from __future__ import annotations

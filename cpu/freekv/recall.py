@@ -4,10 +4,10 @@ freekv/step.py has the step of which these are parts.
 
 A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
 resident pages, NHD (page, p, kv head, d). These are the sinks' pages, a ring of window pages, and
-slots: an LRU cache of pages for each kv head. All pages between sinks and window lie in the pool as
-HND (page, kv head, K and V, p, d). There a kv head's part of a page is contiguous. Copies between
-the tiers convert. f16 rows are passed as uint64, four elements in one, because numba has no f16
-arrays.
+slots. The slots are an LRU cache of pages for each kv head. All pages between sinks and window lie
+in the pool as HND (page, kv head, K and V, p, d). There a kv head's part of a page is contiguous.
+Copies between the tiers convert. f16 rows are passed as uint64, four elements in one, because numba
+has no f16 arrays.
 """
 
 from __future__ import annotations

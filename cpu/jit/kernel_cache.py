@@ -1,9 +1,9 @@
 """Compiled kernels on disk: how numba keeps and finds those of this package.
 
 A kernel's file is named after all that its machine code depends on. These are the source files that
-its module imports (sources.py), the signature, the versions of Python, numba and LLVM, and the CPU.
-numba's own cache looks at one source file only and trusts what it reads. It writes next to the
-sources if it finds no other place.
+its module imports (sources.py), its signature and the CPU. The versions of Python, numba and LLVM
+count too. numba's own cache looks at one source file only and trusts what it reads. It writes next
+to the sources if it finds no other place.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small helpers that write LLVM IR on vectors; the kernels in this package are built from them.
 
-The IR names no CPU. A <16 x float> becomes one AVX-512 register, two AVX2 registers or four NEON
-registers, depending on the machine that compiles it.
+The IR names no CPU. The compiling machine decides what a <16 x float> becomes: one AVX-512
+register, two AVX2 registers or four NEON registers.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetches the cache line at ``address`` into L2; any address is allowed.
 
-    L2 tracks more outstanding lines than L1. So this is faster than prefetchnta, which goes through
-    L1, even for weights, which are read once a token.
+    L2 tracks more outstanding lines than L1. This is faster than prefetchnta, which goes through
+    L1. It is so even for weights, which are read once a token.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])

@@ -25,7 +25,7 @@ def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray
     """An array, uninitialised or of zeros, that begins on a cache line.
 
     numpy's own large arrays begin 16 bytes after one (glibc). A row of 128 bytes is then on three
-    lines instead of two, and gathering such rows from memory takes half as long again.
+    lines instead of two. Gathering such rows from memory takes half as long again.
     """
     count, dtype = int(np.prod(shape, dtype=np.int64)), np.dtype(dtype)
     room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)

@@ -234,8 +234,7 @@ def _take_tasks(control, worker):
     """Runs tasks of the current job until all are taken; returns how many.
 
     worker: 0 for the calling thread, or a worker's number; a job uses only the first workers. The
-    ticket is read before and after the job's words, because a job does not change while it has a
-    task left.
+    ticket is read before and after the job's words. A job does not change while it has a task left.
     """
     n_run = 0
     while True:

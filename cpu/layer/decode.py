@@ -3,7 +3,7 @@
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
 projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
 Each addition to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
-second stage and the next one's first in a single call, because handing a call its arguments takes
+second stage and the next one's first in a single call. To hand a call its arguments takes
 microseconds. For the same reason all constant arguments are in a record of ``LAYER`` that the
 kernels look up. experts/decode.py has layers with experts. A step has one or several rows
 (sequences), which share every weight that is loaded.
@@ -73,7 +73,7 @@ def matrix_table(linears, n_planes) -> np.ndarray:
 
     linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
     take the integer kernels, whose activations have ``n_planes`` bytes. With two bytes they are 1.3
-    (Q5_1) to 1.7 (Q4_K) times as fast as the f32 ones on one AVX-512 thread.
+    (Q5_1) to 1.7 (Q4_K) times as fast as f32 kernels on an AVX-512 thread.
     """
     rows = []
     for w in linears:

@@ -2,7 +2,7 @@
 
 A query head has two tables: ``ver[i]`` by position and ``dist[delta]`` by distance, both f32. They
 are kept as u = Phi / g. The decay of eq 10 is then one multiplication of g a step. Power sums
-S1..S4 (f64) are kept for the thresholds of eq 8. Each block of 64 entries has an upper bound; a
+S1..S4 (f64) are kept for the thresholds of eq 8. Each block of 64 entries has an upper bound. A
 write raises it, a scan of the block makes it exact.
 
 A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but

@@ -187,8 +187,9 @@ def _dot(typingctx, x, y, count):
 
 @njit(cache=True, nogil=True)
 def _group_factors(n, log_decay, beta, q, k, width, factors):
-    """The factors of a group of n rows: G_c, beta_c and G_n / G_s (n each); then, both (n, n),
-    (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for s <= c.
+    """The factors of a group of n rows are G_c, beta_c and G_n / G_s (n each).
+
+    Two of (n, n) follow: (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for s <= c.
 
     q, k: addresses of rows, ROW floats apart, of ``width`` elements, a multiple of 16.
     """

@@ -1,4 +1,4 @@
-"""Value rows in 4 or 2 bits: groups of 32 channels of a token, with a scale and a minimum a group.
+"""Value rows in 4 or 2 bits. A group is 32 channels of a token, with a scale and a minimum.
 
 Asymmetric: value = minimum + scale * code. A group is stored as f16 scale, f16 minimum and codes.
 With 4 bits byte i holds the channels i and i + 16. With 2 bits it holds the channels i, i + 8, i +

@@ -1,11 +1,10 @@
 """The decoders of all block formats share a decoded block, a format's record and small helpers.
 
-``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen or
-64 at a time. It also makes a vector of scales (and, for the asymmetric formats, of offsets), one
-for each 16 or 32 elements. An element is q * scale + offset. All dot products and the
-dequantisation come from that one description. The layouts are llama.cpp's (the block structs of
-ggml-common.h); values equal ``gguf.quants.dequantize`` bit for bit
-(tests/cpu/weights/test_formats.py).
+``decode`` of a quantised format writes LLVM IR that turns one block into integers, sixteen or 64 at
+a time. It also makes a vector of scales (and, for the asymmetric formats, of offsets), one for each
+16 or 32 elements. An element is q * scale + offset. All dot products and the dequantisation come
+from that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values
+equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The grids of the formats IQ1, IQ2 and IQ3: the groups of 8 or 4 elements that an index names.
 
-Values are few. A grid therefore keeps for each element the number of its value, of ``bits`` bits,
-the first in the lowest bits. The numbers are packed with zlib and base 85. They equal gguf's grids
-(tests/cpu/weights/ test_grids.py).
+Values are few. A grid therefore keeps the number of the value of each element. It takes ``bits``
+bits, the first element in the lowest. The numbers are packed with zlib and base 85. They equal
+gguf's grids (tests/cpu/weights/ test_grids.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arrays of FreeKV on a GPU: a layer's K and V in pages, in host memory and on the device.
+"""The arrays of FreeKV on a GPU: K and V of a layer in pages, on the host and on the device.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d), pinned

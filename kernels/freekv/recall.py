@@ -107,9 +107,9 @@ def offload_pages(
     """Copies pages that have left the window into the pool and summarises them.
 
     The window of n[b] + ahead rows begins at page (n[b] + ahead - recent) // p. With ``wanted``
-    int32 (B, G) it also tells which kv heads still have to choose for that many rows with the query
-    of the row before. The candidates are the pages up to that window; max(1, (budget - reserved) //
-    p) of them are chosen. pools: see ``check_pools``.
+    int32 (B, G) it also tells which kv heads still have to choose. They choose for that many rows
+    with the query of the row before. The candidates are the pages up to that window; max(1,
+    (budget - reserved) // p) of them are chosen. pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, device = pages.v.shape[4], pages.k.device

@@ -91,7 +91,10 @@ def _spread(high):
 def field_pair(
     low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Two fields of each word minus ZERO, f16: K and K + 4, or K and K + 2 for fields of 8 bits."""
+    """Two fields of each word minus ZERO, f16.
+
+    They are K and K + 4, or K and K + 2 for fields of 8 bits.
+    """
     word = low
     if K > 0:
         word = low >> (LOW_BITS * K)

@@ -31,10 +31,9 @@ class PackedMatrix:
 
     low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high: uint8 (rows, 4 n_unit) of
     one bit a field, int16 of two bits. scale (rows, columns / 32): f16. With a minimum it is int32,
-    the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum, or (Q6_K,
-    signed) the scales of the first and of the second 16 elements. super_scale (rows, columns /
-    256), what these are multiplied by: int32, two f16 for scale and minus the minimum, or f16
-    (Q6_K).
+    the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum. Q6_K has
+    the signed scales of the first and of the second 16 elements. super_scale (rows, columns / 256),
+    what these are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
     """
 
     name: str  # of the format, as GGUF calls it

@@ -51,7 +51,7 @@ class Mixture:
     ``dense``: it is the feed-forward of a layer without experts, next to the experts. The inputs of
     router and experts, and the outputs of both, then have norms of their own. biases: whether
     router, gates, ups and downs have biases. gating: how the router's products become weights.
-    ``softmax`` is over all experts. ``sigmoid`` is of each product; a bias of each expert then has
+    ``softmax`` is over all experts. ``sigmoid`` is of each product. A bias of each expert then has
     a part in the choice, but not in the weights. dense_lead: whether the first
     ``leading_dense_block_count`` layers have no experts.
     """

@@ -2,10 +2,10 @@
 
 jinja2's sandbox keeps a template away from Python's internals, but not from ``'a' * 10**10`` or
 loops in loops. And a call that hangs inside C cannot be interrupted. Every operation that can make
-something large is checked before it runs. The syntax tree is rewritten: loops and comparisons are
-counted, and new lists, tuples, dicts, slices and ``~`` texts are measured. Only listed operators,
-methods and filters are allowed. Some of them have a check of their own. A call that still hangs
-ends with the process (watchdog.py).
+something large is checked before it runs. The syntax tree is rewritten, so that loops and
+comparisons are counted. New lists, tuples, dicts, slices and ``~`` texts are measured. Only listed
+operators, methods and filters are allowed. Some of them have a check of their own. A call that
+still hangs ends with the process (watchdog.py).
 """
 
 from __future__ import annotations

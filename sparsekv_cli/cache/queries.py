@@ -36,8 +36,7 @@ class LastQueries:
 class PastQueries:
     """The last ``size`` queries of a sequence, while its steps are recorded.
 
-    Queries of its last prefill are kept next to those of the steps, so that the sequence can go
-    back to them.
+    Queries of its last prefill are kept too, so that the sequence can go back to them.
     """
 
     def __init__(self, size: int, n_head: int, head_dim: int) -> None:

@@ -143,9 +143,9 @@ class StateCache(BoundedCache):
     """The state of one recurrent layer of one sequence, and checkpoints of it.
 
     A sequence goes back to lengths that have a checkpoint. These lengths are the start and end of a
-    prefill, the ends of messages in it (``mark``), and every STEP tokens. At most
-    ``spec.n_checkpoints`` of them are kept. Its steps are in no ledger. The state after a prompt
-    has the same bits wherever messages end in it.
+    prefill, its ends of messages (``mark``), and every STEP tokens. At most ``spec.n_checkpoints``
+    of them are kept. Its steps are in no ledger. The state after a prompt has the same bits
+    wherever messages end in it.
     """
 
     def __init__(self, spec: LayerSpec) -> None:

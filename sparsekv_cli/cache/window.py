@@ -17,8 +17,8 @@ class WindowCache(BoundedCache):
     """Keeps the window's rows and a few more; when their memory is full, they move to its start.
 
     ``store`` holds the sequence's rows from ``first`` on. A sequence can go back by ``N_SPARE``
-    rows. It can also go back to the start and end of its last prefill, because those rows are
-    copied before they go. Only the bytes that its steps read are counted.
+    rows. It can also go back to the start and end of its last prefill: those rows are copied before
+    they go. Only the bytes that its steps read are counted.
     """
 
     def __init__(self, spec: LayerSpec) -> None:

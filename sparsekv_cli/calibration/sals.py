@@ -84,8 +84,8 @@ def study_directions(study: Study) -> dict[str, np.ndarray]:
     """Both bases of every layer.
 
     weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
-    and of C, all columns by falling eigenvalue, so that any rank is a prefix. eigenvalues_*: f32
-    (L, G d). E = w U and D = U / w; for pca w = 1.
+    and of C. All columns are there by falling eigenvalue, so that any rank is a prefix.
+    eigenvalues_*: f32 (L, G d). E = w U and D = U / w; for pca w = 1.
     """
     specs = study.run.specs
     width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))

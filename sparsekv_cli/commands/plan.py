@@ -48,7 +48,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
     """Forecast what a model takes with each method at a context, and how fast it decodes.
 
     The header of a model file is enough: the file may end after the table of its tensors. The time
-    of a step is measured once for a model's shape, with zeros for its weights, and kept in the
+    of a step is measured once for a model's shape, with zeros for its weights. It is kept in the
     user's cache. The measurement takes some seconds. --measure takes minutes, and is more exact.
     Methods that need a calibration are measured when the model has one. This is of the CPU.
     """

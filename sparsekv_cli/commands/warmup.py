@@ -41,7 +41,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     must be calibrated are calibrated for this model, if that was not done before.
 
     With --device cuda the kernels are for this GPU, and they depend on the model. A prompt and some
-    tokens with each method run them, in contexts of up to 131072 tokens, if the GPU has room.
+    tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
     from sparsekv_cli.methods import METHODS, build_method

@@ -74,8 +74,9 @@ def plant_needles(
     lengths: Sequence[int],
     encode: Callable[[str], list[int]],
 ) -> list[Planted]:
-    """Makes a prompt for each of ``lengths`` and each depth, with a fact in it and a question at
-    its end.
+    """Makes a prompt for each of ``lengths`` and each depth.
+
+    It has a fact in it and a question at its end.
 
     encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
     same. Raises SparseKVError for lengths that the document or the context does not have.

@@ -1,7 +1,7 @@
 """The roofline of decoding: no step is faster than the memory that it must read.
 
-A token reads every weight once (only those of the experts that it chooses) and the KV rows that its
-method touches. The ledger counts these rows. Divided by a bandwidth, these bytes bound the speed.
+A token reads every weight once and the KV rows that its method touches. Only the experts that it
+chooses are read. The ledger counts these rows. Divided by a bandwidth, these bytes bound the speed.
 The bandwidth is measured in the same run with the same threads. Weights that stay in a cache of the
 CPU can be read faster than the bound. How many experts several sequences choose between them is an
 expectation (models/weights.py).

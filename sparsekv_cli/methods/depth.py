@@ -1,6 +1,6 @@
 """From which depth on a method is sparse: where that is cheaper than to attend to all rows.
 
-A dense step reads a row once for all query heads of its kv group. A sparse step has other work: it
+A dense step reads a row once for all query heads of its kv group. A sparse step has other work. It
 searches an index, scores candidates and gathers the chosen rows from all over the cache. Most of
 this work is done for every query head and hardly grows with the context. A sparse step pays where
 the context is longer than

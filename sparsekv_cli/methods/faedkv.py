@@ -14,8 +14,8 @@ frequencies a layer keeps, and how many.
 
 Departures; docs/methods.md has their reasons and figures:
 (1) Eq 9 as printed reverses time and puts new tokens on the indices of old ones.
-    ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N, in f32,
-    eight tokens at a time. It begins a new basis when one is full. It is slow, in numpy.
+    ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N. It works
+    in f32, eight tokens at a time. It begins a new basis when one is full. It is slow, in numpy.
     ``update=block`` (default) keeps aged tokens exact until a block of them is transformed at once,
     in f16.
 (2) Eq 13's second K~ is V~.

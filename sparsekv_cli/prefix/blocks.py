@@ -1,15 +1,15 @@
-"""A file of rows: the rows of up to 512 tokens of a prompt, or of a whole prompt, or a snapshot.
+"""A file of rows, of up to 512 tokens of a prompt or of a whole prompt; or a snapshot.
 
     magic, length of the header, checksum of the header: 16 + 4 + 4 bytes
     header: JSON, then zeros up to a multiple of 64 bytes
     a piece a layer: K (kv heads, rows, bytes of a row), then V, as cache/store.py keeps them
 
 Numbers are little-endian; a checksum is a CRC-32, and each piece has one in the header. A block is
-named by its parent, the block of the tokens before it, and by a hash of the parent's name and its
-tokens. Equal names mean equal prompts up to the block's end. Layers whose memory does not grow with
-the sequence (BoundedCache) have nothing in a block. Their memory at the end of a block is its
-snapshot. It is a file of the same form and name with another suffix, in which a layer's rows are
-not the tokens'.
+named by its parent, the block of the tokens before it, and by a hash. The hash is of the parent's
+name and the block's tokens. Equal names mean equal prompts up to the block's end. Layers whose
+memory does not grow with the sequence (BoundedCache) have nothing in a block. Their memory at the
+end of a block is its snapshot. It is a file of the same form and name with another suffix. A
+layer's rows in it are not the tokens'.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class BlockHeader:
     """The header of a file of rows.
 
     model: the file's name. first: position of the first token. types: of K and of V. layers: for
-    each layer kv heads, bytes of a row of K and of V; 0 heads if there is no piece. rows: of a
-    snapshot's pieces; empty: they have one for each token. sums: the pieces' checksums, eight hex
-    digits each.
+    each layer its kv heads and the bytes of a row of K and of V. 0 heads: there is no piece. rows:
+    of a snapshot's pieces; empty: they have one for each token. sums: the pieces' checksums, eight
+    hex digits each.
     """
 
     model: str

@@ -143,8 +143,8 @@ class Prefixes:
     def _closest(
         self, names: Sequence[str], parent: str, ids: Sequence[int]
     ) -> tuple[BlockHeader | None, int]:
-        """Returns, of the blocks with one parent, the block that begins with most of ``ids``, and
-        the number of these tokens.
+        """Returns the block, of those with one parent, that begins with most of ``ids``, and how
+        many these are.
         """
         exact = block_name(parent, ids)
         best: BlockHeader | None = None

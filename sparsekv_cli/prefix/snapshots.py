@@ -1,7 +1,7 @@
 """Snapshots of prompts: what windows and states hold where some of a prompt's blocks end.
 
 A model with such layers goes on from a prompt on disk only where there is one. They are taken at
-ends of blocks. Chunks and the delta net's groups begin there too, so the rows after them have the
+ends of blocks. Chunks and the delta net's groups begin there too. The rows after them then have the
 bits of a whole prefill. The last block has one, and those before it, ever farther apart.
 """
 

@@ -19,10 +19,10 @@ class Sampler:
     """One sampler of the chain.
 
     function: module:function of this package that applies it to candidates, called with the values
-    of ``fields`` in their order. takes: its further arguments: the last tokens of the ``history``,
-    a ``chance`` in [0, 1), or the texts of the ``vocabulary``. is_on: whether it can change
-    anything. aliases: other spellings that llama.cpp accepts in a sequence (common/sampling.cpp).
-    keeps_best: the most likely token stays the most likely.
+    of ``fields`` in their order. takes: its further arguments. They are the last tokens of the
+    ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``. is_on: whether it can
+    change anything. aliases: other spellings that llama.cpp accepts in a sequence
+    (common/sampling.cpp). keeps_best: the most likely token stays the most likely.
     """
 
     name: str

@@ -204,7 +204,7 @@ class LineAnswers:
 
 
 def resume(path: Path) -> int:
-    """Returns the number of the last line that has an answer in a file; 0 if there is no such file.
+    """Returns the number of the last line with an answer in a file; 0 if there is no such file.
 
     A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
     something else.

@@ -1,8 +1,8 @@
 """llama-perplexity's files of log-probabilities (``--kl-divergence-base``), read and written.
 
 A file has a header with the tokens of all chunks. Then each scored token has a scale, the least
-log-probability, and a number of 16 bits for each entry of the vocabulary (perplexity.cpp,
-log_softmax). Log-probabilities of more than 16 below the best are cut there.
+log-probability, and 16 bits for each entry of the vocabulary (perplexity.cpp, log_softmax).
+Log-probabilities of more than 16 below the best are cut there.
 """
 
 from __future__ import annotations
