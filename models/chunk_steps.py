@@ -138,5 +138,5 @@ class FusedBF16ChunkSteps(FusedChunkSteps):
 
 
 def given(array: np.ndarray | None) -> np.ndarray:
-    """A weight, or for None the empty array that the kernels take for "there is none"."""
+    """Returns a weight, or for None the empty array that the kernels take for "there is none"."""
     return NONE if array is None else array

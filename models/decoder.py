@@ -52,7 +52,7 @@ FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 
 
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
-    """The type of a prefill's products for --prefill-dtype ``wanted``.
+    """Returns the type of a prefill's products for --prefill-dtype ``wanted``.
 
     auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
     takes int8 where the CPU has byte products, and f32 elsewhere. Raises SparseKVError for bf16
@@ -68,7 +68,7 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 
 
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
-    """The type of the rows between a prefill's products, and of its attention: f32 or bf16.
+    """Returns the type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
     Products in bf16 and int8 take bf16 if heads have an even size and the CPU multiplies bf16 (AMX
     or AVX-512 BF16).
@@ -210,7 +210,7 @@ class Decoder(Forward):
         return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """The output head; few rows are multiplied with the quantised weights."""
+        """Returns the output head; few rows are multiplied with the quantised weights."""
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)

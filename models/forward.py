@@ -66,11 +66,11 @@ class Copies:
     joining: Sequence[int] = ()
 
     def begin(self, x: Any) -> Any:
-        """The rows ahead of the first layer, of the embeddings x."""
+        """Returns the rows ahead of the first layer, of the embeddings x."""
         return x[:0] if self.joining else x
 
     def ahead(self, i: int, x: Any, rows: ChunkSteps) -> Any:
-        """The rows that go through layer i, of x, which are those of the layer before."""
+        """Returns the rows that go through layer i, of x, which are those of the layer before."""
         if not self.joining:
             self.streams.append(rows.join([x]))
             return x
@@ -136,7 +136,7 @@ class Forward(ABC):
         """f32 (T, n_embd) -> f32 (T, n_vocab), or only the logits of the tokens ``vocabulary``."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
-        """The logits with the model's softcap, in place."""
+        """Returns the logits with the model's softcap, in place."""
         softcap = np.float32(self.hparams.logit_softcap)
         if softcap:
             np.tanh(np.divide(logits, softcap, out=logits), out=logits)
@@ -151,7 +151,7 @@ class Forward(ABC):
         return False
 
     def embed(self, ids: Sequence[int]) -> Any:
-        """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
+        """Returns the tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
         values = dot.dequantize(embedding.code, rows, embedding.n_columns)

@@ -139,7 +139,7 @@ class RopeTables:
         self.full, self.window = full, window
 
     def of(self, kind: str) -> Any:
-        """The table of a layer of this kind."""
+        """Returns the table of a layer of this kind."""
         return self.window if kind == WINDOW else self.full
 
     def reserve(self, n_positions: int) -> None:

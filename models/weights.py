@@ -51,7 +51,7 @@ class LayerWeights(ABC):
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
-        """The layer with other matrices of ``inputs``."""
+        """Returns the layer with other matrices of ``inputs``."""
 
     def attention(self) -> tuple[Linear, ...]:
         return (*self.inputs(), self.o)
@@ -64,7 +64,7 @@ class LayerWeights(ABC):
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
-        """The layer with every matrix of ``linears`` changed."""
+        """Returns the layer with every matrix of ``linears`` changed."""
         layer = self.with_inputs(tuple(change(linear) for linear in self.inputs()))
         return replace(layer, o=change(self.o), ffn=self.ffn.mapped(change))
 
@@ -178,7 +178,7 @@ class _Reader(TensorReader):
         )
 
     def attention(self, at: str, i: int, hparams: HParams, architecture: Architecture) -> Any:
-        """The fields of AttentionWeights that are the attention's own."""
+        """Returns the fields of AttentionWeights that are the attention's own."""
         n_embd, layer, bias = hparams.n_embd, hparams.layers[i], architecture.qkv_bias
         d, d_v, has_norm = layer.head_dim, layer.value_dim, architecture.qk_norm
         n_q = layer.n_head * d * (1 + layer.output_gate)
@@ -205,7 +205,7 @@ class _Reader(TensorReader):
         }
 
     def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
-        """A gated feed-forward with gate and up in one tensor."""
+        """Returns a gated feed-forward with gate and up in one tensor."""
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
         gate, up = self.split(both, (n_ff, n_ff))
         return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))

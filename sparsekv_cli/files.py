@@ -20,7 +20,7 @@ DAY = 86400  # seconds
 
 
 def user_cache(name: str) -> Path | None:
-    """A file or folder in the user's cache; None where there is no home folder."""
+    """Returns a file or folder in the user's cache; None where there is no home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -29,7 +29,7 @@ def user_cache(name: str) -> Path | None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """A regular file, open for reading.
+    """Returns a regular file, open for reading.
 
     Raises OSError for any other: to open a pipe might take for ever.
 

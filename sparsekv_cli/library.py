@@ -212,7 +212,7 @@ class LanguageModel:
     def _pieces(
         self, ids: list[int], call: _Call, attention: Attention, *, is_chat: bool
     ) -> Iterator[str | Reply]:
-        """The pieces of an answer, then the whole of it."""
+        """Yields the pieces of an answer, then the whole of it."""
         import numba
 
         if not self._is_free.acquire(blocking=False):

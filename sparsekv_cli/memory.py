@@ -86,7 +86,7 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _groups() -> Iterator[tuple[int, int | None, int]]:
-    """The control groups of the process that have a limit, from its own up to the root.
+    """Yields the control groups of the process that have a limit, from its own up to the root.
 
     Bytes that a group allows, bytes that it uses, and of those what can be dropped.
     """

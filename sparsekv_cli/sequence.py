@@ -68,7 +68,7 @@ class Timings:
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
     def as_dict(self) -> dict[str, float]:
-        """The timings of an answer, in the words of the JSON contract."""
+        """Returns the timings of an answer, in the words of the JSON contract."""
         return {
             "load_s": self.load_s,
             "prefill_s": self.prefill_s,
@@ -235,7 +235,7 @@ class Sequence:
             self.prefill(tokens[n:])
 
     def ledger(self) -> dict[str, int]:
-        """The counts of all layers, in the words of the JSON contract."""
+        """Returns the counts of all layers, in the words of the JSON contract."""
         return ledger_of(self.caches)
 
     def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
@@ -250,7 +250,7 @@ class Sequence:
 
 
 def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
-    """The counts of ``caches`` together, in the words of the JSON contract."""
+    """Returns the counts of ``caches`` together, in the words of the JSON contract."""
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
     result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
@@ -266,7 +266,7 @@ def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
 
 
 def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """The ledger ``now`` without the counts of ``before``; the memory is that of now."""
+    """Returns the ledger ``now`` without the counts of ``before``; the memory is that of now."""
     return {
         name: n
         if name in LEDGER_STATES or name.startswith("bytes_host_")
@@ -278,7 +278,7 @@ def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str,
 def hand_over(
     old: Ids[LayerCache], new: Ids[LayerCache], n: int, n_room: int
 ) -> list[LayerCache] | None:
-    """The caches of another method with the first n rows of a sequence; all on the host.
+    """Returns the caches of another method with the first n rows of a sequence; all on the host.
 
     new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
     None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
@@ -299,7 +299,7 @@ def hand_over(
 
 
 def reachable(caches: Ids[LayerCache], n: int) -> int:
-    """The largest length of at most n to which all caches go back, as far as they know."""
+    """Returns the largest length of at most n to which all caches go back, as far as they know."""
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least
     return n

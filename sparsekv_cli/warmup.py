@@ -195,7 +195,7 @@ def _kind(decoder: Decoder) -> str:
 
 
 def first_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The fewest first layers among which every kind is."""
+    """Returns the fewest first layers among which every kind is."""
     kinds = [spec.kind for spec in specs]
     return list(specs[: 1 + max(kinds.index(kind) for kind in set(kinds))])
 
@@ -294,7 +294,7 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 
 
 def _smallest_budget(method: Method) -> Method:
-    """The method with a budget that leaves rows out even in a short trial."""
+    """Returns the method with a budget that leaves rows out even in a short trial."""
     if any(field.name == "budget" for field in fields(method)):
         return replace(method, budget=Budget(tokens=8))  # type: ignore[call-arg]
     return method

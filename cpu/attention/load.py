@@ -33,7 +33,7 @@ class RowReader:
         return self._b.lshr(self._b.mul(c, I64(self.bits)), I64(3))
 
     def after_quants(self, row: ir.Value) -> ir.Value:
-        """The address after a row's quants, or elements."""
+        """Returns the address after a row's quants, or elements."""
         b = self._b
         if self.bits != 4:
             return b.add(row, self.bytes_to(self._d))

@@ -44,7 +44,7 @@ def row_bytes(kind: int, width: int) -> int:
 
 
 def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16) -> np.ndarray:
-    """The layout of K and V, (kv head, capacity, row) each; the caller keeps them alive."""
+    """Returns the layout of K and V, (kv head, capacity, row) each; the caller keeps them alive."""
     places = (x.__array_interface__["data"][0] for x in (k, v))
     strides = k.strides[0], v.strides[0], k.strides[1], v.strides[1]
     return np.array([*places, *strides, k_kind, v_kind], np.int64)
@@ -94,7 +94,7 @@ def _nibbles(q: np.ndarray) -> np.ndarray:
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:
-    """The bytes of all parts, one after another, uint8 (..., bytes)."""
+    """Returns the bytes of all parts, one after another, uint8 (..., bytes)."""
     lead = parts[-1].shape[:-2]
     flat = [np.ascontiguousarray(part).reshape(*lead, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, -1)

@@ -14,7 +14,7 @@ def chunk_borders(n_bins: int) -> np.ndarray:
 
 
 def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
-    """The bins of an rfft over n tokens that are kept: int64, ascending.
+    """Returns the bins of an rfft over n tokens that are kept: int64, ascending.
 
     The most important chunks, the last of them cut so that ``share`` of all bins remain. The least
     share keeps one bin, which is the mean if the lowest chunk is the most important.
@@ -46,7 +46,7 @@ class FourierBasis:
 
 
 def length_above(n: int) -> int:
-    """The smallest n or more that has no prime factor above 5, as FFTs like it."""
+    """Returns the smallest n or more that has no prime factor above 5, as FFTs like it."""
     while True:
         rest = n
         for prime in (2, 3, 5):
@@ -58,7 +58,7 @@ def length_above(n: int) -> int:
 
 
 def waves(n: int, bins: np.ndarray) -> np.ndarray:
-    """The waves of kept bins over n tokens: f64 (rows, n), orthonormal rows.
+    """Returns the waves of kept bins over n tokens: f64 (rows, n), orthonormal rows.
 
     Cosines come first, then the sines of the bins that have one.
     """

@@ -251,7 +251,7 @@ class FreeKVStep:
         record["n_best"] = n_best
 
     def ahead(self, previous: np.ndarray) -> Callable[[], None]:
-        """A call of ``recall_ahead`` with the query f32 (H, d) of the step before.
+        """Returns a call of ``recall_ahead`` with the query f32 (H, d) of the step before.
 
         It keeps its arrays alive: a thread may run it after the cache is gone.
         """

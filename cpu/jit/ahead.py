@@ -67,7 +67,7 @@ class _NoCode:
 
 
 def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
-    """The kernels that ``calls`` need and that this process has not loaded.
+    """Returns the kernels that ``calls`` need and that this process has not loaded.
 
     Kernels are not run, except those that return a value. The results of the calls are garbage.
     """

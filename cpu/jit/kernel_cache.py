@@ -66,7 +66,7 @@ class KernelCache(caching._Cache):
         return (VERSIONS, place, self._sources.digest(function.__module__), *bodies)
 
     def name(self, signature: Any, codegen: Any) -> str:
-        """The name of the file of one signature."""
+        """Returns the name of the file of one signature."""
         kind = "callee" if is_callee() else "kernel"
         key = repr((self._function_key, str(signature), kind, codegen.magic_tuple()))
         function = f"{self._function.__module__}.{self._function.__qualname__}"
@@ -74,7 +74,7 @@ class KernelCache(caching._Cache):
         return f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled signature, ready to run; None if it must be compiled."""
+        """Returns the compiled signature, ready to run; None if it must be compiled."""
         if not self._is_enabled:
             return None
         target_context.refresh()
@@ -100,7 +100,7 @@ class KernelCache(caching._Cache):
 
 @cache
 def _version() -> str:
-    """A hash of what all kernels together depend on."""
+    """Returns a hash of what all kernels together depend on."""
     cpu = (binding.get_process_triple(), binding.get_host_cpu_name())
     key = repr((VERSIONS, SOURCES.digest_of_all(), cpu))
     return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -44,7 +44,7 @@ def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
 
 
 def const(element: ir.Type, value: float, count: int = LANES) -> ir.Constant:
-    """A vector constant with ``value`` in every lane."""
+    """Returns a vector constant with ``value`` in every lane."""
     return ir.Constant(vec(element, count), [value] * count)
 
 
@@ -58,7 +58,7 @@ def offset(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any) -> ir.Value:
 
 
 def load(builder: ir.IRBuilder, type_: ir.Type, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
-    """An unaligned load of ``type_`` at ``address + n_bytes``."""
+    """Returns an unaligned load of ``type_`` at ``address + n_bytes``."""
     pointer = builder.inttoptr(offset(builder, address, n_bytes), type_.as_pointer())
     return builder.load(pointer, align=1)
 
@@ -69,7 +69,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, n_bytes: An
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, count: int = LANES) -> ir.Value:
-    """A vector with ``scalar`` in every lane."""
+    """Returns a vector with ``scalar`` in every lane."""
     type_ = vec(scalar.type, count)
     one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, I32(0))
     zeros = ir.Constant(vec(I32, count), [0] * count)
@@ -81,7 +81,7 @@ def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int
 
 
 def call_named(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    """A call of the LLVM intrinsic ``name``, declared in the module on first use."""
+    """Returns a call of the LLVM intrinsic ``name``, declared in the module on first use."""
     function = builder.module.globals.get(name)
     if function is None:
         type_ = ir.FunctionType(result, [arg.type for arg in args])
@@ -173,7 +173,7 @@ def load_half_lanes(
 
 
 def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The sum of a float vector's lanes, pairwise."""
+    """Returns the sum of a float vector's lanes, pairwise."""
     count = value.type.count
     while count > 1:
         count //= 2
@@ -212,7 +212,7 @@ def sum_squares(x):
 
 
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The largest of a float vector's lanes."""
+    """Returns the largest of a float vector's lanes."""
     count = value.type.count
     while count > 1:
         count //= 2

@@ -22,7 +22,7 @@ LINE = 64  # bytes, a cache line
 
 
 def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray:
-    """An array, uninitialised or of zeros, that begins on a cache line.
+    """Returns an array, uninitialised or of zeros, that begins on a cache line.
 
     numpy's own large arrays begin 16 bytes after one (glibc). A row of 128 bytes is then on three
     lines instead of two. Gathering such rows from memory takes half as long again.
@@ -34,7 +34,7 @@ def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray
 
 
 def address(array: np.ndarray) -> int:
-    """The address of an array's first element; the caller keeps the array alive.
+    """Returns the address of an array's first element; the caller keeps the array alive.
 
     numpy's own ways to ask for it take ten times as long (3 to 5 us, numpy 2.4).
     """
@@ -97,7 +97,7 @@ def record_pointer(dtype: np.dtype) -> Any:
 
 
 def addresses_of(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
-    """The addresses of arrays, in their order; the caller keeps the arrays alive."""
+    """Returns the addresses of arrays, in their order; the caller keeps the arrays alive."""
     return tuple(address(array) for array in arrays)
 
 

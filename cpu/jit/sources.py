@@ -37,13 +37,13 @@ class Sources:
         self._digests: dict[str, str] = {}
 
     def digest(self, module: str) -> str:
-        """A hash of the text of ``module`` and of the package's modules that it imports."""
+        """Returns a hash of the text of ``module`` and of the package's modules that it imports."""
         if module not in self._digests:
             self._digests[module] = self._hash(self.closure(module))
         return self._digests[module]
 
     def digest_of_all(self) -> str:
-        """A hash of the text of all modules."""
+        """Returns a hash of the text of all modules."""
         return self._hash(self._texts)
 
     def _hash(self, modules: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ PRANGE_ONLY = {
 
 @cache
 def _blas() -> Any:
-    """The BLAS that numpy has loaded."""
+    """Returns the BLAS that numpy has loaded."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

@@ -40,7 +40,7 @@ def rotate_rows(x, d, block, n_threads):
 
 
 def rotate_rows_ref(x: np.ndarray) -> np.ndarray:
-    """The product of x (..., d) with the matrix, in f64."""
+    """Returns the product of x (..., d) with the matrix, in f64."""
     d = x.shape[-1]
     matrix = np.ones((1, 1))
     while len(matrix) < block_of(d):

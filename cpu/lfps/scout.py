@@ -135,7 +135,7 @@ def encoded(keys: np.ndarray, mean: np.ndarray, encode: np.ndarray, has_sinks: b
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """The row of the highest score in each part; of equal ones the last. numpy reference.
+    """Returns the row of the highest score in each part; of equal ones the last. numpy reference.
 
     query f32 (d,); codes uint8 (parts, 8, words, 16, 4) and directions f16 (r, d) of its kv head.
     """

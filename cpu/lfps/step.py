@@ -51,7 +51,7 @@ STEP, UPDATE, MARK = range(3)  # what threads do
 
 
 def _fields(names: tuple[str, ...]) -> np.dtype:
-    """A record of int64 fields."""
+    """Returns a record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
 
 

@@ -72,7 +72,7 @@ def brope_ref(
 
 
 def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> np.ndarray:
-    """The paper's scores (n,): pre-RoPE logits summed over the heads."""
+    """Returns the paper's scores (n,): pre-RoPE logits summed over the heads."""
     n_head, d = q_nope.shape
     n_kv = len(decode) // d
     summed = q_nope.reshape(n_kv, n_head // n_kv, d).sum(1).reshape(-1)
@@ -94,7 +94,7 @@ class BlockBasis(NamedTuple):
 
 
 def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> BlockBasis:
-    """The part of ``basis`` that scores by the first r* columns need."""
+    """Returns the part of ``basis`` that scores by the first r* columns need."""
     damp = damping(theta, ROPE_BLOCK)
     pairs = np.flatnonzero(damp)
     dims = np.concatenate([pairs, pairs + len(theta), np.arange(2 * len(theta), basis.d)])
@@ -120,7 +120,7 @@ def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(b: ir.IRBuilder, columns: Sequence[ir.Value]) -> ir.Value:
-    """The low bytes of four <16 x i32>, the first one lowest."""
+    """Returns the low bytes of four <16 x i32>, the first one lowest."""
     word = const(I32, 0)
     for i, column in enumerate(columns):
         word = b.or_(word, b.shl(b.and_(column, const(I32, 255)), const(I32, 8 * i)))

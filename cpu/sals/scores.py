@@ -66,7 +66,7 @@ def _score_pair(
         has_old = b.icmp_signed("!=", add, I64(0))
 
         def weights(m, dots):
-            """Returns the weights of head m: two vectors."""
+            """Yields the two vectors of weights of head m."""
             factor = b.fmul(load(b, F32, factors, 4 * LANES * m), F32(float(LOG2_E * ONE_POWER)))
             factor, shift = splat(b, factor), splat(b, load(b, F32, bias, 4 * m))
             most = const(F32, float(MOST_BITS))

@@ -46,7 +46,7 @@ class Block(NamedTuple):
     offsets: ir.Value | None = None  # <k x float>; None: 0
 
     def sixteens(self, b: ir.IRBuilder) -> list[ir.Value]:
-        """The integers as <16 x i8> each."""
+        """Returns the integers as <16 x i8> each."""
         if self.q[0].type.count == LANES:
             return self.q
         starts = range(0, self.q[0].type.count, LANES)
@@ -107,7 +107,7 @@ class BlockFormat:
         return self.type.row_bytes(self.n_elements)
 
     def floats(self, b: ir.IRBuilder, p: ir.Value) -> Iterator[ir.Value]:
-        """The block at address p as <16 x float> vectors, in order."""
+        """Yields the block at address p as <16 x float> vectors, in order."""
         if self.decode is not None:
             yield from self.decode(b, p).floats(b)
         elif self.type is GGMLType.F32:

@@ -26,7 +26,7 @@ LARGEST_PERMUTED = 1024  # groups; of 2048 as many permutes are as slow as loads
 
 
 def _table(b: ir.IRBuilder, name: str) -> ir.GlobalVariable:
-    """The grid of the format ``name``, a constant of the module: an integer a group."""
+    """Returns the grid of the format ``name``, a constant of the module: an integer a group."""
     global_name = f"grid_{name}"
     found = b.module.globals.get(global_name)
     if found is not None:
@@ -122,7 +122,7 @@ def _even_signs(b: ir.IRBuilder, seven: ir.Value) -> ir.Value:
 
 
 def _seven_bits(b: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """The four lowest fields of seven bits of <8 x i32> as bytes, <32 x i8>."""
+    """Returns the four lowest fields of seven bits of <8 x i32> as bytes, <32 x i8>."""
     n = words.type.count
     fields = b.and_(words, const(I32, 127, n))
     for i in range(1, 4):

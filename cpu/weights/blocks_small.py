@@ -32,7 +32,7 @@ def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _words_of_four(b: ir.IRBuilder, p: ir.Value, n_bytes: int, words: list[int]) -> ir.Value:
-    """The listed 16-bit words of four blocks of n_bytes at p, as one vector of i16.
+    """Returns the listed 16-bit words of four blocks of n_bytes at p, as one vector of i16.
 
     Two overlapping 64-byte loads hold all four blocks, and a shuffle of two registers picks.
     """
@@ -54,7 +54,7 @@ def _four_nibbles(b: ir.IRBuilder, p: ir.Value, n_bytes: int) -> list[ir.Value]:
 
 
 def _four_halves(b: ir.IRBuilder, p: ir.Value, n_bytes: int, count: int) -> list[ir.Value]:
-    """The ``count`` f16 scales that blocks begin with, <4 x float> each."""
+    """Returns the ``count`` f16 scales that blocks begin with, <4 x float> each."""
     words = [block * n_bytes // 2 + i for i in range(count) for block in range(4)]
     halves = b.bitcast(_words_of_four(b, p, n_bytes, words), vec(F16, 4 * count))
     floats = b.fpext(halves, vec(F32, 4 * count))

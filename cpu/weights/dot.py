@@ -46,7 +46,7 @@ def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> 
 def _emit_row(
     b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
+    """Returns the dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
 
     A block is decoded once for all of them; a product is the same bits whatever the others are.
     """

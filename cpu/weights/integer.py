@@ -77,7 +77,7 @@ def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
 
 
 def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rounded:
-    """A block's halves, two <16 x float>, as integers up to ``largest``."""
+    """Returns a block's halves, two <16 x float>, as integers up to ``largest``."""
     sizes = [llvm.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
     peak = llvm.max_lanes(b, llvm.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
     # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
@@ -211,7 +211,7 @@ def emit_row(
     xs: Sequence[ir.Value],
     n: ir.Value,
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
+    """Returns the dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
     CPUs with byte products use the ``emit_row`` there instead.
     """
@@ -275,7 +275,7 @@ def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
 
 
 def values_of(quantized: np.ndarray, n: int, n_planes: int) -> np.ndarray:
-    """The i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
+    """Returns the i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
     if not vnni.is_available():
         return quantized[: 2 * n].view(np.int16)
     planes = (quantized[n * i : n * (i + 1)].view(np.int8) for i in range(n_planes))

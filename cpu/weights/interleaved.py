@@ -199,7 +199,7 @@ def _pair_dots(
 
 
 def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
-    """The bytes of a word's first 8 rows and of the others, <32 x i8>."""
+    """Returns the bytes of a word's first 8 rows and of the others, <32 x i8>."""
     bytes_ = b.bitcast(word, vec(I8, BYTES))
     return [shuffle(b, bytes_, bytes_, range(start, start + 32)) for start in (0, 32)]
 

@@ -100,7 +100,7 @@ class ByteInputs(NamedTuple):
 
 
 def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value, n_planes: int) -> ByteInputs:
-    """The parts of n quantised activations at x, of ``n_planes`` bytes each."""
+    """Returns the parts of n quantised activations at x, of ``n_planes`` bytes each."""
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
@@ -160,7 +160,7 @@ def emit_row(
     xs: Sequence[ir.Value],
     n: ir.Value,
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``.
+    """Returns the dot products, floats, of one row at w with each of ``xs``.
 
     xs: addresses of n quantised activations each, of ``n_planes`` bytes. A block is decoded once
     for all of them; each product has the same bits as alone.

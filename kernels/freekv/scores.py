@@ -140,7 +140,7 @@ def softmax_scores(
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
 ) -> PooledPages:
-    """The mean of the group's softmax over the candidates, and how many are to be taken.
+    """Returns the mean of the group's softmax over the candidates, and how many are to be taken.
 
     q, hi, lo, n, budget, out: see ``largest_scores``. There are n_page_max candidates at most.
     wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.

@@ -231,7 +231,7 @@ def _score_summed_kernel(
 def score_summed(
     query: torch.Tensor, latents: torch.Tensor, n: torch.Tensor, n_max: int, first: int
 ) -> torch.Tensor:
-    """The paper's scores f32 (B, 1, n_max).
+    """Returns the paper's scores f32 (B, 1, n_max).
 
     query f32 (B, r*): all heads' queries added up. latents f16 (B, capacity, r): the positions
     first .. first + n[b] are scored by their first r* columns.

@@ -149,7 +149,7 @@ def group_values(
 
 
 def planes_of(w: PackedMatrix) -> tuple[torch.Tensor, ...]:
-    """The kernels' first four arguments; a plane that is absent is not read."""
+    """Returns the kernels' first four arguments; a plane that is absent is not read."""
     planes = (w.low, w.high, w.scale, w.super_scale)
     return tuple(w.low if plane is None else plane for plane in planes)
 

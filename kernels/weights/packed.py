@@ -74,7 +74,7 @@ class Packing:
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The f16 at byte ``at`` of each block, (n, 1)."""
+    """Returns the f16 at byte ``at`` of each block, (n, 1)."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
@@ -174,7 +174,7 @@ def _pack_low(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _pack_high(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """The ``bits`` above the fourth: uint8 or int16 (rows, columns / 8)."""
+    """Returns the ``bits`` above the fourth: uint8 or int16 (rows, columns / 8)."""
     unit = q.unflatten(1, (-1, 8, 4)).transpose(2, 3) >> 4  # (rows, units, word, field)
     per_byte = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=q.device)

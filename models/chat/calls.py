@@ -55,7 +55,7 @@ ANY_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.S)
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
-    """A number; the text of one that is out of the range of ``kind``."""
+    """Returns a number; the text of one that is out of the range of ``kind``."""
     try:
         value = kind(text)
     except ValueError:  # more digits than Python reads
@@ -69,7 +69,7 @@ DECODER = json.JSONDecoder(
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for another one.
+    """Returns the value of a JSON text. Raises ValueError for another one.
 
     Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) are texts.
     """
@@ -132,7 +132,7 @@ def json_calls(text: str) -> list[Part]:
 
 
 def _described(value: Any) -> Part | None:
-    """A call that an object describes; None if it describes none."""
+    """Returns a call that an object describes; None if it describes none."""
     if not isinstance(value, dict):
         return None
     value = value.get("function", value) if isinstance(value.get("function"), dict) else value

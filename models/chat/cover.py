@@ -147,7 +147,7 @@ def head_pattern(word: str) -> str:
 def kept_words(
     controls: Iterable[str], firsts: Collection[str], written: Iterable[str]
 ) -> set[str]:
-    """The words that stay as they are, each from the first of ``firsts`` in it on."""
+    """Returns the words that stay as they are, each from the first of ``firsts`` in it on."""
     tokens = tuple(controls)
     longest = max(map(len, tokens), default=0)
     beginnings = {token[:n] for token in tokens for n in range(1, len(token) + 1)}
@@ -161,7 +161,7 @@ def kept_words(
 
 
 def stand_ins(characters: Sequence[str], texts: str) -> dict[str, str]:
-    """A private use character for each of ``characters``, none of which is in ``texts``.
+    """Returns a private use character for each of ``characters``, none of which is in ``texts``.
 
     Their JSON escapes are not there either. Raises SparseKVError where too few are left.
     """

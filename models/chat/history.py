@@ -41,12 +41,12 @@ class CallForm(NamedTuple):
 
 
 def new_call_id() -> str:
-    """An id of a call that every template takes."""
+    """Returns an id of a call that every template takes."""
     return _short(uuid.uuid4().bytes)
 
 
 def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """A conversation as the template takes it. None of it is lost.
+    """Returns a conversation as the template takes it. None of it is lost.
 
     System messages are one, at the front, if the template takes no others. Calls have the form that
     it takes; those without an id get one, and so do their results.
@@ -158,7 +158,7 @@ def _one_by_one(messages: Messages) -> Messages:
 
 
 def _id(given: str, form: CallForm) -> str:
-    """An id as the template takes it; the same one for the same id."""
+    """Returns an id as the template takes it; the same one for the same id."""
     is_short = len(given) == ID_LENGTH and given.isascii() and given.isalnum()
     if is_short or not form.has_short_ids:
         return given

@@ -118,7 +118,7 @@ class Limits:
         return value if isinstance(value, str) else str(self.weighed(value))
 
     def show(self, value: Any) -> str:
-        """An expression's value on its way to the output: never an address in memory."""
+        """Returns an expression's value on its way to the output: never an address in memory."""
         self.step()
         text = self.text(value)
         self.n_chars_shown += len(text)
@@ -138,7 +138,7 @@ class Limits:
         return "".join(texts)
 
     def joined(self, parts: Iterable[Any], separator: str = "") -> str:
-        """The texts of ``parts`` with ``separator`` between them."""
+        """Returns the texts of ``parts`` with ``separator`` between them."""
         texts: list[str] = []
         n_chars = 0
         for part in self.counted(parts):
@@ -206,7 +206,7 @@ class Limits:
         return filters.do_round(value, precision, method)
 
     def sum(self, values: Iterable[Any], start: float = 0) -> float:
-        """The sum of numbers."""
+        """Returns the sum of numbers."""
         total = start
         for value in self.counted(values):
             if not isinstance(total, int | float) or not isinstance(value, int | float):
@@ -240,7 +240,7 @@ class Limits:
         return self.joined(encoder.iterencode(value))  # in pieces: indents may be most of it
 
     def text_method(self, text: str, name: str) -> Callable[..., Any]:
-        """The method of ``text`` called ``name``, refusing what would be too large."""
+        """Returns the method of ``text`` called ``name``, refusing what would be too large."""
         if name == "replace":
             return lambda *args, **kwargs: self.replace(text, *args, **kwargs)
         if name == "join":

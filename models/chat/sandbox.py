@@ -132,7 +132,7 @@ def through(name: str, node: nodes.Node) -> nodes.Filter:
 
 
 def runtime_only(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A filter that the compiler does not apply to a constant."""
+    """Returns a filter that the compiler does not apply to a constant."""
     return pass_context(lambda _context, value: function(value))
 
 
@@ -278,7 +278,7 @@ def raise_exception(message: Any = "") -> NoReturn:
 
 
 def strftime_now(format: str) -> str:
-    """The local time by a strftime format of at most 100 characters."""
+    """Returns the local time by a strftime format of at most 100 characters."""
     if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
         raise LimitError("it formats the time with a width or more than 100 characters")
     return datetime.now().strftime(format)

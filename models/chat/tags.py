@@ -28,7 +28,7 @@ MAX_REFERENCES = 8  # that are followed from one schema
 
 
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
-    """The calls in a text that holds nothing else.
+    """Returns the calls in a text that holds nothing else.
 
     functions: the schemas of their arguments, by name. A value of a declared type is read as that
     type. An undeclared value is read as JSON or as a constant of Python, if it is one. Doubt 1: the
@@ -67,7 +67,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
 
 
 def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
-    """The names of the types that a JSON schema allows; None where it does not say.
+    """Returns the names of the types that a JSON schema allows; None where it does not say.
 
     root: the schema in which references are looked up.
     """

@@ -41,7 +41,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
+    """Returns the prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
 
     template: the model's ``tokenizer.chat_template``; None takes ChatML. add_generation_prompt: end
     with what begins the model's answer. tools: JSON schemas of functions, for templates that know
@@ -111,6 +111,6 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message without line breaks, cut where it gets long."""
+    """Returns an exception's message without line breaks, cut where it gets long."""
     text = " ".join(str(error)[: 4 * MAX_MESSAGE_CHARS].split())
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."

@@ -76,7 +76,7 @@ class Thinking(NamedTuple):
         return tuple(each[len(header) :] for each in whole if each.startswith(header))
 
     def _headers(self, thought: bytes) -> tuple[str, str, str]:
-        """The header so far, that of a message with thinking, and that of the answer."""
+        """Returns the header so far, that of a message with thinking, and that of the answer."""
         _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
         begin = "<|start|>assistant" if end else ""
         return header, begin + self.start, begin + FINAL
@@ -133,12 +133,12 @@ class Thinking(NamedTuple):
 
 
 def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that a prompt ends with."""
+    """Returns the text that a prompt ends with."""
     return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
-    """The markers that a chat template names; None without any."""
+    """Returns the markers that a chat template names; None without any."""
     for start, end in MARKERS:
         is_named = template is not None and (start in template or end in template)
         if (start, end) == CHANNELS:
@@ -155,7 +155,7 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
 
 
 def switch_of(template: str | None) -> str | None:
-    """The template's variable that is true or false for thinking; None if it has none."""
+    """Returns the template's variable that is true or false for thinking; None if it has none."""
     if template is None or not any(name in template for name in SWITCHES):
         return None
     names = variables_of(template)
@@ -163,7 +163,7 @@ def switch_of(template: str | None) -> str | None:
 
 
 def variables_of(template: str | None) -> frozenset[str]:
-    """The variables that a template reads and that a user may set."""
+    """Returns the variables that a template reads and that a user may set."""
     from jinja2 import TemplateError, meta
 
     from sparsekv_cli.models.chat.limits import Limits
@@ -267,7 +267,7 @@ def _sides(parts: Iterable[Part]) -> tuple[str, str]:
 
 
 def without_thinking(thinking: Thinking | None, text: str) -> str:
-    """A whole answer without what was thought."""
+    """Returns a whole answer without what was thought."""
     if thinking is None:
         return text
     splitter = thinking.splitter(is_open=False)

@@ -70,7 +70,7 @@ class GGUFFile:
         return all(part.has_data for part in self.parts)
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
-        """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
+        """Returns the bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
 
         Rows are the product of all dimensions but the last. Raises KeyError for an unknown name.
         """

@@ -140,7 +140,7 @@ class GGUFPart:
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
     def reopened(self) -> FileIO:
-        """The same file at its beginning, even if its path is another file's now."""
+        """Returns the same file at its beginning, even if its path is another file's now."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         file = FileIO(os.dup(self._descriptor), "rb")
@@ -224,7 +224,7 @@ def _read_alignment(
 def _read_tensors(
     cursor: HeaderCursor, n_tensors: int, alignment: int
 ) -> tuple[dict[str, TensorInfo], int]:
-    """The tensor table (offsets made absolute) and where the tensor data begin."""
+    """Returns the tensor table (offsets made absolute) and where the tensor data begin."""
     relative: list[TensorInfo] = []
     names: set[str] = set()
     expected = 0  # ggml writes tensors one after the other, each padded to the alignment

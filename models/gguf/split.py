@@ -24,7 +24,7 @@ COUNT, NUMBER, N_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def split_integer(part: GGUFPart, key: str, default: int) -> int:
-    """The whole number under one of the keys above. Raises SparseKVError if it is none."""
+    """Returns the whole number under one of the keys above. Raises SparseKVError if it is none."""
     value = part.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         wanted = "int32" if key == N_TENSORS else "uint16"
@@ -34,7 +34,7 @@ def split_integer(part: GGUFPart, key: str, default: int) -> int:
 
 
 def part_paths(part: GGUFPart) -> list[Path]:
-    """The files of the model that ``part`` belongs to; itself alone if it is whole.
+    """Returns the files of the model that ``part`` belongs to; itself alone if it is whole.
 
     Raises SparseKVError if they are not all there, or cannot be told from its name.
     """
@@ -138,7 +138,7 @@ def _check_tensors(parts: Sequence[GGUFPart]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value that can be compared."""
+    """Returns a metadata value that can be compared."""
     if isinstance(value, StringArray):
         return value.raw
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -9,7 +9,7 @@ from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 
 def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for one that attends to all tokens.
+    """Returns the window of each layer, 0 for one that attends to all tokens.
 
     The file may say of each layer whether it has a window. It may instead state a period, the last
     layer of which has none.

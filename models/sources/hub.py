@@ -91,7 +91,7 @@ def find_cached(repo: str, quant: str | None) -> Path | None:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """The revisions of a repository in the cache; the newest first."""
+    """Returns the revisions of a repository in the cache; the newest first."""
     found = [path for path in folder.glob("snapshots/*/") if path.is_dir()]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
 
@@ -115,7 +115,7 @@ def cached_models() -> list[CachedModel]:
 
 
 def download(repo: str, quant: str | None, say: Say) -> Path:
-    """The model's file out of the hub, or its first part.
+    """Returns the model's file out of the hub, or its first part.
 
     Raises ConnectionError if the hub cannot be reached, SparseKVError for an error that it tells.
     """
@@ -205,6 +205,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's first line, or its kind if it says nothing."""
+    """Returns an exception's first line, or its kind if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

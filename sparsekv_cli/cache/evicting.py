@@ -36,7 +36,7 @@ class EvictingCache(LayerCache):
 
     @abstractmethod
     def positions(self) -> np.ndarray:
-        """The absolute positions of the held rows, int32 (G, store.n)."""
+        """Returns the absolute positions of the held rows, int32 (G, store.n)."""
 
     def keep(self, slots: np.ndarray, n_room: int) -> None:
         """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.

@@ -123,7 +123,7 @@ class LayerCache(ABC):
         return Memory(host=self.store.nbytes)
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts so far."""
+        """Returns the ledger's counts so far."""
         return self.ledger.counts
 
 
@@ -219,7 +219,7 @@ class BoundedCache(LayerCache):
 
 
 def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
-    """The counts of all layers together."""
+    """Returns the counts of all layers together."""
     total: Counter[str] = Counter()
     for cache in caches:
         total.update(cache.counters())

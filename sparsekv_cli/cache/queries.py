@@ -24,7 +24,7 @@ class LastQueries:
             self._chunks.pop(0)
 
     def take(self) -> np.ndarray:
-        """The queries, f32 (H, size or fewer, d); forgets them."""
+        """Returns the queries, f32 (H, size or fewer, d); forgets them."""
         q = np.concatenate(self._chunks, axis=1)[:, -self.size :]
         self.clear()
         return q

@@ -158,7 +158,7 @@ class Budget:
         return min(self.ceiling, max(self.floor, round(self.share * n)))
 
     def at_least(self, n: int) -> Budget:
-        """The same budget, but at least n rows."""
+        """Returns the same budget, but at least n rows."""
         if self.tokens is not None:
             return replace(self, tokens=max(self.tokens, n))
         return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))

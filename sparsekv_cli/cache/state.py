@@ -26,12 +26,12 @@ class Recurrence(Protocol):
         """Elements of an output row."""
 
     def new_state(self) -> list[np.ndarray]:
-        """The arrays of a state, f32, as they are ahead of a sequence: zeros."""
+        """Returns the arrays of a state, f32, as they are ahead of a sequence: zeros."""
 
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
-        """Returns the output (T, n_out) of T rows, in their type, and the state after them."""
+        """Writes the output (T, n_out) of T rows, in their type, to ``out``; moves the state on."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Checkpoints:
         self._sets[n] = room
 
     def latest(self, n: int) -> int:
-        """The largest length of at most n; 0 if there is none: the empty sequence."""
+        """Returns the largest length of at most n; 0 if there is none: the empty sequence."""
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
@@ -129,7 +129,7 @@ class Checkpoints:
             del self._sets[length]
 
     def _redundant(self) -> int:
-        """The length that goes when there are too many."""
+        """Returns the length that goes when there are too many."""
         lengths = [0, *self._sets]
         newest = lengths[-1]
         gaps = {
@@ -168,7 +168,7 @@ class StateCache(BoundedCache):
         self._marks = set(lengths[-max(1, self.spec.n_checkpoints) :])
 
     def extend(self, x: Any) -> np.ndarray:
-        """The output (T, n_out) of a chunk, of the type of its rows."""
+        """Returns the output (T, n_out) of a chunk, of the type of its rows."""
         if not self._is_prefilling:
             self._is_prefilling = True
             self._keep()
@@ -197,7 +197,7 @@ class StateCache(BoundedCache):
         self._keep()
 
     def decode(self, x: Any) -> np.ndarray:
-        """The output f32 (1, n_out) of a row; valid until the next call."""
+        """Returns the output f32 (1, n_out) of a row; valid until the next call."""
         self._recurrence.advance(x, self._state, self._out, self.spec.n_threads)
         self.ledger.counts["bytes_read"] += self._n_bytes
         self._n += 1
@@ -261,6 +261,6 @@ class StateCache(BoundedCache):
 
 
 def _as_snapshot(state: Sequence[np.ndarray]) -> Snapshot:
-    """The arrays of a state, one or two, as bytes (1, 1, bytes)."""
+    """Returns the arrays of a state, one or two, as bytes (1, 1, bytes)."""
     arrays = [array.reshape(1, 1, -1).view(np.uint8) for array in state]
     return arrays[0], arrays[1] if len(arrays) > 1 else np.empty((1, 1, 0), np.uint8)

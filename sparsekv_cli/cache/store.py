@@ -151,14 +151,14 @@ class KVStore:
         return self.k_type.read(self.k[heads, first : self.n])
 
     def values(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
-        """The same of V."""
+        """Returns the same of V."""
         return self.v_type.read(self.v[heads, first : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
 
     def copy(self, n: int, n_room: int = 0) -> KVStore:
-        """A store with the first n rows, and room for ``n_room`` more."""
+        """Returns a store with the first n rows, and room for ``n_room`` more."""
         new = copy.copy(self)
         new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0
         new.reserve(n + n_room)

@@ -108,7 +108,7 @@ class WindowCache(BoundedCache):
         return window_rows(self.spec.window)
 
     def _rows_of(self, n: int) -> range:
-        """The positions below n that the query at n sees."""
+        """Returns the positions below n that the query at n sees."""
         return range(max(0, n - self.spec.window + 1), n)
 
     def _has_rows_of(self, n: int) -> bool:
@@ -116,7 +116,7 @@ class WindowCache(BoundedCache):
         return self._rows_of(n).start >= self.first
 
     def _rows_to_keep(self) -> range:
-        """The positions that stay when rows move."""
+        """Returns the positions that stay when rows move."""
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
 
@@ -138,7 +138,7 @@ class WindowCache(BoundedCache):
 
 
 def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:
-    """A store with the rows of these positions of one that begins at ``first``."""
+    """Returns a store with the rows of these positions of one that begins at ``first``."""
     new = copy.copy(store)
     rows = slice(kept.start - first, kept.stop - first)
     k, v = store.k[:, rows], store.v[:, rows]

@@ -127,7 +127,7 @@ class Calibrations:
         return beside if os.access(folder, os.W_OK) and not foreign else cached
 
     def specs(self, method: Calibrated, report: OnCalibrate | None = None) -> list[LayerSpec]:
-        """The decoder's layers, with the method's calibration if it needs one."""
+        """Returns the decoder's layers, with the method's calibration if it needs one."""
         specs = self._decoder.layer_specs()
         if method.needs != CALIBRATION:
             return specs
@@ -161,7 +161,7 @@ class Calibrations:
         return self.find(method.name, report, method.calibration_arrays(self._sizes()))
 
     def _sizes(self) -> list[LayerSpec]:
-        """The layers' sizes, which are known without a decoder."""
+        """Returns the layers' sizes, which are known without a decoder."""
         layers = self._hparams.layers
         return [
             LayerSpec(
@@ -184,7 +184,7 @@ class Calibrations:
         report: OnCalibrate | None = None,
         arrays: Mapping[str, CalibrationArray] | None = None,
     ) -> Entry | None:
-        """The stored calibration of a method.
+        """Returns the stored calibration of a method.
 
         Raises SparseKVError for a sidecar that is unusable.
 

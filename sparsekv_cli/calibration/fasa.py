@@ -71,7 +71,7 @@ def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
-    """The most query heads, kv heads and chunks of a full layer."""
+    """Returns the most query heads, kv heads and chunks of a full layer."""
     full = full_layers(specs)
     n_head, n_kv = max(s.n_head for s in full), max(s.n_head_kv for s in full)
     return n_head, n_kv, max(s.n_chunk for s in full)

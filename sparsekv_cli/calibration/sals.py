@@ -64,7 +64,7 @@ def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
-    """A change of keys to what the first columns of their latents (diag) reconstruct."""
+    """Returns a change of keys to what the first columns of their latents (diag) reconstruct."""
     size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
     weights = tensors["weights"][spec.layer, :size]
     vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]

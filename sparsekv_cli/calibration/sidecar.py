@@ -220,7 +220,7 @@ def _check(path: Path, method: str, about: dict[str, Any], identity: ModelIdenti
 
 
 def _show(value: Any) -> str:
-    """A value on part of a line; a tuple of equal numbers as one of them."""
+    """Returns a value on part of a line; a tuple of equal numbers as one of them."""
     if isinstance(value, tuple) and len(set(value)) == 1:
         value = f"{value[0]} x {len(value)}"
     text = "missing" if value is None else str(value)
@@ -277,7 +277,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
-    """The entries of a file that can be kept: of this model and format, and not damaged."""
+    """Returns the entries of a file that can be kept: of this model and format, and not damaged."""
     kept: dict[str, Entry] = {}
     with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)

@@ -22,7 +22,7 @@ LEAST_SCORED = 6  # rows of a window of a large model, for which there is little
 
 
 def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
-    """The rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    """Returns the rows of a window's prefix that trials change, in a text of n_ids tokens."""
     n_scored = min(N_SCORED, n_ids // 4)
     return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
 
@@ -157,7 +157,7 @@ def study_shares(
 
 
 def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
-    """A prefix, n_scored rows and the token that follows.
+    """Returns a prefix, n_scored rows and the token that follows.
 
     Half of the rows continue the text. The others repeat a passage from the prefix, which needs
     exact recall. Plain text hardly needs it, so layers that only recall would seem useless.

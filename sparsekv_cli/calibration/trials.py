@@ -57,7 +57,7 @@ def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
 
 
 def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
-    """The share of the layers that the rows of a trial of this layer go through."""
+    """Returns the share of the layers that the rows of a trial of this layer go through."""
     return 1 - first_layer(Trial(layer, unchanged), specs) / len(specs)
 
 
@@ -152,7 +152,7 @@ class Window:
 
 
 def _likely(full: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """The most likely tokens of all rows, and the tokens that follow: int64, ascending."""
+    """Returns the most likely tokens of all rows, and the tokens that follow: int64, ascending."""
     if full.shape[1] <= TOKENS_A_ROW:
         return np.arange(full.shape[1])
     best = np.argpartition(full, -TOKENS_A_ROW, axis=1)[:, -TOKENS_A_ROW:]
@@ -177,7 +177,7 @@ class _TrialCache(LayerCache):
         self._turns = _rotation(spec, n_prefix, n_rows)
 
     def attend(self, x: AttnInput) -> np.ndarray:
-        """The attention of a chunk's rows, which may be of several trials."""
+        """Returns the attention of a chunk's rows, which may be of several trials."""
         out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
@@ -207,7 +207,7 @@ class _TrialCache(LayerCache):
         return attend(q, self.store, self.spec)
 
     def _prefix_of(self, trial: Trial) -> KVStore:
-        """The stored prefix, or for the trial's own layer a changed copy."""
+        """Returns the stored prefix, or for the trial's own layer a changed copy."""
         self._prefix.truncate(self._n_prefix)
         if trial.layer != self.spec.layer:
             return self._prefix

@@ -123,7 +123,7 @@ def command(
 
 
 def choose_methods(text: str) -> list[str]:
-    """The names in ``text``, or all; a usage error for one that needs no calibration.
+    """Returns the names in ``text``, or all; a usage error for one that needs no calibration.
 
     AUTO is the measurement for ``--method auto``. It is no part of all.
     """

@@ -46,7 +46,7 @@ def command(as_json: bool) -> None:
 
 
 def packaged_models() -> dict[str, Path]:
-    """The files of the models that installed packages ship, by name."""
+    """Returns the files of the models that installed packages ship, by name."""
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
 
     found = {}

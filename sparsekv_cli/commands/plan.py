@@ -103,7 +103,7 @@ def show(plan: Plan) -> None:
 
 
 def row(method: PlannedMethod) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     if method.decode_tps is None:
         return [method.name, size(method.weights_bytes), method.note, *[""] * 6]
     fits = {None: "", True: "yes", False: "no"}[method.fits]

@@ -103,7 +103,7 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
 
 
 def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
-    """A model on the GPU, and those of GPU_ROWS of which its cache fits."""
+    """Returns a model on the GPU, and those of GPU_ROWS of which its cache fits."""
     from sparsekv_cli.methods import build_method
     from sparsekv_cli.model import load_model
 

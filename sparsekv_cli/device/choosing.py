@@ -66,7 +66,7 @@ def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
 
 
 def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:
-    """The tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
+    """Returns the tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
 
     logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
     """
@@ -80,7 +80,7 @@ def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> to
 def _drawn(
     logits: torch.Tensor, highest: torch.Tensor, settings: Settings, drawing: Drawing
 ) -> torch.Tensor:
-    """A token of what each chain keeps: i64 (B, 1)."""
+    """Returns a token of what each chain keeps: i64 (B, 1)."""
     top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
     if not drawing.sorts:
         return _index(_powers(logits, highest, settings), chance)

@@ -35,7 +35,7 @@ class SessionSettings:
     sidecar: bytes
 
     def open(self, others: Iterable[Method] = ()) -> Model:
-        """The model, with ``others`` prepared.
+        """Returns the model, with ``others`` prepared.
 
         Raises SparseKVError where model or program are not those that were sent.
         """
@@ -121,7 +121,7 @@ def _host_choices(model: Model) -> dict[str, Any]:
 
 
 def _sidecar(model: Model, methods: Iterable[Method]) -> bytes:
-    """A calibration file with what the methods need; empty if they need none."""
+    """Returns a calibration file with what the methods need; empty if they need none."""
     from sparsekv_cli.calibration.run import CALIBRATION
     from sparsekv_cli.calibration.sidecar import write_entry
 

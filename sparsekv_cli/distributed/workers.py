@@ -29,7 +29,7 @@ class Worker:
         self._work: Callable[[Any], Any] | None = None
 
     def open(self, open_work: Open, settings: Any) -> tuple[str, str]:
-        """The name of the node, and why it cannot work, empty if it can."""
+        """Returns the name of the node, and why it cannot work, empty if it can."""
         import socket
 
         try:
@@ -88,7 +88,7 @@ class Workers:
         return len(self._starting) + len(self._busy) + len(self._idle)
 
     def map(self, work: Iterable[Any]) -> Iterator[Any]:
-        """Returns the results of all shards, in order. Raises SparseKVError for a lost cluster."""
+        """Yields the results of all shards, in order. Raises SparseKVError for a lost cluster."""
         results: SimpleQueue[Any] = SimpleQueue()
 
         def run() -> None:

@@ -26,7 +26,7 @@ PRIVATE = ("prefixes", "kernels")
 
 
 def folders(problems: list[str]) -> list[dict[str, Any]]:
-    """A description of each folder, in the order of FOLDERS."""
+    """Returns a description of each folder, in the order of FOLDERS."""
     found = []
     for name, locate in FOLDERS.items():
         try:

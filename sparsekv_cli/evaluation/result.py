@@ -49,7 +49,7 @@ class MethodResult:
     samples: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The bootstrap interval of each figure that has a value a token."""
+        """Returns the bootstrap interval of each figure that has a value a token."""
         found = {}
         for figure, values in self.samples.items():
             low, high = interval(drawn_means(values))

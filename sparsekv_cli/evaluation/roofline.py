@@ -92,7 +92,7 @@ def _megabytes(n_bytes: int) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """Returns the processor's name as the system tells it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

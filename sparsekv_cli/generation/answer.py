@@ -42,7 +42,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The part of everything so far that can be shown now."""
+        """Returns the part of everything so far that can be shown now."""
         text = self._held + text
         found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:

@@ -93,7 +93,7 @@ class AnswerFields(SamplingFields):
         required: Mapping[str, Any] | None = None,
         read: Callable[[str, str], Grammar] | None = None,
     ) -> SamplingOptions:
-        """The sampling options. Raises FieldError for a bad value.
+        """Returns the sampling options. Raises FieldError for a bad value.
 
         required: a JSON schema by the name of another field that asks for it. read: reads a
         grammar, as ``read_grammar`` does; by default that.

@@ -50,7 +50,7 @@ class AnswerConstraint:
         self._phase = ANSWERS
 
     def copy(self) -> AnswerConstraint:
-        """The same for another answer, which begins; ``restart`` says with what."""
+        """Returns the same for another answer, which begins; ``restart`` says with what."""
         new = copy.copy(self)
         new._grammar = None if self._grammar is None else self._grammar.copy()
         return new
@@ -177,5 +177,5 @@ class AnswerConstraint:
         ]
 
     def _ids(self, text: str) -> list[int]:
-        """The ids of a text with control tokens, within the answer."""
+        """Returns the ids of a text with control tokens, within the answer."""
         return self._tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)

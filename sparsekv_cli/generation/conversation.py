@@ -18,7 +18,7 @@ CHATML_END = "<|im_end|>"
 
 
 def chat_template(metadata: Mapping[str, Any]) -> str | None:
-    """The model's chat template, None if it has none."""
+    """Returns the model's chat template, None if it has none."""
     template = metadata.get(TEMPLATE_KEY)
     if template is not None and not isinstance(template, str):
         raise SparseKVError(f"{TEMPLATE_KEY} is {type(template).__name__}, not a string")
@@ -26,7 +26,7 @@ def chat_template(metadata: Mapping[str, Any]) -> str | None:
 
 
 def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
-    """A conversation of one user message, after the system message if there is one."""
+    """Returns a conversation of one user message, after the system message if there is one."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": prompt}]
 
@@ -93,7 +93,7 @@ def model_thinking(model: Model) -> Thinking | None:
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
-    """The template's variable for ``think``. Raises SparseKVError if it has none."""
+    """Returns the template's variable for ``think``. Raises SparseKVError if it has none."""
     from sparsekv_cli.models.chat.thinking import switch_of
 
     if think is None:
@@ -171,7 +171,7 @@ def continues_last(
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:
-    """The text of a special token; empty if the model has no such token."""
+    """Returns the text of a special token; empty if the model has no such token."""
     if token is None or token < 0:
         return ""
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")

@@ -64,7 +64,7 @@ Many = Annotated[
 
 
 def read_json(data: bytes | bytearray) -> Any:
-    """A JSON value in UTF-8, after a byte order mark or none.
+    """Returns a JSON value in UTF-8, after a byte order mark or none.
 
     Raises FieldError for anything else. It also raises it for NaN and for a number that no f64
     holds. A text with half a surrogate pair is refused too, because it cannot be encoded.
@@ -82,7 +82,7 @@ def read_json(data: bytes | bytearray) -> Any:
 
 
 def read_object(data: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
+    """Returns a JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
     values = read_json(data)
     if not isinstance(values, dict):
         raise FieldError("", f"expected an object, found {type(values).__name__}")
@@ -185,7 +185,7 @@ def shown(value: Any) -> str:
 
 
 def as_texts(value: Any) -> Any:
-    """A text, or a list of texts, as a tuple."""
+    """Returns a text, or a list of texts, as a tuple."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
         raise ValueError("expected a text or a list of texts, none of them empty")

@@ -92,7 +92,7 @@ class GrammarTrial:
 
 
 def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The next line of a process, which is ended if there is none in time."""
+    """Returns the next line of a process, which is ended if there is none in time."""
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
     timer.start()

@@ -39,7 +39,7 @@ class LogProbs:
         return token
 
     def of(self, answer: Answer) -> list[dict[str, Any]]:
-        """An entry for each token of the answer, which began with the first call.
+        """Returns an entry for each token of the answer, which began with the first call.
 
         ``bytes`` are the token's own; its text replaces a part of a character.
         """

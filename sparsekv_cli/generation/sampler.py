@@ -98,7 +98,7 @@ def new_sampler(
     seed: int | None,
     constraint: AnswerConstraint | None = None,
 ) -> Sample:
-    """The sampler for a model: the user's values, the file's, then the defaults.
+    """Returns the sampler for a model: the user's values, the file's, then the defaults.
 
     seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
     """

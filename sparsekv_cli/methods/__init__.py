@@ -38,7 +38,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def calibrated_methods() -> list[str]:
-    """The names of all methods that need a calibration."""
+    """Returns the names of all methods that need a calibration."""
     return [name for name in METHODS if method_class(name).needs == CALIBRATION]
 
 
@@ -99,7 +99,7 @@ def _parse(declared: Field[Any], text: str) -> Any:
 
 
 def stated_options(method: Method) -> dict[str, str]:
-    """The options that are not the defaults, as ``build_method`` takes them."""
+    """Returns the options that are not the defaults, as ``build_method`` takes them."""
     stated = {}
     for name, declared in options_of(method).items():
         value = getattr(method, name)
@@ -128,7 +128,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def _describe(declared: Field[Any]) -> dict[str, Any]:
-    """An option by name, type, default and help, and the choices or bounds that it has."""
+    """Returns an option by name, type, default and help, and the choices or bounds that it has."""
     default = declared.default
     if isinstance(default, (Budget, tuple)):
         default = str(default) if isinstance(default, Budget) else list(default)

@@ -108,7 +108,7 @@ class Method(ABC):
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """The cache of one layer, which is the method's own in a full layer."""
+        """Returns the cache of one layer, which is the method's own in a full layer."""
         spec = self.layer_spec(spec)
         if spec.kind != FULL:
             return CACHES[spec.kind](spec)
@@ -121,7 +121,7 @@ class Method(ABC):
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
-        """The method's own cache of one layer."""
+        """Returns the method's own cache of one layer."""
 
     def used(self) -> Sequence[Method]:
         """Other methods whose kernels this one calls, so that they are compiled too."""
@@ -144,6 +144,6 @@ class Method(ABC):
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The options as JSON-able values."""
+        """Returns the options as JSON-able values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Budget) else v for k, v in values.items()}

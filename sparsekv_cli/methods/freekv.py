@@ -115,7 +115,7 @@ class FreeKV(Method):
         return 1
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
-        """The pages that a step of n rows, its own included, attends to; None: all rows.
+        """Returns the pages that a step of n rows, its own included, attends to; None: all rows.
 
         n_sink: the sinks' pages if they are settled already. If the budget is a share, the window
         and the number of chosen pages grow with the context.
@@ -330,7 +330,7 @@ class FreeKVCache(LayerCache):
         return Memory(host=host + cache.pool_bytes, device=cache.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernels, added to the dense ones."""
+        """Returns the steps counted by the kernels, added to the dense ones."""
         self._wait()
         total = [int(count) for count in self._statistics.sum(0)]
         group, width = self.spec.group, padded(self.spec.head_dim)

@@ -365,7 +365,7 @@ class LFPSCache(LayerCache):
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernel, added to the dense ones."""
+        """Returns the steps counted by the kernel, added to the dense ones."""
         total = self._statistics.sum(0)
         scored, attended = int(total[search.SCORED]), int(total[search.ATTENDED])
         counts = self.ledger.counts.copy()

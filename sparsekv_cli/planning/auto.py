@@ -221,7 +221,7 @@ def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 def choose(
     forecast: Forecast, methods: Sequence[Method], losses: Losses, n: int, max_loss: float
 ) -> MethodChoice:
-    """The fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
+    """Returns the fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
 
     forecast: of methods that are sparse at once.
     """
@@ -243,6 +243,6 @@ def choose(
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:
-    """The choice for a context in which methods leave out nothing to speak of."""
+    """Returns the choice for a context in which methods leave out nothing to speak of."""
     full = Rated(build_method("full", {}), 0.0, 0.0)
     return MethodChoice(full, 0, 0.0, n, max_loss, (), None)

@@ -113,7 +113,7 @@ def speeds_of(
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
-    """The speeds of a model's shape with ``methods``; what is missing is measured and kept.
+    """Returns the speeds of a model's shape with ``methods``; what is missing is measured and kept.
 
     Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
     and after it. All are told at the median pace of the first measurement. Methods that cannot have

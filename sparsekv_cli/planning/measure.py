@@ -343,7 +343,7 @@ class Measurement:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The median: a step that other processes delay does not count."""
+    """Returns the median: a step that other processes delay does not count."""
     return float(np.median(seconds))
 
 

@@ -185,7 +185,7 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
 def make_plan(
     file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, sparse_from: int = -1
 ) -> Plan:
-    """The plan of ``methods`` at a context of n_ctx tokens."""
+    """Returns the plan of ``methods`` at a context of n_ctx tokens."""
     forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers
     return Plan(

@@ -63,7 +63,7 @@ class MethodCurve:
         return round(self._sum(n, lambda point: point.index))
 
     def times(self, factor: float) -> MethodCurve:
-        """The same, where all takes ``factor`` times as long."""
+        """Returns the same, where all takes ``factor`` times as long."""
 
         def layer(point: LayerPoint) -> LayerPoint:
             return replace(point, seconds=factor * point.seconds)
@@ -80,7 +80,7 @@ class MethodCurve:
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
-        """The same, with what ``full`` takes for the layers that attend to all rows."""
+        """Returns the same, with what ``full`` takes for the layers that attend to all rows."""
         of_full = {point.n: point.sparse for point in full.points}
         points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
         return replace(self, points=points)

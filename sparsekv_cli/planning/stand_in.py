@@ -75,7 +75,7 @@ class StandIn(NamedTuple):
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 for those of none."""
+    """Returns the number of the layer that a tensor belongs to; -1 for those of none."""
     prefix, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if prefix == "blk" and number.isdecimal() else -1
@@ -90,7 +90,7 @@ def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
 def read_stand_in(
     file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
 ) -> StandIn:
-    """The model with its first ``n_layer`` layers; None: all, whose weights take no memory.
+    """Returns the model with its first ``n_layer`` layers; None: all, whose weights take no memory.
 
     n_vocab: the most tokens that its vocabulary keeps; None: all.
 

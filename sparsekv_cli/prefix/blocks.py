@@ -92,7 +92,7 @@ class BlockHeader:
         return len(self.packed())
 
     def packed(self) -> bytes:
-        """The file's bytes ahead of its pieces; as many whatever the checksums are."""
+        """Returns the file's bytes ahead of its pieces; as many whatever the checksums are."""
         sums = self.sums or "0" * 8 * len(self.layers)
         text = json.dumps(asdict(replace(self, sums=sums)), separators=(",", ":")).encode()
         start = MAGIC + LENGTHS.pack(len(text), zlib.crc32(text)) + text
@@ -100,18 +100,18 @@ class BlockHeader:
 
 
 def block_hash(parent: str, tokens: Sequence[int]) -> str:
-    """The second half of a block's name, and the first half of its children's names."""
+    """Returns the second half of a block's name, and the first half of its children's names."""
     ids = np.asarray(tokens, "<i4").tobytes()
     return hashlib.sha256(parent.encode() + ids).hexdigest()[:NAME_DIGITS]
 
 
 def block_name(parent: str, tokens: Sequence[int], suffix: str = SUFFIX) -> str:
-    """The file of a block, or of its snapshot."""
+    """Returns the file of a block, or of its snapshot."""
     return f"{parent}-{block_hash(parent, tokens)}{suffix}"
 
 
 def own_hash(name: str) -> str:
-    """The second half of the name of a block or snapshot."""
+    """Returns the second half of the name of a block or snapshot."""
     return name.partition(".")[0].partition("-")[2]
 
 
@@ -162,7 +162,7 @@ _SUMS = re.compile(r"[0-9a-f]*")
 
 
 def _header_of(values: Any) -> BlockHeader:
-    """The header that JSON has; _FieldError unless every field has its type and range."""
+    """Returns the header that JSON has; _FieldError unless every field has its type and range."""
     names = [field.name for field in fields(BlockHeader)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise _FieldError(f"it must have the fields {', '.join(names)}")

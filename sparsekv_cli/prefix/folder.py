@@ -89,7 +89,7 @@ class PrefixFolder:
         return True
 
     def children(self) -> dict[str, list[str]]:
-        """The names of all blocks, by the parent that they begin with."""
+        """Returns the names of all blocks, by the parent that they begin with."""
         found: dict[str, list[str]] = {}
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):

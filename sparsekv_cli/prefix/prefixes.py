@@ -99,7 +99,7 @@ class Prefixes:
     # --- from disk --------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int]) -> Found:
-        """The longest beginning of ``ids`` that the folder has."""
+        """Returns the longest beginning of ``ids`` that the folder has."""
         if len(ids) < LEAST or not self.folder.is_usable():
             return Found()
         root = self.known_root("looked for")
@@ -119,7 +119,7 @@ class Prefixes:
         return self._found(headers, n, ids, LEAST)
 
     def known_root(self, what: str) -> str | None:
-        """The root, or None; then it says that the prompt is not ``what``."""
+        """Returns the root, or None; then it says that the prompt is not ``what``."""
         root = self.root.known()
         if root is None:
             reason = "the model is still being read, or its file has changed"
@@ -261,7 +261,7 @@ class Prefixes:
         types: tuple[str, str],
         layers: tuple[tuple[int, int, int], ...],
     ) -> list[BlockHeader]:
-        """The blocks of ``ids`` that are worth keeping.
+        """Returns the blocks of ``ids`` that are worth keeping.
 
         n_known: tokens that are not new. n_kept: those whose blocks are not written again.
         """

@@ -23,7 +23,7 @@ class PromptRows(Protocol):
     """Where an engine looks for rows of a prompt, and puts those that it computes."""
 
     def find(self, ids: Sequence[int]) -> Found:
-        """The longest beginning of ``ids`` that there is."""
+        """Returns the longest beginning of ``ids`` that there is."""
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
         """Puts the rows of ``found`` into caches that are empty; how many tokens' there are."""

@@ -45,7 +45,7 @@ class RowsWriter:
         return [writer.header for writer in self._writers]
 
     def parents(self, begun: str, root: str) -> dict[str, str]:
-        """The parents of the prompt's blocks by what they were under the root ``begun``."""
+        """Returns the parents of the prompt's blocks by what they were under the root ``begun``."""
         found = {}
         for first in range(0, len(self._ids), BLOCK):
             tokens = self._ids[first : first + BLOCK]

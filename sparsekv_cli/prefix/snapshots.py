@@ -171,5 +171,5 @@ def _is_whole(header: BlockHeader, n: int) -> bool:
 
 
 def _name_of(header: BlockHeader) -> str:
-    """The file of the snapshot at a block's end."""
+    """Returns the file of the snapshot at a block's end."""
     return header.name.removesuffix(SUFFIX) + SNAPSHOT

@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
     is_full: bool = False
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
-        """The candidates at `index`, in its order."""
+        """Returns the candidates at `index`, in its order."""
         return Candidates(self.ids[index], self.logits[index], self.n_vocab, is_sorted)
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +141,7 @@ def chain_step(
 
 
 def last(history: Sequence[int], n_last: int) -> np.ndarray:
-    """The last n tokens of the history, all of it for -1: (n,) i64."""
+    """Returns the last n tokens of the history, all of it for -1: (n,) i64."""
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
@@ -218,7 +218,7 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """The k largest logits, sorted; all of them, sorted, when there are no more than k."""
+    """Returns the k largest logits, sorted; all of them, sorted, when there are no more than k."""
     if candidates.is_sorted:
         return candidates.keep(slice(k), is_sorted=True)
     index = at_least_largest(candidates.logits, k)
@@ -262,7 +262,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """The most likely tokens until their mass reaches p; always at least one.
+    """Returns the most likely tokens until their mass reaches p; always at least one.
 
     Usually a few hundred tokens decide it; otherwise all logits are sorted, without their ids.
     """
@@ -330,14 +330,14 @@ def temperature(
 
 
 def best(candidates: Candidates) -> int:
-    """The most likely token, the lowest id of equal ones."""
+    """Returns the most likely token, the lowest id of equal ones."""
     index = int(np.argmax(candidates.logits))
     check_finite(candidates.logits[index])
     return int(candidates.ids[index])
 
 
 def draw(candidates: Candidates, chance: float) -> int:
-    """The token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
+    """Returns the token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
     maximum = candidates.logits.max()
     check_finite(maximum)
     total = np.cumsum(np.exp(candidates.logits - maximum), dtype=np.float64)

@@ -38,7 +38,7 @@ class VocabularyBytes(NamedTuple):
 
 
 def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
-    """The bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
+    """Returns the bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
     words = [piece(token) for token in range(n_vocab)]
     lengths = [len(word) for word in words]
     text = np.frombuffer(b"".join(words) + b"\0", np.uint8)

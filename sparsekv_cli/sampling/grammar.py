@@ -107,7 +107,7 @@ class Constraint:
             self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
-        """The same for another answer, which begins."""
+        """Returns the same for another answer, which begins."""
         new = copy.copy(self)
         new._bits = self._bits.copy()
         new.restart()

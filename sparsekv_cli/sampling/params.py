@@ -271,7 +271,7 @@ def override(params: SamplingParams, key: str, name: str, value: Any) -> Samplin
 
 
 def number(key: str, value: Any, kind: type) -> int | float:
-    """A metadata value as a number; texts that hold one count, as in llama.cpp."""
+    """Returns a metadata value as a number; texts that hold one count, as in llama.cpp."""
     try:
         converted = float(value)
         if kind is int and not converted.is_integer():

@@ -31,7 +31,7 @@ class PlainChain(NamedTuple):
 def plain_chain(
     params: SamplingParams, active: Sequence[Sampler], takes_best: bool
 ) -> PlainChain | None:
-    """The chain ``active`` of chain.py, if it is plain."""
+    """Returns the chain ``active`` of chain.py, if it is plain."""
     names = [sampler.name for sampler in active]
     if params.logit_bias or params.dynatemp_range > 0:
         return None

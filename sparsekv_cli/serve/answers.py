@@ -111,7 +111,7 @@ class Answers:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts with neighbouring texts, and neighbouring thoughts, in one."""
+    """Returns the parts with neighbouring texts, and neighbouring thoughts, in one."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None

@@ -67,7 +67,7 @@ class Access:
 def make_app(
     service: Service, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
-    """The application. log: told a line a request, without prompts."""
+    """Returns the application. log: told a line a request, without prompts."""
     metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
     created = int(time.time())
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 def status_of(error: Exception) -> tuple[int, str, str | None]:
-    """The status of an error, its type in both protocols, and its code in OpenAI's."""
+    """Returns the status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
     if isinstance(error, BodyError):

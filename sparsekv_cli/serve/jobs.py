@@ -159,7 +159,7 @@ class Job:
         self.thinking += text
 
     def told(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """The text, the thinking and the log probabilities that are new."""
+        """Returns the text, the thinking and the log probabilities that are new."""
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None

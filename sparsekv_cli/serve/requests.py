@@ -93,7 +93,7 @@ class Service:
         self.kinds = [layer.kind for layer in model.hparams.layers]
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
-        """The method that a request names with its options, and up to where it is dense.
+        """Returns the method that a request names with its options, and up to where it is dense.
 
         Raises RequestError, which lists what there is.
         """
@@ -259,7 +259,7 @@ class Service:
             raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """The variables of the chat template that a request sets, by name.
+        """Returns the variables of the chat template that a request sets, by name.
 
         given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. Raises RequestError for
         a variable that the template does not read.
@@ -308,7 +308,7 @@ class Service:
             raise RequestError(str(error), param="messages") from None
 
     def choices(self, request: Request, n: int) -> list[Request]:
-        """The request n times, each with a seed of its own."""
+        """Returns the request n times, each with a seed of its own."""
         seed = -1 if request.seed is None else request.seed
         seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [request.constraint] + [
@@ -319,7 +319,7 @@ class Service:
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    """Returns a message as gpt-oss' template takes it: one text is thought ahead of a call."""
     thought, text = message.get("reasoning_content"), message["content"]
     if not thought:
         return message

@@ -179,7 +179,7 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 def best_parked(
     all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], has_disk: bool
 ) -> tuple[Parked | None, int]:
-    """The parked sequence that most of ``ids`` can be taken over from, and how many."""
+    """Returns the parked sequence that most of ``ids`` can be taken over from, and how many."""
     best, n_best = None, 0
     for parked in all_parked:
         other = parked.sequence.attention
@@ -201,7 +201,7 @@ class IndexSizes:
             self._seen[method.name] = n, sum(cache.memory().index for cache in caches)
 
     def bytes_of(self, method: Method, n: int) -> int:
-        """An index of n tokens: as that of the longest prompt, and larger by the tokens."""
+        """Returns an index of n tokens: as that of the longest prompt, and larger by the tokens."""
         n_seen, n_bytes = self._seen.get(method.name, (0, 0))
         return int(n_bytes * max(1.0, n / max(n_seen, LEAST_SEEN)))
 

@@ -299,7 +299,7 @@ class Scheduler:
             self._prefilling.append(now)
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
-        """A parked sequence that begins as ``ids`` do, or a new one."""
+        """Returns a parked sequence that begins as ``ids`` do, or a new one."""
         best, n_best = best_parked(self._parked, attention, ids, self._has_disk)
         if best is None:
             return self.model.sequence(attention)

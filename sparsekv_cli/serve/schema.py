@@ -28,7 +28,7 @@ STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
 
 
 def _option_text(value: Any) -> Any:
-    """The value of a method's option as the command line would have it."""
+    """Returns the value of a method's option as the command line would have it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list) and all(isinstance(each, int) for each in value):
@@ -333,7 +333,7 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
 
 
 def openapi(name: str) -> dict[str, Any]:
-    """The page. name: of the model."""
+    """Returns the page. name: of the model."""
     schemas, shared = models_json_schema(
         [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",

@@ -59,7 +59,7 @@ SIGNS = (
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The format that a chat template is written for; None: unknown."""
+    """Returns the format that a chat template is written for; None: unknown."""
     return next((kind for sign, kind in SIGNS if template is not None and sign in template), None)
 
 
@@ -67,11 +67,11 @@ class PlainReader:
     """Reads answers in which calls are not looked for: all is text."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """Returns what is certain with this text."""
+        """Yields the parts that are certain with this text."""
         yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
-        """Returns the text that was held back, when nothing follows any more."""
+        """Yields the text that was held back, when nothing follows any more."""
         yield from ()
 
 
@@ -158,7 +158,7 @@ class MarkedReader:
             yield Text(text)
 
     def _called(self, at: int) -> Iterator[Part]:
-        """The call, or the text, that ends with the mark there."""
+        """Yields the call, or the text, that ends with the mark there."""
         body, self._held = self._held[:at], self._held[at + len(self._end) :]
         self._is_call = False
         calls = self._parse(body).calls
@@ -347,7 +347,7 @@ def reader_of(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
-    """The schemas of the arguments of tools, which are as templates take them, by name."""
+    """Returns the schemas of the arguments of tools, which are as templates take them, by name."""
     own = (tool["function"] for tool in tools)
     return {each["name"]: each.get("parameters") or ANY_OBJECT for each in own}
 
@@ -367,7 +367,7 @@ class ForcedCall:
 def forced_call(
     kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
 ) -> ForcedCall:
-    """A call of one of the functions: their names and the schemas of their arguments."""
+    """Returns a call of one of the functions: their names and the schemas of their arguments."""
     spaced = [{"x-guidance": JSON_OPTIONS, **schema} for schema in functions.values()]
     schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
     (name, *others), prompt = functions, ""

@@ -270,7 +270,7 @@ def run_tests(
 
 
 def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
-    """The counts and the memory of all sequences together."""
+    """Returns the counts and the memory of all sequences together."""
     from sparsekv_cli.sequence import ledger_of
 
     return ledger_of([cache for sequence in sequences for cache in sequence.caches])
@@ -361,7 +361,7 @@ def roofline_of(
 
 
 def describe_model(model: Model, n_batch: int) -> BenchModel:
-    """The fields of a row that belong to the model and the machine."""
+    """Returns the fields of a row that belong to the model and the machine."""
     file = model.gguf
     n_params = sum(tensor.n_elements for tensor in file.tensors.values())
     return BenchModel(

@@ -138,7 +138,7 @@ class BenchResult:
         }
 
     def columns(self) -> dict[str, str]:
-        """The cells of the markdown table."""
+        """Returns the cells of the markdown table."""
         rates = self.samples_ts
         budget = None if self.budget is None else self.budget.partition(" (")[0]  # no limits
         cells = {

@@ -99,7 +99,7 @@ def enter(chat: Chat, text: str) -> bool:
 
 
 def send(chat: Chat, text: str) -> Answer:
-    """The answer to a message, ahead of which come the texts that were read."""
+    """Returns the answer to a message, ahead of which come the texts that were read."""
     answer = chat.conversation.send("\n\n".join([*chat.read, text]))
     chat.read = []
     return answer

@@ -63,7 +63,7 @@ def entries(chat: Chat) -> Iterator[str]:
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
-    """The method and how full the context is, as far as they fit."""
+    """Returns the method and how full the context is, as far as they fit."""
     conversation = chat.conversation
     n_used, n_ctx = conversation.n_used, conversation.sequence.n_ctx
     parts = [f"{n_used} of {n_ctx} tokens", chat.method]
@@ -106,7 +106,7 @@ class Pastes(dict[str, str]):
         return mark
 
     def put_in(self, text: str) -> str:
-        """A line with the texts themselves."""
+        """Returns a line with the texts themselves."""
         for mark, pasted in self.items():
             text = text.replace(mark, pasted)
         return text

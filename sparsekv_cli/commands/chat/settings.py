@@ -107,7 +107,7 @@ def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
 
 
 def _number(name: str) -> Setting:
-    """A number that SamplingParams declares."""
+    """Returns a number that SamplingParams declares."""
 
     def change(conversation: Conversation, text: str) -> None:
         value = None if text == DEFAULT else parse_number_or_word(NUMBERS[name], text)
@@ -139,7 +139,7 @@ def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversa
 
 
 def _switched(name: str, help: str) -> Setting:
-    """A field of ChatSettings that is on or off."""
+    """Returns a field of ChatSettings that is on or off."""
 
     def show(conversation: Conversation) -> str:
         return "on" if getattr(conversation.settings, name) else "off"

@@ -170,7 +170,7 @@ def command(
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
-    """The methods by their text; a usage error says what is wrong."""
+    """Returns the methods by their text; a usage error says what is wrong."""
     from sparsekv_cli.evaluation.compare import parse_methods
     from sparsekv_cli.evaluation.sweep import parse_sweep
 
@@ -187,7 +187,7 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
 
 
 def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
-    """The ids of the prompt, in the model's chat template if it has one."""
+    """Returns the ids of the prompt, in the model's chat template if it has one."""
     template = chat_template(model.gguf.metadata)
     if raw or template is None:
         return model.tokenizer.encode(text, add_eos=False, parse_special=True)
@@ -195,7 +195,7 @@ def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
-    """The steps asked for, or as many of the default as the continuation has tokens for."""
+    """Returns the steps asked for, or as many of the default as the continuation has tokens for."""
     from sparsekv_cli.evaluation.compare import LEAST_STEPS
 
     if continuation is None:

@@ -214,7 +214,7 @@ def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value as JSON can hold it; long arrays become their type and length."""
+    """Returns a metadata value as JSON can hold it; long arrays become their type and length."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -263,7 +263,7 @@ def build_method(
 
 
 def find_model(name: str | None) -> Path:
-    """The path of the model that ``-m`` (or the environment) names."""
+    """Returns the path of the model that ``-m`` (or the environment) names."""
     from sparsekv_cli.models.sources.locate import resolve_model
 
     path = resolve_model(name, say)
@@ -319,7 +319,7 @@ def warn_of_long_context(model: Model) -> None:
 def load_model(
     path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
 ) -> Model:
-    """A loaded model; imports numba, so it comes after all that can be refused before.
+    """Returns a loaded model; imports numba, so it comes after all that can be refused before.
 
     compiling: told what is compiled, by a command that goes on to compile more.
     """

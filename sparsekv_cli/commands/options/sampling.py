@@ -75,7 +75,7 @@ stop_option = click.option(
 
 
 def _number(declared: Field[Any]) -> Callable[[Any], Any]:
-    """The click option of a number that SamplingParams declares."""
+    """Returns the click option of a number that SamplingParams declares."""
     flags = declared.metadata["flags"] or ("--" + declared.name.replace("_", "-"),)
     text = f"{declared.metadata['help']} [default: {declared.default:g}]"
     return click.option(*flags, declared.name, type=type(declared.default), metavar="N", help=text)
@@ -199,7 +199,7 @@ def _is_schema(text: str) -> bool:
 
 
 def _read(option: str, path: str) -> bytes:
-    """A file's bytes. Raises SparseKVError where ``path`` is no file to be read."""
+    """Returns a file's bytes. Raises SparseKVError where ``path`` is no file to be read."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:

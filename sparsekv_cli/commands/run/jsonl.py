@@ -121,7 +121,7 @@ class LineAnswers:
     def _tasks(
         self, lines: Iterable[tuple[int, bytes]], defaults: Task
     ) -> Iterator[tuple[int, Task]]:
-        """The lines that ask for something; the others are reported."""
+        """Yields the lines that ask for something; the others are reported."""
         for number, line in lines:
             if not line.strip():
                 continue

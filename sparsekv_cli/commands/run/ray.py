@@ -58,7 +58,7 @@ def open_answers(settings: LineSettings) -> Callable[[Lines], AnsweredLines]:
 
 
 def shards_of(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[Lines]:
-    """The lines, ``size`` at a time, read as they are asked for."""
+    """Yields the lines, ``size`` at a time, read as they are asked for."""
     following = iter(lines)
     while shard := list(islice(following, size)):
         yield shard

@@ -284,7 +284,7 @@ def _answer_lines(
 
 
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
+    """Returns the object that ``--json`` prints."""
     return {
         "text": answer.text,
         "thinking": answer.thinking,

@@ -81,7 +81,7 @@ SAME = {
 
 
 def read_task(line: bytes, defaults: Task) -> Task:
-    """A line's task. Raises SparseKVError for what is no task."""
+    """Returns a line's task. Raises SparseKVError for what is no task."""
     fields = read_fields(LineFields, read_object(line))
     if (fields.prompt is None) == (fields.messages is None):
         raise FieldError("", "expected either 'prompt' or 'messages'")

@@ -72,7 +72,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 
 def check_utf8(text: str, source: str) -> str:
-    """A text that was typed, whatever the locale. Raises SparseKVError if it is not UTF-8.
+    """Returns a text that was typed, whatever the locale. Raises SparseKVError if it is not UTF-8.
 
     Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
     """

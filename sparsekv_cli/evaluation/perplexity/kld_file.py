@@ -93,7 +93,7 @@ class KLDFile:
         self._rows = np.memmap(path, "<u2", "r", start, rows)
 
     def rows(self, chunk: int) -> np.ndarray:
-        """The scored tokens of a chunk, u16 (n_scored, row_length)."""
+        """Returns the scored tokens of a chunk, u16 (n_scored, row_length)."""
         return np.asarray(self._rows[chunk])
 
     @property

@@ -34,7 +34,7 @@ class PerplexityRecords(Records):
         np.array([record[name] for name in cls.columns], np.float64)
 
     def missing(self, ways: Ways, chunk: int) -> dict[str, Method | None]:
-        """The ways in which a chunk has not been scored."""
+        """Returns the ways in which a chunk has not been scored."""
         return {
             way: method
             for way, method in ways.items()

@@ -31,7 +31,7 @@ See = Callable[[np.ndarray], object]  # gets logits f32 (T, n_vocab)
 
 
 def setting_of(method: Method | None) -> dict[str, Any]:
-    """The name and the options of a way."""
+    """Returns the name and the options of a way."""
     if method is None:
         return {"name": PREFILL, "options": {}}
     return {"name": method.name, "options": method.options()}

@@ -17,7 +17,7 @@ def contents(
     needles: Iterable[Needle] = (),
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The object; about: what the figures are of, such as the model and the machine.
+    """Returns the object; about: what the figures are of, such as the model and the machine.
 
     equal: methods whose figures differ by noise. front: the methods of the Pareto front, fastest
     last. recall: mass by layer and head, of the layers that choose rows.

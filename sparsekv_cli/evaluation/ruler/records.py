@@ -33,7 +33,7 @@ class RulerRecords(Records):
     def of(
         self, method: Method, plan: RulerPlan, length: int, tasks: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """A method's records of some tasks at a length."""
+        """Returns a method's records of some tasks at a length."""
         what = {"name": method.name, "options": method.options(), "length": length}
         return [
             self.by_key[key_of({**what, "task": task, "sample": number})]

@@ -195,6 +195,6 @@ TASKS: Mapping[str, RulerTask] = {
 
 
 def score(answer: str, references: list[str]) -> float:
-    """The share of the references that the answer holds, whatever their case."""
+    """Returns the share of the references that the answer holds, whatever their case."""
     told = answer.lower()
     return sum(reference.lower() in told for reference in references) / len(references)

@@ -154,7 +154,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
-    """The rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
+    """Returns the rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
     scores = scores.copy()
     scores[forced] = FORCED
     order = np.argsort(-scores, kind="stable")

@@ -66,7 +66,7 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """The JSON object that a body is. Raises FieldError if it is none.
+    """Returns the JSON object that a body is. Raises FieldError if it is none.
 
     Python's garbage collector, which a million new lists would start again and again, waits.
     """
