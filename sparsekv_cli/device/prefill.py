@@ -27,8 +27,8 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
     return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
 
 
-class TorchRows:
-    """``Rows`` of models/rows.py on tensors, step by step as the formulas are written.
+class TorchChunkSteps:
+    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as the formulas are written.
 
     Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
     """
