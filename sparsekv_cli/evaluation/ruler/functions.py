@@ -1,0 +1,81 @@
+"""The task ``code``: which function of a file has this body? It is ours, not RULER's.
+
+The functions are those of this program's own source, so the text is real code. Each name gets
+two words at its end: nobody can guess the name from the body, and no name exists twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from sparsekv_cli.evaluation.ruler.words import distinct
+
+PACKAGE = Path(__file__).resolve().parents[2]
+INSTALLED = ("cpu", "kernels", "models")  # beside the package in a checkout, in it if installed
+LEAST_LINES, MOST_LINES = 4, 20  # of a body
+
+
+class Function(NamedTuple):
+    """A function's name, what follows the name up to its code, and the code."""
+
+    name: str
+    head: str
+    body: str
+
+    def text(self, name: str) -> str:
+        return f"def {name}{self.head}\n{self.body}\n"
+
+
+@cache
+def functions() -> tuple[Function, ...]:
+    """The functions of the program with a body of their own, in the order of their files."""
+    found: dict[str, Function] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] not in INSTALLED:
+            source = path.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                    each = function_of(node, source.splitlines())
+                    if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
+                        found.setdefault(each.body, each)
+    return tuple(each for each in found.values() if each.name not in each.body)
+
+
+def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
+    """``node`` without its decorators, from the lines of its file."""
+    has_docstring = ast.get_docstring(node) is not None and len(node.body) > 1
+    first = node.body[int(has_docstring)].lineno
+    text = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).splitlines()
+    n_head = first - node.lineno
+    head = "\n".join(text[:n_head]).removeprefix(f"def {node.name}")
+    return Function(node.name, head, "\n".join(text[n_head:]))
+
+
+def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
+    """A file of about ``n`` lines: its text, the name and body of one function, and its place.
+
+    The last function can end early, so that a file can have any length. The place is 0 to 1.
+    """
+    asked, *others = random.sample(functions(), len(functions()))
+    suffixes = distinct(random, "words", 1 + len(others))
+    named = [
+        f"{each.name}_{suffix.replace('-', '_')}"
+        for each, suffix in zip((asked, *others), suffixes, strict=True)
+    ]
+    depth = random.random()
+    lines: list[str] = []
+    starts = []
+    for each, name in zip(others, named[1:], strict=True):
+        if len(lines) >= n:
+            break
+        starts.append(len(lines))
+        lines += f"{each.text(name)}\n".splitlines()
+    place = starts[int(depth * len(starts))]
+    del lines[n:]
+    lines[place:place] = f"{asked.text(named[0])}\n".splitlines()
+    return "\n".join(lines), named[0], asked.body, place / n
