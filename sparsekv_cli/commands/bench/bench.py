@@ -173,7 +173,7 @@ def command(
             described = describe_model(model, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
                 bandwidth = measure_bandwidth(model.n_threads)
-            rows = None
+            rows: PromptRows | None = None
             if cache_dir is not None:
                 rows = prefixes_maker(model, PrefixOptions(cache_dir, 16.0, False, None))(
                     model.method
