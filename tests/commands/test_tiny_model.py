@@ -154,13 +154,13 @@ def test_bench_takes_the_rows_of_depths_from_a_folder(
     tests = ["-p", "0", "-n", "2", "-d", "600,1200", "-r", "1", "--method", "full,topk", "-t", "1"]
     alone = invoke("bench", "-m", model, *tests, "-O", "json")
     assert all(each.timings.cached_tokens == 0 for each in sequences)
-    for computed in (1200, 600):  # at most, of the first method
+    for computed in (1250, 250):  # at most, of the first method
         sequences.clear()
         kept = ["--cache-dir", str(tmp_path / "rows")]
         result = invoke("bench", "-m", model, *tests, *kept, "-O", "json")
         assert result.code == 0, result.err
         first, second = (each.timings for each in sequences)
-        assert first.prefill_tokens <= computed and second.prefill_tokens < 600
+        assert first.prefill_tokens <= computed and second.prefill_tokens <= 250
         assert second.cached_tokens > 1600
         ledgers = [[row["ledger"] for row in json.loads(each.out)] for each in (alone, result)]
         assert ledgers[0] == ledgers[1]
