@@ -162,8 +162,10 @@ def test_bench_takes_the_rows_of_depths_from_a_folder(
         first, second = (each.timings for each in sequences)
         assert first.prefill_tokens <= computed and second.prefill_tokens <= 250
         assert second.cached_tokens > 1600
+        # A cache that grew has other room than one that was made for the depth.
         ledgers = [[row["ledger"] for row in json.loads(each.out)] for each in (alone, result)]
-        assert ledgers[0] == ledgers[1]
+        counts = [[{**ledger, "bytes_host": 0} for ledger in each] for each in ledgers]
+        assert counts[0] == counts[1] and counts[0][1]["rows_attended"] > 0
 
 
 def test_bench(model: str, invoke: Invoke) -> None:

@@ -22,7 +22,7 @@ real = load_script("accuracy/real")
 load_script("docs/results.py")
 parts = sys.modules["results_rows"]
 METHODS = ["full", "streaming:budget=8;dense_layers=none"]
-LENGTH = 700
+LENGTH = 1400
 SIZES = ["--lengths", str(LENGTH), "--samples", "1", "--threads", "1"]
 
 
@@ -55,8 +55,11 @@ def test_the_halves_have_nothing_in_common():
             assert len(text) > 4 * 30_064, f"{half} {task}: too short for 30000 tokens"
 
 
-def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(path, tmp_path, capsys):
+def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(
+    path, tmp_path, capsys, monkeypatch
+):
     """Answers are those of ``eval ruler``, whether a prompt was computed or came from disk."""
+    monkeypatch.setattr(real, "PIECE", 512)
     file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1,kld_prose"]
     assert run(path, file, *tasks, methods=METHODS[:1]) == 0
     assert [row["computed_tokens"] > LENGTH / 2 for row in rows_of(file)] == [True, True]
