@@ -9,14 +9,16 @@ from __future__ import annotations
 import ast
 import textwrap
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from sparsekv_cli.evaluation.ruler.words import distinct
+from sparsekv_cli.evaluation.ruler.words import compound
 
 PACKAGE = Path(__file__).resolve().parents[2]
-INSTALLED = ("cpu", "kernels", "models")  # beside the package in a checkout, in it if installed
+# Not the folders that are tuned: a sample stays the same while a method changes.
+FOLDERS = ("calibration", "commands", "generation", "planning", "prefix", "sampling", "serve")
 LEAST_LINES, MOST_LINES = 4, 20  # of a body
 
 
@@ -33,16 +35,17 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """The functions of the program with a body of their own, in the order of their files."""
+    """The program's functions, one a body, in the order of their files."""
     found: dict[str, Function] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] not in INSTALLED:
-            source = path.read_text(encoding="utf-8")
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-                    each = function_of(node, source.splitlines())
-                    if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
-                        found.setdefault(each.body, each)
+    for path in sorted(path for name in FOLDERS for path in (PACKAGE / name).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        outer = ast.parse(source).body
+        methods = (node for each in outer if isinstance(each, ast.ClassDef) for node in each.body)
+        for node in (*outer, *methods):  # a function in a function is part of that one's body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                each = function_of(node, source.splitlines())
+                if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
+                    found.setdefault(each.body, each)
     return tuple(each for each in found.values() if each.name not in each.body)
 
 
@@ -59,23 +62,28 @@ def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
 def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
     """A file of about ``n`` lines: its text, the name and body of one function, and its place.
 
-    The last function can end early, so that a file can have any length. The place is 0 to 1.
+    The last function can end early, so that a file can have any length. In a file longer than the
+    program's own source, functions come again with other names. The place is 0 to 1.
     """
+    depth, names = random.random(), set[str]()
     asked, *others = random.sample(functions(), len(functions()))
-    suffixes = distinct(random, "words", 1 + len(others))
-    named = [
-        f"{each.name}_{suffix.replace('-', '_')}"
-        for each, suffix in zip((asked, *others), suffixes, strict=True)
-    ]
-    depth = random.random()
+
+    def named(each: Function) -> str:
+        name = ""
+        while not name or name in names:
+            name = f"{each.name}_{compound(random).replace('-', '_')}"
+        names.add(name)
+        return name
+
+    asked_name = named(asked)
     lines: list[str] = []
     starts = []
-    for each, name in zip(others, named[1:], strict=True):
+    for each in cycle(others):
         if len(lines) >= n:
             break
         starts.append(len(lines))
-        lines += f"{each.text(name)}\n".splitlines()
+        lines += f"{each.text(named(each))}\n".splitlines()
     place = starts[int(depth * len(starts))]
     del lines[n:]
-    lines[place:place] = f"{asked.text(named[0])}\n".splitlines()
-    return "\n".join(lines), named[0], asked.body, place / n
+    lines[place:place] = f"{asked.text(asked_name)}\n".splitlines()
+    return "\n".join(lines), asked_name, asked.body, place / n
