@@ -123,7 +123,7 @@ def test_frequent_words(length):
 
 def test_code():
     """The file names each function once; the body that is asked for follows the wanted name."""
-    sample = prompt_of("code").sample
+    sample = prompt_of("code", length=9000).sample
     file = sample.context.partition("```python\n")[2].removesuffix("\n```")
     names = re.findall(r"^def (\w+)", file, flags=re.MULTILINE)
     assert len(names) == len(set(names)) > 5
