@@ -283,6 +283,37 @@ def against_peers(run: Runner, model: str, arguments: Sequence[str]) -> Rows:
     return rows
 
 
+def trained(run: Runner, sizes: Sizes, measure: Callable[[str], Rows]) -> Rows:
+    """What ``measure`` gives for each trained model. Commands name its file, not where it lies."""
+    rows: Rows = []
+    for model in sizes["trained"].split() or [sizes["model"]]:
+        rows += [{**row, "model": Path(model).stem} for row in measure(model)]
+        shown = (line.replace(model, Path(model).name) for line in run.commands)
+        run.commands[:] = [line.replace(f"{run.unfinished}/", "") for line in shown]
+    return rows
+
+
+def real_speed(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+    line = "-p 0 -n {tokens} -d {real_depths} --method {methods} -r 3 --cache-dir"
+    words = [*filled(line, sizes), str(run.unfinished / "prompts")]
+    return trained(run, sizes, lambda model: speeds(run, model, *words))
+
+
+def real_accuracy(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+    """First what takes many samples, then the rest."""
+
+    def measure(model: str) -> Rows:
+        rows: dict[Any, dict[str, Any]] = {}
+        for methods, size in (("real_methods", "real_choice"), ("methods", "real_all")):
+            words = ["--methods", sizes[methods], *sizes[size].split()]
+            for row in run.script("accuracy/real", "-m", model, "--half", "held", *words):
+                key = row["length"], row["spec"]
+                rows[key] = row | rows.get(key, {})
+        return list(rows.values())
+
+    return trained(run, sizes, measure)
+
+
 def budgets(run: Runner, sizes: Sizes, _: Rows) -> Rows:
     """RULER's tasks at all budgets and lengths, then ``compare`` on a text at each length.
 
@@ -349,7 +380,7 @@ def first_tokens(run: Runner, sizes: Sizes, length: int) -> str:
 OWN: Mapping[str, Callable[[Runner, Sizes, Any], Rows]] = {
     each.__name__: each
     for each in (accuracy, accuracy_all, accuracy_rows, budgets, cache_types, calibration, caches,
-                 far, memory, peer, percent, shape, terminal)
+                 far, memory, peer, percent, real_accuracy, real_speed, shape, terminal)
 } | {
     "peer_larger": lambda run, sizes, _: peer_models(run, sizes["larger"]),
     "peer_types": lambda run, sizes, _: peer_models(run, sizes["types"]),

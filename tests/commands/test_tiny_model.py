@@ -147,6 +147,27 @@ def test_chat_continues_as_a_new_run_would(
     assert result.out.startswith(first["text"])
 
 
+def test_bench_takes_the_rows_of_depths_from_a_folder(
+    model: str, invoke: Invoke, sequences: list[Any], tmp_path: Path
+) -> None:
+    """A depth is computed once for both methods, and for later runs; steps see the same rows."""
+    tests = ["-p", "0", "-n", "2", "-d", "600,1200", "-r", "1", "--method", "full,topk", "-t", "1"]
+    alone = invoke("bench", "-m", model, *tests, "-O", "json")
+    assert all(each.timings.cached_tokens == 0 for each in sequences)
+    for computed in (1250, 250):  # at most, of the first method
+        sequences.clear()
+        kept = ["--cache-dir", str(tmp_path / "rows")]
+        result = invoke("bench", "-m", model, *tests, *kept, "-O", "json")
+        assert result.code == 0, result.err
+        first, second = (each.timings for each in sequences)
+        assert first.prefill_tokens <= computed and second.prefill_tokens <= 250
+        assert second.cached_tokens > 1600
+        # A cache that grew has other room than one that was made for the depth.
+        ledgers = [[row["ledger"] for row in json.loads(each.out)] for each in (alone, result)]
+        counts = [[{**ledger, "bytes_host": 0} for ledger in each] for each in ledgers]
+        assert counts[0] == counts[1] and counts[0][1]["rows_attended"] > 0
+
+
 def test_bench(model: str, invoke: Invoke) -> None:
     arguments = ["-p", "16", "-n", "4", "-d", "0,96", "-r", "2", "-O", "jsonl"]
     methods = ["--method", "full,lfps", "--budget", "10%"]

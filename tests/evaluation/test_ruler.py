@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from opened import open_sequence
@@ -118,6 +119,21 @@ def test_frequent_words(length):
     assert n[0] > n[1] > n[2] > n[3] > n[4]
     if length == LENGTH:
         assert n[0] / n[1] == pytest.approx(4, rel=0.1) and n[1] / n[3] == pytest.approx(4, rel=0.2)
+
+
+def test_code():
+    """The file names each function once; the body that is asked for follows the wanted name."""
+    sample = prompt_of("code", length=9000).sample
+    file = sample.context.partition("```python\n")[2].removesuffix("\n```")
+    names = re.findall(r"^def (\w+)", file, flags=re.MULTILINE)
+    assert len(names) == len(set(names)) > 5
+    (name,), body = sample.references, sample.question.split("```python\n")[1]
+    body = body.removesuffix("\n```")
+    whole = next(part for part in file.split("\n\ndef ") if body in part)
+    assert whole.removeprefix("def ").startswith(f"{name}(") and file.count(body) == 1
+    assert name not in sample.question
+    (depth,) = sample.depths
+    assert file.index(body) / len(file) == pytest.approx(depth, abs=0.25)
 
 
 def test_a_length_that_is_too_short():

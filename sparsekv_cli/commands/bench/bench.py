@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.bench.lists import at_least_one, method_names, pairs_of_numbers
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
@@ -24,6 +26,7 @@ from sparsekv_cli.commands.options.model import (
     model_options,
     number_list,
 )
+from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
@@ -32,37 +35,12 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.model import Model
     from sparsekv_cli.models.gguf.file import GGUFFile
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sequence
 
 AUTO = "auto"
 DEFAULT_SEED = 0
 WARM_UP_TOKENS = 3  # decoded by a run that is not timed
-
-
-def _pairs(
-    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[int, int]]:
-    pairs = []
-    for value in values:
-        prompt, comma, gen = value.partition(",")
-        if not (comma and prompt.isdecimal() and gen.isdecimal() and int(prompt) and int(gen)):
-            raise click.BadParameter(f"{value!r} is not PROMPT,GEN with two numbers above 0")
-        pairs.append((int(prompt), int(gen)))
-    return pairs
-
-
-def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
-    names = [name.strip() for name in value.split(",")]
-    if not all(names):
-        raise click.BadParameter(f"{value!r} has an empty name")
-    return names
-
-
-def _at_least_one(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    numbers = number_list(context, parameter, value)
-    if not all(numbers):
-        raise click.BadParameter(f"{value!r}: every number must be 1 or more")
-    return numbers
 
 
 @click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
@@ -89,7 +67,7 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     "pairs",
     metavar="PROMPT,GEN",
     multiple=True,
-    callback=_pairs,
+    callback=pairs_of_numbers,
     help="Prefill and decode, timed together; repeatable.",
 )
 @click.option(
@@ -107,7 +85,7 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     "n_seqs",
     metavar="LIST",
     default="1",
-    callback=_at_least_one,
+    callback=at_least_one,
     help="Sequences that decode together, each with a cache of its own of that depth; t/s counts "
     "the tokens of all. Tests of prefill alone take one. [default: 1]",
 )
@@ -117,7 +95,7 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     metavar="LIST",
     shell_complete=completers.methods,
     default="full",
-    callback=_names,
+    callback=method_names,
     help="KV-cache methods, with commas between. [default: full]",
 )
 @click.option(
@@ -140,6 +118,12 @@ def _at_least_one(context: click.Context, parameter: click.Parameter, value: str
     is_flag=True,
     help="Leave out the run ahead of each test that is not timed.",
 )
+@click.option(
+    "--cache-dir",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the rows of depths there, at most 16 GiB; other methods and later runs take them.",
+)
 @model_options(bench=True)
 @click.pass_context
 def command(
@@ -154,6 +138,7 @@ def command(
     repetitions: int,
     output: str,
     no_warmup: bool,
+    cache_dir: Path | None,
 ) -> None:
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
@@ -188,8 +173,14 @@ def command(
             described = describe_model(model, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
                 bandwidth = measure_bandwidth(model.n_threads)
+            rows: PromptRows | None = None
+            if cache_dir is not None:
+                rows = prefixes_maker(model, PrefixOptions(cache_dir, 16.0, False, None))(
+                    model.method
+                )
+                model.gguf.content.wait()  # prompts on disk are known by the model's hash
             for test, samples, ledger in run_tests(
-                model, tests, repetitions, seed, warm_up=not no_warmup
+                model, tests, repetitions, seed, warm_up=not no_warmup, rows=rows
             ):
                 method_options = model.method.options()
                 report.row(
@@ -245,10 +236,11 @@ def run_tests(
     seed: int,
     *,
     warm_up: bool = True,
+    rows: PromptRows | None = None,
 ) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
     """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
 
-    warm_up: begin each test with a run of its kind that does not count.
+    warm_up: begin each test with a run of its kind that does not count. rows: see prefill_to_depth.
     """
     import numpy as np
 
@@ -261,9 +253,9 @@ def run_tests(
         ledger: dict[str, Any] = {}
         first = sequences[: test.n_seqs]
         if warm_up:
-            run_once(model, first, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)))
+            run_once(model, first, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)), rows)
         for _ in range(repetitions):
-            nanoseconds, before = run_once(model, first, ids, test)
+            nanoseconds, before = run_once(model, first, ids, test, rows)
             samples.append(nanoseconds)
             ledger = add_ledger(ledger, before, ledger_of_all(first))
         yield test, samples, ledger
@@ -277,12 +269,16 @@ def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
 
 
 def run_once(
-    model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: BenchTest
+    model: Model,
+    sequences: Ids[Sequence],
+    ids: Ids[Ids[int]],
+    test: BenchTest,
+    rows: PromptRows | None,
 ) -> tuple[int, dict[str, Any]]:
     """One repetition: its nanoseconds, and the ledger from which they begin."""
     n_last = model.engine.first_steps
     pairs = list(zip(sequences, ids, strict=False))
-    left = [prefill_to_depth(sequence, row, test, n_last) for sequence, row in pairs]
+    left = [prefill_to_depth(sequence, row, test, n_last, rows) for sequence, row in pairs]
     for tokens in zip(*left, strict=True):
         model.engine.decode(sequences, [[token] for token in tokens])
     before = ledger_of_all(sequences)
@@ -290,25 +286,35 @@ def run_once(
 
 
 def prefill_to_depth(
-    sequence: Sequence, ids: Ids[int], test: BenchTest, n_last: int = 1
+    sequence: Sequence,
+    ids: Ids[int],
+    test: BenchTest,
+    n_last: int = 1,
+    rows: PromptRows | None = None,
 ) -> Ids[int]:
     """Fills the cache by a prefill, which rebuilds the method's indexes.
 
     In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
     done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
     starts from one token, because a method sees a prefill ahead of its first decode.
+    rows: finds and keeps the rows of the depth on disk.
     """
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
     n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
-    from sparsekv_cli.sequence import N_REFRESH
+    from sparsekv_cli.sequence import N_REFRESH, N_WHOLE
 
     missing = sequence.keep_common(ids[:n_prefill])
+    if rows is not None and len(missing) >= N_WHOLE:  # the disk has whole prompts
+        sequence.reset()
+        missing = ids[:n_prefill]
     if 0 < len(missing) < N_REFRESH:
         sequence.rewind(max(0, n_prefill - N_REFRESH))
         missing = ids[len(sequence.tokens) : n_prefill]
     if missing:
         with PrefillProgress(f"depth {test.n_depth}") as bar:
-            sequence.prefill(missing, bar)
+            sequence.prefill(missing, bar, rows=rows)
+        if rows is not None:
+            rows.finish()
     return ids[n_prefill : n_prefill + n_decoded]
 
 

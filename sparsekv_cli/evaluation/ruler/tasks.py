@@ -1,7 +1,7 @@
 """RULER's tasks (arXiv:2404.06654, NVIDIA/RULER): a text of any length, a question, and an answer.
 
 Needles, haystacks, numbers of keys and values, frequencies and scores are RULER's. Essays and all
-wording are ours, so results are RULER-style.
+wording are ours, so results are RULER-style. The task ``code`` is not RULER's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import islice
 from random import Random
 from typing import NamedTuple
 
+from sparsekv_cli.evaluation.ruler.functions import code_file
 from sparsekv_cli.evaluation.ruler.words import distinct, listed_words, noise, prose
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -179,6 +180,18 @@ def frequent_words(random: Random, n: int, length: int) -> RulerSample:
     )
 
 
+def function_of_a_body(random: Random, n: int, _length: int) -> RulerSample:
+    """code: which function of a Python file has this body?"""
+    text, name, body, depth = code_file(random, n)
+    return RulerSample(
+        f"Read the following Python file.\n\n```python\n{text}\n```",
+        f"Which function of the file above has this body?\n\n```python\n{body}\n```",
+        "The name of the function with this body is",
+        [name],
+        [depth],
+    )
+
+
 TASKS: Mapping[str, RulerTask] = {
     "niah_single_1": RulerTask(Needles("noise"), 128),
     "niah_single_2": RulerTask(Needles("essay"), 128),
@@ -191,6 +204,7 @@ TASKS: Mapping[str, RulerTask] = {
     "vt": RulerTask(variables, 30),
     "cwe": RulerTask(common_words, 120),
     "fwe": RulerTask(frequent_words, 50, least=20),
+    "code": RulerTask(function_of_a_body, 48),
 }
 
 

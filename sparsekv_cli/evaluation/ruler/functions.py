@@ -1,0 +1,89 @@
+"""The task ``code``: which function of a file has this body? It is ours, not RULER's.
+
+The functions are those of this program's own source, so the text is real code. Each name gets
+two words at its end: nobody can guess the name from the body, and no name exists twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from sparsekv_cli.evaluation.ruler.words import compound
+
+PACKAGE = Path(__file__).resolve().parents[2]
+# Not the folders that are tuned: a sample stays the same while a method changes.
+FOLDERS = ("calibration", "commands", "generation", "planning", "prefix", "sampling", "serve")
+LEAST_LINES, MOST_LINES = 4, 20  # of a body
+
+
+class Function(NamedTuple):
+    """A function's name, what follows the name up to its code, and the code."""
+
+    name: str
+    head: str
+    body: str
+
+    def text(self, name: str) -> str:
+        return f"def {name}{self.head}\n{self.body}\n"
+
+
+@cache
+def functions() -> tuple[Function, ...]:
+    """The program's functions, one a body, in the order of their files."""
+    found: dict[str, Function] = {}
+    for path in sorted(path for name in FOLDERS for path in (PACKAGE / name).rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        outer = ast.parse(source).body
+        methods = (node for each in outer if isinstance(each, ast.ClassDef) for node in each.body)
+        for node in (*outer, *methods):  # a function in a function is part of that one's body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
+                each = function_of(node, source.splitlines())
+                if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
+                    found.setdefault(each.body, each)
+    return tuple(each for each in found.values() if each.name not in each.body)
+
+
+def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
+    """``node`` without its decorators, from the lines of its file."""
+    has_docstring = ast.get_docstring(node) is not None and len(node.body) > 1
+    first = node.body[int(has_docstring)].lineno
+    text = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).splitlines()
+    n_head = first - node.lineno
+    head = "\n".join(text[:n_head]).removeprefix(f"def {node.name}")
+    return Function(node.name, head, "\n".join(text[n_head:]))
+
+
+def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
+    """A file of about ``n`` lines: its text, the name and body of one function, and its place.
+
+    The last function can end early, so that a file can have any length. In a file longer than the
+    program's own source, functions come again with other names. The place is 0 to 1.
+    """
+    depth, names = random.random(), set[str]()
+    asked, *others = random.sample(functions(), len(functions()))
+
+    def named(each: Function) -> str:
+        name = ""
+        while not name or name in names:
+            name = f"{each.name}_{compound(random).replace('-', '_')}"
+        names.add(name)
+        return name
+
+    asked_name = named(asked)
+    lines: list[str] = []
+    starts = []
+    for each in cycle(others):
+        if len(lines) >= n:
+            break
+        starts.append(len(lines))
+        lines += f"{each.text(named(each))}\n".splitlines()
+    place = starts[int(depth * len(starts))]
+    del lines[n:]
+    lines[place:place] = f"{asked.text(asked_name)}\n".splitlines()
+    return "\n".join(lines), asked_name, asked.body, place / n

@@ -1,0 +1,194 @@
+"""scripts/accuracy/real on a tiny model: its halves, its rows, its deadline, and its parts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from scripts_as_modules import load_script
+from tiny_models import make_model
+
+from sparsekv_cli.commands.eval.encode import encoder
+from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.evaluation.ruler.answers import answer_all
+from sparsekv_cli.evaluation.ruler.samples import RulerPlan
+from sparsekv_cli.evaluation.ruler.tasks import TASKS
+from sparsekv_cli.model import load_model
+
+real = load_script("accuracy/real")
+load_script("docs/results.py")
+parts = sys.modules["results_rows"]
+METHODS = ["full", "streaming:budget=8;dense_layers=none"]
+LENGTH = 1400
+SIZES = ["--lengths", str(LENGTH), "--samples", "1", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tiny") / "m.gguf", n_embd=128, n_ff=128)
+
+
+def run(path, file, *arguments, half="choose", methods=METHODS):
+    given = ["-m", str(path), "--half", half, "--methods", ",".join(methods), "--jsonl", str(file)]
+    return real.main([*given, *SIZES, *arguments])
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()[1:]]
+
+
+def test_the_halves_have_nothing_in_common():
+    choose, held = real.HELD_OUT.values()
+    assert list(real.HELD_OUT) == ["choose", "held"] and choose["seed"] != held["seed"]
+    files = []
+    for half in (choose, held):
+        paths = [real.ROOT / name for kind in ("code", "prose") for name in half[kind]]
+        files.append({each for path in paths for each in [path, *path.rglob("*")]})
+        assert all(path.exists() for path in paths) and len(files[-1]) >= len(paths)
+    assert not files[0] & files[1]
+    for half in real.HELD_OUT:
+        for task in real.TEXTS:
+            text = real.text_of(half, task, 30_000)
+            assert len(text) > 4 * 30_064, f"{half} {task}: too short for 30000 tokens"
+
+
+def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(
+    path, tmp_path, capsys, monkeypatch
+):
+    """Answers are those of ``eval ruler``, whether a prompt was computed or came from disk."""
+    monkeypatch.setattr(real, "PIECE", 512)
+    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1,kld_prose"]
+    assert run(path, file, *tasks, methods=METHODS[:1]) == 0
+    assert [row["computed_tokens"] > LENGTH / 2 for row in rows_of(file)] == [True, True]
+    before = file.read_text()
+    told = tmp_path / "told.json"
+    assert run(path, file, *tasks, "--json", str(told)) == 0
+    assert file.read_text().startswith(before)
+    rows = rows_of(file)
+    assert [(row["task"], row["name"]) for row in rows] == [
+        (task, name) for name in ("full", "streaming") for task in ("niah_single_1", "kld_prose")
+    ]
+    assert all(row["computed_tokens"] < 64 for row in rows[2:])
+    assert (rows[1]["kld"], rows[1]["top1"]) == (0, 1) and rows[3]["kld"] > 0
+    table = capsys.readouterr().out
+    full, streaming = json.loads(told.read_text())
+    assert f"| `{METHODS[0]}` | {full['niah_single_1']:.0f} of 1 | 0.0000 / 1.00 | 2 |" in table
+    assert streaming["kld_prose"] == rows[3]["kld"] and streaming["rows"] == 2
+    config = SessionConfig(threads=1, ctx_size=LENGTH + real.STEPS, device="cpu")
+    model = load_model(path, real.FULL, config)
+    plan = RulerPlan(["niah_single_1"], [LENGTH], 1, real.HELD_OUT["choose"]["seed"])
+    methods = real.parse_methods(",".join(METHODS))
+    (expected,) = answer_all(model, methods, plan, encoder(model, raw=False), ())
+    for row, each in zip((rows[0], rows[2]), expected, strict=True):
+        assert {name: row[name] for name in each} == json.loads(json.dumps(each))
+    assert run(path, file, *tasks) == 0 and rows_of(file) == rows
+
+
+def test_halves_are_not_mixed(path, tmp_path, capsys):
+    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1"]
+    assert run(path, file, *tasks, methods=METHODS[:1]) == 0
+    before = file.read_text()
+    assert run(path, file, *tasks, half="held", methods=METHODS[:1]) == 1
+    assert "of half 'choose', not 'held'" in capsys.readouterr().err
+    assert file.read_text() == before
+    with pytest.raises(SystemExit):
+        run(path, file, *tasks, half="choose,held")
+
+
+def test_a_deadline_stops_ahead_of_a_row_and_a_run_goes_on_there(path, tmp_path, capsys):
+    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1", "--deadline", "0"]
+    for n in (1, 2):
+        assert run(path, file, *tasks) == 0
+        assert [row["name"] for row in rows_of(file)] == ["full", "streaming"][:n]
+        assert ("would not end in time" in capsys.readouterr().err) == (n == 1)
+
+
+def test_the_slowest_rows_say_how_long_the_next_one_takes():
+    pace = real.Pace(time.perf_counter() + 60)
+    pace.check(8192, 8000)  # nothing is known
+    row = {"length": 8192, "seconds": 50, "prefill_s": 40, "prompt_tokens": 8000}
+    pace.add({**row, "computed_tokens": 8000})
+    pace.add({**row, "seconds": 2, "prefill_s": 1, "computed_tokens": 32})
+    pace.check(8192, 32)
+    pace.check(8192, 8000)
+    with pytest.raises(real.NoTimeError):
+        pace.check(8192, 11_000)  # 10 s, and 55 s of a prefill
+    pace.check(30_000, 11_000)  # no row of this length is known
+    pace.add({**row, "seconds": 70, "prefill_s": 2, "computed_tokens": 32})
+    with pytest.raises(real.NoTimeError):
+        pace.check(8192, 32)
+
+
+def test_changed_texts_are_other_samples(tmp_path, monkeypatch):
+    real.made_of.cache_clear()
+    first = real.made_of("choose", "kld_prose", LENGTH)
+    assert (
+        first
+        == real.made_of("choose", "kld_prose", LENGTH)
+        != real.made_of("held", "kld_prose", LENGTH)
+    )
+    (tmp_path / "a.txt").write_text("another text")
+    changed = {"choose": {"prose": [str(tmp_path / "a.txt")]}}
+    monkeypatch.setattr(real, "HELD_OUT", changed)
+    real.made_of.cache_clear()
+    assert real.made_of("choose", "kld_prose", LENGTH) != first
+    assert real.made_of("choose", "vt", LENGTH) != real.made_of("choose", "code", LENGTH)
+    real.made_of.cache_clear()
+
+
+def test_plan_and_names_of_tasks():
+    plan = list(real.planned(["vt", "kld_code"], [8192, 30_000], 2))
+    assert plan[:3] == [(8192, "vt", 0), (8192, "kld_code", 0), (8192, "vt", 1)]
+    assert len(plan) == 6
+    assert real.task_list("choice,vt,cwe") == [*real.CHOICE, "cwe"]
+    assert set(real.task_list("all")) == {*TASKS, *real.TEXTS}
+    with pytest.raises(real.argparse.ArgumentTypeError, match="'shoe': choose from choice, all"):
+        real.task_list("vt,shoe")
+
+
+# --- the parts of scripts/results -----------------------------------------------------------------
+
+
+class FakeRunner:
+    """Answers as the programs do."""
+
+    def __init__(self, folder):
+        self.unfinished, self.commands, self.models = folder, [], []
+
+    def cli(self, *arguments):
+        self.commands.append(" ".join(arguments))
+        test = {"n_prompt": 0, "n_gen": 4, "n_depth": 64, "n_seqs": 1, "n_threads": 2}
+        test |= {"samples_ts": [5.0], "ledger": dict.fromkeys(parts.HELD, 1), "fraction": None}
+        return SimpleNamespace(stdout=json.dumps([{"method": "full", **test}]))
+
+    def script(self, path, *arguments, may_end_with=0):
+        self.commands.append(" ".join((path, *arguments)))
+        self.models.append(arguments[1])
+        is_first = len(self.models) % 2
+        row = {"length": 8192, "spec": "full", "rows": 20 if is_first else 4, "vt": 100}
+        return [row if is_first else {**row, "vt": 50, "cwe": 25}]
+
+
+def test_parts_of_several_models(tmp_path):
+    sizes = {**parts.TINY, "trained": "/some/a.gguf /some/b.gguf"}
+    run = FakeRunner(tmp_path)
+    rows = parts.PARTS["real_speed"].measure(run, sizes)
+    assert [(row["model"], row["depth"]) for row in rows] == [("a", 64), ("b", 64)]
+    assert [line.split()[-6:-4] for line in run.commands] == [["--cache-dir", "prompts"]] * 2
+    run = FakeRunner(tmp_path)
+    rows = parts.PARTS["real_accuracy"].measure(run, sizes)
+    assert run.models == [f"/some/{x}.gguf" for x in "aabb"] and len(rows) == 2
+    assert rows[1] == {
+        "length": 8192,
+        "spec": "full",
+        "rows": 20,
+        "vt": 100,
+        "cwe": 25,
+        "model": "b",
+    }
+    assert not any("/some" in line for line in run.commands) and "--half held" in run.commands[0]
+    alone = parts.PARTS["real_accuracy"].measure(FakeRunner(tmp_path), parts.TINY)
+    assert [row["model"] for row in alone] == ["smollm2"]
