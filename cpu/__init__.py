@@ -1,4 +1,4 @@
-"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference beside it."""
+"""Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference in the same file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparsekv_cli.errors import SparseKVError
 
 
 def _check_environment() -> None:
-    """SparseKVError for what numba is told by the environment and no kernel can work with."""
+    """Raises SparseKVError for environment settings of numba that no kernel can work with."""
     refused = {
         "NUMBA_DISABLE_JIT": (lambda n: n != 0, "kernels run compiled only: unset it"),
         "NUMBA_NUM_THREADS": (lambda n: n < 1, "it must be 1 or more: unset it, and use -t"),

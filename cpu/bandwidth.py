@@ -1,4 +1,4 @@
-"""Reading memory as fast as it goes: the probe behind the roofline lines of ``bench``."""
+"""Reads memory as fast as it goes: the probe for the roofline lines of ``bench``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A signal that ends the process with one line, in native code: nothing waits for the GIL.
 
-For signals that find Python unable to answer: the thread that raised SIGBUS is inside compiled
-code, and an alarm goes off while a C call holds the GIL.
+It serves signals that Python cannot answer. The thread that raised SIGBUS is inside compiled code.
+An alarm goes off while a C call holds the GIL.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install(signal_number: int, message: bytes) -> Iterator[None]:
 
 @cache
 def _handler(message: bytes) -> tuple[object, int]:
-    """What keeps the compiled handler alive, and its address; compiling takes some milliseconds."""
+    """Returns the object that keeps the compiled handler alive, and the handler's address."""
     number, size, text = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
     module = ir.Module("last_words")
     module.triple = binding.get_process_triple()

@@ -1,4 +1,4 @@
-"""What launchers check of their arguments before a kernel gets bare pointers."""
+"""The checks that launchers do on their arguments before a kernel gets bare pointers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check(
     *,
     strided: bool = False,
 ) -> None:
-    """ValueError unless ``x`` is of the type, shape (None: any size) and place expected.
+    """Raises ValueError unless ``x`` is of the type, shape (None: any size) and place expected.
 
     strided: only the last dimension must be contiguous, otherwise all of it.
     """
@@ -37,7 +37,7 @@ def check(
 def check_on_host(
     name: str, x: torch.Tensor, shape: tuple[int | None, ...], device: torch.device
 ) -> None:
-    """ValueError unless ``x`` is f16 host memory that ``device`` reaches."""
+    """Raises ValueError unless ``x`` is f16 host memory that ``device`` reaches."""
     check(name, x, torch.float16, shape, torch.device("cpu"), strided=True)
     if device.type == "cuda" and x.numel() and not x.is_pinned():  # none is pinned that is empty
         raise ValueError(f"{name} is pageable: expected pinned memory")

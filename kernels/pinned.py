@@ -1,8 +1,8 @@
 """Page-locked memory of the host, which kernels read and write over the bus, to the byte.
 
 torch rounds what it pins up to a power of two, and keeps it. This is memory of the operating system
-that is registered with CUDA, as much as is asked for in whole pages, and unregistered with its last
-tensor.
+that is registered with CUDA. It has the asked size in whole pages, and is unregistered with its
+last tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the fused CPU kernels of a decode step work on: the layers' records and the buffers.
+"""The layers' records and the buffers of the fused CPU kernels of a decode step.
 
 A step has a row for each sequence. This is the one place that fills the records of
 cpu/layer/decode.py.
@@ -37,9 +37,10 @@ LayerInputs = tuple[np.ndarray, ...]
 class DecodeStep:
     """Records and buffers for steps of up to ``capacity`` rows.
 
-    x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: q, k, v, q_nope, k_nope of layer i
-    and row b, f32 views (heads, 1, d padded to 16), in the order of AttnInput; of a recurrent layer
-    the rows and gates of StateInput, f32 views (1, width).
+    x: f32 (capacity, n_embd), the residual stream. inputs[i][b]: the inputs of layer i and row b.
+    These are q, k, v, q_nope, k_nope, f32 views (heads, 1, d padded to 16), in the order of
+    AttnInput. For a recurrent layer they are the rows and gates of StateInput, f32 views (1,
+    width).
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class DecodeStep:
         return on_lines((self.capacity, width), dtype, zeros=True)
 
     def set_position(self, b: int, pos: int, ropes: RopeTables) -> None:
-        """What row b's position decides."""
+        """Sets what depends on the position of row b."""
         cos, sin, window_cos, window_sin = self._turns
         cos[b], sin[b], self._q_scale[b] = (
             ropes.full.cos[pos], ropes.full.sin[pos], ropes.full.q_scale[pos]
@@ -168,14 +169,14 @@ class DecodeStep:
         }
 
     def _state_inputs(self, weights: StateWeights) -> list[LayerInputs]:
-        """Views (1, width) of each row's projections, which lie one behind the other."""
+        """Returns views (1, width) of each row's projections, which lie one after the other."""
         n_wide, n_gates = (sum(w.n_rows for w in part) for part in (weights.wide, weights.gates))
         rows = self._projected.reshape(-1)[: self.capacity * (n_wide + n_gates)]
         rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
         return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
     def begin_inputs(self, tokens: Sequence[int]) -> None:
-        """What the layers have beside x, which holds the tokens' embeddings."""
+        """Makes the layers' own inputs from x, which holds the tokens' embeddings."""
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
 
     def project(self, n_rows: int, i: int = 0) -> None:

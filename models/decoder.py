@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.chunk_steps import ChunkSteps, FusedBF16ChunkSteps, FusedChunkSteps
 from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
@@ -39,7 +40,6 @@ from sparsekv_cli.models.matmul import (
 )
 from sparsekv_cli.models.repack import repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
-from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows, Rows
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
 # Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
@@ -52,11 +52,11 @@ FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 
 
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
-    """The type of a prefill's products for --prefill-dtype ``wanted``.
+    """Returns the type of a prefill's products for --prefill-dtype ``wanted``.
 
-    auto: bf16 where the CPU has tiles of it (AMX) and heads have an even size, otherwise int8 where
-    it has byte products, otherwise f32. SparseKVError for bf16 where the products of it do not
-    work.
+    auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
+    takes int8 where the CPU has byte products, and f32 elsewhere. Raises SparseKVError for bf16
+    where the products of it do not work.
     """
     if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"
@@ -68,10 +68,10 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 
 
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
-    """The type of the rows between a prefill's products, and of its attention: f32 or bf16.
+    """Returns the type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
-    Products in bf16 and int8 take bf16 where the CPU multiplies it (AMX or AVX-512 BF16) and heads
-    have an even size.
+    Products in bf16 and int8 take bf16 if heads have an even size and the CPU multiplies bf16 (AMX
+    or AVX-512 BF16).
     """
     has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0
     return "bf16" if has_bf16 else "f32"
@@ -129,15 +129,15 @@ class Decoder(Forward):
         self._step = self._new_step(1)
 
     @cached_property
-    def _few(self) -> tuple[Rows, Any]:
+    def _few(self) -> tuple[ChunkSteps, Any]:
         """The steps between a prefill's products, and the products, for few rows."""
-        return FusedRows(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
+        return FusedChunkSteps(*self._model, self.n_threads), FewRowsProducts(self.n_threads)
 
     @cached_property
-    def _many(self) -> tuple[Rows, Any]:
+    def _many(self) -> tuple[ChunkSteps, Any]:
         """The same for any number of rows."""
         is_bf16 = self.rows_dtype == "bf16"
-        rows = (FusedBF16Rows if is_bf16 else FusedRows)(*self._model, self.n_threads)
+        rows = (FusedBF16ChunkSteps if is_bf16 else FusedChunkSteps)(*self._model, self.n_threads)
         products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
         return rows, IntegerProducts(products) if self.prefill_dtype == "int8" else products
 
@@ -166,7 +166,7 @@ class Decoder(Forward):
                     StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
                 )
                 out = cache.decode(x)
-                cache.learn()
+                cache.end_step()
                 goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
                 attended.append(out.copy() if goes_on else out)
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
@@ -210,7 +210,7 @@ class Decoder(Forward):
         return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """The output head; few rows are multiplied with the quantised weights."""
+        """Returns the output head; few rows are multiplied with the quantised weights."""
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)

@@ -1,7 +1,6 @@
 """A mixture of experts: a router chooses a few gated feed-forward layers for each token.
 
-What the kernels of cpu/experts/ work on: ``ExpertSteps`` in decode steps, ``prefill_experts`` in a
-prefill.
+``ExpertSteps`` runs the kernels of cpu/experts/ in decode steps, ``prefill_experts`` in a prefill.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
-from sparsekv_cli.models.rows import Rows
+from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
 
@@ -26,12 +25,12 @@ class StackProducts(Protocol):
     """The products of a prefill, by names that say whose memory a result may share."""
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Callable[[Any], Any]:
-        """The product of stacked matrices, whose rows follow one another."""
+        """Returns the product of stacked matrices, whose rows follow one another."""
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Callable[[Any], Any]:
-        """The product of all experts' matrices with the rows of an array that take them.
+        """Returns the product of all experts' matrices with the rows of an array that take them.
 
         Expert e takes the inputs rows[p], offsets[e] <= p < offsets[e + 1]; results are in the
         order of p.
@@ -43,10 +42,10 @@ def prefill_experts(
     ffn_norm: np.ndarray,
     x: np.ndarray,
     products: StackProducts,
-    rows: Rows,
+    rows: ChunkSteps,
     n_threads: int,
 ) -> np.ndarray:
-    """The output f32 (T, n_embd) of a chunk x, f32 too.
+    """Returns the output f32 (T, n_embd) of a chunk x, f32 too.
 
     ffn_norm: of the layer. rows: of the type of the products.
     """
@@ -90,7 +89,7 @@ def prefill_experts(
 
 
 def expert_matrices(layer: LayerWeights, n_planes: int) -> np.ndarray:
-    """The matrix table of a layer with experts, as cpu/experts/decode.py reads it."""
+    """Returns the matrix table of a layer with experts, as cpu/experts/decode.py reads it."""
     assert isinstance(layer.ffn, ExpertWeights)
     shared = layer.ffn.shared
     return np.concatenate(

@@ -1,7 +1,7 @@
 """The dense forward pass of a prompt, layer by layer: every prefill, on the CPU and on a device.
 
-Thousands of rows go through one layer ahead of the next, so that each layer's matrices are
-dequantised once for all of them.
+Thousands of rows go through one layer ahead of the next. Each layer's matrices are then dequantised
+once for all rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import FULL, NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
-from sparsekv_cli.models.rows import Rows
 from sparsekv_cli.models.weights import Weights
 
 OnProgress = Callable[[int, int], None]  # called with the rows that are done, and all rows
@@ -66,11 +66,11 @@ class Copies:
     joining: Sequence[int] = ()
 
     def begin(self, x: Any) -> Any:
-        """The rows ahead of the first layer, of the embeddings x."""
+        """Returns the rows ahead of the first layer, of the embeddings x."""
         return x[:0] if self.joining else x
 
-    def ahead(self, i: int, x: Any, rows: Rows) -> Any:
-        """The rows that go through layer i, of x, which are those of the layer before."""
+    def ahead(self, i: int, x: Any, rows: ChunkSteps) -> Any:
+        """Returns the rows that go through layer i, of x, which are those of the layer before."""
         if not self.joining:
             self.streams.append(rows.join([x]))
             return x
@@ -94,7 +94,7 @@ class Forward(ABC):
     chunk: int
     prefill_dtype: str
     rows_dtype: str
-    rows: Rows
+    rows: ChunkSteps
     layers: Sequence[Any]
     output_norm: Any
 
@@ -102,10 +102,10 @@ class Forward(ABC):
     def products(self, i: int) -> Mapping[str, Product]:
         """Layer i's products by name; valid until the next layer's are asked for.
 
-        They are qkv, o and, for ``feed_forward``, gate_up and down where it has no experts; of a
-        recurrent layer also gates, where it has them.
+        The products are qkv and o. Layers without experts also have gate_up and down, for
+        ``feed_forward``. Recurrent layers may also have gates.
 
-        A product maps rows of the compute type, (T, columns), to (T, rows of the matrix); its
+        A product maps rows of the compute type, (T, columns), to (T, rows of the matrix). Its
         result is valid until it is called again.
         """
 
@@ -114,7 +114,7 @@ class Forward(ABC):
         """Adds a chunk's rows to a cache; their dense causal attention (H, T, d_v), as x.q is."""
 
     def feed_forward(self, i: int, products: Mapping[str, Product], x: Any) -> Any:
-        """What layer i's feed-forward adds to x f32 (T, n_embd), before its scale."""
+        """Returns what layer i's feed-forward adds to x f32 (T, n_embd), before its scale."""
         normed = self.rows.norm(x, self.layers[i].ffn_norm)
         return products["down"](self.rows.gate(products["gate_up"](normed)))
 
@@ -136,7 +136,7 @@ class Forward(ABC):
         """f32 (T, n_embd) -> f32 (T, n_vocab), or only the logits of the tokens ``vocabulary``."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
-        """The logits with the model's softcap, in place."""
+        """Returns the logits with the model's softcap, in place."""
         softcap = np.float32(self.hparams.logit_softcap)
         if softcap:
             np.tanh(np.divide(logits, softcap, out=logits), out=logits)
@@ -151,7 +151,7 @@ class Forward(ABC):
         return False
 
     def embed(self, ids: Sequence[int]) -> Any:
-        """The tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
+        """Returns the tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
         values = dot.dequantize(embedding.code, rows, embedding.n_columns)
@@ -230,14 +230,13 @@ class Forward(ABC):
         """Dense forward pass of T rows from position ``pos`` on. Yields after chunks and layers.
 
         Returns logits f32 (n_vocab,) of the last row. With ``all_logits`` it returns those of all
-        rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``.
-        attend: how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with
-        each layer and its cache, which has all rows. A long prompt goes through the layers in parts
-        of ROWS_AT_ONCE rows, so that its residual stream never exists as a whole. It goes as a
-        whole if a cache needs that (``can_prefill_in_parts``) or all logits are wanted.
-        copies: with all logits only. The rows that join are copies of those that it has, and ids
-        are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64; None takes
-        all.
+        rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``. attend:
+        how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with each layer
+        and its cache, which has all rows. A long prompt goes through the layers in parts of
+        ROWS_AT_ONCE rows. Its residual stream then never exists as a whole. It goes as a whole if a
+        cache needs that (``can_prefill_in_parts``) or all logits are wanted. copies: with all
+        logits only. The rows that join are copies of those that it has, and ids are the ids of all
+        copies. vocabulary: the tokens whose logits are wanted, int64; None takes all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)

@@ -89,14 +89,13 @@ class LayerParams:
 class HParams:
     """Sizes of a decoder.
 
-    n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd).
-    embedding_scale, residual_scale: factors of the embeddings, and of what each attention and
-    feed-forward adds to the residual stream. logit_scale: what divides the logits.
-    temperature_scale: t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original)).
-    logit_softcap: c of logits c tanh(logit / c), 0 for none. window_rope: RoPE of the window
-    layers, None: as that of the others. n_layer_input: length of each layer's own input, 0: there
-    is none.
-    n_skipped: blocks behind the layers that predict further tokens (MTP), which are not run.
+    n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd). embedding_scale,
+    residual_scale: factors of the embeddings, and of what each attention and feed-forward adds to
+    the residual stream. logit_scale: what divides the logits. temperature_scale: t of the queries'
+    factor 1 + t ln(1 + floor(position / n_ctx_original)). logit_softcap: c of logits c tanh(logit /
+    c), 0 for none. window_rope: RoPE of the window layers, None: as that of the others.
+    n_layer_input: length of each layer's own input, 0: there is none. n_skipped: blocks after the
+    layers that predict further tokens (MTP). They are not run.
     """
 
     architecture: str
@@ -136,7 +135,7 @@ class HParams:
 
     @property
     def window_n_rot(self) -> int:
-        """Those of the window layers."""
+        """The rotated dims of the window layers."""
         return max((each.n_rot for each in self.layers if each.kind == WINDOW), default=0)
 
     @property
@@ -151,7 +150,7 @@ class HParams:
 
     @property
     def host_only(self) -> str:
-        """What of the model runs on the CPU only, in words; empty if nothing does."""
+        """The parts of the model that run on the CPU only, in words. Empty if there are none."""
         return "experts" if self.has_experts else self.other_layers
 
     @property
@@ -169,7 +168,7 @@ class HParams:
 
 
 def read_architecture(file: GGUFFile) -> str:
-    """``general.architecture``; SparseKVError if missing, empty or no string."""
+    """``general.architecture``. Raises SparseKVError if missing, empty or no string."""
     key = "general.architecture"
     name = file.metadata.get(key)
     if name is None:
@@ -184,9 +183,9 @@ def read_architecture(file: GGUFFile) -> str:
 def read_hparams(file: GGUFFile) -> HParams:
     """Hyper-parameters of a decoder of any architecture that uses llama.cpp's common keys.
 
-    Those of an unknown architecture are read as if it had nothing of its own. Raises SparseKVError
-    for a missing, mistyped or impossible value, naming key and value; UnsupportedModelError for
-    bidirectional attention and other kinds of rotary scaling, experts and routing.
+    An unknown architecture is read as one without parts of its own. Raises SparseKVError, which
+    names key and value, for a missing, mistyped or impossible value. Raises UnsupportedModelError
+    for bidirectional attention and for other kinds of rotary scaling, experts and routing.
     """
     name = read_architecture(file)
     plain = Architecture(name, rope_interleaved=False)

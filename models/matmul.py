@@ -60,7 +60,7 @@ class FewRowsProducts:
         return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        """The product of stacked matrices, whose rows follow one another."""
+        """Returns the product of stacked matrices, whose rows follow one another."""
         return partial(self._multiply, matrix_table(parts, self._n_planes))
 
     def of_experts(
@@ -96,7 +96,7 @@ class FewRowsProducts:
 def room(
     kept: dict[str, np.ndarray], name: str, n_rows: int, n_columns: int, dtype: Any
 ) -> np.ndarray:
-    """An uninitialised matrix in the memory that ``kept`` has under this name."""
+    """Returns an uninitialised matrix in the memory that ``kept`` has under this name."""
     size = n_rows * n_columns
     if name not in kept or len(kept[name]) < size:
         kept[name] = on_lines(size, dtype)
@@ -106,8 +106,8 @@ def room(
 class ManyRowsProducts(ABC):
     """Products of any number of rows.
 
-    All results of one name share their memory, so a result is valid until the next one of its name,
-    or ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
+    All results of one name share their memory. A result is valid until the next one of its name, or
+    until ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
     """
 
     dtype: Any  # of rows and results
@@ -126,7 +126,7 @@ class ManyRowsProducts(ABC):
 
     @abstractmethod
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        """The product of stacked matrices, whose rows follow one another."""
+        """Returns the product of stacked matrices, whose rows follow one another."""
 
     @abstractmethod
     def of_experts(
@@ -135,7 +135,7 @@ class ManyRowsProducts(ABC):
         """See ``StackProducts``."""
 
     def _room(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """The memory for the result of this name."""
+        """Returns the memory for the result of this name."""
         return room(self._results, name, n_rows, n_columns, self.dtype)
 
 

@@ -17,8 +17,8 @@ SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine
 def wants_repacking(weights: Weights, choice: str) -> bool:
     """Whether to repack: ``on``, ``off``, or ``auto``.
 
-    ``auto`` repacks if the copy is small beside the machine's memory; the file's own pages may stay
-    in the system's cache.
+    ``auto`` repacks if the copy is small compared with the machine's memory. The file's own pages
+    may stay in the system's cache.
     """
     if choice != "auto":
         return choice == "on"

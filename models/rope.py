@@ -1,8 +1,9 @@
 """Rotary position embedding: angles per position, with linear, YaRN, Llama 3 and LongRoPE scaling.
 
-Formulas: RoFormer (arXiv:2104.09864), YaRN (arXiv:2309.00071) as ggml_rope_yarn computes it; names
-and defaults of the keys: llama.cpp's load_hparams and the constructor of llama_context.
-Everything after the rotation uses half-split pairs (i, i + n_rot/2), whatever the file's pairing.
+Sources of the formulas: RoFormer (arXiv:2104.09864), and YaRN (arXiv:2309.00071) as ggml_rope_yarn
+computes it. Names and defaults of the keys are those of llama.cpp's load_hparams and of the
+constructor of llama_context. Everything after the rotation uses half-split pairs (i, i + n_rot/2),
+whatever the file's pairing.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 class RopeParams:
     """Rotary embedding as the file states it; the decoder turns this into angles.
 
-    freq_base: theta of pair i is freq_base ** (-2 i / n_rot) before scaling.
-    scaling: one of ROPE_SCALINGS.  Models with Llama 3's scaling and LongRoPE bring tensors by
-        whose values the angles are divided, and may say nothing here.
-    factor: by how much the context was stretched; angles are multiplied by ``freq_scale``.
-    n_ctx_original: context length before stretching; YaRN's ramp depends on it.
+    freq_base: theta of pair i is freq_base ** (-2 i / n_rot) before scaling. scaling: one of
+    ROPE_SCALINGS. Models with Llama 3's scaling and LongRoPE bring tensors that divide the angles.
+    They may say nothing here. factor: by how much the context was stretched; angles are multiplied
+    by ``freq_scale``. n_ctx_original: context length before stretching; YaRN's ramp depends on it.
     ext_factor: YaRN's blend of stretched and original angles (1 for yarn, 0 otherwise by default).
     attn_factor: ``rope.scaling.attn_factor``; yarn_attn_factor: ``rope.scaling.yarn_attn_factor``.
     beta_fast, beta_slow: turns within n_ctx_original where YaRN's ramp ends and begins.
@@ -48,16 +48,16 @@ class RopeParams:
 
     @property
     def freq_scale(self) -> float:
-        """What multiplies every (interpolated) angle: 1 / factor, or 1 without scaling."""
+        """The factor of every (interpolated) angle: 1 / factor, or 1 without scaling."""
         return 1.0 if self.scaling == "none" else 1.0 / self.factor
 
     @property
     def magnitude(self) -> float:
-        """What multiplies cos and sin.
+        """The factor of cos and sin.
 
-        With ext_factor = 0 it is yarn_attn_factor * attn_factor.  Otherwise llama.cpp replaces
-        yarn_attn_factor by m(1) / m(log_multiplier) / (1 + 0.1 ln f), m(x) = 1 + 0.1 x ln f for
-        f > 1 and else 1, and its rope kernel multiplies by (1 + 0.1 ln f) again.
+        With ext_factor = 0 it is yarn_attn_factor * attn_factor. Otherwise llama.cpp replaces
+        yarn_attn_factor by m(1) / m(log_multiplier) / (1 + 0.1 ln f). Here m(x) = 1 + 0.1 x ln f
+        for f > 1, and else 1. Its rope kernel multiplies by (1 + 0.1 ln f) again.
         """
         if self.ext_factor == 0.0:
             return self.yarn_attn_factor * self.attn_factor
@@ -139,7 +139,7 @@ class RopeTables:
         self.full, self.window = full, window
 
     def of(self, kind: str) -> Any:
-        """The table of a layer of this kind."""
+        """Returns the table of a layer of this kind."""
         return self.window if kind == WINDOW else self.full
 
     def reserve(self, n_positions: int) -> None:
@@ -149,7 +149,7 @@ class RopeTables:
 
 
 class RopeTable:
-    """What depends on the position, extended as positions are asked for.
+    """Tables by position. They grow when later positions are asked for.
 
     cos, sin: f32 (positions, n_rot/2). q_scale: f32 (positions,), which multiplies the queries:
     1 + temperature ln(1 + floor(position / n_ctx_original)), as llama.cpp's

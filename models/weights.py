@@ -27,11 +27,13 @@ from sparsekv_cli.models.layers.state_weights import read_mixer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(ABC):
-    """What all layers have. o: the output projection of attention, or of what is in its place.
+    """The weights that all layers have.
+
+    o: the output projection of attention, or of what is in its place.
 
     attn_post_norm, ffn_post_norm: f32 (n_embd,), where the architecture has them, of what the block
     adds to the residual stream. input: what it does with an input of its own, None: it has none.
-    scale: of the residual stream behind it.
+    scale: of the residual stream after the layer.
     """
 
     attn_norm: np.ndarray
@@ -49,7 +51,7 @@ class LayerWeights(ABC):
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
-        """The layer with other matrices of ``inputs``."""
+        """Returns the layer with other matrices of ``inputs``."""
 
     def attention(self) -> tuple[Linear, ...]:
         return (*self.inputs(), self.o)
@@ -62,16 +64,18 @@ class LayerWeights(ABC):
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
-        """The layer with every matrix of ``linears`` changed."""
+        """Returns the layer with every matrix of ``linears`` changed."""
         layer = self.with_inputs(tuple(change(linear) for linear in self.inputs()))
         return replace(layer, o=change(self.o), ffn=self.ffn.mapped(change))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(LayerWeights):
-    """A layer with attention. Where the architecture has them, q_norm, k_norm: f32 (head_dim,);
-    v_norm: ones f32 (value_dim,); sinks: f32 (n_head,), of each head a score without a value in the
-    softmax. kv: the projections of keys and values, or none in a layer that reads another's rows.
+    """A layer with attention.
+
+    q_norm, k_norm: f32 (head_dim,). v_norm: ones f32 (value_dim,). sinks: f32 (n_head,), for each
+    head a score without a value in the softmax. An architecture may lack each of them. kv: the
+    projections of keys and values, or none in a layer that reads another's rows.
     """
 
     q: Linear
@@ -91,7 +95,7 @@ class AttentionWeights(LayerWeights):
 
     @property
     def biases(self) -> tuple[np.ndarray | None, ...]:
-        """Those of q, k and v."""
+        """The biases of q, k and v."""
         return tuple(linear.bias for linear in self.inputs()) + (None,) * (2 - len(self.kv))
 
     def inputs(self) -> tuple[Linear, ...]:
@@ -174,7 +178,7 @@ class _Reader(TensorReader):
         )
 
     def attention(self, at: str, i: int, hparams: HParams, architecture: Architecture) -> Any:
-        """The fields of AttentionWeights that are the attention's own."""
+        """Returns the fields of AttentionWeights that are the attention's own."""
         n_embd, layer, bias = hparams.n_embd, hparams.layers[i], architecture.qkv_bias
         d, d_v, has_norm = layer.head_dim, layer.value_dim, architecture.qk_norm
         n_q = layer.n_head * d * (1 + layer.output_gate)
@@ -201,7 +205,7 @@ class _Reader(TensorReader):
         }
 
     def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
-        """A gated feed-forward with gate and up in one tensor."""
+        """Returns a gated feed-forward with gate and up in one tensor."""
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
         gate, up = self.split(both, (n_ff, n_ff))
         return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
@@ -242,7 +246,7 @@ class _Reader(TensorReader):
         )
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
-        """What divides the angles: rope_freqs, or LongRoPE's factors for a context of n_ctx."""
+        """Returns the divisors of the angles: rope_freqs, or LongRoPE's factors for n_ctx."""
         half, chosen = hparams.n_rot // 2, None
         is_long = n_ctx > hparams.rope.n_ctx_original
         names = ("rope_freqs", "rope_factors_short", "rope_factors_long")

@@ -11,8 +11,9 @@ from sparsekv_cli.option import check_options, option
 class SessionConfig:
     """How a session runs, independent of the method; see each field's help.
 
-    prefill_dtype: ``auto`` is bf16 on a GPU and on a CPU with tiles of it (AMX), otherwise int8
-        (sums of integers over inputs rounded to 8 bits) on x86 with AVX2, otherwise f32.
+    prefill_dtype: the type of the prefill's products. ``auto`` takes bf16 on a GPU and on a CPU
+    with AMX tiles. On x86 with AVX2 it takes int8: sums of integers over inputs rounded to 8 bits.
+    Elsewhere it takes f32.
     """
 
     ctx_size: int = option(

@@ -1,4 +1,4 @@
-"""What computes the rows of sequences: the two verbs of every engine, and the CPU's engine."""
+"""The engines compute the rows of sequences, by two verbs. This file has the CPU's engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DecoderEngine(ABC):
         rows: PromptRows | None = None,
         all_logits: bool = False,
     ) -> Generator[Progress, None, np.ndarray]:
-        """As Engine.prefill. rows: used at the beginning of a sequence, without ``all_logits``."""
+        """See Engine.prefill. rows: used at the beginning of a sequence, without ``all_logits``."""
         if len(ids) == 0:
             raise SparseKVError("the prompt is empty: give at least one token")
         self._check([sequence], [ids])
@@ -124,7 +124,6 @@ class DecoderEngine(ABC):
     def decode(
         self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample] = ()
     ) -> list[list[Outcome]]:
-        """As Engine.decode."""
         self._check(sequences, rows)
         started = time.perf_counter()
         try:

@@ -9,7 +9,7 @@ class SparseKVError(Exception):
 
 
 class BusyError(SparseKVError):
-    """As much is done as may be done at once: the same may be asked later."""
+    """The server does as much as it may do at once. The caller may ask again later."""
 
 
 class LostModelError(SparseKVError):

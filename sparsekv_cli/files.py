@@ -20,7 +20,7 @@ DAY = 86400  # seconds
 
 
 def user_cache(name: str) -> Path | None:
-    """A file or folder in the user's cache; None where there is no home folder."""
+    """Returns a file or folder in the user's cache; None where there is no home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -29,7 +29,9 @@ def user_cache(name: str) -> Path | None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """A regular file, open for reading. OSError for any other: to open a pipe might take for ever.
+    """Returns a regular file, open for reading.
+
+    Raises OSError for any other: to open a pipe might take for ever.
 
     A link to a regular file is one.
     """
@@ -49,14 +51,14 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole, or leaves it as it is. Only the user may read it. OSError."""
+    """Replaces a file as a whole, or not at all. Only the user may read it. Raises OSError."""
     with replacing(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
-    """A new file that replaces ``path`` at the end of the block. OSError.
+    """A new file that replaces ``path`` at the end of the block. Raises OSError.
 
     If the block fails, ``path`` stays as it is. The umask changes ``mode``.
     """

@@ -104,7 +104,7 @@ def _build(name: str, budget: str | int | None, options: Mapping[str, Any] | Non
 class LanguageModel:
     """A model that ``load`` has opened. It answers one call at a time.
 
-    What a prompt has in common with the last one is not computed again.
+    It does not compute the common beginning of a prompt and the last one again.
     """
 
     def __init__(self, model: Model) -> None:
@@ -179,11 +179,11 @@ class LanguageModel:
     def generate(self, prompt: str, *, stream: bool = False, **given: Any) -> Reply | Stream:
         """Goes on with a text, without the chat template.
 
-        given: ``max_tokens`` (the most tokens; as many as fit without it), ``stop`` (a text or
-        several), ``method``, ``budget`` and ``method_options`` of this call; and the parameters
-        that a line of ``run --jsonl`` has: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-        ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises SparseKVError for an
-        unknown parameter or a bad value.
+        given: ``max_tokens`` is the most tokens; as many as fit without it. ``stop`` is a text or
+        several. ``method``, ``budget`` and ``method_options`` are those of this call. The
+        parameters of a line of ``run --jsonl`` are accepted too: ``temperature``, ``top_p``,
+        ``top_k``, ``min_p``, ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises
+        SparseKVError for an unknown parameter or a bad value.
         """
         self._check_open()
         ids = prompt_ids(self._model, prompt, None, raw=True, parse_special=True)
@@ -212,7 +212,7 @@ class LanguageModel:
     def _pieces(
         self, ids: list[int], call: _Call, attention: Attention, *, is_chat: bool
     ) -> Iterator[str | Reply]:
-        """The pieces of an answer, then the whole of it."""
+        """Yields the pieces of an answer, then the whole of it."""
         import numba
 
         if not self._is_free.acquire(blocking=False):
@@ -284,7 +284,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call asks for."""
+    """The checked parameters of one call."""
 
     sampling: SamplingOptions
     seed: int | None

@@ -22,7 +22,7 @@ from sparsekv_cli.warmup import OnCompile
 def find_device(name: str) -> tuple[Any, str]:
     """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
 
-    None is the CPU. SparseKVError for cuda where there is none.
+    None is the CPU. Raises SparseKVError for cuda where there is none.
     """
     if name == "cpu" or (name == "auto" and not may_have_device()):
         return None, ""
@@ -96,7 +96,7 @@ def open_engine(
 
 
 def _check_context(hparams: HParams, method: Method, n_ctx: int) -> None:
-    """SparseKVError if a context that the user asks for is larger than the machine's memory."""
+    """Raises SparseKVError if a context that the user states exceeds the machine's memory."""
     if not method.holds_all_rows:
         return
     types = method.cache_type_k, method.cache_type_v

@@ -29,8 +29,8 @@ def large_code() -> Iterator[tuple[int, int]]:
 def release_code() -> None:
     """Releases the pages of large libraries' code; those that run are mapped again.
 
-    Opening a model runs up to 120 MB of code, mostly LLVM's, of which prefill and decode run a
-    small part. The pages stay in the system's cache of the file as long as there is memory.
+    Opening a model runs up to 120 MB of code, mostly LLVM's. Prefill and decode run a small part of
+    it. The pages stay in the system's cache of the file as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -60,8 +60,8 @@ def physical_memory() -> int | None:
 def available_memory() -> int | None:
     """Bytes that this process can still take without swapping; None if the system does not tell.
 
-    On Linux what is free or can be freed, on the machine and in the control groups of the process;
-    elsewhere all memory there is.
+    On Linux this is the memory that is free or can be freed. It counts the machine and the control
+    groups of the process. Elsewhere it is all memory.
     """
     rooms = [room for room in (_free_on_linux(), *_free_in_groups()) if room is not None]
     return max(0, min(rooms)) if rooms else physical_memory()
@@ -79,14 +79,14 @@ def container_limit() -> int | None:
 
 
 def _free_in_groups() -> Iterator[int]:
-    """What each control group of the process leaves, from its own up to the root."""
+    """Yields the bytes that each control group of the process leaves, its own group first."""
     for most, taken, droppable in _groups():
         if taken is not None:
             yield most - taken + droppable
 
 
 def _groups() -> Iterator[tuple[int, int | None, int]]:
-    """The control groups of the process that have a limit, from its own up to the root.
+    """Yields the control groups of the process that have a limit, from its own up to the root.
 
     Bytes that a group allows, bytes that it uses, and of those what can be dropped.
     """

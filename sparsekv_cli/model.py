@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """What was opened. Its sequences own all that changes. ``load_model`` makes it."""
+    """An opened model, which does not change. Its sequences own the state. See ``load_model``."""
 
     gguf: GGUFFile
     hparams: HParams
@@ -100,7 +100,7 @@ class Model:
             return Attention(method, specs, 0)
         if n < 0:
             n = depth.sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
-        return Attention(depth.dense_up_to(method, n) if n else method, specs, n)
+        return Attention(depth.with_sparse_from(method, n) if n else method, specs, n)
 
     def prepare(
         self,

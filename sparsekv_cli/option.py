@@ -41,7 +41,7 @@ class Allowed:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The choices and bounds that there are."""
+        """Returns the choices and bounds that there are."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if value not in (None, ())}
 
@@ -79,7 +79,7 @@ def option(
     flags: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Any:
-    """A dataclass field that is an option; its type is that of its default.
+    """Returns a dataclass field that is an option; its type is that of its default.
 
     flags: its spellings on the command line, where that is not the name with two dashes before it.
     metavar: what its value is called there.
@@ -90,24 +90,26 @@ def option(
 
 
 def options_of(owner: Any) -> dict[str, Field[Any]]:
-    """The options of a dataclass, or of an instance of one, by name."""
+    """Returns the options of a dataclass, or of an instance of one, by name."""
     return {each.name: each for each in fields(owner) if "allowed" in each.metadata}
 
 
 def allowed_values(declared: Field[Any]) -> Allowed:
-    """The choices and bounds of an option."""
+    """Returns the choices and bounds of an option."""
     return declared.metadata["allowed"]
 
 
 def check_options(owner: Any) -> None:
-    """Checks every option of an instance; ValueError names option, value and what it must be."""
+    """Checks every option of an instance. Raises ValueError, which names option and value."""
     for declared in options_of(owner).values():
         check_value(declared, getattr(owner, declared.name))
 
 
 def check_value(declared: Field[Any], value: Any) -> None:
-    """ValueError unless an option may have this value: of its default's type, allowed, and one
-    that kernels and samplers can hold.
+    """Raises ValueError unless an option may have this value.
+
+    The value must have the type of the default and be allowed. Kernels and samplers must be able to
+    hold it.
     """
     kind, allowed = _kind(declared), allowed_values(declared)
     wanted = ""
@@ -132,7 +134,10 @@ def check_value(declared: Field[Any], value: Any) -> None:
 
 
 def parse_number_or_word(declared: Field[Any], text: str) -> Any:
-    """``text`` as an option that is a number, a word or true/false; ValueError as above."""
+    """Returns ``text`` as an option that is a number, a word or true/false.
+
+    Raises ValueError as check_value does.
+    """
     kind = _kind(declared)
     if kind is bool:
         if text.lower() not in TRUTH:
@@ -151,7 +156,7 @@ def _kind(declared: Field[Any]) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A number in a message; a whole one may have thousands of digits."""
+    """Returns a number in a message; a whole one may have thousands of digits."""
     is_long = isinstance(value, int) and abs(value) >= 10**40
     return "a very large number" if is_long else str(value)
 

@@ -20,14 +20,14 @@ from sparsekv_cli.sampling.plain import Outcome
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# What a ledger says of the memory now. Its other entries count what was done.
+# The entries of a ledger that say the memory now. The others count work that was done.
 LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
 # Tokens that are prefilled again after the cache was cut: a method begins its index with the last
 # queries of a prefill (32 by default). None are where the last prefill ended.
 N_REFRESH = 64
-# So few tokens are prefilled again ahead of as many new ones where prompts are kept on disk, which
-# finds and keeps whole ones only.
+# The disk finds and keeps whole prompts only. Where prompts are kept there, at most so many tokens
+# are prefilled again ahead of as many new ones.
 N_WHOLE = 512
 
 
@@ -68,7 +68,7 @@ class Timings:
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
     def as_dict(self) -> dict[str, float]:
-        """The timings of an answer, in the words of the JSON contract."""
+        """Returns the timings of an answer, in the words of the JSON contract."""
         return {
             "load_s": self.load_s,
             "prefill_s": self.prefill_s,
@@ -88,7 +88,7 @@ class Timings:
 
 
 class Engine(Protocol):
-    """What computes the rows of sequences, on a CPU and on a GPU alike."""
+    """Computes the rows of sequences, on a CPU and on a GPU alike."""
 
     n_ctx: int  # the most tokens of a sequence
     shares_prefill: bool  # one prefill can fill the caches of several methods
@@ -184,8 +184,8 @@ class Sequence:
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
 
-        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is what
-        it was when its last prefill had ended: decode steps from there have the same bits.
+        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is as it
+        was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
@@ -235,7 +235,7 @@ class Sequence:
             self.prefill(tokens[n:])
 
     def ledger(self) -> dict[str, int]:
-        """The counts of all layers, in the words of the JSON contract."""
+        """Returns the counts of all layers, in the words of the JSON contract."""
         return ledger_of(self.caches)
 
     def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
@@ -250,7 +250,7 @@ class Sequence:
 
 
 def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
-    """The counts of ``caches`` together, in the words of the JSON contract."""
+    """Returns the counts of ``caches`` together, in the words of the JSON contract."""
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
     result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
@@ -266,7 +266,7 @@ def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
 
 
 def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """The ledger ``now`` without the counts of ``before``; the memory is that of now."""
+    """Returns the ledger ``now`` without the counts of ``before``; the memory is that of now."""
     return {
         name: n
         if name in LEDGER_STATES or name.startswith("bytes_host_")
@@ -278,7 +278,7 @@ def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str,
 def hand_over(
     old: Ids[LayerCache], new: Ids[LayerCache], n: int, n_room: int
 ) -> list[LayerCache] | None:
-    """The caches of another method with the first n rows of a sequence; all on the host.
+    """Returns the caches of another method with the first n rows of a sequence; all on the host.
 
     new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
     None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
@@ -299,7 +299,7 @@ def hand_over(
 
 
 def reachable(caches: Ids[LayerCache], n: int) -> int:
-    """The largest length of at most n to which all caches go back, as far as they know."""
+    """Returns the largest length of at most n to which all caches go back, as far as they know."""
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least
     return n

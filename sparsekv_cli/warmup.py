@@ -1,8 +1,8 @@
 """Compiles the CPU kernels ahead of their first use, and reports it.
 
-numba compiles a kernel when it is first called and keeps it on disk. Markers beside that cache tell
-which kernels are there, so that a first run can say what takes long, and other runs start at once.
-``sparsekv-cli warmup`` runs all tasks of this file; a model those that it needs.
+numba compiles a kernel when it is first called and keeps it on disk. Markers next to that cache
+tell which kernels are there. With them a first run can say what takes long, and other runs start at
+once. ``sparsekv-cli warmup`` runs all tasks of this file; a model those that it needs.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def compile_weight_kernels(
 def compile_common_kernels(report: OnCompile | None) -> int:
     """Compiles what needs no model; returns how many tasks were not done yet.
 
-    That is every weight format, dequantised to every type that a prefill computes in, and the probe
-    of ``bench``.
+    These are the probe of ``bench``, and every weight format, dequantised to every type of a
+    prefill.
     """
     import numpy as np
 
@@ -187,7 +187,7 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
 
 
 def _kind(decoder: Decoder) -> str:
-    """What decides which kernels a decoder's steps call."""
+    """Returns a text that decides which kernels a decoder's steps call."""
     name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
     if any(spec.kind == STATE for spec in decoder.layer_specs()):
         name += f"-{decoder.architecture.recurrence}"
@@ -195,7 +195,7 @@ def _kind(decoder: Decoder) -> str:
 
 
 def first_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The fewest first layers among which every kind is."""
+    """Returns the fewest first layers among which every kind is."""
     kinds = [spec.kind for spec in specs]
     return list(specs[: 1 + max(kinds.index(kind) for kind in set(kinds))])
 
@@ -222,8 +222,8 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> None:
     """Loads from disk what a prefill and decode steps with ``method`` call.
 
-    So the times of the first ones are their own. The first layers alone take part, with as few rows
-    as a prefill of many has, which costs a fraction of a step.
+    The first steps are then timed without the loading. Only the first layers take part, with the
+    fewest rows of a long prefill. This costs a fraction of a step.
     """
     for n in prompt_lengths(decoder):
         dense = trial_caches(build_full(), first_layers(specs))
@@ -243,7 +243,7 @@ def build_full() -> Method:
 def load_method_kernels(method: Method, specs: Sequence[LayerSpec], rows_dtype: str) -> None:
     """Loads what ``compile_method_kernels`` has put on disk, with a layer of random rows a spec.
 
-    So the time of a method's first step is its own.
+    The first step of a method is then timed without the loading.
     """
     for spec in specs:
         _load_method_kernels(method, spec, rows_dtype)
@@ -294,7 +294,7 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 
 
 def _smallest_budget(method: Method) -> Method:
-    """The method with a budget that leaves rows out even in a short trial."""
+    """Returns the method with a budget that leaves rows out even in a short trial."""
     if any(field.name == "budget" for field in fields(method)):
         return replace(method, budget=Budget(tokens=8))  # type: ignore[call-arg]
     return method

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -139,12 +140,52 @@ def quicken_interpreter() -> None:
 
 
 INTERPRETED = tuple(Path(__file__).parent / folder for folder in ("device", "kernels"))
+SLOW_SHARE = 3
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of GPU code are slow without a GPU: Triton's interpreter runs it."""
-    if torch.cuda.is_available():
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="every test, not a sample of them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of GPU code as slow without a GPU, and leaves a sample of the tests.
+
+    Triton's interpreter runs GPU code, which is slow. With ``--all``, or if a test is asked for by
+    name, nothing is left out.
+    """
+    if not torch.cuda.is_available():
+        for item in items:
+            if any(folder in item.path.parents for folder in INTERPRETED):
+                item.add_marker(pytest.mark.slow)
+    if config.getoption("--all") or any("::" in name for name in config.args):
         return
+    kept = sample(items)
+    left_out = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = kept
+
+
+def sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests that bring a parameter a value which no test of the same function had before.
+
+    So every value of every parameter is tested, but not each with each. A slow function keeps one
+    test in ``SLOW_SHARE`` of these. A test without parameters, or marked
+    unsampled, stays.
+    """
+    kept: list[pytest.Item] = []
+    seen: set[tuple[str, str, str]] = set()
+    n_new: Counter[str] = Counter()
     for item in items:
-        if any(folder in item.path.parents for folder in INTERPRETED):
-            item.add_marker(pytest.mark.slow)
+        spec = getattr(item, "callspec", None)
+        function = item.nodeid.partition("[")[0]
+        values = {(function, name, repr(x)) for name, x in spec.params.items()} if spec else set()
+        if spec is not None and item.get_closest_marker("unsampled") is None:
+            if not values - seen:
+                continue
+            seen |= values
+            n_new[function] += 1
+            is_slow = item.get_closest_marker("slow") is not None
+            if is_slow and n_new[function] % SLOW_SHARE != 1:
+                continue
+        kept.append(item)
+    return kept

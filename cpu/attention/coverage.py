@@ -60,11 +60,11 @@ def rate_rows(
 ):  # fmt: skip
     """For each head: how many rows were attended to, how many exact top-k shares, and their mass.
 
-    q f32 (H, d). k, tail: addresses of f16 keys, n rows and n_tail behind them; k_head, tail_head,
+    q f32 (H, d). k, tail: addresses of f16 keys, n rows and then n_tail rows. k_head, tail_head,
     k_row: bytes between kv heads and rows. softcap: of the scores, 0 for none. idx int32 (U, m),
     counts int64 (U,): the rows, U = H, G or 1. n_chosen, n_best int64 (H,) leave out the first
     n_sinks rows, which are always attended; top-k takes n_chosen of the others. mass f64 (H,):
-    share of all attended rows in the softmax; best_mass f64 (H,): that of the attended sinks and
+    share of all attended rows in the softmax. best_mass f64 (H,): share of the attended sinks and
     top-k's rows.
     """
     n_head = q.shape[0]

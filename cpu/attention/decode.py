@@ -68,11 +68,11 @@ def layout_mode(layout):
 def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
     """Folds ``count`` rows into the running softmax of heads that share them.
 
-    A block of rows goes to all heads, TILE at a time, before the next block is read: so a row comes
+    All heads take a block of rows, TILE at a time, before the next block is read. So a row comes
     from memory once.
 
-    q f32 (heads, d) scaled by 1/sqrt(d); k, v: addresses of rows of k_row, v_row bytes; mode: see
-    ``layout_mode``, + GATHER: the rows are int32 numbers at the address idx, else 0..count.
+    q f32 (heads, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
+    ``layout_mode``. With + GATHER the rows are int32 numbers at the address idx, else 0..count.
     softcap: of the scores, 0 for none. State: peak, mass f32 (heads,), acc f32 (heads, d_v), the
     numerators with respect to peak. scores: f32 (TILE, BLOCK + PAD).
     """
@@ -131,9 +131,9 @@ def _attend_piece(
 ):  # fmt: skip
     """Heads that share one list of rows, in memory of this thread until the end.
 
-    sinks: see ``begin_softmax``. target f32 (heads, d_v): the output (``whole``: these are all
-    rows), or numerators with respect to the peaks and masses written at peak_out, mass_out f32
-    (heads,).
+    sinks: see ``begin_softmax``. target f32 (heads, d_v): the output if ``whole``, which
+    means that these are all rows. Otherwise numerators, relative to the peaks and masses written
+    at peak_out, mass_out f32 (heads,).
     """
     n_head, d_v = target.shape
     peak, mass = np.empty(n_head, np.float32), np.empty(n_head, np.float32)
@@ -178,9 +178,8 @@ def attend_dense(q, layout, start, stop, n_kv_head, scale, softcap, sinks, out, 
     """Attention of one token over the rows from ``start`` to ``stop`` of every kv head.
 
     q f32 (H, d); layout int64 (8,), see attention/rows.py; out f32 (H, d_v). Query head h belongs
-    to kv head h // (H / G). softcap: 0 for none; sinks f32 (H,), or empty. Keys are split between
-    threads so that they share the work evenly; the pieces are merged by their peaks and masses.
-    Short contexts stay on one thread.
+    to kv head h // (H / G). softcap: 0 for none; sinks f32 (H,), or empty. Threads share the keys
+    evenly. The pieces are merged by their peaks and masses. Short contexts stay on one thread.
     """
     n_head, d_v = out.shape
     n = stop - start
@@ -221,7 +220,7 @@ def merge_pieces(peak, mass, acc, out):
 def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n_threads):
     """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
 
-    U is the number of lists: H (one a query head) or G (one a kv head, shared by its group).
+    U is the number of lists: H (one a query head) or G (one a kv head, which its group shares).
     softcap, sinks: as in ``attend_dense``.
     """
     n_list = idx.shape[0]
@@ -284,7 +283,7 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
 
 
 def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):
-    """Softmax attention in f64: q (H, d), k (G, n, d), v (G, n, d_v), rows: one int list a head."""
+    """Softmax attention in f64: q (H, d), k (G, n, d), v (G, n, d_v), rows: an int list a head."""
     group = q.shape[0] // k.shape[0]
     out = np.empty((q.shape[0], v.shape[2]))
     for h, row in enumerate(rows):

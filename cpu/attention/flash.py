@@ -1,4 +1,4 @@
-"""What the prefill attention of all types shares: softmax by powers of 2, and the reference."""
+"""The prefill attention of all types shares the softmax by powers of 2, and the reference."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def soften_rows(
 
 
 def attend_causal_ref(q, k, v, scale, window=ALL_ROWS, softcap=0.0, sinks=None):
-    """f64 (H, T, d_v) of q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats.
+    """Returns f64 (H, T, d_v) for q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats.
 
     A row sees the last ``window`` rows up to its own. Scores become softcap tanh(score / softcap).
     sinks (H,): a score of each head that takes part in the softmax and has no value.

@@ -19,7 +19,7 @@ class RowReader:
     """Writes the code that reads rows of d elements of one kind.
 
     mode: a kind, + GATHER. d: i64, a multiple of 16. Elements are read VECTOR_LANES at a time, from
-    a multiple of that on; ``scale`` is asked for once for the elements of a block.
+    a multiple of that on. ``scale`` is computed once for the elements of a block.
     """
 
     def __init__(self, b: ir.IRBuilder, mode: int, d: ir.Value) -> None:
@@ -32,8 +32,8 @@ class RowReader:
         """From the beginning of a row to element c, or to its quant."""
         return self._b.lshr(self._b.mul(c, I64(self.bits)), I64(3))
 
-    def behind(self, row: ir.Value) -> ir.Value:
-        """The address behind a row's quants, or elements."""
+    def after_quants(self, row: ir.Value) -> ir.Value:
+        """Returns the address after a row's quants, or elements."""
         b = self._b
         if self.bits != 4:
             return b.add(row, self.bytes_to(self._d))
@@ -47,7 +47,7 @@ class RowReader:
         if not self.has_scales:
             return []
         b = self._b
-        n, at = (2 if self.kind == Q5_1 else 1), self.behind(row)
+        n, at = (2 if self.kind == Q5_1 else 1), self.after_quants(row)
         if self.kind == Q5_1:
             at = b.add(at, b.mul(self._blocks(), I64(HIGH_BITS)))
         at = b.add(at, b.mul(b.udiv(c, I64(QUANT_BLOCK)), I64(2 * n)))
@@ -70,7 +70,7 @@ class RowReader:
         if self.kind != Q5_1:
             quants = b.sub(low, const(I32, 8, VECTOR_LANES))
             return b.fmul(b.sitofp(quants, VW), scale[0])
-        bits = load(b, ir.IntType(VECTOR_LANES), self.behind(row), b.lshr(c, I64(3)))
+        bits = load(b, ir.IntType(VECTOR_LANES), self.after_quants(row), b.lshr(c, I64(3)))
         fifth = b.bitcast(bits, vec(ir.IntType(1), VECTOR_LANES))
         high = const(I32, 16, VECTOR_LANES)
         quants = b.select(fifth, b.or_(low, high), low)

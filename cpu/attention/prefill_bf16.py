@@ -2,11 +2,11 @@
 
 Flash attention over the rows as they are stored (attention/rows.py), as attention/prefill_f32.py
 has it. A task is some tokens of one kv head with all query heads of its group. It reads a block of
-keys, and of values transposed, as bf16 into its own scratch, in the L2 cache, and all its query
-rows attend to that, WIDTH of them at a time. These lie across the lanes of vectors: q in pairs,
-scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v, WIDTH). So maximum,
-exponential and rescaling need nothing across lanes, and both matrix products have the stored rows
-on the left.
+keys, and of values transposed, as bf16 into its own scratch, in the L2 cache. All its query rows
+attend to that block, WIDTH of them at a time. The query rows lie across the lanes of vectors. The
+layouts are: q in pairs, scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v,
+WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both matrix products have
+the stored rows on the left.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
-F32_ROWS = -1  # beside the kinds of attention/rows.py: what quantised rows are widened to
+F32_ROWS = -1  # one more kind than in attention/rows.py: quantised rows are widened to it
 TASK_TILES = 12  # at most; a task reads all its keys anew
 TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
 UNIT = 4 * PAIRS  # bytes
@@ -85,7 +85,7 @@ def _narrow(typingctx, kind, row, width, out):
 
 @intrinsic
 def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
-    """out bf16 (width, 32) = 32 rows of floats, those behind ``last`` like it.
+    """out bf16 (width, 32) = 32 rows of floats. Rows after ``last`` are copies of it.
 
     kind: a literal, F16_ROWS or F32_ROWS. Addresses; out_row: bytes from one row of ``out`` to the
     next.
@@ -98,8 +98,8 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
         _, rows, row_bytes, last, width, out, out_row = args
         places = []
         for j in range(2 * LANES):
-            behind = b.icmp_signed(">", I64(j), last)
-            places.append(b.add(rows, b.mul(row_bytes, b.select(behind, last, I64(j)))))
+            is_after = b.icmp_signed(">", I64(j), last)
+            places.append(b.add(rows, b.mul(row_bytes, b.select(is_after, last, I64(j)))))
 
         def body(c, carried):
             words = [b.zext(narrowed(b, wide_lanes(b, mode, at, c)), VI) for at in places]
@@ -207,7 +207,7 @@ def _attend_tasks(
 ):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
-    The rows of a kv head are counted token by token: row r is of token r // group and of query head
+    The rows of a kv head are counted token by token. Row r is of token r // group and of query head
     r % group of its group.
     """
     n_head, n_new, d = q.shape
@@ -270,8 +270,8 @@ def _rounded_up(n: int, unit: int) -> int:
 def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads) -> None:
     """Attention of the last T of n stored rows, each over the last ``window`` rows up to its own.
 
-    q bf16 bits, uint16 (H, T, d), d even; layout int64 (8,): where K and V lie, see
-    attention/rows.py; out bf16 bits (T, H, d_v). window, softcap, sinks: as prefill_f32.py.
+    q bf16 bits, uint16 (H, T, d), d even. layout int64 (8,): addresses of K and V, see
+    attention/rows.py. out bf16 bits (T, H, d_v). window, softcap, sinks: as prefill_f32.py.
     """
     (n_head, n_new, d), d_v = q.shape, out.shape[2]
     n_tiles = -(-n_new * (n_head // n_kv) // WIDTH)

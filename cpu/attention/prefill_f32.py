@@ -2,11 +2,11 @@
 
 Flash attention over the rows as they are stored (attention/rows.py). A task is some tokens of one
 kv head with all query heads of its group. It widens a block of keys and values into its own
-scratch, in the L2 cache, and all its query rows attend to that, WIDTH of them at a time. These lie
-across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and sums of values
-(d_v, WIDTH). So maximum, exponential and rescaling need nothing across lanes, and both matrix
-products are the same: ROWS numbers of a row of K (of V), each against a vector of q (of weights).
-Windows, softcaps and sinks: see attend_causal_ref.
+scratch, in the L2 cache. All its query rows attend to that block, WIDTH of them at a time. The
+query rows lie across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and
+sums of values (d_v, WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both
+matrix products are alike. ROWS numbers of a row of K (of V) each multiply a vector of q (of
+weights). Windows, softcaps and sinks: see attend_causal_ref.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _products(b, count, wide, wide_step, columns):
 def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, window, out, peak):
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
-    q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context;
-    lane i sees the last ``window`` of the first n_visible[i] of these, int32 (WIDTH,), and scores
+    q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context.
+    Lane i sees the last ``window`` of the first n_visible[i] of these, int32 (WIDTH,). It scores
     -inf for the others. All lanes see the keys from ``low`` to ``free`` here, multiples of ROWS.
     peak (WIDTH,): raised to the largest score. Addresses.
     """
@@ -272,9 +272,9 @@ def _attend_tiles(
     """One task: tiles of query rows over all the keys that they see.
 
     queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH): how
-    many keys a row sees the last ``window`` of, ascending. peak f32 (tiles, WIDTH); acc f32 (tiles,
-    ROWS panels, WIDTH): sums of values, and of the ones behind them, which is the weights' own sum.
-    Both begin with what the sinks are.
+    many keys a row sees the last ``window`` of, ascending. peak f32 (tiles, WIDTH). acc f32 (tiles,
+    ROWS panels, WIDTH): sums of values, then the sum of the weights, whose values are ones. Both
+    begin with what the sinks are.
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
@@ -311,7 +311,7 @@ def _attend_tiles(
 def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
-    The rows of a kv head are counted token by token: row r is of token r // group and of query head
+    The rows of a kv head are counted token by token. Row r is of token r // group and of query head
     r % group of its group.
     """
     n_head, n_new, d = q.shape

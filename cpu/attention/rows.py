@@ -1,11 +1,11 @@
 """How rows of K and V lie in memory: as f16, or quantised as llama.cpp's cache types of that name.
 
 A row has ``width`` elements, a multiple of 16. An f16 row is just these. The others have blocks of
-32 elements (the last may have 16), and hold first the quants of all blocks, then what all blocks
-have beside them:
+32 elements (the last may have 16). They hold first the quants of all blocks, then the other numbers
+of all blocks:
 
     q8_0   32 int8                                          then a scale
-    q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, behind the
+    q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, after the
            byte i, element 16 + i in the high four          fifth bits of all blocks, 4 bytes each
     q4_0   the same 16 bytes                                then a scale
 
@@ -44,7 +44,7 @@ def row_bytes(kind: int, width: int) -> int:
 
 
 def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16) -> np.ndarray:
-    """The layout of K and V, (kv head, capacity, row) each; the caller keeps them alive."""
+    """Returns the layout of K and V, (kv head, capacity, row) each; the caller keeps them alive."""
     places = (x.__array_interface__["data"][0] for x in (k, v))
     strides = k.strides[0], v.strides[0], k.strides[1], v.strides[1]
     return np.array([*places, *strides, k_kind, v_kind], np.int64)
@@ -53,9 +53,10 @@ def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16
 def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
     """f32 (..., width) -> rows of a quantised kind, uint8 (..., bytes).
 
-    As ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales ahead of their rounding to
-    f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's range belongs to the
-    larger magnitude; if a block has both signs of it, to the positive one.
+    The result is that of ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales ahead
+    of their rounding to f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's
+    range belongs to the larger magnitude. If a block has both signs of it, the end belongs to the
+    positive one.
     """
     n, width = n_blocks(x.shape[-1]), x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, QUANT_BLOCK * n - width)]
@@ -93,7 +94,7 @@ def _nibbles(q: np.ndarray) -> np.ndarray:
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:
-    """The bytes of all parts, one after another, uint8 (..., bytes)."""
+    """Returns the bytes of all parts, one after another, uint8 (..., bytes)."""
     lead = parts[-1].shape[:-2]
     flat = [np.ascontiguousarray(part).reshape(*lead, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, -1)

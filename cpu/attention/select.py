@@ -122,9 +122,9 @@ def float_of(typingctx, bits):
 def _guess(low, high, n_low, n_high, k):
     """A key in (low, high] that about k keys reach, guessed from the scores of low and high.
 
-    n_low keys reach low and n_high exceed high. The root of the number of scores above a value is
-    taken to fall in a line, which is near the truth at the upper side of a bell. If low or high is
-    no score, the guess is the middle.
+    n_low keys reach low and n_high exceed high. The number of scores above a value has a root that
+    is taken to fall in a line. This is near the truth at the upper side of a bell. If low or high
+    is no score, the guess is the middle.
     """
     a, b = float_of(_ordered(np.int32(low))), float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:

@@ -34,9 +34,9 @@ def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> 
 def hide_and_find_peaks(typingctx, scores, low, free, count, n_visible, window, top):
     """top = the largest of top and of scores[j], j < count, of keys that a lane sees.
 
-    Lane i sees the last ``window`` of the keys j < n_visible[i]. scores f32 (count, WIDTH), of
-    which those that a lane does not see become -inf; all lanes see those from ``low`` to ``free``.
-    n_visible int32 (WIDTH,), top f32 (WIDTH,). Addresses.
+    Lane i sees the last ``window`` of the keys j < n_visible[i]. scores f32 (count, WIDTH): those
+    that a lane does not see become -inf. All lanes see the keys from ``low`` to ``free``. n_visible
+    int32 (WIDTH,), top f32 (WIDTH,). Addresses.
     """
 
     def codegen(context, b, signature, args):

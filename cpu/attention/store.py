@@ -150,8 +150,8 @@ def store_nibbles(typingctx, kind, source, target, count):
         is_q5 = signature.args[0].literal_value == Q5_1
         _, source, target, count = args
         n_blocks = b.udiv(b.add(count, I64(QUANT_BLOCK - 1)), I64(QUANT_BLOCK))
-        behind = b.add(target, b.mul(n_blocks, I64(NIBBLES)))
-        small = b.add(behind, b.mul(n_blocks, I64(HIGH_BITS))) if is_q5 else behind
+        after_quants = b.add(target, b.mul(n_blocks, I64(NIBBLES)))
+        small = b.add(after_quants, b.mul(n_blocks, I64(HIGH_BITS))) if is_q5 else after_quants
 
         def block(n_vectors):
             """Quantises 16 n_vectors elements from c on, which share a scale."""
@@ -167,7 +167,7 @@ def store_nibbles(typingctx, kind, source, target, count):
                 llvm.store(b, both, b.add(target, b.mul(i, I64(NIBBLES))))
                 for j, q in enumerate(quants if is_q5 else ()):
                     fifth = b.icmp_signed(">", q, const(I32, 15))
-                    to = b.add(behind, b.mul(i, I64(HIGH_BITS)))
+                    to = b.add(after_quants, b.mul(i, I64(HIGH_BITS)))
                     llvm.store(b, b.bitcast(fifth, I16), to, 2 * j)
                 to = b.add(small, b.mul(i, I64(2 * len(numbers))))
                 for j, number in enumerate(numbers):

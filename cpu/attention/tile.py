@@ -1,17 +1,17 @@
 """Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
 
 Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
-widened once for a tile of up to four query heads of its GQA group, and the dot products of a tile
-are summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers.
-A ``mode`` says both: the kind of the rows, + GATHER for listed ones; so 0 and 1 are the modes of
-f16.
+widened once for a tile of up to four query heads of its GQA group. The dot products of a tile are
+summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers. A
+``mode`` says both: the kind of the rows, + GATHER for listed ones. 0 and 1 are the modes of f16.
 
-Sums are as wide as the CPU's vectors, and as many as its registers hold: 16 of 16 lanes with
-AVX-512, 8 of 8 elsewhere (AVX2 has 16 registers; twice the sums take three times as long there).
+Sums are as wide as the CPU's vectors, and as many as its registers hold. These are 16 of 16 lanes
+with AVX-512, and 8 of 8 elsewhere. AVX2 has 16 registers; twice the sums take three times as long
+there.
 
-There is code for every tile and mode, which takes long to compile. So it is compiled once a kind
-of rows, and a kernel contains a call through a table of addresses: that of f16 when this file is
-imported, another when a cache has rows of it (``install``).
+There is code for every tile and mode, which takes long to compile. It is compiled once a kind of
+rows, and a kernel contains a call through a table of addresses. The entry of f16 is set when this
+file is imported. Another entry is set when a cache has rows of its kind (``install``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load, splat
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
-PAD = 32  # floats that a score buffer needs behind its last score
+PAD = 32  # floats that a score buffer needs after its last score
 AHEAD_SCAN, AHEAD_GATHER = 64 if llvm.ON_AMD else 16, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
 MAX_TILE = 4  # query heads
@@ -80,7 +80,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
         ahead = _rows_ahead(b, k, row_bytes, idx, j, n_keys, last, mode)
         if reader.has_scales:
             for row in ahead:
-                llvm.prefetch(b, reader.behind(row))
+                llvm.prefetch(b, reader.after_quants(row))
 
         def dims(n_vectors):
             """Adds the products of n_vectors vectors of dims from c on."""
@@ -163,7 +163,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
                 for line in range(0, reader.bits * VECTOR_LANES * n_vectors // 8, 64):
                     addresses.append(b.add(first, I64(line)))
                 if reader.has_scales:
-                    llvm.prefetch(b, reader.behind(row))
+                    llvm.prefetch(b, reader.after_quants(row))
             lines = llvm.Prefetches(addresses, unroll * n_vectors)
             new = []
             for u in range(unroll):
@@ -266,7 +266,7 @@ def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
     Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
-    j is idx[j] (int32). Writes up to 15 floats behind out[t, count). d is a multiple of 16.
+    j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of 16.
     """
     return _call(0)
 

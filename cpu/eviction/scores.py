@@ -1,9 +1,9 @@
 """The attention that keys have received, by which SnapKV and H2O drop rows.
 
-The sums are columns of the causal softmax over the rows that a cache holds, one list a kv head: its
-query heads add to the same sums. The softmax is the attention's: a sink takes its part of it. f32.
-A thread never adds where another does, and the parts are merged in a fixed order, so the number of
-threads changes no bit.
+The sums are columns of the causal softmax over the rows that a cache holds. There is one list a kv
+head, and its query heads add to the same sums. The softmax is the attention's: a sink takes its
+part of it. f32. A thread never adds where another does, and the parts are merged in a fixed order.
+The number of threads then changes no bit.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts):
 def add_attention(q, layout, n, group, scale, softcap, sinks, sums, n_threads):
     """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
 
-    q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the
-    next one; the last position sees n rows, each one before it one row less. layout int64 (8,):
-    see attention/rows.py. softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
-    sums f32 (G, >= n).
+    q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the next
+    one. The last position sees n rows, each one before it one row less. layout int64 (8,): see
+    attention/rows.py. softcap: 0 for none; sinks f32 (H,): scores without values, or empty. sums
+    f32 (G, >= n).
     """
     n_kv_head, n_row, _ = q.shape
     n_past = n - n_row // group

@@ -1,9 +1,9 @@
 """A decode step's rows through the experts of a layer, over weights as they lie.
 
-``next_expert_layer`` is what ``next_layer`` of layer/decode.py is where there are none: one call
-from a layer's attention to the next one's inputs. The rows are grouped by expert, so that an expert
-that several sequences have chosen is read once. All products of a step that can go on at once are
-one table of jobs, which the threads share out by the bytes of the weights.
+``next_expert_layer`` replaces ``next_layer`` of layer/decode.py: one call goes from a layer's
+attention to the next layer's inputs. The rows are grouped by expert, so that an expert that several
+sequences have chosen is read once. All products of a step that can go on at once are one table of
+jobs. The threads share it by the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# The matrices of such a layer's record in ``LAYER``, behind its inputs: o, the router, whose inputs
-# are f32, and the shared expert's gate, up and down, all zero if there is none.
-ROUTER, SHARED, BEHIND = 1, 2, 5
+# The matrices of such a layer's record in ``LAYER``, after its inputs: o, the router, whose inputs
+# are f32, and the shared expert's gate, up and down. These are zero if there is no shared expert.
+ROUTER, SHARED, N_LATER = 1, 2, 5
 
-# What a layer has beside its record. B: rows of the step; a slot is a row's and expert's, or behind
-# all these a row's and the shared expert's: B (n_used + 1).
+# A layer's second record. B: rows of the step. There are B (n_used + 1) slots: one for each row and
+# each of its experts, then one for each row and the shared expert.
 EXPERTS = np.dtype(
     [
         (name, np.int64)
@@ -175,10 +175,10 @@ def _expect_down(matrix, offsets):
 
 
 @njit(cache=True, nogil=True)
-def _behind(layer):
-    """The layer's matrices behind its inputs."""
+def _later_matrices(layer):
+    """Returns the layer's matrices after its inputs."""
     n = layer.n_inputs
-    return carray(integer_pointer(layer.matrices), (n + BEHIND, 6))[n:]
+    return carray(integer_pointer(layer.matrices), (n + N_LATER, 6))[n:]
 
 
 @njit(cache=True, nogil=True)
@@ -210,7 +210,7 @@ def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         _set_jobs(jobs[n : n + n_parts], table, e, inputs, count, out, mixture.hidden_row)
         n += n_parts
     if mixture.n_shared:
-        table = _behind(layer)[SHARED : SHARED + 2]
+        table = _later_matrices(layer)[SHARED : SHARED + 2]
         inputs = (layer.normed, x_row, layer.quantized, stride)
         out = mixture.hidden + rows.shape[0] * mixture.hidden_row
         _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, mixture.hidden_row)
@@ -261,7 +261,7 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
             _set_jobs(jobs[n : n + 1], table, e, inputs, count, out, 4 * layer.n_embd)
             n += 1
     if mixture.n_shared:
-        table = _behind(layer)[SHARED + 2 :]
+        table = _later_matrices(layer)[SHARED + 2 :]
         at = mixture.hidden + n_slots * row, row, mixture.quantized + n_slots * stride, stride
         out = mixture.results + 4 * layer.n_embd * n_slots
         _set_jobs(jobs[n : n + 1], table, 0, at, n_rows, out, 4 * layer.n_embd)
@@ -273,13 +273,14 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
 def add_experts(layers, mixtures, i, n_rows, n_threads):
     """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. Where experts have norms of their
-    own, these are of x, ``normed`` is for the shared one, and the results of both have a norm too.
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. If experts have norms of their own,
+    these are of x, and ``normed`` is for the shared expert. The results of both then have a norm
+    too.
     """
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
     n_slots, n_parts, eps = n_rows * n_used, mixture.n_parts, np.float32(layer.eps)
-    matrices = _behind(layer)
+    matrices = _later_matrices(layer)
     table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))
     x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     router_norm = floats(mixture.router_norm, n_embd)
@@ -333,7 +334,7 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
     if mixture.n_shared:
         n_planes = matrices[SHARED + 2, PLANES]
         _gate_rows(layer.activation, mixture, n_slots, n_rows, mixture.n_shared, n_planes)
-    expect(layer.regions + REGION * (layer.n_inputs + BEHIND))
+    expect(layer.regions + REGION * (layer.n_inputs + N_LATER))
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
     _add_biases((mixture.results, 4 * n_embd), offsets, mixture.result_bias, n_embd)
@@ -358,7 +359,7 @@ def add_experts(layers, mixtures, i, n_rows, n_threads):
 
 @njit(cache=True, nogil=True)
 def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
-    """All of layer i behind its attention, then ``project_qkv`` of the layer after it, if any."""
+    """Runs layer i after its attention, then ``project_qkv`` of the next layer, if any."""
     finish_attention(layers, i, attended, n_rows, n_threads)
     add_experts(layers, mixtures, i, n_rows, n_threads)
     if i + 1 < layers.shape[0]:

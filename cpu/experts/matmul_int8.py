@@ -1,7 +1,7 @@
 """Integer products of a prefilled chunk with all experts of a layer, each with its own rows.
 
-The tasks of layer/matmul_int8.py over the experts one after another: a task decodes a few rows of
-an expert's weights once, for all inputs of that expert.
+The tasks are those of layer/matmul_int8.py over the experts one after another. A task decodes a few
+rows of an expert's weights once, for all inputs of that expert.
 """
 
 from __future__ import annotations

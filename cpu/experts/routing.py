@@ -33,7 +33,7 @@ def route_row(logits, bias, normalised, chosen, weights):
 
     logits f32 (experts,) are overwritten; weights are the shares of their softmax. With a bias f32
     (experts,) they are the sigmoids instead, and the best are those of the largest sigmoid plus
-    bias. Of experts that are alike the first is chosen.
+    bias. The first of several equal experts is chosen.
     """
     if bias.shape[0]:
         for e in range(logits.shape[0]):
@@ -87,8 +87,8 @@ def route_ref(
 def group_rows(chosen, offsets, rows, places):
     """Pairs of a row and an expert of it, in the order of the experts, then of the rows.
 
-    chosen int64 (T, used). Results: the pairs offsets[e] <= p < offsets[e + 1] are those of expert
-    e; rows[p]: the row of a pair; places[t, j]: the pair of row t and its expert j.
+    chosen int64 (T, used). Results: expert e has the pairs offsets[e] <= p < offsets[e + 1].
+    rows[p] is the row of a pair. places[t, j] is the pair of row t and its expert j.
     """
     offsets[:] = 0
     for t in range(chosen.shape[0]):

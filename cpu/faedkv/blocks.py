@@ -1,19 +1,19 @@
 """FAEDKV in blocks: each block of tokens is transformed by itself, and all keep the same waves.
 
-A block's rows are the coefficients of its tokens, and scores and weights turn into each other by
-small products with the waves, which stay in the L1 cache:
+A block's rows are the coefficients of its tokens. Scores and weights turn into each other by small
+products with the waves, which stay in the L1 cache:
 
     scores = waves^T (rows_k . q),    output = (waves p) . rows_v,    p = softmax(scores)
 
-The waves are counted from the middle of a block. So each is the same in both halves, if one is read
-backwards, or of the other sign, and so it is in both quarters of a half. Products of a quarter's
-length and two levels of butterflies are enough. Scores of a block therefore lie as
+The waves are counted from the middle of a block. Each wave is then the same in both halves, if one
+is read backwards, or has the other sign. The same holds for both quarters of a half. Products of a
+quarter's length and two levels of butterflies are enough. Scores of a block therefore lie as
 ``_quarters`` says.
 
-Sixteen blocks make a group: each is a lane of the vectors, and of their rows those of one wave lie
-side by side. A group goes through all of it with a softmax of its own, and these are merged as
-flash attention does. Where a block keeps its mean only, it has one score for all its tokens. Rows
-are f16, scaled to its range by a gain a block.
+Sixteen blocks make a group: each block is a lane of the vectors. The rows of one wave lie side by
+side. Each group has a softmax of its own. The groups are merged as flash attention does it. Where a
+block keeps its mean only, it has one score for all its tokens. Rows are f16, scaled to its range by
+a gain a block.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, reco
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
-# What attention over one layer's blocks finds by name. Addresses are of contiguous arrays.
+# The record of attention over one layer's blocks. Addresses are of contiguous arrays.
 BLOCKS = np.dtype(
     [
         ("exact", np.int64, 8),  # layout of the exact rows, see attention/rows.py

@@ -14,7 +14,7 @@ def chunk_borders(n_bins: int) -> np.ndarray:
 
 
 def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
-    """The bins of an rfft over n tokens that are kept: int64, ascending.
+    """Returns the bins of an rfft over n tokens that are kept: int64, ascending.
 
     The most important chunks, the last of them cut so that ``share`` of all bins remain. The least
     share keeps one bin, which is the mean if the lowest chunk is the most important.
@@ -46,7 +46,7 @@ class FourierBasis:
 
 
 def length_above(n: int) -> int:
-    """The smallest n or more that has no prime factor above 5, as FFTs like it."""
+    """Returns the smallest n or more that has no prime factor above 5, as FFTs like it."""
     while True:
         rest = n
         for prime in (2, 3, 5):
@@ -58,7 +58,7 @@ def length_above(n: int) -> int:
 
 
 def waves(n: int, bins: np.ndarray) -> np.ndarray:
-    """The waves of kept bins over n tokens: f64 (rows, n), orthonormal rows.
+    """Returns the waves of kept bins over n tokens: f64 (rows, n), orthonormal rows.
 
     Cosines come first, then the sines of the bins that have one.
     """
@@ -71,10 +71,10 @@ def waves(n: int, bins: np.ndarray) -> np.ndarray:
 def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
 
-    They are an orthonormal basis of what ``waves`` spans. Parts, with the number of waves of each:
-    even waves of even and of odd bins, odd waves of odd and of even bins. In the second quarter of
-    the tokens, read backwards, the first and third part are what they are in the first, the others
-    have the other sign.
+    They are an orthonormal basis of what ``waves`` spans. The parts are even waves of even bins,
+    even waves of odd bins, odd waves of odd bins and odd waves of even bins. The number of waves of
+    each part is returned too. In the second quarter of the tokens, read backwards, the first and
+    third part are as in the first quarter. The others have the other sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
     norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]

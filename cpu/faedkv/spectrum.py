@@ -1,9 +1,8 @@
 """FAEDKV's tokens in bases that they are added to (``update=additive``), in numpy.
 
-A segment is a run of tokens whose K and V were transformed along the tokens by a DFT of N points
-and cut to a few bins. No key and no value is reconstructed: z = X_K . q on the kept bins, scores
-are the inverse DFT of z, and P, the DFT of the softmax weights, weighs the bins of V. Bins are
-complex64; all else is in f64.
+A segment is a run of tokens. Its K and V were transformed along the tokens by a DFT of N points.
+Only a few bins are kept. No key and no value is reconstructed: z = X_K . q on the kept bins. The
+scores are the inverse DFT of z. P, the DFT of the softmax weights, weighs the bins of V.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Segment(NamedTuple):
     def with_tokens(self, k: np.ndarray, v: np.ndarray) -> Segment:
         """X[k] += x_n e^(-2 pi i k n / N) (docs/methods.md, step 3) for f32 (G, m, d), (G, m, d_v).
 
-        They take the places behind the tokens that are there.
+        They take the places after the tokens that are there.
         """
         m, basis = k.shape[1], self.basis
         turns = turns_at(basis.n, basis.bins, self.filled + np.arange(m))
@@ -64,7 +63,7 @@ class Segment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What a spectrum was at some moment, so that it can go back."""
+    """The state of a spectrum at some moment, so that it can go back."""
 
     n_tokens: int
     segments: tuple[Segment, ...] = ()

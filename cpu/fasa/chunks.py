@@ -30,7 +30,7 @@ AHEAD_LISTED = 2  # blocks between a block of a list and the one that is fetched
 def _block_sums(b, tile, q, at, n_dom, ahead):
     """<16 x float> of q[t] . k for the 16 tokens of the block at address ``at``, t < tile.
 
-    One fma a dim in the order of the dims, whatever the tile, so that every caller gets the same
+    It does one fma a dim in the order of the dims, for every tile. Every caller then gets the same
     bits. Meanwhile it prefetches the block at ``ahead``.
     """
 
@@ -141,8 +141,8 @@ def score_pieces(counter, q, dom, n_split, best):
 def score_chunks(q, dom, n, best, n_threads):
     """Scores all n tokens by the dominant dims (not scaled), and keeps the best of each block.
 
-    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). What
-    the last block holds behind token n counts too.
+    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). The
+    elements of the last block after token n count too.
     """
     n_split = n_key_splits(n, dom.shape[0], n_threads)
     counter = np.zeros(1, np.int64)
@@ -196,8 +196,8 @@ def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
     They are the first n_sinks tokens, the last n_recent, and the best of those between. rows int32
     (k,) and their scores f32 (>= k,) are filled. q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best
     f32 (ceil(n / 16),) as ``score_chunks`` leaves it. The m best tokens lie in the m blocks with
-    the best maxima, so only these blocks are scored again; writing down all scores would cost as
-    much as reading the keys.
+    the best maxima, so only these blocks are scored again. To write down all scores would cost as
+    much as to read the keys.
     """
     low, high, m = n_sinks, n - n_recent, rows.shape[0] - n_sinks - n_recent
     first, last, back = bounds_of_blocks(n, n_sinks, n_recent)

@@ -1,8 +1,7 @@
 """Which frequency chunks of a kv head rank its keys as the whole head does (FASA's calibration).
 
-Chunk i of C is the pair of dims that RoPE turns together, i and i + C; dims from 2 C on are not
-turned and belong to no chunk. In a layer where RoPE turns none the chunks are the pairs that it
-would turn.
+Chunk i of C is the dims i and i + C, which RoPE turns together. Dims from 2 C on are not turned and
+belong to no chunk. In a layer where RoPE turns none the chunks are the pairs that it would turn.
 """
 
 from __future__ import annotations

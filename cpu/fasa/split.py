@@ -1,7 +1,7 @@
 """K of a layer in two parts, Kdom and Krest: score by few dims, gather by rows.
 
-Kdom holds each kv head's dominant dims. It is scanned only, so it lies in blocks of 16 tokens, dim
-by dim: sixteen scores are one vector, and nothing is summed across lanes. Krest holds the other
+Kdom holds each kv head's dominant dims. It is only scanned, so it lies in blocks of 16 tokens, dim
+by dim. Sixteen scores are one vector, and nothing is summed across lanes. Krest holds the other
 dims. It is gathered only, so it lies by rows, as V does. f16 are moved as u16, bit for bit.
 """
 
@@ -34,8 +34,8 @@ def _split_rows(k, dims, first, last, dom, rest):
 def split_keys(k, n, dims, dom, rest):
     """The first n rows of K in two parts.
 
-    k u16 (G, >= n, >= d); dims int32 (G, d): a permutation of the dims, the dominant ones first;
-    dom u16 (G, >= n/16, n_dom, 16); rest u16 (G, >= n, d - n_dom padded), its padding set to 0.
+    k u16 (G, >= n, >= d). dims int32 (G, d): a permutation of the dims, the dominant ones first.
+    dom u16 (G, >= n/16, n_dom, 16). rest u16 (G, >= n, d - n_dom padded), its padding set to 0.
     """
     n_part = (n + PIECE - 1) // PIECE
     for task in prange(k.shape[0] * n_part):

@@ -23,8 +23,8 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# What a step of one layer's cache finds by name: sizes, and addresses of contiguous arrays. H:
-# heads, G: kv heads; f16 as u16.
+# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads; f16 as u16.
 FASA = np.dtype(
     [
         *(
@@ -131,8 +131,8 @@ def _attend_heads(counter, at, q_dom, q_rest, best, rows, out):
 def fasa_step(at, q, k, v, rows, out):
     """One decode step of a layer: adds a token as row n - 1, scores all, attends to the best.
 
-    Addresses: of a record of ``FASA``, of q f32 (H, width), k (G, width), v (G, d_v), of rows int32
-    (H, n_fac), filled with the rows attended, ascending, and of out f32 (H, d_v).
+    Takes addresses of a record of ``FASA``, of q f32 (H, width), k (G, width), v (G, d_v) and out
+    f32 (H, d_v). rows int32 (H, n_fac) receives the rows attended to, ascending.
     """
     this = _record(at)
     n, n_head, n_kv, n_threads = this.n, this.n_head, this.n_kv, this.n_threads

@@ -20,7 +20,8 @@ def choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen):
     """chosen[:m] = the best of the pages first..end - 1 for a kv head, ascending; returns m.
 
     q f32 (group, d); hi, lo uint16 (1, n_page, d). A page's score is the mean over the group of
-    each head's softmax over these pages; ties go to the first. softcap: of the scores, 0 for none.
+    each head's softmax over these pages. Ties go to the first page. softcap: of the scores, 0 for
+    none.
     """
     n = end - first
     if n_best >= n:
@@ -39,7 +40,8 @@ def choose_pages(q, hi, lo, first, end, n_best, scale, softcap, chosen):
 def choose_pages_by_groups(
     q, hi, lo, group_hi, group_lo, first, end, n_visited, n_best, scale, softcap, chosen
 ):
-    """``choose_pages`` among the pages of the best ``n_visited`` groups, and those behind groups.
+    """``choose_pages`` among the pages of the best ``n_visited`` groups, and the pages after the
+    groups.
 
     Returns how many are chosen, and how many summaries were scored. A group's score is the mean of
     its heads' softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).

@@ -41,7 +41,7 @@ class HostPages(NamedTuple):
     v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
     hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
     lo: np.ndarray  # uint16 (G, n_page, d)
-    # Of GROUPED pages each, uint16 (G, n_page / GROUPED, d); empty where groups are not used.
+    # Of groups of GROUPED pages: uint16 (G, n_page / GROUPED, d); empty where groups are not used.
     group_hi: np.ndarray
     group_lo: np.ndarray
     slot_of: np.ndarray  # int32 (G, n_page): the slot that holds a page, or -1
@@ -157,7 +157,7 @@ class PageCache:
             )
 
     def _n_group(self, n_page: int) -> int:
-        """Groups to make room for beside ``n_page`` pages."""
+        """Returns the number of groups to make room for, next to ``n_page`` pages."""
         return n_page // GROUPED if self.pages.group_hi.shape[1] else 0
 
     @property

@@ -3,10 +3,11 @@
 freekv/step.py has the step of which these are parts.
 
 A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
-resident pages, NHD (page, p, kv head, d): the sinks' pages, a ring of window pages, and slots, an
-LRU cache of pages for each kv head. All pages between sinks and window lie in the pool as HND
-(page, kv head, K and V, p, d), where a kv head's part of a page is contiguous. Copies between the
-tiers convert. f16 rows are passed as uint64, four elements in one, because numba has no f16 arrays.
+resident pages, NHD (page, p, kv head, d). These are the sinks' pages, a ring of window pages, and
+slots. The slots are an LRU cache of pages for each kv head. All pages between sinks and window lie
+in the pool as HND (page, kv head, K and V, p, d). There a kv head's part of a page is contiguous.
+Copies between the tiers convert. f16 rows are passed as uint64, four elements in one, because numba
+has no f16 arrays.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def recall_unit_ref(pages, g, i):
 def recall_pages(pages, g, n_chosen, n_sink, first_slot):
     """Makes the chosen pages of kv head g resident, in place of the least recently used ones.
 
-    There are at least as many slots as chosen pages, and hits are marked first, so that no chosen
-    page loses its slot.
+    There are at least as many slots as chosen pages. Hits are marked first, so that no chosen page
+    loses its slot.
     """
     slot_of, page_in, stamps = pages.slot_of[g], pages.page_in[g], pages.stamps[g]
     chosen, statistics = pages.chosen[g], pages.statistics[g]

@@ -46,8 +46,8 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# What a step of one layer's cache finds by name: sizes, and addresses of contiguous arrays. H:
-# heads, G: kv heads.
+# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads.
 FREEKV = np.dtype(
     [
         ("pages", [(name, np.int64) for name in HostPages._fields]),  # addresses
@@ -182,10 +182,10 @@ def recall_step(at, q, previous, k, v, attended, counts, out):
     """One decode step of a layer.
 
     Addresses: of a record of ``FREEKV``; of q, previous f32 (H, d), k (G, d), v (G, d_v). Attends
-    to the sinks' pages, the chosen pages and the window; pages that have left the window go to the
+    to the sinks' pages, the chosen pages and the window. Pages that have left the window go to the
     pool first. A kv head chooses with q if ``current``, or if its queries' mean cosine is below
-    tau; otherwise with ``previous``, unless ``recall_ahead`` did so. attended int32 (G, n_listed):
-    rows attended to; counts int64 (G,). out f32 (H, d_v).
+    tau. Otherwise it chooses with ``previous``, unless ``recall_ahead`` did so. attended int32 (G,
+    n_listed): rows attended to; counts int64 (G,). out f32 (H, d_v).
     """
     this = _record(at)
     n_head, n_kv, d, d_v = this.n_head, this.n_kv, this.d, this.d_v
@@ -251,7 +251,7 @@ class FreeKVStep:
         record["n_best"] = n_best
 
     def ahead(self, previous: np.ndarray) -> Callable[[], None]:
-        """A call of ``recall_ahead`` with the query f32 (H, d) of the step before.
+        """Returns a call of ``recall_ahead`` with the query f32 (H, d) of the step before.
 
         It keeps its arrays alive: a thread may run it after the cache is gone.
         """

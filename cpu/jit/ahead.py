@@ -1,9 +1,8 @@
 """Compiles kernels ahead of their first call, in several processes at once.
 
-The kernels that some calls need, and their argument types, are found by making the calls in copies
-of this process, where a kernel that is called is noted and not run. Each copy compiles what no
-other copy has begun. The copies end when all kernels are on disk, from where this process loads
-them.
+The calls are made in copies of this process, to find the kernels that they need and the argument
+types. A kernel that is called there is noted and not run. Each copy compiles what no other copy has
+begun. The copies end when all kernels are on disk, from where this process loads them.
 """
 
 from __future__ import annotations
@@ -68,10 +67,9 @@ class _NoCode:
 
 
 def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
-    """The kernels that ``calls`` need and that this process has not loaded.
+    """Returns the kernels that ``calls`` need and that this process has not loaded.
 
-    Kernels are not run, except those that return a value. What the calls compute and write is
-    garbage.
+    Kernels are not run, except those that return a value. The results of the calls are garbage.
     """
     noted: dict[Kernel, None] = {}
     kind = dispatcher.Dispatcher

@@ -2,7 +2,7 @@
 
 Both instructions read pairs of bf16, multiply pair by pair and add to sums in f32. The left matrix
 is stored by rows. The right one is stored in pairs of rows: the elements (2i, 2i + 1) of a column
-lie beside each other in 32 bits.
+are neighbours in 32 bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How numba compiles kernels: machine code only for functions that Python or an address calls.
 
 A kernel holds copies of all functions that it calls. numba by itself also makes machine code and
-wrappers of each of these functions, and optimises each in full ahead of the copies. Here such a
-callee is kept as lightly optimised IR, from which kernels are made, which halves the time of a cold
-start. A function that is called both ways is compiled twice, so that a kernel does not depend on
-what was compiled earlier.
+wrappers of each of these functions. It optimises each in full ahead of the copies. Here such a
+callee is kept as lightly optimised IR, from which kernels are made. This halves the time of a cold
+start. A function that is called both ways is compiled twice. A kernel then does not depend on
+earlier compilations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENVIRONMENT = "_ZN08NumbaEnv"  # what the names of environments in a module begi
 
 
 class _Progress:
-    """What is being compiled; numba's compiler lock lets one thread at a time do so."""
+    """The compilation that is going on. numba's compiler lock lets one thread at a time compile."""
 
     n_functions = 0  # functions whose compilation has begun: a kernel, a callee of it, ...
     n_lowered = 0  # of them, those whose code is being written; the body of a loop is one, too
@@ -210,7 +210,7 @@ def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
 
 
 def _compile_callback(self: Any) -> None:
-    """Of numba.cfunc, which has no dispatcher: what it calls are callees all the same."""
+    """numba.cfunc has no dispatcher. Compile the functions that it calls as callees."""
     alone = _alone(self._cache, self._sig, self._targetdescr.target_context)
     with global_compiler_lock, _interruptible(), alone, _one_more("n_functions"):
         _numba_compile_callback(self)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def as_f32(x: np.ndarray) -> np.ndarray:
-    """An f32 or bf16 array as f32; may share its memory."""
+    """Returns an f32 or bf16 array as f32; may share its memory."""
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << 16).view(np.float32)
     return x

@@ -1,9 +1,9 @@
 """Compiled kernels on disk: how numba keeps and finds those of this package.
 
-A kernel's file is named after all that its machine code depends on: the source files that its
-module imports (sources.py), the signature, the versions of Python, numba and LLVM, and the CPU.
-numba's own cache looks at one source file only, trusts what it reads, and writes beside the sources
-where it finds no other place.
+A kernel's file is named after all that its machine code depends on. These are the source files that
+its module imports (sources.py), its signature and the CPU. The versions of Python, numba and LLVM
+count too. numba's own cache looks at one source file only and trusts what it reads. It writes next
+to the sources if it finds no other place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOURCES = Sources(PACKAGE, Path(__file__).parents[1])
 
 
 class KernelCache(caching._Cache):
-    """What a numba dispatcher asks for compiled signatures of one function."""
+    """The compiled signatures of one function, for its numba dispatcher."""
 
     def __init__(self, py_func: Any, store: KernelStore, sources: Sources) -> None:
         self._function = py_func
@@ -57,7 +57,7 @@ class KernelCache(caching._Cache):
 
     @cached_property
     def _function_key(self) -> tuple[Any, ...]:
-        """What all signatures of the function have in common."""
+        """Returns the common key of all signatures of the function."""
         function = self._function
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         bodies = [hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code,
@@ -66,7 +66,7 @@ class KernelCache(caching._Cache):
         return (VERSIONS, place, self._sources.digest(function.__module__), *bodies)
 
     def name(self, signature: Any, codegen: Any) -> str:
-        """The name of the file of one signature."""
+        """Returns the name of the file of one signature."""
         kind = "callee" if is_callee() else "kernel"
         key = repr((self._function_key, str(signature), kind, codegen.magic_tuple()))
         function = f"{self._function.__module__}.{self._function.__qualname__}"
@@ -74,7 +74,7 @@ class KernelCache(caching._Cache):
         return f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled signature, ready to run; None if it must be compiled."""
+        """Returns the compiled signature, ready to run; None if it must be compiled."""
         if not self._is_enabled:
             return None
         target_context.refresh()
@@ -100,7 +100,7 @@ class KernelCache(caching._Cache):
 
 @cache
 def _version() -> str:
-    """A hash of what all kernels together depend on."""
+    """Returns a hash of what all kernels together depend on."""
     cpu = (binding.get_process_triple(), binding.get_host_cpu_name())
     key = repr((VERSIONS, SOURCES.digest_of_all(), cpu))
     return hashlib.sha256(key.encode()).hexdigest()[:32]

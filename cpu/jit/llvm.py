@@ -1,7 +1,7 @@
 """Small helpers that write LLVM IR on vectors; the kernels in this package are built from them.
 
-The IR names no CPU. A <16 x float> becomes one AVX-512 register, two AVX2 registers or four NEON
-registers, as the machine that compiles it has them.
+The IR names no CPU. The compiling machine decides what a <16 x float> becomes: one AVX-512
+register, two AVX2 registers or four NEON registers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
 
 
 def const(element: ir.Type, value: float, count: int = LANES) -> ir.Constant:
-    """A vector constant with ``value`` in every lane."""
+    """Returns a vector constant with ``value`` in every lane."""
     return ir.Constant(vec(element, count), [value] * count)
 
 
@@ -58,7 +58,7 @@ def offset(builder: ir.IRBuilder, address: ir.Value, n_bytes: Any) -> ir.Value:
 
 
 def load(builder: ir.IRBuilder, type_: ir.Type, address: ir.Value, n_bytes: Any = 0) -> ir.Value:
-    """An unaligned load of ``type_`` at ``address + n_bytes``."""
+    """Returns an unaligned load of ``type_`` at ``address + n_bytes``."""
     pointer = builder.inttoptr(offset(builder, address, n_bytes), type_.as_pointer())
     return builder.load(pointer, align=1)
 
@@ -69,7 +69,7 @@ def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, n_bytes: An
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, count: int = LANES) -> ir.Value:
-    """A vector with ``scalar`` in every lane."""
+    """Returns a vector with ``scalar`` in every lane."""
     type_ = vec(scalar.type, count)
     one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, I32(0))
     zeros = ir.Constant(vec(I32, count), [0] * count)
@@ -81,7 +81,7 @@ def shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int
 
 
 def call_named(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    """A call of the LLVM intrinsic ``name``, declared in the module on first use."""
+    """Returns a call of the LLVM intrinsic ``name``, declared in the module on first use."""
     function = builder.module.globals.get(name)
     if function is None:
         type_ = ir.FunctionType(result, [arg.type for arg in args])
@@ -126,8 +126,8 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetches the cache line at ``address`` into L2; any address is allowed.
 
-    L2 tracks more outstanding lines than L1, so that this is faster than prefetchnta, which goes
-    through L1, even for what is read once a token, as weights are.
+    L2 tracks more outstanding lines than L1. This is faster than prefetchnta, which goes through
+    L1. It is so even for weights, which are read once a token.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
@@ -139,9 +139,9 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 class Prefetches:
     """Prefetches of several lines, spread evenly over ``n_steps`` pieces of other work.
 
-    Prefetches that are issued all at once fill the core's queue, and loads wait behind them. fixed:
-    LLVM moves nothing across them, as it else may until they are at one place; that costs the
-    longer pieces of work more than it brings.
+    Prefetches that are issued all at once fill the core's queue, and loads wait for them. fixed:
+    LLVM moves nothing across them. Otherwise it may move all of them to one place. To fix them
+    costs longer pieces of work more than it brings.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ def load_half_lanes(
 
 
 def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The sum of a float vector's lanes, pairwise."""
+    """Returns the sum of a float vector's lanes, pairwise."""
     count = value.type.count
     while count > 1:
         count //= 2
@@ -212,7 +212,7 @@ def sum_squares(x):
 
 
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The largest of a float vector's lanes."""
+    """Returns the largest of a float vector's lanes."""
     count = value.type.count
     while count > 1:
         count //= 2
@@ -345,7 +345,7 @@ def keep(typingctx, array):
     """Keeps an array alive up to this call; otherwise it does nothing (numba code).
 
     numba frees an array after its last use, and does not count the use of its address. Call it
-    behind a call that gets only the address.
+    after a call that gets only the address.
     """
 
     def codegen(context, builder, signature, args):

@@ -22,10 +22,10 @@ LINE = 64  # bytes, a cache line
 
 
 def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray:
-    """An array, uninitialised or of zeros, that begins on a cache line.
+    """Returns an array, uninitialised or of zeros, that begins on a cache line.
 
-    numpy's own begin 16 bytes behind one where they are large (glibc): a row of 128 bytes is on
-    three lines then instead of two, and gathering such rows from memory takes half as long again.
+    numpy's own large arrays begin 16 bytes after one (glibc). A row of 128 bytes is then on three
+    lines instead of two. Gathering such rows from memory takes half as long again.
     """
     count, dtype = int(np.prod(shape, dtype=np.int64)), np.dtype(dtype)
     room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)
@@ -34,7 +34,7 @@ def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray
 
 
 def address(array: np.ndarray) -> int:
-    """The address of an array's first element; the caller keeps the array alive.
+    """Returns the address of an array's first element; the caller keeps the array alive.
 
     numpy's own ways to ask for it take ten times as long (3 to 5 us, numpy 2.4).
     """
@@ -55,7 +55,7 @@ def function_address(dispatcher, signature: tuple) -> int:
 
 
 def call_through(n_arguments: int, n_literals: int = 0) -> tuple[Any, Any]:
-    """What an intrinsic (function, *arguments) returns that calls a ``function_address``.
+    """Returns the result of an intrinsic (function, *arguments) that calls a ``function_address``.
 
     The function's literals are not among the arguments.
     """
@@ -97,7 +97,7 @@ def record_pointer(dtype: np.dtype) -> Any:
 
 
 def addresses_of(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:
-    """The addresses of arrays, in their order; the caller keeps the arrays alive."""
+    """Returns the addresses of arrays, in their order; the caller keeps the arrays alive."""
     return tuple(address(array) for array in arrays)
 
 

@@ -1,10 +1,10 @@
 """The thread pool of a decode step, which runs numba's parallel loops.
 
 numba hands every ``prange`` to a function called numba_parallel_for; ``install`` replaces it by the
-one below. The calling thread takes tasks itself until none is left; workers help where they can,
-and only tasks that a worker has begun are waited for. OpenMP's loops end at a barrier of all
-threads instead: a token takes seven times longer there when another program keeps a core busy. A
-loop costs 0.6 us here, 1.6 us with OpenMP.
+one below. The calling thread takes tasks itself until none is left, and workers help where they
+can. It waits only for tasks that a worker has begun. OpenMP's loops end at a barrier of all threads
+instead. A token takes seven times longer there when another program keeps a core busy. A loop costs
+0.6 us here, 1.6 us with OpenMP.
 
 Idle workers spin for some tens of microseconds, which bridges the calls of a step, and then sleep.
 A thread that waits prefetches what will be read next, if ``expect`` has said what that is.
@@ -36,8 +36,8 @@ COUNT_BITS = 20
 MASK = (1 << COUNT_BITS) - 1
 CONTROL = "sparsekv_pool_control"
 _KEPT: list[Any] = []  # the control block and the loop, which are used to the end of the process
-# What is expected, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
-# control[NEXT] is how many bytes have been asked for.
+# Expected reads, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
+# control[NEXT] is the number of bytes that have been asked for.
 N_REGIONS = 4
 PIECE = 512  # bytes that a waiting thread asks for between two looks
 SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each, or a piece
@@ -234,7 +234,7 @@ def _take_tasks(control, worker):
     """Runs tasks of the current job until all are taken; returns how many.
 
     worker: 0 for the calling thread, or a worker's number; a job uses only the first workers. The
-    ticket is read before and after the job's words: a job does not change while it has a task left.
+    ticket is read before and after the job's words. A job does not change while it has a task left.
     """
     n_run = 0
     while True:

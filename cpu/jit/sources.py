@@ -1,8 +1,8 @@
 """Which source files a kernel is made of: its module's, and all that this module imports.
 
 The names of other kernels, constants and code-writing functions come into a module by its import
-statements. So the text of these files says whether a compiled kernel is up to date, and an edit of
-one of them concerns no kernel that does not import it.
+statements. The text of these files therefore says whether a compiled kernel is up to date. An edit
+of one of them concerns no kernel that does not import it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NAME = re.compile(r"[\w.]+")
 class Sources:
     """The modules of one package, with the text that they had when this object was made.
 
-    If a file is edited while kernels are compiled from what was imported, they are not kept under
-    the new text.
+    If a file is edited during a compilation, kernels of the imported text are not kept under the
+    new text.
     """
 
     def __init__(self, package: str, root: Path) -> None:
@@ -37,13 +37,13 @@ class Sources:
         self._digests: dict[str, str] = {}
 
     def digest(self, module: str) -> str:
-        """A hash of the text of ``module`` and of the package's modules that it imports."""
+        """Returns a hash of the text of ``module`` and of the package's modules that it imports."""
         if module not in self._digests:
             self._digests[module] = self._hash(self.closure(module))
         return self._digests[module]
 
     def digest_of_all(self) -> str:
-        """A hash of the text of all modules."""
+        """Returns a hash of the text of all modules."""
         return self._hash(self._texts)
 
     def _hash(self, modules: Iterable[str]) -> str:

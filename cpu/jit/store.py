@@ -1,8 +1,9 @@
 """A folder of compiled kernels on disk: files with a checksum, from nobody but the user.
 
-What is read here is unpickled and run. So the folder and its files belong to the user, nobody else
-may write to them, and a file is used only if it holds what was written. A fault of the disk never
-stops a run: the kernel is compiled again, and kept in memory if it cannot be kept on disk.
+The files that are read here are unpickled and run. The folder and its files must belong to the
+user, and nobody else may write to them. A file is used only if its checksum is right. A fault of
+the disk never stops a run. The kernel is compiled again, and kept in memory if it cannot be kept on
+disk.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class KernelStore:
         return self._may_read and self._path(name).exists()
 
     def read(self, name: str) -> bytes | None:
-        """What was written under ``name``; None if it is not there. A damaged file is removed."""
+        """Returns the data of ``name``, None if there are none. Removes a damaged file."""
         self._open()
         if not self._may_read:
             return None

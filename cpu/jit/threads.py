@@ -1,7 +1,7 @@
 """How kernels use threads: explicit prange loops only; and how many threads are worth it.
 
-By default numba's parallel=True also makes parallel loops of array expressions and allocations,
-each of which starts the threads once more. Kernels ask for prange loops only. They run on the pool
+By default numba's parallel=True also makes parallel loops of array expressions and allocations.
+Each of these starts the threads once more. Kernels ask for prange loops only. They run on the pool
 of jit/pool.py.
 """
 
@@ -31,7 +31,7 @@ PRANGE_ONLY = {
 
 @cache
 def _blas() -> Any:
-    """The BLAS that numpy has loaded."""
+    """Returns the BLAS that numpy has loaded."""
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

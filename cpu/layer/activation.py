@@ -1,9 +1,8 @@
 """Activations of gated feed-forward layers: act(gate) * up, on vectors of f32 or bf16.
 
-All are gate' sigmoid(s(gate')) up': SiLU with s(x) = x, GELU in its tanh form with s(x) = 2
-sqrt(2/pi) (x + 0.044715 x^3), and gpt-oss's clamped SwiGLU, in which s(x) = 1.702 x, gates are at
-most 7, and up' is up, clamped to 7 on both sides, plus 1. Output gates of heads are sigmoid(gate)
-up.
+All are gate' sigmoid(s(gate')) up'. SiLU has s(x) = x. GELU in its tanh form has s(x) = 2
+sqrt(2/pi) (x + 0.044715 x^3). gpt-oss's clamped SwiGLU has s(x) = 1.702 x and gates of at most 7.
+Its up' is up, clamped to 7 on both sides, plus 1. Output gates of heads are sigmoid(gate) up.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
 projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
-What each adds to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
-second stage and the next one's first in a single call, since handing a call its arguments takes
-microseconds; for the same reason everything that stays is in a record of ``LAYER`` that the kernels
-look up. experts/decode.py has layers with experts.
-A step has one or several rows (sequences), which share every weight that is loaded.
+Each addition to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
+second stage and the next one's first in a single call. To hand a call its arguments takes
+microseconds. For the same reason all constant arguments are in a record of ``LAYER`` that the
+kernels look up. experts/decode.py has layers with experts. A step has one or several rows
+(sequences), which share every weight that is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
 # that the kernel takes, 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
-BEHIND = 4  # matrices of a layer behind its n_inputs: o, gate, up, down
+N_LATER = 4  # matrices of a layer after its n_inputs: o, gate, up, down
 REGION = 16  # bytes of an address and a size
 
 # One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
@@ -40,14 +40,14 @@ LAYER = np.dtype(
                 # n_head_kv: of its own, 0 where it reads another layer's rows
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
                 "n_inputs",  # matrices ahead of o: q, k, v; of recurrent layers (n_head = 0) others
-                "gated",  # whether behind each query's d projected elements lie d of a gate
+                "gated",  # whether d elements of a gate follow each query's d projected elements
                 "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
                 "activation",  # of the gate, see layer/activation.py
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
                 *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
                 *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm", "v_norm"),  # (d,), and (d_v,)
-                "matrices",  # int64 (n_inputs + BEHIND, 6): a table (experts/decode.py: others)
+                "matrices",  # int64 (n_inputs + N_LATER, 6): a table (experts/decode.py: others)
                 "regions",  # of its matrices and of all that follow (see matrix_regions)
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
@@ -72,8 +72,8 @@ def matrix_table(linears, n_planes) -> np.ndarray:
     """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
 
     linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    take the integer kernels, whose activations have ``n_planes`` bytes: with two 1.3 (Q5_1) to 1.7
-    (Q4_K) times as fast as the f32 ones on one AVX-512 thread.
+    take the integer kernels, whose activations have ``n_planes`` bytes. With two bytes they are 1.3
+    (Q5_1) to 1.7 (Q4_K) times as fast as f32 kernels on an AVX-512 thread.
     """
     rows = []
     for w in linears:
@@ -88,7 +88,7 @@ def matrix_table(linears, n_planes) -> np.ndarray:
 def matrix_regions(tables) -> np.ndarray:
     """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``.
 
-    They are in the order of their use; the first ones are repeated at the end, so that N_REGIONS
+    They are in the order of their use. The first ones are repeated at the end, so that N_REGIONS
     follow each (pool.expect).
     """
     assert sum(len(table) for table in tables) >= N_REGIONS
@@ -150,8 +150,8 @@ def most_planes(table):
 def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
     """The products of all matrices of a table with x[b], b < n_rows, one after another in out[b].
 
-    table int64 (matrices, 6), all of as many columns; x, out: addresses of f32 rows x_row, out_row
-    bytes apart; quantized: address of scratch, a ``quantized_stride`` a row.
+    table int64 (matrices, 6), all with the same number of columns. x, out: addresses of f32 rows,
+    x_row and out_row bytes apart. quantized: address of scratch, a ``quantized_stride`` a row.
     """
     n = table[0, COLUMNS]
     stride = quantized_stride(n)
@@ -208,7 +208,7 @@ def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nop
 def project_qkv(layers, i, n_rows, n_threads):
     """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``.
 
-    Of a recurrent layer only ``projected``.
+    A recurrent layer gets only ``projected``.
     """
     layer = layers[i]
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
@@ -323,7 +323,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
     layer = layers[i]
     n_embd, n_ff = layer.n_embd, layer.n_ff
     at = layer.n_inputs
-    table = carray(integer_pointer(layer.matrices), (at + BEHIND, 6))
+    table = carray(integer_pointer(layer.matrices), (at + N_LATER, 6))
     hidden_row = 4 * (2 * n_ff + LANES)
     expect(layer.regions + REGION * (at + 3))
     multiply(

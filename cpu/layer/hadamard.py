@@ -1,8 +1,8 @@
 """The Hadamard rotation of key and value heads ahead of their quantisation.
 
-It spreads an element that is much larger than the others of its row, for which a quantised block
-would pay with a large scale, over the whole row (QuaRot, arXiv:2404.00456). The matrix is symmetric
-and its own inverse. Rotated on both sides, queries and keys have the same products.
+An element may be much larger than the others of its row. A quantised block would pay for it with a
+large scale. The rotation spreads it over the whole row (QuaRot, arXiv:2404.00456). The matrix is
+symmetric and its own inverse. Rotated on both sides, queries and keys have the same products.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rotate_rows(x, d, block, n_threads):
 
 
 def rotate_rows_ref(x: np.ndarray) -> np.ndarray:
-    """The product of x (..., d) with the matrix, in f64."""
+    """Returns the product of x (..., d) with the matrix, in f64."""
     d = x.shape[-1]
     matrix = np.ones((1, 1))
     while len(matrix) < block_of(d):

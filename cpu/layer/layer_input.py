@@ -1,7 +1,8 @@
-"""The input that a layer has beside the residual stream: of a prefilled chunk, of a decode step.
+"""The input that a layer has next to the residual stream: for a prefilled chunk and for a decode
+step.
 
 It is (norm(projection of the token's embedding) + the token's embedding for this layer) / sqrt(2).
-What a layer adds to the stream is norm(W_out (act(W_gate x) * input)).
+A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
 ROOT_HALF = np.float32(0.5**0.5)
 
-# What a layer has beside its record in ``LAYER``; all but the last are int64. B: rows of the step.
+# A layer's second record, next to ``LAYER``. All but the last are int64. B: rows of the step.
 INPUT = np.dtype(
     [
         *(
@@ -31,7 +32,7 @@ INPUT = np.dtype(
                 "hidden",  # scratch f32 (B, n + 16)
             )
         ),
-        ("scale", np.float64),  # of the residual stream behind the layer
+        ("scale", np.float64),  # of the residual stream after the layer
     ]
 )
 
@@ -89,7 +90,7 @@ def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_thr
 
 @njit(cache=True, nogil=True)
 def add_input(layers, records, i, n_rows, n_threads):
-    """What layer i adds to x of its input, and the scale of x, for n_rows rows.
+    """Adds layer i's input to x and scales x, for n_rows rows.
 
     layers, records: of ``LAYER`` and of ``INPUT``.
     """

@@ -1,10 +1,10 @@
 """Matrix products of a prefilled chunk in bf16, by the CPU's own instructions (jit/bf16.py).
 
 The rows of the weights are taken COLUMNS at a time, a panel. A task dequantises a block of columns
-of these rows into its own scratch, as pairs of bf16 of one row, with the pairs of all rows side by
-side, and multiplies the chunk's rows with the panel. Then it takes the next COLUMNS rows, then the
-next block of columns. So a block of the chunk stays in the L2 cache and a panel in L1, and no more
-than a panel of the weights exists as bf16. bf16 is a uint16 here.
+of these rows into its own scratch. The scratch has pairs of bf16 of one row, with the pairs of all
+rows side by side. The task multiplies the chunk's rows with the panel. Then it takes the next
+COLUMNS rows, then the next block of columns. A block of the chunk stays in the L2 cache and a panel
+in L1. No more than a panel of the weights exists as bf16. bf16 is a uint16 here.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _store_rows(typingctx, sums, n_rows, out, out_row):
 def _fill_panel(table, p, low, n_columns, rows, panel):
     """Fills a panel: columns low to low + n_columns of rows p COLUMNS to (p + 1) COLUMNS.
 
-    The rows are those of the stacked matrices; behind the last one the panel is not changed. rows:
-    scratch uint16 (COLUMNS, > n_columns), zeros behind the matrices' own columns; panel uint32
+    The rows are those of the stacked matrices. The panel is not changed after the last row. rows:
+    scratch uint16 (COLUMNS, > n_columns), with zeros after the matrices' own columns. panel: uint32
     (pairs, COLUMNS).
     """
     at, row_bytes = rows.ctypes.data, rows.strides[0]

@@ -1,10 +1,9 @@
 """Matrix products of a prefilled chunk in integers: weights as they lie in the file, i8 inputs.
 
-For CPUs with AVX2. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it; the weights'
+For CPUs with AVX2. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it. The weights'
 integers are multiplied with them four columns at a time, and a block is scaled once. A task decodes
-GROUP rows of weights once, a few hundred columns at a time, into a panel that stays in the L1
-cache, and multiplies all its inputs with it (layer/tiles_int8.py). Inputs and results are f32, or
-bf16 as uint16.
+GROUP rows of weights once, some hundred columns at a time, into a panel in L1. It multiplies all
+its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16 as uint16.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
 
 @njit(cache=True, nogil=True)
 def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row):
-    """Decodes GROUP rows; for rows behind n_rows it repeats the last. See ``_decode_row``.
+    """Decodes GROUP rows. For rows after n_rows it repeats the last one. See ``_decode_row``.
 
     row, small_row: bytes from a row of values and of scales to the next; offsets follow scales.
     """
@@ -215,8 +214,8 @@ def _panel_blocks(matrix, n, part):
 def multiply_group(matrix, first, following, tiles, n, scratch):
     """Rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
 
-    A panel's weights are fetched during the products of the one ahead of it: they lie in short
-    pieces that the CPU does not foresee. following: address of what comes behind the last panel.
+    A panel's weights are fetched during the products of the one ahead of it. They lie in short
+    pieces that the CPU does not foresee. following: address of the data after the last panel.
     """
     span, size, row_bytes = matrix[SPAN], matrix[BLOCK_COLUMNS], matrix[ROW_BYTES]
     w, n_rows = matrix[WEIGHTS] + first * row_bytes, min(GROUP, matrix[ROWS] - first)

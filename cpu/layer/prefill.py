@@ -130,10 +130,10 @@ def split_heads(
 ):  # fmt: skip
     """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
 
-    raw (T, H d + G d + G d_v), G may be 0; biases f32 as wide or empty, norms f32 (d,), of the
-    values (d_v,), or empty; cos, sin f32 (T, n_rot / 2); q_scale f32 (T,) multiplies the queries.
-    gated: behind each query's d elements lie d of a gate (``gate_heads``). q, q_nope (H, T, d), k,
-    k_nope (G, T, d), v (G, T, d_v).
+    raw (T, H d + G d + G d_v); G may be 0. biases: f32 as wide, or empty. norms: f32 (d,), for the
+    values (d_v,), or empty. cos, sin f32 (T, n_rot / 2). q_scale f32 (T,) multiplies the queries.
+    gated: d elements of a gate follow each query's d elements (``gate_heads``). q, q_nope (H, T,
+    d), k, k_nope (G, T, d), v (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
@@ -207,8 +207,8 @@ def gate_rows(gate_up, activation, out, n_threads):
 def store_rows(rows, kind, target, head_bytes, row_bytes, width, n_threads):
     """Writes rows (heads, T, d), f32 or the bits of bf16, as rows of ``kind`` (attention/rows.py).
 
-    target: address of the first; head_bytes, row_bytes: from a head's or a row's to the next one's;
-    width: d padded to a multiple of 16 with zeros.
+    target: address of the first row. head_bytes, row_bytes: bytes from a head or a row to the next
+    one. width: d padded to a multiple of 16 with zeros.
     """
     n_head, n_rows, d = rows.shape
     for part in prange(n_threads):

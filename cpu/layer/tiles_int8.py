@@ -1,11 +1,11 @@
 """The inner part of a prefill's integer products: a tile of inputs times a panel of weights.
 
-Inputs: for each TILE, i8 [columns / 4][TILE][4], f32 scales [columns / 32][TILE], f32 sums of what
-the integers stand for [columns / 32][TILE] and [columns / 16][TILE].
-Panel of GROUP rows of weights: unsigned bytes [columns / 4][GROUP][4]; beside it, for each span,
-the 16 or 32 columns under one scale, f32 scales (GROUP,) and offsets (GROUP,).
-The TILE x GROUP sums of a span fill the registers. vpdpbusd (VNNI) adds four products to an i32;
-without it vpmaddubsw adds two to an i16, and as many of these are added as fit.
+Inputs for each TILE: i8 [columns / 4][TILE][4] and f32 scales [columns / 32][TILE]. Sums of the
+scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows of
+weights has unsigned bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale.
+Each span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a span fill the
+registers. vpdpbusd (VNNI) adds four products to an i32. Without it vpmaddubsw adds two to an i16,
+and as many of these are added as fit.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
             start = b.add(column, b.mul(s, I64(span_)))
             w = b.add(panel, b.mul(s, I64(GROUP * span_)))
             x = b.add(tile, b.mul(start, I64(TILE)))
-            beside = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
+            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
             block = b.add(x_scales, b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE)))
             for part in range(0, span_, 4 * room_):
                 found = dots(b.add(w, I64(GROUP * part)), b.add(x, I64(TILE * part)))
-                w_scales = [load(b, floats, beside, 4 * WIDTH * v) for v in vectors]
+                w_scales = [load(b, floats, span_at, 4 * WIDTH * v) for v in vectors]
                 for t in range(TILE):
                     scale = splat(b, load(b, F32, block, 4 * t), WIDTH)
                     for v in vectors:
@@ -179,8 +179,8 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
             return []
 
         def add_offsets(s, totals):
-            beside = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
-            offsets = [load(b, floats, beside, 4 * (GROUP + WIDTH * v)) for v in vectors]
+            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
+            offsets = [load(b, floats, span_at, 4 * (GROUP + WIDTH * v)) for v in vectors]
             number = b.add(b.sdiv(column, I64(span_)), s)
             at = b.add(x_sums, b.mul(number, I64(4 * TILE)))
             new = []
@@ -212,8 +212,8 @@ def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, colu
 def product_address(span: int, room: int) -> int:
     """Address of ``_multiply_panel`` compiled for Traits.
 
-    It is compiled by itself: inside a larger function LLVM optimises it a second time, merges the
-    loads of inputs, and runs out of registers, at half the speed.
+    It is compiled by itself. Inside a larger function LLVM optimises it a second time and merges
+    the loads of inputs. It then runs out of registers, at half the speed.
     """
     literals = (types.literal(span), types.literal(room))
     return function_address(_multiply_panel, literals + (types.int64,) * 9)

@@ -48,37 +48,38 @@ SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, 
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _score_part(team, part, n_parts, step):
-    """Scores of a part of C1 by the team's active heads; a tile of heads shares each key row."""
+def _score_part(head_group, part, n_parts, step):
+    """Scores a part of C1 by a head group's active heads. A tile of heads shares each key row."""
     work, layout, rules = step.work, step.layout, step.rules
-    (n_head, d), n_team, count = step.q.shape, work.rows.shape[0], work.n_rows[team]
+    (n_head, d), n_head_groups, count = step.q.shape, work.rows.shape[0], work.n_rows[head_group]
     piece = n_parts * SCORE_PIECE
     size = (count + piece - 1) // piece * SCORE_PIECE
     first, last = part * size, min(count, (part + 1) * size)
     if first >= last:
         return
-    h0, heads = team * n_head // n_team, n_head // n_team
+    h0, heads = head_group * n_head // n_head_groups, n_head // n_head_groups
     k_row, mode = layout[K_ROW], layout[K_KIND] | GATHER
     k_at = layout[K] + h0 // (n_head // rules.n_kv_head) * layout[K_HEAD]
     for j in range(first, min(last, first + AHEAD_GATHER)):  # the others as the scores proceed
-        prefetch_lines(k_at + work.rows[team, j] * k_row, k_row)
+        prefetch_lines(k_at + work.rows[head_group, j] * k_row, k_row)
     n_active = work.active[h0 : h0 + heads].sum()
     for t in range(0, n_active, MAX_TILE):
         tile_scores(
             min(MAX_TILE, n_active - t), mode, work.queries[h0 + t].ctypes.data, k_at, k_row,
-            work.rows[team, first:].ctypes.data, last - first, d,
-            work.scores[team, t, first:].ctypes.data, work.scores.shape[2],
+            work.rows[head_group, first:].ctypes.data, last - first, d,
+            work.scores[head_group, t, first:].ctypes.data, work.scores.shape[2],
         )  # fmt: skip
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_rows(h, rows, scores, part, step):
-    """C2 = the recents and the best of C1 by exact score; attends to sinks and C2, updates (eq 10).
+    """Chooses C2, attends to the sinks and C2, and updates the tables (eq 10).
 
-    scores f32 (count + PAD,) of the C1 ``rows``, ascending, of which the last n_recent are the
-    recents; a softcap keeps their order, so it is applied to those of C2 only. The entries of C2 in
-    the head's tables gain ``part`` times (softmax over C2 - half its mean), now or when the head
-    learns. Returns C2's rows int32 (m,), in the thread's scratch.
+    C2 is the recents and the best of C1 by exact score. rows: C1, ascending; its last n_recent are
+    the recents. scores: f32 (count + PAD,), of ``rows``. A softcap keeps their order, so only the
+    scores of C2 are capped. The entries of C2 in the head's tables gain ``part`` times (softmax
+    over C2 - half its mean). If the step defers its update, ``_update_head`` adds them later.
+    Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
     sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
@@ -129,18 +130,18 @@ def _attend_rows(h, rows, scores, part, step):
             1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
         )
     keep(sink_weights)
-    learned = np.float64(mass)
+    total_weight = np.float64(mass)
     if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
         weights[:m] = 1
-        learned = np.float64(m)
-    if step.lessons.rows.shape[1]:
-        step.lessons.sizes[h], step.lessons.masses[h] = m, learned
+        total_weight = np.float64(m)
+    if step.pending.rows.shape[1]:
+        step.pending.sizes[h], step.pending.masses[h] = m, total_weight
         for j in range(m):
-            step.lessons.rows[h, j], step.lessons.weights[h, j] = picked[j], weights[j]
+            step.pending.rows[h, j], step.pending.weights[h, j] = picked[j], weights[j]
             prefetch_lines(v + picked[j] * v_row, v_row)
     else:  # meanwhile the values arrive
         add_entries(
-            h, tables, n, picked, weights, 0.5 * learned / m, part / learned, v, v_row,
+            h, tables, n, picked, weights, 0.5 * total_weight / m, part / total_weight, v, v_row,
             step.scratch.changes,
         )  # fmt: skip
     if mass > 0:
@@ -155,17 +156,17 @@ def _attend_rows(h, rows, scores, part, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_head(h, step):
-    """Attention and update of a head, unless it is bypassed."""
+    """Attends with a head and updates its tables, unless the head is bypassed."""
     work, tables = step.work, step.tables
     if not work.active[h]:
         return
-    n_head, n_team = step.q.shape[0], work.rows.shape[0]
-    team = h * n_team // n_head
-    first = team * n_head // n_team
-    rows = work.rows[team, : work.n_rows[team]]
+    n_head, n_head_groups = step.q.shape[0], work.rows.shape[0]
+    head_group = h * n_head_groups // n_head
+    first = head_group * n_head // n_head_groups
+    rows = work.rows[head_group, : work.n_rows[head_group]]
     m = min(rows.shape[0], step.k_budget)
     gain = tables.gain[h] * step.rules.decay
-    scores = work.scores[team, work.active[first:h].sum()]
+    scores = work.scores[head_group, work.active[first:h].sum()]
     picked = _attend_rows(h, rows, scores, 1.0 / gain, step)
     step.statistics[h, ATTENDED] += m + SINKS
     if step.attended.shape[1]:
@@ -174,7 +175,7 @@ def _attend_head(h, step):
             step.attended[h, j] = j
         for j in range(m):
             step.attended[h, SINKS + j] = picked[j]
-    if not step.lessons.rows.shape[1]:
+    if not step.pending.rows.shape[1]:
         _decay(h, gain, step)
 
 
@@ -188,33 +189,33 @@ def _decay(h, gain, step):
 
 
 @njit(cache=True, nogil=True)
-def _learn_head(h, step):
-    """The update of a head (eq 10) by the rows that it attended to, unless it was bypassed."""
-    lessons, tables = step.lessons, step.tables
-    m = lessons.sizes[h]
+def _update_head(h, step):
+    """Updates a head's tables (eq 10) by the rows that it attended to, unless it was bypassed."""
+    pending, tables = step.pending, step.tables
+    m = pending.sizes[h]
     if m == 0:
         return
-    gain, learned = tables.gain[h] * step.rules.decay, lessons.masses[h]
+    gain, total_weight = tables.gain[h] * step.rules.decay, pending.masses[h]
     add_entries(
-        h, tables, step.n, lessons.rows[h, :m], lessons.weights[h], 0.5 * learned / m,
-        1.0 / gain / learned, step.layout[V], 0, step.scratch.changes,
+        h, tables, step.n, pending.rows[h, :m], pending.weights[h], 0.5 * total_weight / m,
+        1.0 / gain / total_weight, step.layout[V], 0, step.scratch.changes,
     )  # fmt: skip
     _decay(h, gain, step)
-    lessons.sizes[h] = 0
+    pending.sizes[h] = 0
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def learn_tasks(counter, step):
-    """What one thread does behind a step: heads learn until none is left."""
+def update_tasks(counter, step):
+    """Updates heads' tables after a step, in one thread, until no head is left."""
     h = next_task(counter)
     while h < step.q.shape[0]:
-        _learn_head(h, step)
+        _update_head(h, step)
         h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def mark_tasks(counter, step):
-    """What one thread does ahead of a step: thresholds and C0 of heads (eq 7, 8)."""
+    """Marks heads' candidates C0 ahead of a step (eq 7, 8), in one thread."""
     h = next_task(counter)
     while h < step.q.shape[0]:
         ask_for_entries(h, step)
@@ -223,46 +224,46 @@ def mark_tasks(counter, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _run(task, team, n_parts, step):
-    """One task of a team: a head's search, one of ``n_parts`` of the scores, or a head's attention.
+def _run(task, head_group, n_parts, step):
+    """Runs one task of a head group: a search, one of ``n_parts`` of the scores, or attention.
 
-    It waits for the results of earlier tasks of the team, which other threads may have taken.
+    The task waits for the results of earlier tasks of the head group. Other threads may run these.
     """
-    n_team = step.work.rows.shape[0]
-    heads = step.q.shape[0] // n_team
-    progress = step.work.progress[team].ctypes.data
+    n_head_groups = step.work.rows.shape[0]
+    heads = step.q.shape[0] // n_head_groups
+    progress = step.work.progress[head_group].ctypes.data
     if task < heads:
-        search_head(team * heads + task, step)
+        search_head(head_group * heads + task, step)
         if atomic_add(progress + 8 * SEARCHED, 1) == heads - 1:
-            merge_candidates(team, step)
+            merge_candidates(head_group, step)
             atomic_add(progress + 8 * SEARCHED, 1)
     elif task < heads + n_parts:
         wait_for(progress + 8 * SEARCHED, heads + 1)
-        _score_part(team, task - heads, n_parts, step)
+        _score_part(head_group, task - heads, n_parts, step)
         atomic_add(progress + 8 * SCORES_DONE, 1)
     else:
         wait_for(progress + 8 * SCORES_DONE, n_parts)
-        _attend_head(team * heads + task - heads - n_parts, step)
+        _attend_head(head_group * heads + task - heads - n_parts, step)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def run_tasks(counter, n_threads, step):
-    """What one thread does in a step: it takes tasks until there are none.
+    """Takes tasks of a step until there are none, in one thread.
 
-    Whole teams come first, as long as every thread can have equally many. The tasks of the teams
-    that remain are shared by threads: all searches first, all attention last. counter: int64 (1,),
-    number of tasks taken.
+    Whole head groups come first, as long as every thread can have equally many. Threads share the
+    tasks of the remaining head groups: all searches first, all attention last. counter: int64 (1,),
+    the number of tasks taken.
     """
-    n_team = step.work.rows.shape[0]
-    heads = step.q.shape[0] // n_team
-    a_thread, n_shared = n_team // n_threads, n_team % n_threads
-    n_whole = n_team - n_shared
-    n_tasks = 2 * heads + n_threads  # of a shared team
+    n_head_groups = step.work.rows.shape[0]
+    heads = step.q.shape[0] // n_head_groups
+    a_thread, n_shared = n_head_groups // n_threads, n_head_groups % n_threads
+    n_whole = n_head_groups - n_shared
+    n_tasks = 2 * heads + n_threads  # of a shared head group
     task = next_task(counter)
     while task < n_whole + n_shared * n_tasks:
         if task < n_whole:  # a thread's are neighbours: those of a kv group use the same key rows
-            team = task % n_threads * a_thread + task // n_threads
-            for h in range(team * heads, (team + 1) * heads):
+            head_group = task % n_threads * a_thread + task // n_threads
+            for h in range(head_group * heads, (head_group + 1) * heads):
                 ask_for_entries(h, step)
             first, last, n_parts = 0, 2 * heads + 1, 1
         else:
@@ -272,10 +273,10 @@ def run_tasks(counter, n_threads, step):
                     break
                 of_stage -= n_shared * width
                 before += width
-            team, first = n_whole + of_stage // width, before + of_stage % width
+            head_group, first = n_whole + of_stage // width, before + of_stage % width
             last, n_parts = first + 1, n_threads
             if first < heads:
-                ask_for_entries(team * heads + first, step)
+                ask_for_entries(head_group * heads + first, step)
         for each in range(first, last):
-            _run(each, team, n_parts, step)
+            _run(each, head_group, n_parts, step)
         task = next_task(counter)

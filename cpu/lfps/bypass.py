@@ -1,8 +1,8 @@
 """LFPS' high-sparsity test: a head that attends almost only to its sinks needs no search (eq 5, 6).
 
-Its output is then the weighted mean of the sinks' values, the local values and the mean value, with
-the masses of the test as weights. The sinks are the first rows and, in models that have it, the
-head's sink, a score without a value. Scores are those behind the model's softcap.
+Its output is then the weighted mean of the sinks' values, the local values and the mean value. The
+masses of the test are the weights. The sinks are the first rows and, in models that have it, the
+head's sink, a score without a value. Scores are those after the model's softcap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REACH, PER_DEVIATION = 8, 2  # standard deviations on either side, and points in
 
 
 class Constants(NamedTuple):
-    """What the bypass test knows of the keys and values of the last prefill (eq 5, 6)."""
+    """The bypass test's statistics of the keys and values of the last prefill (eq 5, 6)."""
 
     mean_k: np.ndarray  # f32 (G, d)
     mean_v: np.ndarray  # f32 (G, d_v)
@@ -89,7 +89,7 @@ def bypass(
 
     near: scores of the sinks (4), then of the keys first_local..n-1. sink: the score without a
     value, or -inf. v: address of rows of v_kind, v_row bytes apart. lse: f32 (1,) if the sinks are
-    left out of the output (see ``LFPSStep.leave_sinks``), else (0,). Returns whether the head was
+    left out of the output (see ``LFPSStep.exclude_sinks``), else (0,). Returns whether the head was
     bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]

@@ -1,7 +1,8 @@
 """Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6).
 
-They come from sums over blocks of rows, which are kept, so that a later prefill adds its own rows
-only. Blocks begin at the same rows always: the result does not depend on the calls that led to it.
+They come from sums over blocks of rows. The sums are kept, so that a later prefill adds its own
+rows only. Blocks begin at the same rows always: the result does not depend on the calls that led to
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def mean_and_covariance(layout, of, first, n, moments, mean, covariance, n_threads):
-    """Mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head; d as it is stored.
+    """Computes mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head, with d as
+    stored.
 
     layout int64 (8,): see attention/rows.py; of: its column K or V, whose rows from ``first`` on
     are meant. moments: what earlier calls left of the first of these rows; whole blocks are added.

@@ -1,9 +1,9 @@
 """The history tables of LFPS: entries, thresholds and candidates.
 
 A query head has two tables: ``ver[i]`` by position and ``dist[delta]`` by distance, both f32. They
-are kept as u = Phi / g, so that the decay of eq 10 is one multiplication of g a step. Beside them
-lie power sums S1..S4 (f64) for the thresholds of eq 8, and an upper bound of each block of 64
-entries; a write raises it, a scan of the block makes it exact.
+are kept as u = Phi / g. The decay of eq 10 is then one multiplication of g a step. Power sums
+S1..S4 (f64) are kept for the thresholds of eq 8. Each block of 64 entries has an upper bound. A
+write raises it, a scan of the block makes it exact.
 
 A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but
 not the whole context. sparsekv_cli/methods/naive/lfps.py is the naive form of a step.
@@ -44,8 +44,8 @@ class Tables(NamedTuple):
 def threshold(sums, n, a, horizon):
     """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1].
 
-    The mean is the sum over n, or over ``horizon`` if that is less. Otherwise a table that has more
-    zeros beside the same entries would have a lower threshold.
+    The mean is the sum over n, or over ``horizon`` if that is less. Otherwise a table with the same
+    entries and more zeros would have a lower threshold.
     """
     mean = sums[0] / n
     m2 = sums[1] - n * mean * mean
@@ -215,8 +215,8 @@ def count_rows(words, n_words, n):
 def extract_rows(words, n_words, rows):
     """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
 
-    Bits are always extracted eight at a time and surplus ones are overwritten, because a branch a
-    bit would be mispredicted once a word.
+    Bits are always extracted eight at a time, and surplus ones are overwritten. A branch a bit
+    would be mispredicted once a word.
     """
     at = 0
     for w in range(n_words):

@@ -1,12 +1,12 @@
-"""LFPS' scout: rows that history cannot know, found by codes of all keys.
+"""LFPS' scout finds rows that history cannot know, by codes of all keys.
 
 A key's code is its part along the few directions that matter most to scores, a byte each. A step
-scores the codes of a slice of all rows; slices take turns from step to step. The best row of each
-part of the slice becomes a candidate, and what it is worth is its exact score's to say.
+scores the codes of a slice of all rows; each step takes the next slice. The best row of each part
+of the slice becomes a candidate. Its exact score then decides.
 
-Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/bytes.py takes them: eight tiles of
-sixteen rows, a word is four directions. The sinks, which are attended to anyway, have the code of
-the row behind them.
+Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/byte_scores.py takes them: eight
+tiles of sixteen rows. A word is four directions. The sinks are attended to anyway. They have the
+code of the row after them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows_of_bytes
-from sparsekv_cli.cpu.attention.bytes import LINE, ZERO
+from sparsekv_cli.cpu.attention import byte_scores
+from sparsekv_cli.cpu.attention.byte_scores import LINE, ZERO
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
@@ -38,7 +38,7 @@ TINY = 1e-30
 
 
 class Codes(NamedTuple):
-    """What a step knows of the codes of G kv heads."""
+    """The codes of G kv heads, for the kernels."""
 
     at: int  # address of the first kv head's
     head_bytes: int  # between kv heads
@@ -90,7 +90,7 @@ class Scout:
         self.n_parts = n_parts
 
     def known(self) -> Codes:
-        """What steps know of them, until more rows are coded."""
+        """Returns the codes for steps, until more rows are coded."""
         return Codes(
             address(self.codes), self.codes.strides[0], self.n_parts, address(self.directions),
             self.directions.shape[1],
@@ -108,8 +108,8 @@ def choose_directions(
     """E, D f32 (G, d, count): of all products of that rank (q D) . (k E) is nearest to q . k.
 
     queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a byte of E k
-    reaches MOST standard deviations. With the queries' moments C = L L' these are the leading
-    eigenvectors U of L' covariance L: E = L U and D = L'^-1 U.
+    reaches MOST standard deviations. With the queries' moments C = L L' the eigenvectors U are the
+    leading ones of L' covariance L. Then E = L U and D = L'^-1 U.
     """
     d = queries.shape[2]
     moments = queries.swapaxes(1, 2).astype(np.float64) @ queries / queries.shape[1]
@@ -135,7 +135,7 @@ def encoded(keys: np.ndarray, mean: np.ndarray, encode: np.ndarray, has_sinks: b
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """The row of the highest score in each part; of equal ones the last. numpy reference.
+    """Returns the row of the highest score in each part; of equal ones the last. numpy reference.
 
     query f32 (d,); codes uint8 (parts, 8, words, 16, 4) and directions f16 (r, d) of its kv head.
     """
@@ -157,7 +157,7 @@ def _best_of_part(typingctx, query, part, n_words):
         lanes = llvm.ir.Constant(VI, list(range(LANES)))
         for first in range(0, PART // LANES, _TILES):
             tiles = [b.add(part, b.mul(tile_bytes, I64(first + i))) for i in range(_TILES)]
-            (sums,) = rows_of_bytes.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
+            (sums,) = byte_scores.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
             for i, total in enumerate(sums):
                 place = b.add(lanes, const(I32, LANES * (first + i)))
                 key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)

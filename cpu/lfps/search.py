@@ -1,6 +1,6 @@
 """The first half of an LFPS step: which heads are bypassed, and the candidates of the others.
 
-Heads that score the same candidates are a team: a kv group (``by_group``), or a single head.
+Heads that score the same candidates are a head group: a kv group (``by_group``), or a single head.
 Functions that take a StepState are inlined, because passing it by value takes .3 to .6 us a call.
 """
 
@@ -37,9 +37,9 @@ ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
 BOUNDS_READ, ENTRIES_READ, KEYS_READ, SCOUTING, CODES_READ = range(6, 11)
 N_STATISTICS = 11
 RAISE = 1.25  # factor of the thresholds where too many rows pass
-CALM = 0.7  # share of the limit below which the thresholds come down again
-# Columns of Work.progress, on lines of their own: a team's searches that are done, one more when it
-# has its candidates, and the parts of its scores.
+LOWER_BELOW = 0.7  # share of the limit below which the thresholds come down again
+# Columns of Work.progress, each on a cache line. SEARCHED: a head group's searches that are done,
+# and one more when it has its candidates. SCORES_DONE: the parts of its scores that are done.
 SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
 
 
@@ -59,9 +59,9 @@ class Rules(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a step's tasks pass on; H heads in T teams, whose heads score the same rows."""
+    """Arrays that tasks of a step share: H heads in T head groups."""
 
-    queries: np.ndarray  # f32 (H, d), scaled; then, of a team, those of its active heads first
+    queries: np.ndarray  # f32 (H, d), scaled; later a head group's active heads come first
     near: np.ndarray  # f32 (H, >= n_near): capped scores of the sinks and of the local rows
     active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
     taus: np.ndarray  # f64 (H, 2): thresholds of the two tables (eq 8), before they are raised
@@ -73,10 +73,10 @@ class Work(NamedTuple):
     progress: np.ndarray  # int64 (T, N_PROGRESS)
 
 
-class Lessons(NamedTuple):
-    """What a step leaves for ``learn`` (lfps/attend.py) to do when its output has left.
+class PendingUpdate(NamedTuple):
+    """An update of the tables that ``update_tasks`` (lfps/attend.py) does after the step.
 
-    Arrays without columns where a step learns by itself.
+    The arrays have no columns if the step itself updates the tables.
     """
 
     rows: np.ndarray  # int32 (H, >= k_budget): C2
@@ -116,7 +116,7 @@ class StepState(NamedTuple):
     sinks: np.ndarray  # f32 (H,): of each head a score without a value, -inf where there is none
     out: np.ndarray  # f32 (H, d_v)
     work: Work
-    lessons: Lessons
+    pending: PendingUpdate
     codes: Codes
     is_marked: bool  # whether ``work`` has the thresholds and the bits of C0 already
     scratch: Scratch
@@ -228,21 +228,20 @@ def search_head(h, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def merge_candidates(team, step):
-    """C1 of a team, ascending: its active heads' C0, their neighbours and the recents (eq 9).
+def merge_candidates(head_group, step):
+    """Makes C1 of a head group, ascending (eq 9).
 
-    What the scout found for them is added.
-
-    While more than ``limit`` rows pass, its heads' thresholds are raised by RAISE; ``raised`` f64
-    (H,) keeps the factor from step to step, and falls again when fewer than CALM of them pass. The
-    queries of heads that are not bypassed move to the front of the team's.
+    C1 is its active heads' C0 with neighbours, the recents, and the rows that the scout found.
+    While more than ``limit`` rows pass, the thresholds rise by RAISE. ``raised`` f64 (H,) keeps the
+    factor from step to step. The factor falls if fewer than LOWER_BELOW times ``limit`` rows pass.
+    The queries of active heads move to the front of the head group's.
     """
     n, work, statistics = step.n, step.work, step.statistics
-    n_head, n_team = step.q.shape[0], work.rows.shape[0]
-    first, last = team * n_head // n_team, (team + 1) * n_head // n_team
+    n_head, n_head_groups = step.q.shape[0], work.rows.shape[0]
+    first, last = head_group * n_head // n_head_groups, (head_group + 1) * n_head // n_head_groups
     n_active = work.active[first:last].sum()
     if n_active == 0:
-        work.n_rows[team] = 0
+        work.n_rows[head_group] = 0
         return
     n_words = (n + BLOCK - 1) // BLOCK
     merged, wide = step.scratch.bits
@@ -268,12 +267,12 @@ def merge_candidates(team, step):
         for h in range(first, last):
             if work.active[h]:
                 mark(h, factor, step)
-    calm = count < CALM * step.limit
+    lowers = count < LOWER_BELOW * step.limit
     for h in range(first, last):
-        step.raised[h] = max(1.0, factor / RAISE) if calm else factor
-    extract_rows(wide, n_words, work.rows[team])
-    work.n_rows[team] = count
-    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # beside the local rows
+        step.raised[h] = max(1.0, factor / RAISE) if lowers else factor
+    extract_rows(wide, n_words, work.rows[head_group])
+    work.n_rows[head_group] = count
+    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # without the local rows
     slot = first
     for h in range(first, last):
         if work.active[h]:

@@ -1,8 +1,8 @@
 """A decode step of LFPS for a whole layer, as one compiled call.
 
 Its arguments are a record of ``LFPS``, and its buffers lie in one block. Arrays made of addresses
-have no reference counts, which threads would otherwise change in turn, and passing an array costs
-half a microsecond.
+have no reference counts, which threads would otherwise change in turn. Passing an array costs half
+a microsecond.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.decode import float_rows
-from sparsekv_cli.cpu.lfps.attend import learn_tasks, mark_tasks, run_tasks
+from sparsekv_cli.cpu.lfps.attend import mark_tasks, run_tasks, update_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.scout import PART, Codes, Scout
@@ -39,7 +39,7 @@ from sparsekv_cli.cpu.lfps.search import (
     LOCAL,
     N_PROGRESS,
     N_STATISTICS,
-    Lessons,
+    PendingUpdate,
     Rules,
     Scratch,
     StepState,
@@ -47,25 +47,25 @@ from sparsekv_cli.cpu.lfps.search import (
 )
 
 N_LAYOUT = 8  # columns of a KV store's layout (attention/rows.py)
-STEP, LEARN, MARK = range(3)  # what threads do
+STEP, UPDATE, MARK = range(3)  # what threads do
 
 
 def _fields(names: tuple[str, ...]) -> np.dtype:
-    """A record of int64 fields."""
+    """Returns a record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
 
 
 _NUMBERS = {float: np.float64, int: np.int64, bool: np.int64}
 RULES = np.dtype([(name, _NUMBERS[kind]) for name, kind in get_type_hints(Rules).items()])
-# What a step of one layer's cache finds by name: sizes, the rules, and addresses of contiguous
-# arrays. H: heads, G: kv heads.
+# The record of a step of one layer's cache: sizes, the rules, and addresses of contiguous arrays.
+# H: heads, G: kv heads.
 LFPS = np.dtype(
     [
         ("layout", np.int64, N_LAYOUT),  # of the KV store
         ("rules", RULES),
         ("tables", _fields(Tables._fields)),  # addresses
         ("constants", _fields(Constants._fields)),  # addresses
-        ("lessons", _fields(Lessons._fields)),  # addresses; kept between the tasks
+        ("pending", _fields(PendingUpdate._fields)),  # addresses; kept between the tasks
         ("codes", _fields(Codes._fields)),
         *(
             (name, np.int64)
@@ -86,7 +86,7 @@ LFPS = np.dtype(
                 "sinks",  # f32 (H,)
                 "taus",  # f64 (H, 2); kept between the tasks
                 "bits",  # uint64 (H, n_bit_words); kept between the tasks
-                "n_kept",  # columns of the lessons; 0: a step learns by itself
+                "n_kept",  # columns of ``pending``; 0: a step updates the tables itself
                 "n_bit_words",
                 "thread",  # the address of ``_run_thread``
             )
@@ -102,11 +102,11 @@ def _lines(n_bytes):
 
 
 @njit(cache=True, nogil=True)
-def _work(at, n_head, d, n_team, n, limit, n_found):
-    """A step's Work at an address, and the address behind it."""
+def _work(at, n_head, d, n_head_groups, n, limit, n_found):
+    """Returns a step's Work at an address, and the address after it."""
     n_near, stride, n_words = SINKS + LOCAL + 1 + PAD, limit + PAD, n // BLOCK + 2
-    progress = carray(integer_pointer(at), (n_team, N_PROGRESS))
-    at += _lines(8 * n_team * N_PROGRESS)
+    progress = carray(integer_pointer(at), (n_head_groups, N_PROGRESS))
+    at += _lines(8 * n_head_groups * N_PROGRESS)
     queries = carray(float_pointer(at), (n_head, d))
     at += _lines(4 * n_head * d)
     near = carray(float_pointer(at), (n_head, n_near))
@@ -119,18 +119,18 @@ def _work(at, n_head, d, n_team, n, limit, n_found):
     at += _lines(8 * n_head * n_words)
     found = carray(index_pointer(at), (n_head, n_found))
     at += _lines(4 * n_head * n_found)
-    rows = carray(index_pointer(at), (n_team, limit + AT_ONCE))
-    at += _lines(4 * n_team * (limit + AT_ONCE))
-    n_rows = carray(integer_pointer(at), n_team)
-    at += _lines(8 * n_team)
-    scores = carray(float_pointer(at), (n_team, n_head // n_team, stride))
+    rows = carray(index_pointer(at), (n_head_groups, limit + AT_ONCE))
+    at += _lines(4 * n_head_groups * (limit + AT_ONCE))
+    n_rows = carray(integer_pointer(at), n_head_groups)
+    at += _lines(8 * n_head_groups)
+    scores = carray(float_pointer(at), (n_head_groups, n_head // n_head_groups, stride))
     at += _lines(4 * n_head * stride)
     return Work(queries, near, active, taus, bits, found, rows, n_rows, scores, progress), at
 
 
 @njit(cache=True, nogil=True)
 def _scratch(at, n, k_budget, limit):
-    """A thread's Scratch at an address, and the address behind it."""
+    """Returns a thread's Scratch at an address, and the address after it."""
     n_words = n // BLOCK + 2
     bits = carray(bits_pointer(at), (2, n_words))
     at += _lines(16 * n_words)
@@ -155,7 +155,7 @@ def _record(at):
 
 @njit(cache=True, nogil=True)
 def _run_thread(thread, step_at, task, q, out, counter, at):
-    """What a thread does in a task; addresses, ``at`` of the block behind the counter."""
+    """Runs a thread's part of a task. Takes addresses; ``at``: of the block after the counter."""
     this = _record(step_at)
     n, k_budget, limit, rules = this.n, this.k_budget, this.limit, this.rules
     n_head, n_kv = this.n_head, rules.n_kv_head
@@ -175,14 +175,14 @@ def _run_thread(thread, step_at, task, q, out, counter, at):
         carray(float_pointer(this.constants.covariance), (n_kv, size, size)),
         carray(float_pointer(this.constants.ratio), n_head),
     )
-    n_team = n_kv if rules.by_group else n_head
-    work, at = _work(at, n_head, k_width, n_team, n, limit, this.n_found)
+    n_head_groups = n_kv if rules.by_group else n_head
+    work, at = _work(at, n_head, k_width, n_head_groups, n, limit, this.n_found)
     n_kept = this.n_kept
-    lessons = Lessons(
-        carray(index_pointer(this.lessons.rows), (n_head, n_kept)),
-        carray(float_pointer(this.lessons.weights), (n_head, n_kept)),
-        carray(integer_pointer(this.lessons.sizes), n_head),
-        carray(double_pointer(this.lessons.masses), n_head),
+    pending = PendingUpdate(
+        carray(index_pointer(this.pending.rows), (n_head, n_kept)),
+        carray(float_pointer(this.pending.weights), (n_head, n_kept)),
+        carray(integer_pointer(this.pending.sizes), n_head),
+        carray(double_pointer(this.pending.masses), n_head),
     )
     if n_kept:
         taus = carray(double_pointer(this.taus), (n_head, 2))
@@ -201,14 +201,14 @@ def _run_thread(thread, step_at, task, q, out, counter, at):
         carray(integer_pointer(this.n_attended), n_head),
         carray(float_pointer(this.lse), n_head if this.lse else 0),
         carray(float_pointer(this.sinks), n_head),
-        carray(float_pointer(out), (n_head, v_width)), work, lessons, this.codes,
+        carray(float_pointer(out), (n_head, v_width)), work, pending, this.codes,
         this.is_marked != 0, scratch,
     )  # fmt: skip
     tasks = carray(integer_pointer(counter), 1)
     if task == STEP:
         run_tasks(tasks, this.n_threads, step)
-    elif task == LEARN:
-        learn_tasks(tasks, step)
+    elif task == UPDATE:
+        update_tasks(tasks, step)
     else:
         mark_tasks(tasks, step)
 
@@ -230,12 +230,12 @@ def _run_task(step_at, task, q, out):
     """A task of all threads, in a block of memory for what they pass on."""
     this = _record(step_at)
     n_head, n, limit, n_threads = this.n_head, this.n, this.limit, this.n_threads
-    n_team = this.rules.n_kv_head if this.rules.by_group else n_head
-    shared = _work(0, n_head, this.k_width, n_team, n, limit, this.n_found)[1]
+    n_head_groups = this.rules.n_kv_head if this.rules.by_group else n_head
+    shared = _work(0, n_head, this.k_width, n_head_groups, n, limit, this.n_found)[1]
     of_thread = _scratch(0, n, this.k_budget, limit)[1]
     block = np.empty((2 * 64 + shared + n_threads * of_thread) // 8, np.int64)
     counter = block.ctypes.data + -block.ctypes.data % 64
-    carray(integer_pointer(counter), 8 + n_team * N_PROGRESS)[:] = 0  # progress comes first
+    carray(integer_pointer(counter), 8 + n_head_groups * N_PROGRESS)[:] = 0  # progress comes first
     _run_threads(this.thread, n_threads, step_at, task, q, out, counter, counter + 64)
     keep(block)
 
@@ -244,7 +244,7 @@ def _run_task(step_at, task, q, out):
 def lfps_step(step_at, q, k, v, out):
     """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
 
-    Addresses: of a record of LFPS, of q f32 (H, d), k (G, d), v (G, d_v), out f32 (H, d_v).
+    Takes addresses of a record of LFPS, q f32 (H, d), k (G, d), v (G, d_v) and out f32 (H, d_v).
     """
     this = _record(step_at)
     n_kv = this.rules.n_kv_head
@@ -256,8 +256,8 @@ def lfps_step(step_at, q, k, v, out):
 
 
 @njit(cache=True, nogil=True)
-def lfps_learn(step_at, task):
-    """What a step has left to do, LEARN, or part of the next one, MARK. step_at: see lfps_step."""
+def lfps_task(step_at, task):
+    """Runs UPDATE, the rest of a step, or MARK, a part of the next one. step_at: see lfps_step."""
     _run_task(step_at, task, 0, 0)
 
 
@@ -315,15 +315,15 @@ class LFPSStep:
     def untrace(self) -> None:
         self.record["n_columns"] = 0
 
-    def leave_sinks(self, lse: np.ndarray) -> None:
+    def exclude_sinks(self, lse: np.ndarray) -> None:
         """From now on steps leave the sinks out of their output.
 
         lse f32 (H,): receives the log of the sum of exponentials of the scores that are included.
         """
         self.record["lse"] = address(lse)
 
-    def learn_later(self) -> None:
-        """From now on a step leaves the update of its tables to ``learn``."""
+    def update_later(self) -> None:
+        """From now on a step leaves the update of its tables to ``update_tables``."""
         self.record["n_kept"] = 1
 
     def _keep(self, k_budget: int) -> None:
@@ -332,22 +332,22 @@ class LFPSStep:
         n_words = int(record["n_entries"]) // BLOCK + 2
         if record["n_kept"] >= k_budget and record["n_bit_words"] >= n_words:
             return
-        self._lessons = Lessons(
+        self._pending = PendingUpdate(
             on_lines((n_head, k_budget), np.int32), on_lines((n_head, k_budget), np.float32),
             np.zeros(n_head, np.int64), np.zeros(n_head),
         )  # fmt: skip
         self._taus, self._bits = np.zeros((n_head, 2)), on_lines((n_head, n_words), np.uint64)
-        record["lessons"] = addresses_of(self._lessons)
+        record["pending"] = addresses_of(self._pending)
         record["taus"], record["bits"] = address(self._taus), address(self._bits)
         record["n_kept"], record["n_bit_words"] = k_budget, n_words
 
-    def learn(self) -> None:
-        """The update of the tables by the last step (eq 10)."""
-        lfps_learn(self._at, LEARN)
+    def update_tables(self) -> None:
+        """Updates the tables by the last step (eq 10)."""
+        lfps_task(self._at, UPDATE)
 
     def mark(self) -> None:
         """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""
-        lfps_learn(self._at, MARK)
+        lfps_task(self._at, MARK)
 
     def share(self, by_group: bool, a: float) -> None:
         """Sets whether the heads of a kv group score each other's candidates, and a of eq 8."""

@@ -1,11 +1,11 @@
 """Pages of the KV cache: summaries, scores and choice (Quest, and LFPS' dense layers).
 
-A page is ``page`` consecutive rows. Its summary is two vectors, hi and lo: the largest and smallest
-key element of each channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and mean - std.
-Its score is relu(q) . hi - relu(-q) . lo. For the first kind that is sum_c max(q_c hi_c, q_c lo_c),
-an upper bound of what a key of the page can score; for the second q . mean + |q| . std. Summaries
-are f16, in which bounds of f16 keys are exact, and are passed as uint16, because numba has no f16
-arrays.
+A page is ``page`` consecutive rows. Its summary is two vectors, hi and lo. They are the largest and
+smallest key element of each channel (Quest, arXiv:2406.10774, section 3.3), or mean + std and
+mean - std. A page's score is relu(q) . hi - relu(-q) . lo. For the first kind this is sum_c max(q_c
+hi_c, q_c lo_c), an upper bound of the score of any key of the page. For the second kind it is q .
+mean + |q| . std. Summaries are f16, in which bounds of f16 keys are exact. They are passed as
+uint16, because numba has no f16 arrays.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> No
 def summarise_rows(typingctx, meanstd, rows, row_bytes, count, d, hi, lo):
     """hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
 
-    ``meanstd`` = 0: largest and smallest element by channel; 1: mean + std and mean - std (over
-    count), from the deviations, so that nothing cancels.
+    ``meanstd`` = 0 takes the largest and smallest element by channel. 1 takes mean + std and mean -
+    std (over count), from the deviations, so that nothing cancels.
     """
     if not isinstance(meanstd, types.IntegerLiteral):
         return None
@@ -91,9 +91,9 @@ def page_summaries(
 ):
     """Writes hi, lo of the whole pages first_page..last_page - 1 of every kv head.
 
-    k: address of f16 keys; k_head, k_row: bytes between kv heads and rows;
-    d: padded head size. hi, lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page
-    0 that are left out of its summary, because they are attended anyway and would stretch it.
+    k: address of f16 keys; k_head, k_row: bytes between kv heads and rows; d: padded head size. hi,
+    lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page 0 that are left out of
+    its summary. They are attended to anyway and would stretch it.
     """
     for kv_head in range(n_kv_head):
         for j in range(first_page, last_page):
@@ -218,10 +218,10 @@ def page_scores_ref(q, hi, lo, scale):
 def select_pages(scores, n_page, n_best, page, n, n_sinks, idx, counts):
     """Rows of each kv head's best pages, with the first rows and the current page.
 
-    scores f32 (H, >= n_page) of the whole pages 0..n_page - 1, which may be chosen; a kv head takes
-    the ``n_best`` whose largest score over its group is highest, ties to the first. idx int32
-    (G, m) is filled with rows, ascending: 0..n_sinks - 1, the chosen pages, n_page page..n - 1;
-    counts int64 (G,).
+    scores f32 (H, >= n_page) of the whole pages 0..n_page - 1, which may be chosen. A kv head takes
+    the ``n_best`` pages with the highest score over its group; ties go to the first. idx int32 (G,
+    m) is filled with rows, ascending: 0..n_sinks - 1, the chosen pages, n_page page..n - 1; counts
+    int64 (G,).
     """
     n_kv_head = idx.shape[0]
     group = scores.shape[0] // n_kv_head

@@ -1,8 +1,8 @@
 """Causal convolutions of a few rows, one filter a channel; a state keeps the last rows.
 
-``gated_convolution`` is what LFM2's layers have in place of attention (LFM2 technical report,
-arXiv:2511.23404): c * conv(b * x), where b, c and x are projections of a row. The convolution with
-SiLU ahead of the delta net is in delta_net.py.
+``gated_convolution`` replaces attention in LFM2's layers (LFM2 technical report, arXiv:2511.23404).
+It is c * conv(b * x), where b, c and x are projections of a row. The convolution with SiLU ahead of
+the delta net is in delta_net.py.
 """
 
 from __future__ import annotations

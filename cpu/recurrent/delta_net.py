@@ -5,8 +5,8 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (Yang et al., a
     S_t = a_t S_{t-1} + k_t d_t^T,   d_t = beta_t (v_t - a_t S_{t-1}^T k_t),   o_t = S_t^T q_t
 
 with a_t = exp(A softplus(alpha_t + dt)), beta_t = sigmoid(beta_t), q and k of length 1 (q times
-d^-1/2), all behind a causal convolution with SiLU; o_t goes through an RMS norm and the gate
-silu(z_t). Many rows go through the state in groups: with G_c = a_1 ... a_c, within a group
+d^-1/2). All of them come after a causal convolution with SiLU. o_t goes through an RMS norm and the
+gate silu(z_t). Many rows go through the state in groups: with G_c = a_1 ... a_c, within a group
 
     d_c = beta_c (v_c - G_c S_0^T k_c - sum_{s<c} (G_c / G_s) (k_c . k_s) d_s)
     o_c = G_c S_0^T q_c + sum_{s<=c} (G_c / G_s) (q_c . k_s) d_s
@@ -154,9 +154,9 @@ def _group_codegen(n: int) -> Any:
 def _group_of(n: int) -> Any:
     """Numba code: the delta rule of n rows of one head.
 
-    (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32: state (n_blocks, n_keys, 16)
-    in and out; rows of q, k, v and out are ROW floats apart; factors as ``_group_factors`` fills
-    them.
+    It takes (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32. state (n_blocks,
+    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart.
+    ``_group_factors`` fills factors.
     """
 
     @intrinsic
@@ -187,8 +187,9 @@ def _dot(typingctx, x, y, count):
 
 @njit(cache=True, nogil=True)
 def _group_factors(n, log_decay, beta, q, k, width, factors):
-    """The factors of a group of n rows: G_c, beta_c and G_n / G_s (n each); then, both (n, n),
-    (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for s <= c.
+    """The factors of a group of n rows are G_c, beta_c and G_n / G_s (n each).
+
+    Two of (n, n) follow: (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for s <= c.
 
     q, k: addresses of rows, ROW floats apart, of ``width`` elements, a multiple of 16.
     """
@@ -242,7 +243,7 @@ def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
 
 @njit(cache=True, nogil=True)
 def _unit(x, n_rows, d, eps, scale):
-    """Rows x[:n_rows, :d] of length ``scale``; what lies behind them up to 16 becomes 0."""
+    """Scales the rows x[:n_rows, :d] to length ``scale``. Elements after them up to 16 become 0."""
     for t in range(n_rows):
         row = x[t]
         factor = scale / np.sqrt(sum_squares(row[:d]) + eps)

@@ -2,9 +2,9 @@
 
 The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use its
 first r* columns. These are whole numbers of 16 bits with a scale a token. Their high bytes lie in
-tiles of sixteen tokens: (words, 16, 4), then sixteen scales (attention/bytes.py says what a word
-is). What only chosen rows need is a record a token: the low bytes, the other columns in f16, and
-the quantised values (sals/values.py).
+tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py says what a
+word is. Each token has a record for the case that it is chosen. It has the low bytes, the other
+columns in f16, and the quantised values (sals/values.py).
 
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines
@@ -54,7 +54,7 @@ class Latents(NamedTuple):
     """Addresses of the two parts of a layer's latents, and how they are laid out."""
 
     score: int  # bytes (tiles, words, 16, 4) with scales
-    records: int  # (tokens, record), a line more readable behind the last
+    records: int  # (tokens, record); one more line after the last can be read
     record: int  # bytes of a token's record
     rank: int
     score_rank: int
@@ -72,7 +72,7 @@ def words_of(r_star):
 @njit(cache=True, nogil=True)
 def tile_bytes(n_words):
     """Bytes of the scored columns of sixteen tokens, and their scales."""
-    return rows.LINE * (n_words + 1)
+    return byte_scores.LINE * (n_words + 1)
 
 
 class LatentBasis(NamedTuple):
@@ -132,10 +132,12 @@ class LatentStore:
     def _allocate(self, capacity: int) -> None:
         """Room for ``capacity`` tokens; keeps those there are."""
         tile = tile_bytes(words_of(self._shape[1]))
-        capacity = -(-capacity // rows.PAIR) * rows.PAIR
+        capacity = -(-capacity // byte_scores.PAIR) * byte_scores.PAIR
         n_scored = capacity // LANES * tile
         # In one piece, as numpy asks for huge pages from 4 MB on; whole lines.
-        block = on_lines(n_scored + capacity * self._record + rows.LINE, np.uint8, zeros=True)
+        block = on_lines(
+            n_scored + capacity * self._record + byte_scores.LINE, np.uint8, zeros=True
+        )
         scored, records = block[:n_scored], block[n_scored:]
         for new, old, size in (
             (scored, self._scored, -(-self.n // LANES) * tile),
@@ -209,18 +211,18 @@ def write_columns(z, tile, lane, record, words):
     peak = np.float32(1e-30)
     for c in range(len(z)):
         peak = max(peak, abs(z[c]))
-    words[0, n_words] = bits_of(peak / np.float32(rows.ZERO - 1))
-    inverse = np.float32(256 * (rows.ZERO - 1)) / peak
+    words[0, n_words] = bits_of(peak / np.float32(byte_scores.ZERO - 1))
+    inverse = np.float32(256 * (byte_scores.ZERO - 1)) / peak
     for w in range(n_words):
         high = low = np.int64(0)
         for i in range(4):
             c = 4 * w + i
             x = np.int64(np.rint(z[c] * inverse)) if c < len(z) else 0
             byte = (x + 128) >> 8
-            high |= (byte + rows.ZERO) << (8 * i)
+            high |= (byte + byte_scores.ZERO) << (8 * i)
             low |= ((x - (byte << 8)) & 255) << (8 * i)
         words[0, w], words[1, w] = np.int32(high), np.int32(low)
-    scatter_words(words[0].ctypes.data, n_words + 1, tile + 4 * lane, rows.LINE)
+    scatter_words(words[0].ctypes.data, n_words + 1, tile + 4 * lane, byte_scores.LINE)
     scatter_words(words[1].ctypes.data, n_words, record, 4)
 
 
@@ -310,7 +312,7 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
     for j in range(count):
         i = np.int64(chosen[j])
         tile = latents.score + i // LANES * tile_bytes(n_words)
-        gather_words(tile + 4 * (i % LANES), rows.LINE, n_words + 1, words.ctypes.data)
+        gather_words(tile + 4 * (i % LANES), byte_scores.LINE, n_words + 1, words.ctypes.data)
         record = latents.records + i * latents.record
         join_bytes(words.ctypes.data, record, float_of(words[n_words]), r_star, z[j].ctypes.data)
         widen(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)

@@ -1,9 +1,9 @@
 """SALS' queries of blocks, in latent space and as bytes.
 
-With ``score=brope`` each block of 128 tokens has queries of its own: RoPE turns the query to the
-distance of the block's centre, and pairs that turn much within a block are damped by their mean
-over it, down to none. They are made for a span of sixteen blocks at a time, a block a lane: turned
-and rounded to bytes, taken to latent space by products of bytes, and rounded again.
+With ``score=brope`` each block of 128 tokens has queries of its own. RoPE turns the query to the
+distance of the block's centre. Pairs that turn much within a block are damped by their mean over
+it, down to none. They are made for a span of sixteen blocks at a time, a block a lane. They are
+turned and rounded to bytes, taken to latent space by products of bytes, and rounded again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
@@ -72,7 +72,7 @@ def brope_ref(
 
 
 def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> np.ndarray:
-    """The paper's scores (n,): pre-RoPE logits summed over the heads."""
+    """Returns the paper's scores (n,): pre-RoPE logits summed over the heads."""
     n_head, d = q_nope.shape
     n_kv = len(decode) // d
     summed = q_nope.reshape(n_kv, n_head // n_kv, d).sum(1).reshape(-1)
@@ -80,9 +80,10 @@ def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> n
 
 
 class BlockBasis(NamedTuple):
-    """What makes a block's queries: of the dims that are not damped to nothing.
+    """The tables that make a block's queries, for the dims that are not damped to nothing.
 
-    These are the dims of some pairs, first elements before second ones, and those behind the pairs.
+    These are the dims of some pairs, first elements before second ones, and the dims after the
+    pairs.
     """
 
     decode: np.ndarray  # D^T as bytes, a scale a row: int32 (G, r*, words + 1), see ``_round_rows``
@@ -93,7 +94,7 @@ class BlockBasis(NamedTuple):
 
 
 def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> BlockBasis:
-    """The part of ``basis`` that scores by the first r* columns need."""
+    """Returns the part of ``basis`` that scores by the first r* columns need."""
     damp = damping(theta, ROPE_BLOCK)
     pairs = np.flatnonzero(damp)
     dims = np.concatenate([pairs, pairs + len(theta), np.arange(2 * len(theta), basis.d)])
@@ -114,12 +115,12 @@ def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = np.maximum(np.abs(x).max(-1), TINY) / LARGEST
     whole = np.rint(np.ascontiguousarray(x) / scales[..., None]).astype(np.int8)
     whole = np.pad(whole, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 4)])
-    offsets = -rows.ZERO * whole.sum(-1, dtype=np.int32, keepdims=True)
+    offsets = -byte_scores.ZERO * whole.sum(-1, dtype=np.int32, keepdims=True)
     return np.concatenate([whole.view(np.int32), offsets], axis=-1), scales.astype(np.float32)
 
 
 def _packed(b: ir.IRBuilder, columns: Sequence[ir.Value]) -> ir.Value:
-    """The low bytes of four <16 x i32>, the first one lowest."""
+    """Returns the low bytes of four <16 x i32>, the first one lowest."""
     word = const(I32, 0)
     for i, column in enumerate(columns):
         word = b.or_(word, b.shl(b.and_(column, const(I32, 255)), const(I32, 8 * i)))
@@ -138,10 +139,10 @@ def _pack_turned(typingctx, turned, n_words, tile):
         turned, n_words, tile = args
 
         def word(w, carried):
-            at = b.add(turned, b.mul(w, I64(4 * rows.LINE)))
-            columns = [_rounded(b, load(b, VF, at, rows.LINE * i)) for i in range(4)]
+            at = b.add(turned, b.mul(w, I64(4 * byte_scores.LINE)))
+            columns = [_rounded(b, load(b, VF, at, byte_scores.LINE * i)) for i in range(4)]
             lanes = b.xor(_packed(b, columns), const(I32, 0x80808080 - (1 << 32)))
-            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(rows.LINE))))
+            llvm.store(b, lanes, b.add(tile, b.mul(w, I64(byte_scores.LINE))))
             return []
 
         llvm.loop(b, I64(0), n_words, 1, [], word)
@@ -164,12 +165,12 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
 
         def emit(n):
             starts = [load(b, I32, b.add(last, b.mul(row, I64(m)))) for m in range(n)]
-            products = rows.emit_products(b, starts, words, row, 4, [tile], n_words)
+            products = byte_scores.emit_products(b, starts, words, row, 4, [tile], n_words)
             for m, (dot,) in enumerate(products):
                 factor = llvm.splat(b, b.fmul(unit, load(b, F32, scales, 4 * m)))
-                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, rows.LINE * m)
+                llvm.store(b, b.fmul(b.sitofp(dot, VF), factor), out, byte_scores.LINE * m)
 
-        rows.for_each_number(b, n_rows, emit)
+        byte_scores.for_each_number(b, n_rows, emit)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -180,8 +181,8 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
 def _round_queries(typingctx, projected, count, words, n_words, factors):
     """Sixteen blocks' queries f32 (count, 16) as bytes.
 
-    words int32 (n_words + 1, 16): four bytes each, then minus the sum of what ZERO adds to a score;
-    factors f32 (16,): what a product of bytes is worth. Addresses.
+    words int32 (n_words + 1, 16): four bytes each, then minus the sum that ZERO adds to a score.
+    factors f32 (16,): the value of a product of bytes. Addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -210,7 +211,7 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
             return [total]
 
         total = llvm.loop(b, I64(0), n_words, 1, [const(I32, 0)], word)[0]
-        offset = b.mul(total, const(I32, -rows.ZERO))
+        offset = b.mul(total, const(I32, -byte_scores.ZERO))
         llvm.store(b, offset, b.add(words, b.mul(n_words, I64(4 * LANES))))
         return context.get_dummy_value()
 
@@ -219,7 +220,7 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
 
 @njit(cache=True, nogil=True)
 def query_units(q, basis):
-    """What a byte of each turned query is worth, f32 (H,), however its pairs are turned.
+    """Returns the value of a byte of each turned query, f32 (H,), however its pairs are turned.
 
     q f32 (H, d') rotated and scaled; basis: a BlockBasis.
     """
@@ -271,9 +272,9 @@ def block_queries(q, units, first, n_kv, basis, words, factors):
         for c in range(2 * n_pairs, n_dims):
             turned[c] = q[h, basis.dims[c]] / unit
         _pack_turned(turned.ctypes.data, n_words, tile.ctypes.data)
-        for r in range(0, r_star, rows.MAX_QUERIES):
+        for r in range(0, r_star, byte_scores.MAX_QUERIES):
             _project(
-                min(rows.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
+                min(byte_scores.MAX_QUERIES, r_star - r), basis.decode[g, r].ctypes.data, n_words,
                 basis.scales[g, r:].ctypes.data, unit, tile.ctypes.data, projected[r].ctypes.data,
             )  # fmt: skip
         _round_queries(

@@ -1,8 +1,8 @@
 """SALS' scores of all latents, by bytes, and how important each latent is to the heads.
 
 The importance of a latent is its softmax weight summed over the heads. A head's softmax is taken
-over a quarter of the latents, two tiles of each block; so all latents are scored once, and nothing
-is kept of a score but its weight.
+over a quarter of the latents, two tiles of each block. All latents are then scored once, and only
+the weight of a score is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention import bytes as rows
+from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
 from sparsekv_cli.cpu.attention.tile import exp_in_place, soften
 from sparsekv_cli.cpu.jit import llvm
@@ -33,8 +33,8 @@ from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, SPAN
 CHUNK = 512  # latents scored at a time
 SAMPLED = 1  # of a block's four pairs of tiles, the one from which softmax sums are taken
 AHEAD = 4  # pairs of tiles between a load and its prefetch
-# e^x = 2^y as the bits of a float: 2^23 (y + 127), where what is behind the point of y runs in a
-# line from 1 to 2 instead of a curve. So weights are up to 6% too large.
+# e^x = 2^y as the bits of a float: 2^23 (y + 127). The fraction of y then gives a line from 1 to 2
+# instead of a curve, so weights are up to 6% too large.
 ONE_POWER = np.float32(1 << 23)
 BIAS = np.float32(127 << 23)
 MOST_BITS = np.float32(227 << 23)  # 2^100
@@ -48,10 +48,10 @@ def _score_pair(
 ):  # fmt: skip
     """Scores of two tiles of latents for at most MAX_QUERIES heads; addresses, rows in bytes.
 
-    words, row: a block's queries of the first head, and to the next head's; factors: f32, 64 bytes
-    from head to head. made = SCORES: f32 to out[h, :32]. Otherwise weights e^(score + bias[h]) by
-    ONE_POWER, bias f32 (n_heads,) being in these units. SUM_OF_HEADS: to out[:32], f32, or with
-    ``add`` to what is there; SUMS_BY_HEAD: each head's are added to out[h, :32].
+    words, row: a block's queries of the first head, and the bytes to the next head's. factors: f32,
+    64 bytes from head to head. made = SCORES: f32 to out[h, :32]. Otherwise weights e^(score +
+    bias[h]) by ONE_POWER, bias f32 (n_heads,) being in these units. SUM_OF_HEADS: to out[:32], f32,
+    or with ``add`` to what is there; SUMS_BY_HEAD: each head's are added to out[h, :32].
     """
     if not isinstance(made, types.IntegerLiteral):
         return None
@@ -59,14 +59,14 @@ def _score_pair(
     def codegen(context, b, signature, args):
         kind = signature.args[0].literal_value
         _, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add = args
-        size = b.mul(b.add(n_words, I64(1)), I64(rows.LINE))
+        size = b.mul(b.add(n_words, I64(1)), I64(byte_scores.LINE))
         pair = [tiles, b.add(tiles, size)]
         offset = b.mul(n_words, I64(4 * LANES))
-        scales = [load(b, VF, b.add(tile, b.sub(size, I64(rows.LINE)))) for tile in pair]
+        scales = [load(b, VF, b.add(tile, b.sub(size, I64(byte_scores.LINE)))) for tile in pair]
         has_old = b.icmp_signed("!=", add, I64(0))
 
         def weights(m, dots):
-            """Of head m: two vectors."""
+            """Yields the two vectors of weights of head m."""
             factor = b.fmul(load(b, F32, factors, 4 * LANES * m), F32(float(LOG2_E * ONE_POWER)))
             factor, shift = splat(b, factor), splat(b, load(b, F32, bias, 4 * m))
             most = const(F32, float(MOST_BITS))
@@ -82,7 +82,7 @@ def _score_pair(
             ]
             zero = const(F32, 0.0)
             totals = [b.select(has_old, load(b, VF, out, 4 * LANES * i), zero) for i in range(2)]
-            products = rows.emit_products(b, starts, words, row, 4 * LANES, pair, n_words)
+            products = byte_scores.emit_products(b, starts, words, row, 4 * LANES, pair, n_words)
             for m, dots in enumerate(products):
                 place = b.add(out, b.mul(out_row, I64(m)))
                 if kind == SCORES:
@@ -101,7 +101,7 @@ def _score_pair(
                 for i, total in enumerate(totals):
                     llvm.store(b, total, out, 4 * LANES * i)
 
-        rows.for_each_number(b, n_heads, emit)
+        byte_scores.for_each_number(b, n_heads, emit)
         return context.get_dummy_value()
 
     return types.void(made, *[types.int64] * 10), codegen
@@ -109,7 +109,7 @@ def _score_pair(
 
 @njit(inline="always")
 def _of_pair(made, words, factors, bias, latents, at, out, out_row):
-    """What ``_score_pair`` makes of the 32 latents from ``at`` on, for all heads.
+    """Runs ``_score_pair`` on the 32 latents from ``at`` on, for all heads.
 
     out: an address, out_row: bytes to the next head's place there, or 0. bias: the address of f32
     (H,), or 0 for SCORES. It is inlined: a call would cost as much as a head.
@@ -118,9 +118,9 @@ def _of_pair(made, words, factors, bias, latents, at, out, out_row):
     lane, span = 4 * (at % SPAN // ROPE_BLOCK), at // SPAN
     word, factor = words[span].ctypes.data + lane, factors[span].ctypes.data + lane
     tiles = latents.score + at // LANES * tile_bytes(n_words)
-    for h in range(0, n_head, rows.MAX_QUERIES):
+    for h in range(0, n_head, byte_scores.MAX_QUERIES):
         _score_pair(
-            made, min(rows.MAX_QUERIES, n_head - h), word + h * words.strides[1],
+            made, min(byte_scores.MAX_QUERIES, n_head - h), word + h * words.strides[1],
             words.strides[1], n_words, factor + h * factors.strides[1], bias + 4 * h, tiles,
             out + h * out_row, out_row, h,
         )  # fmt: skip
@@ -149,18 +149,18 @@ def capped_weights(words, factors, bias, softcap, latents, at, weights):
     scores_of_pair(words, factors, latents, at, weights)
     for h in range(len(bias)):
         address = weights[h].ctypes.data
-        soften(address, rows.PAIR, softcap)
+        soften(address, byte_scores.PAIR, softcap)
         log_sum = (BIAS - bias[h]) / (LOG2_E * ONE_POWER)
-        for j in range(rows.PAIR):
+        for j in range(byte_scores.PAIR):
             weights[h, j] = min(weights[h, j] - log_sum, MOST)
-        exp_in_place(address, rows.PAIR, np.float32(0))
+        exp_in_place(address, byte_scores.PAIR, np.float32(0))
 
 
 @njit(cache=True, nogil=True)
 def _pair_to_sample(block, stop):
     """The first of the 32 latents that stand for a block, which ends at ``stop`` or before."""
-    sampled = block + SAMPLED * rows.PAIR
-    return sampled if sampled + rows.PAIR <= stop else block
+    sampled = block + SAMPLED * byte_scores.PAIR
+    return sampled if sampled + byte_scores.PAIR <= stop else block
 
 
 @njit(cache=True, nogil=True)
@@ -175,30 +175,31 @@ def prefetch_samples(span, latents, n_latent):
 
 @njit(cache=True, nogil=True)
 def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
-    """What a span's latents add to each head's softmax sum, mass e^peak, by a pair of each block.
+    """Adds a span's part to each head's softmax sum, mass e^peak.
 
-    words int32 (spans, H, words + 1, 16), factors f32 (spans, H, 16): see ``block_queries``;
-    softcap: of the scores, 0 for none; peak, mass f32 (H,): the peak is the best of the first pair.
+    The part comes from a pair of tiles of each block. words int32 (spans, H, words + 1, 16),
+    factors f32 (spans, H, 16): see ``block_queries``. softcap: of the scores, 0 for none. peak,
+    mass f32 (H,): the peak is the best of the first pair.
     """
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     n_head, n_scored = words.shape[1], 0
-    part = np.empty((n_head, rows.PAIR), np.float32)
-    sums = np.zeros((n_head, rows.PAIR), np.float32)
+    part = np.empty((n_head, byte_scores.PAIR), np.float32)
+    sums = np.zeros((n_head, byte_scores.PAIR), np.float32)
     bias = np.empty(n_head, np.float32)
     for block in range(start, stop, ROPE_BLOCK):
         at = _pair_to_sample(block, stop)
-        count = min(rows.PAIR, stop - at)
+        count = min(byte_scores.PAIR, stop - at)
         if n_scored == 0:
             scores_of_pair(words, factors, latents, at, part)
             for h in range(n_head):
                 if softcap:
-                    soften(part[h].ctypes.data, rows.PAIR, softcap)
+                    soften(part[h].ctypes.data, byte_scores.PAIR, softcap)
                 peak[h] = part[h, :count].max()
                 bias[h] = BIAS - peak[h] * (LOG2_E * ONE_POWER)
         n_scored += count
         if softcap:
             capped_weights(words, factors, bias, softcap, latents, at, part)
-        elif count < rows.PAIR:
+        elif count < byte_scores.PAIR:
             part[:] = 0
             _add_weights_of_pair(words, factors, bias, latents, at, part)
         else:
@@ -225,14 +226,14 @@ def head_biases(peaks, masses, bias):
 
 @njit(cache=True, nogil=True)
 def importance(start, stop, words, factors, bias, softcap, latents, out):
-    """Of the latents start .. stop: their softmax weights summed over heads, or their scores.
+    """Computes the softmax weights of latents, summed over heads, or their scores.
 
-    out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is empty, there is one head,
-    and scores are wanted. words, factors, softcap: as in ``sample_span``.
+    start, stop: the latents. out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is
+    empty, there is one head, and scores are wanted. words, factors, softcap: as in ``sample_span``.
     """
     size = tile_bytes(words.shape[2] - 1)
-    weights = np.empty((max(1, len(bias)), rows.PAIR), np.float32)
-    for at in range(start, stop, rows.PAIR):
+    weights = np.empty((max(1, len(bias)), byte_scores.PAIR), np.float32)
+    for at in range(start, stop, byte_scores.PAIR):
         if len(bias) and not softcap:
             prefetch_lines(latents.score + (at // LANES + 2 * AHEAD) * size, 2 * size)
             place = out[at - start :].ctypes.data
@@ -242,7 +243,7 @@ def importance(start, stop, words, factors, bias, softcap, latents, out):
             capped_weights(words, factors, bias, softcap, latents, at, weights)
         else:
             scores_of_pair(words, factors, latents, at, weights)
-        total = out[at - start : at - start + rows.PAIR]
+        total = out[at - start : at - start + byte_scores.PAIR]
         total[:] = weights[0]
         for h in range(1, len(bias)):
             total += weights[h]

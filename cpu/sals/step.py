@@ -1,6 +1,6 @@
 """One decode step of SALS for a whole layer: score in latent space, select, reconstruct, attend.
 
-The scores are those of sals/scores.py. Selected rows are reconstructed as f16 K and V; the kernels
+The scores are those of sals/scores.py. Selected rows are reconstructed as f16 K and V. The kernels
 of attention/decode.py attend to them and to the exact rows. Arguments are a record of ``SALS`` and
 addresses: passing an array costs half a microsecond.
 """
@@ -63,8 +63,8 @@ def _fields(names: tuple[str, ...]) -> list[tuple[str, type]]:
 
 
 ROWS = np.dtype(_fields(RowPointers._fields))
-# What a step of one layer's cache finds by name: sizes, and addresses of contiguous arrays. H:
-# heads, G: kv heads; d', d_v': padded.
+# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads; d', d_v': padded.
 SALS = np.dtype(
     [
         ("exact", ROWS),  # the sinks and the last rows

@@ -1,9 +1,9 @@
-"""Value rows in 4 or 2 bits: groups of 32 channels of a token, each with a scale and a minimum.
+"""Value rows in 4 or 2 bits. A group is 32 channels of a token, with a scale and a minimum.
 
 Asymmetric: value = minimum + scale * code. A group is stored as f16 scale, f16 minimum and codes.
-With 4 bits byte i holds the channels i and i + 16; with 2 bits the channels i, i + 8, i + 16 and i
-+ 24, lowest bits first. 16 bits means plain f16 rows. If a head's size is no multiple of 32, its
-last group is stored whole and used in part.
+With 4 bits byte i holds the channels i and i + 16. With 2 bits it holds the channels i, i + 8, i +
+16 and i + 24. The first channel has the lowest bits. 16 bits means plain f16 rows. If a head's size
+is no multiple of 32, its last group is stored whole and used in part.
 """
 
 from __future__ import annotations

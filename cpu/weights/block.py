@@ -1,10 +1,10 @@
-"""What the decoders of all block formats share: a decoded block, a format's record, small helpers.
+"""The decoders of all block formats share a decoded block, a format's record and small helpers.
 
-``decode`` of a quantised format writes LLVM IR that turns one block into its integers, sixteen or
-64 at a time, and a vector of scales (and, for the asymmetric formats, of offsets), one for each 16
-or 32 elements: an element is q * scale + offset. All dot products and the dequantisation come from
-that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values equal
-``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
+``decode`` of a quantised format writes LLVM IR that turns one block into integers, sixteen or 64 at
+a time. It also makes a vector of scales (and, for the asymmetric formats, of offsets), one for each
+16 or 32 elements. An element is q * scale + offset. All dot products and the dequantisation come
+from that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values
+equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block(NamedTuple):
     offsets: ir.Value | None = None  # <k x float>; None: 0
 
     def sixteens(self, b: ir.IRBuilder) -> list[ir.Value]:
-        """The integers as <16 x i8> each."""
+        """Returns the integers as <16 x i8> each."""
         if self.q[0].type.count == LANES:
             return self.q
         starts = range(0, self.q[0].type.count, LANES)
@@ -74,10 +74,11 @@ class BlockFormat:
     """One weight format: all that the CPU's kernels know about it.
 
     type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
-    once with whole 64-byte vectors, where that is faster; it reads nothing behind them. largest,
+    once with whole 64-byte vectors, where that is faster. It reads nothing after them. largest,
     zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
     rows (weights/interleaved.py) make decode faster. word_order: for each word of four bytes of an
-    interleaved block its number in the file's block, scales not counted, if the order changes.
+    interleaved block, its number in the file's block without the scales. None: the order is the
+    same.
     """
 
     type: GGMLType
@@ -106,7 +107,7 @@ class BlockFormat:
         return self.type.row_bytes(self.n_elements)
 
     def floats(self, b: ir.IRBuilder, p: ir.Value) -> Iterator[ir.Value]:
-        """The block at address p as <16 x float> vectors, in order."""
+        """Yields the block at address p as <16 x float> vectors, in order."""
         if self.decode is not None:
             yield from self.decode(b, p).floats(b)
         elif self.type is GGMLType.F32:

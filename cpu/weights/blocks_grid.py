@@ -1,9 +1,9 @@
 """The formats IQ1, IQ2 and IQ3: groups of 8 or 4 elements are looked up in a grid.
 
-Of IQ2 and IQ3 a grid has the sizes of elements, and a bit an element is its sign. Those of the
-formats _XXS and _XS are seven bits a group of eight: an even number of elements is negative.
-With AVX-512 VBMI all 32 groups of a block are looked up at once in registers that hold the grid,
-which takes half of the time of a load a group; other CPUs load.
+In IQ2 and IQ3 a grid has the sizes of elements, and a bit an element is its sign. The formats _XXS
+and _XS have seven sign bits a group of eight: an even number of elements is negative. With AVX-512
+VBMI all 32 groups of a block are looked up at once in registers that hold the grid. This takes half
+of the time of a load a group. Other CPUs load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_PERMUTED = 1024  # groups; of 2048 as many permutes are as slow as loads
 
 
 def _table(b: ir.IRBuilder, name: str) -> ir.GlobalVariable:
-    """The grid of the format ``name``, a constant of the module: an integer a group."""
+    """Returns the grid of the format ``name``, a constant of the module: an integer a group."""
     global_name = f"grid_{name}"
     found = b.module.globals.get(global_name)
     if found is not None:
@@ -122,7 +122,7 @@ def _even_signs(b: ir.IRBuilder, seven: ir.Value) -> ir.Value:
 
 
 def _seven_bits(b: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """The four lowest fields of seven bits of <8 x i32> as bytes, <32 x i8>."""
+    """Returns the four lowest fields of seven bits of <8 x i32> as bytes, <32 x i8>."""
     n = words.type.count
     fields = b.and_(words, const(I32, 127, n))
     for i in range(1, 4):

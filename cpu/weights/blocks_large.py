@@ -139,8 +139,8 @@ def _tq2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
     return Block(q, True, shuffle(b, d, d, [0] * 8))
 
 
-# Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. As they are
-# used: the scales, then of each half of the elements 8 of high bits and 16 of low halves.
+# Words of a block of Q6_K in the file: 32 of low halves, 16 of high bits, 4 of scales. The order of
+# their use is: the scales, then for each half of the elements 8 of high bits and 16 of low halves.
 Q6_K_ORDER = (*range(48, 52), *range(32, 40), *range(16), *range(40, 48), *range(16, 32))
 
 LARGE = (  # type, decode, decode_four, largest, zero, interleaves, word_order

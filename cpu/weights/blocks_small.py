@@ -32,7 +32,7 @@ def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _words_of_four(b: ir.IRBuilder, p: ir.Value, n_bytes: int, words: list[int]) -> ir.Value:
-    """The listed 16-bit words of four blocks of n_bytes at p, as one vector of i16.
+    """Returns the listed 16-bit words of four blocks of n_bytes at p, as one vector of i16.
 
     Two overlapping 64-byte loads hold all four blocks, and a shuffle of two registers picks.
     """
@@ -54,7 +54,7 @@ def _four_nibbles(b: ir.IRBuilder, p: ir.Value, n_bytes: int) -> list[ir.Value]:
 
 
 def _four_halves(b: ir.IRBuilder, p: ir.Value, n_bytes: int, count: int) -> list[ir.Value]:
-    """The ``count`` f16 scales that blocks begin with, <4 x float> each."""
+    """Returns the ``count`` f16 scales that blocks begin with, <4 x float> each."""
     words = [block * n_bytes // 2 + i for i in range(count) for block in range(4)]
     halves = b.bitcast(_words_of_four(b, p, n_bytes, words), vec(F16, 4 * count))
     floats = b.fpext(halves, vec(F32, 4 * count))
@@ -152,7 +152,7 @@ def _q1_0(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """Two bits an element, four elements beside each other in a byte, of 64 under one scale."""
+    """Two bits an element, four elements side by side in a byte, 64 elements under one scale."""
     (d,) = halves(b, p, 0)
     bytes_ = load(b, vec(I8), p, 2)
     shifts = ir.Constant(vec(I8, 64), [0, 2, 4, 6] * 16)
@@ -164,7 +164,8 @@ def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
 def unsigned_e4m3(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
     """Half of the scales of NVFP4, <n x float>: MXFP4_VALUES are doubled; 127 counts as zero.
 
-    The top bit is no part of the number. Of 2^-10 it is a whole number, m or (8 + m) 2^(e - 1).
+    The top bit is no part of the number. The scale is a whole number of 2^-10, m or (8 + m) 2^(e -
+    1).
     """
     n = bytes_.type.count
     bits = b.and_(b.zext(bytes_, vec(I32, n)), const(I32, 127, n))

@@ -1,7 +1,7 @@
 """Matrix-vector products and dequantisation over weights as they lie in the file.
 
-``rows_dot(code, ...)`` is compiled once a weight format and called through its address. So the
-fused layer (layer/decode.py) is compiled once for all models: it sees a table of (kernel address,
+``rows_dot(code, ...)`` is compiled once a weight format and called through its address. The fused
+layer (layer/decode.py) is then compiled once for all models. It sees a table of (kernel address,
 weight address, row bytes, rows, columns, planes), and no format.
 """
 
@@ -46,7 +46,7 @@ def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> 
 def _emit_row(
     b: ir.IRBuilder, format_: BlockFormat, w: ir.Value, xs: Sequence[ir.Value], n: ir.Value
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
+    """Returns the dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
 
     A block is decoded once for all of them; a product is the same bits whatever the others are.
     """

@@ -1,4 +1,4 @@
-"""The GGUF weight formats, one record each, which lies beside its decoder in blocks_*.py."""
+"""The GGUF weight formats, one record each. Each record lies next to its decoder in blocks_*.py."""
 
 from __future__ import annotations
 

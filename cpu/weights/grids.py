@@ -1,8 +1,8 @@
 """The grids of the formats IQ1, IQ2 and IQ3: the groups of 8 or 4 elements that an index names.
 
-Values are few, so a grid is kept as a number of its values for each element, of ``bits`` bits each,
-the first in the lowest; behind zlib and base 85. They equal gguf's grids (tests/cpu/weights/
-test_grids.py).
+Values are few. A grid therefore keeps the number of the value of each element. It takes ``bits``
+bits, the first element in the lowest. The numbers are packed with zlib and base 85. They equal
+gguf's grids (tests/cpu/weights/ test_grids.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Grid(NamedTuple):
 
     @property
     def n_bits(self) -> int:
-        """Of the number of a value."""
+        """The bits of the number of a value."""
         return (len(self.values) - 1).bit_length()
 
 

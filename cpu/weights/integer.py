@@ -1,11 +1,12 @@
 """Integer dot products: activations are rounded once a layer input, in blocks of 32.
 
-To 8 bits as llama.cpp does it, which take half of the products on CPUs with byte products, or to
-16: about 2^-16 of a block's largest activation, so that logits stay within f32 noise of the f32
-path. The 32 products of a block, of small weight integers and activations, are summed exactly in
-i32 and scaled once; the f32 path converts every weight instead. CPUs with vpdpbusd use
-weights/vnni.py, and repacked weights weights/interleaved.py, others what is here: vpmaddwd on AVX2
-and AVX-512, widening multiply-adds on NEON.
+The activations have 8 bits, as in llama.cpp, or 16. With 8 bits they take half of the products on
+CPUs with byte products. With 16 bits the error is about 2^-16 of a block's largest activation.
+Logits then stay within f32 noise of the f32 path. The 32 products of a block, of small weight
+integers and activations, are summed exactly in i32 and scaled once. The f32 path converts every
+weight instead. CPUs with vpdpbusd use weights/vnni.py, and repacked weights use
+weights/interleaved.py. Others use this file: vpmaddwd on AVX2 and AVX-512, widening multiply-adds
+on NEON.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ BLOCK = 32
 LARGEST = {1: 127.0, 2: 127 * 256 + 127.0}
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
-BYTES_A_VALUE = 4 if vnni.bytes_are_beside() else 2
+BYTES_A_VALUE = 4 if vnni.has_both_forms() else 2
 
 
 def activation_planes(wanted: str) -> int:
     """Bytes of an activation for --activations ``wanted``: ``8``, ``16`` or ``auto``.
 
-    The second byte costs nothing with AVX-512 VNNI, where products wait for memory; with vectors of
+    The second byte costs nothing with AVX-512 VNNI, where products wait for memory. With vectors of
     256 bits a token takes a third longer with it, or half as long again without vpdpbusd.
     """
     if wanted == "auto":
@@ -49,8 +50,9 @@ def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, n a multiple of 32.
 
     Layout: i16 values (n,), or for weights/vnni.py their high bytes (n,) and low bytes (n,), both
-    signed; f32 scales (n / 32,); f32 sums of scale * value over 16 (n / 16,) and over 32 (n / 32,).
-    With AVX2 both forms are there, for weights/interleaved.py: i16 values first, bytes last.
+    signed. Then come f32 scales (n / 32,), and f32 sums of scale * value over 16 (n / 16,) and over
+    32 (n / 32,). With AVX2 both forms are there, for weights/interleaved.py: i16 values first,
+    bytes last.
     """
     return BYTES_A_VALUE * n + 8 * (n // BLOCK) + 4 * (n // LANES)
 
@@ -75,7 +77,7 @@ def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
 
 
 def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rounded:
-    """A block's halves, two <16 x float>, as integers up to ``largest``."""
+    """Returns a block's halves, two <16 x float>, as integers up to ``largest``."""
     sizes = [llvm.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
     peak = llvm.max_lanes(b, llvm.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
     # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
@@ -123,7 +125,7 @@ def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.V
     """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
         llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
-    if vnni.is_available() or vnni.bytes_are_beside():
+    if vnni.is_available() or vnni.has_both_forms():
         low = b.trunc(q, vec(I8))
         if len(places.planes) == 2:
             high = b.ashr(b.sub(q, b.sext(low, VI)), const(I32, 8))
@@ -209,7 +211,7 @@ def emit_row(
     xs: Sequence[ir.Value],
     n: ir.Value,
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
+    """Returns the dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
     CPUs with byte products use the ``emit_row`` there instead.
     """
@@ -273,7 +275,7 @@ def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
 
 
 def values_of(quantized: np.ndarray, n: int, n_planes: int) -> np.ndarray:
-    """The i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
+    """Returns the i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
     if not vnni.is_available():
         return quantized[: 2 * n].view(np.int16)
     planes = (quantized[n * i : n * (i + 1)].view(np.int8) for i in range(n_planes))

@@ -1,15 +1,15 @@
 """Repacked weights: sixteen rows of a matrix are interleaved, so that each has a lane of its own.
 
-As weights lie in a file, a row's dot product ends with a sum over lanes, scales have to be spread
-over lanes, and vectors straddle cache lines; in rows of a few hundred columns that takes most of
-the time. None of it is left when each lane is a row. The price is a copy of the weights of the same
-size. Block formats are repacked but for Q8_0, whose products are as slow as memory as it lies, and
-those whose elements are looked up in grids or are base-3 digits.
+In a file's layout a row's dot product ends with a sum over lanes. Scales have to be spread over
+lanes, and vectors straddle cache lines. In rows of a few hundred columns this takes most of the
+time. None of it is left when each lane is a row. The price is a copy of the weights of the same
+size. Block formats are repacked, with three exceptions. Q8_0's products are as slow as memory
+without it. The others are formats whose elements are looked up in grids or are base-3 digits.
 
-Layout: the blocks i of a group's 16 rows lie together, behind the blocks i - 1. First come the
-scales, 16 of a kind (32 bytes), then the block's other bytes in the order of their use, four of
-each row (64 bytes). They are multiplied with four activations of one or two bytes: by vpdpbusd
-(weights/vnni.py), else by vpmaddubsw, whose sums of two products are i16; some of these can be
+Layout: the blocks i of a group's 16 rows lie together, after the blocks i - 1. First come the
+scales, 16 of a kind (32 bytes). Then come the block's other bytes in the order of their use, four
+of each row (64 bytes). They are multiplied with four activations of one or two bytes. vpdpbusd does
+it (weights/vnni.py), else vpmaddubsw, whose sums of two products are i16. Some of these can be
 added ahead of widening them. The integers of IQ4_NL and IQ4_XS are too large for that and become
 i16 first.
 """
@@ -38,7 +38,7 @@ AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes by which weights are fetched bef
 
 
 class Scales(NamedTuple):
-    """What lies at a block's start or end and is no words of four bytes."""
+    """The bytes at a block's start or end that are no words of four bytes."""
 
     at: int  # offset in bytes
     n: int
@@ -46,7 +46,7 @@ class Scales(NamedTuple):
 
 
 def scales_of(format_: BlockFormat) -> Scales:
-    """The f16 scales and, of IQ4_XS, the 16 bits beside them; MXFP4 has an exponent of a byte.
+    """The f16 scales. IQ4_XS has 16 more bits next to them; MXFP4 has an exponent of a byte.
 
     The four bytes of NVFP4 are a word as others.
     """
@@ -75,8 +75,8 @@ def can_repack(code: int, n_rows: int) -> bool:
 def _repack(rows, n_scales, scales_at, order, out):
     """rows (n, units a row) in blocks -> out (n / GROUP, GROUP * ...). A unit: uint16 or uint8.
 
-    A block has n_scales units at ``scales_at``, the start or the end, and words of four bytes,
-    which take the ``order``.
+    A block has n_scales units at ``scales_at``, the start or the end. Its words of four bytes take
+    the ``order``.
     """
     a_word = 4 // rows.itemsize  # units
     n_units, rest_at = n_scales + a_word * len(order), 0 if scales_at > 0 else n_scales
@@ -173,8 +173,8 @@ def _pair_dots(
     """The same with AVX2, of any bytes."""
     values = b.add(inputs.values, b.mul(at, I64(2)))
     zeros = const(I8, 0, 32)
-    # Of each half of the rows, what punpcklbw and punpckhbw make 16 bits of: rows 0, 1, 4 and 5,
-    # and the others, of each the sum of the first two products and that of the last two.
+    # punpcklbw and punpckhbw make 16 bits of each half of the rows: of rows 0, 1, 4 and 5, and of
+    # the others. Each row has the sum of the first two products and the sum of the last two.
     sums = [const(I32, 0, 8)] * 4
     places = [[start + i for start in (first, first + 16) for i in range(8)] for first in (0, 8)]
     for i, q in enumerate(qs):
@@ -199,7 +199,7 @@ def _pair_dots(
 
 
 def _halves(b: ir.IRBuilder, word: ir.Value) -> list[ir.Value]:
-    """The bytes of a word's first 8 rows and of the others, <32 x i8>."""
+    """Returns the bytes of a word's first 8 rows and of the others, <32 x i8>."""
     bytes_ = b.bitcast(word, vec(I8, BYTES))
     return [shuffle(b, bytes_, bytes_, range(start, start + 32)) for start in (0, 32)]
 
@@ -236,9 +236,9 @@ def _add_block(
 def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
     """The dot products of 16 rows with each of ``count`` inputs, f32 (16,) at out, out_row apart.
 
-    code, n_planes, count: literals. Addresses of the group, of quantised activations
-    (weights/integer.py) x_row bytes apart, and of the results; each is the same bits whatever the
-    others are.
+    code, n_planes, count: literals. Takes addresses of the group, of quantised activations
+    (weights/integer.py) x_row bytes apart, and of the results. Each result has the same bits
+    whatever the other inputs are.
     """
     literals = (code, n_planes, count)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):

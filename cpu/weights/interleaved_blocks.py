@@ -31,7 +31,7 @@ def _scale(b: ir.IRBuilder, p: ir.Value, i: int) -> ir.Value:
 
 
 def _word(b: ir.IRBuilder, p: ir.Value, n_scales: int, i: int) -> ir.Value:
-    """Word i of four bytes of every row behind the scales, <16 x i32>."""
+    """Word i of four bytes of every row after the scales, <16 x i32>."""
     return load(b, VI, p, 2 * LANES * n_scales + 4 * LANES * i)
 
 
@@ -40,7 +40,7 @@ def _words(b: ir.IRBuilder, p: ir.Value, n_scales: int, count: int) -> list[ir.V
 
 
 def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[ir.Value]:
-    """The low or high four bits of every byte."""
+    """Returns the low or high four bits of every byte."""
     shifted = [b.lshr(word, const(I32, 4)) for word in words] if high else words
     return [b.and_(word, const(I32, 0x0F0F0F0F)) for word in shifted]
 
@@ -75,7 +75,7 @@ def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> I
 def _looked_up(
     b: ir.IRBuilder, values: tuple[int, ...], nibbles: Sequence[ir.Value], name: str
 ) -> list[ir.Value]:
-    """The unsigned integers of the format ``name`` that four bits stand for."""
+    """Returns the unsigned integers of the format ``name`` that four bits stand for."""
     table = tuple(value + FORMATS[name].zero for value in values)
     bytes_ = (b.bitcast(word, vec(I8, BYTES)) for word in nibbles)
     return [b.bitcast(lookup16(b, table, each), VI) for each in bytes_]

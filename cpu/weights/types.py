@@ -2,8 +2,8 @@
 
 Source: ggml's ``enum ggml_type`` and ``type_traits``; the same table as ``gguf.constants``
 (``GGMLQuantizationType``, ``GGML_QUANT_SIZES``), against which a test holds it. It is repeated here
-because importing ``gguf`` costs as much as opening a model. What is computed with the types is in
-weights/formats.py; a file can be opened without importing that.
+because importing ``gguf`` costs as much as opening a model. weights/formats.py computes with the
+types; a file can be opened without importing it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Integer dot products with the CPU's byte products (VNNI): vpdpbusd sums u8 x i8 into i32.
 
-An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. So one or
-two instructions multiply 64 weights, where weights/integer.py's pairs of i16 take four, and four to
+An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. One or two
+instructions multiply 64 weights. The pairs of i16 in weights/integer.py take four, and four to
 widen. The integers are the same. Weights must be unsigned: a format's ``zero`` is added to signed
 ones, and the offsets take it off again.
 """
@@ -31,13 +31,13 @@ def is_available() -> bool:
     return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni")
 
 
-def bytes_are_beside() -> bool:
+def has_both_forms() -> bool:
     """Whether activations are stored both as i16 and as bytes, for CPUs with vpmaddubsw only."""
     return llvm.has_feature("avx2") and not is_available()
 
 
 def add_dots(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-    """total <n x i32> + sums of four products of w <4n x u8> and x <4n x i8>, n 8 or 16."""
+    """total <n x i32> + sums of four products of w <4n x u8> with x <4n x i8>, n 8 or 16."""
     type_ = total.type
     name = f"llvm.x86.avx512.vpdpbusd.{32 * type_.count}"
     return llvm.call_named(b, name, type_, total, b.bitcast(w, type_), b.bitcast(x, type_))
@@ -100,12 +100,12 @@ class ByteInputs(NamedTuple):
 
 
 def inputs_at(b: ir.IRBuilder, x: ir.Value, n: ir.Value, n_planes: int) -> ByteInputs:
-    """The parts of n quantised activations at x, of ``n_planes`` bytes each."""
+    """Returns the parts of n quantised activations at x, of ``n_planes`` bytes each."""
     small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4))
     scales = b.add(x, b.mul(n, I64(2)))
     sums16 = b.add(scales, small)
     sums32 = b.add(sums16, b.mul(small, I64(2)))
-    high = b.add(sums32, small) if bytes_are_beside() else x
+    high = b.add(sums32, small) if has_both_forms() else x
     planes = [high, b.add(high, n)][:n_planes]
     return ByteInputs(x, planes, scales, sums16, sums32)
 
@@ -160,7 +160,7 @@ def emit_row(
     xs: Sequence[ir.Value],
     n: ir.Value,
 ) -> list[ir.Value]:
-    """The dot products, floats, of one row at w with each of ``xs``.
+    """Returns the dot products, floats, of one row at w with each of ``xs``.
 
     xs: addresses of n quantised activations each, of ``n_planes`` bytes. A block is decoded once
     for all of them; each product has the same bits as alone.

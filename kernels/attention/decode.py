@@ -1,9 +1,9 @@
 """Decode attention over a KV cache on the GPU: all rows, or rows listed by index.
 
 The keys of a sequence are split between programs, because a few sequences alone would not fill a
-GPU; the pieces are merged by their log-sum-exp. A program takes all query heads that share its
-rows, padded to the 16 rows of a tensor-core tile, so that a row is read once. Queries are f32 and
-enter the dot product as two f16 halves; one alone would lose three digits of the scores.
+GPU. The pieces are merged by their log-sum-exp. A program takes all query heads that share its
+rows, padded to the 16 rows of a tensor-core tile. A row is then read once. Queries are f32 and
+enter the dot product as two f16 halves. One half alone would lose three digits of the scores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE = 16  # least rows of a tile that tensor cores take
 
 
 class NewRow(NamedTuple):
-    """What a decode step adds to K and V, one row a sequence: row n - 1 of n."""
+    """The row that a decode step adds to K and V, one a sequence: row n - 1 of n."""
 
     k: torch.Tensor  # f32 (B, G, d)
     v: torch.Tensor  # f32 (B, G, d_v)
@@ -31,9 +31,10 @@ class NewRow(NamedTuple):
 def check_new(
     new: NewRow, k: torch.Tensor, v: torch.Tensor, d: int, device: torch.device | None = None
 ) -> None:
-    """ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity, d_v).
+    """Raises ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity,
+    d_v).
 
-    d: elements of a new key. device: where k and v lie, if not beside the row.
+    d: elements of a new key. device: the device of k and v, if it is not the row's.
     """
     n_batch, n_kv_head, capacity, d_v = v.shape
     device = new.k.device if device is None else device
@@ -193,8 +194,8 @@ def attend_dense(
     """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
 
     q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
-    int32 (B,), n_max >= all of them. lse f32 (B, H), if given: receives the log of the sum of
-    exponentials of a head's scores, with which ``merge`` joins results of disjoint rows. others:
+    int32 (B,), n_max >= all of them. lse f32 (B, H), if given, receives the log of the sum of
+    exponentials of a head's scores. With it ``merge`` joins results of disjoint rows. others:
     attention over other rows, which the result then includes; ignored where its lse is -inf. new:
     the last row of each sequence, which is written to k and v; not with ``others``.
     """

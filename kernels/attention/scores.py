@@ -75,7 +75,7 @@ def score_rows(
     """out[b, h, j] = scale q[b, h] . k[b, g, j] for j < n[b], f32 (B, H, >= n_max).
 
     q (B, H, d); k f16 (B, G, capacity, d), any strides of rows; n int32 (B,), n_max >= all of them.
-    What lies from n[b] on is not written. new: the last row of each sequence, which is written to k
+    Scores from n[b] on are not written. new: the last row of each sequence, which is written to k
     and to v f16 (B, G, capacity, d_v).
     """
     n_batch, n_head, d = q.shape

@@ -1,8 +1,8 @@
 """Exact selection of the k largest scores of every row, on the GPU, without asking the host.
 
-Scores become int32 keys of the same order. One program reads a short row once and bisects the range
+Scores become int32 keys of the same order. One program reads a short row once. It bisects the range
 of its keys until k of them are at or above a threshold. A long row takes several programs. Each
-finds the largest key of each of some strided groups; the k-th largest of these is a lower bound of
+finds the largest key of each of some strided groups. The k-th largest of these is a lower bound of
 the k-th largest of all, and few keys lie between. Each program collects its own of these, and one
 program finishes. All of it counts integers, so the result does not depend on the order of programs.
 """
@@ -114,7 +114,7 @@ def _close_gaps(
 ):  # fmt: skip
     """Moves what chunks have collected to the front, side by side; returns how much it is.
 
-    ``sizes`` become the places where each chunk's part begins. A place is never behind its source,
+    ``sizes`` become the places where each chunk's part begins. A place is never after its source,
     so nothing is overwritten that is still to be moved.
     """
     chunks = tl.arange(0, BLOCK_C)
@@ -210,7 +210,7 @@ def _select_kernel(
 
 
 class SelectScratch(NamedTuple):
-    """What one launch of ``select_largest`` over R long rows leaves for the next."""
+    """The memory that a launch of ``select_largest`` over R long rows leaves for the next one."""
 
     tops: torch.Tensor  # int32 (R, n_top): the largest key of each group
     bound: torch.Tensor  # int32 (R,)
@@ -269,13 +269,15 @@ def select_largest(
     scratch: SelectScratch | None = None,
     k_less: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every list the first n_first rows, the last n_last, and the best between them; ascending.
+    """Chooses from every list the first n_first rows, the last n_last, and the best between them;
+    ascending.
 
     scores f32 (B, U, >= n_max), no NaN among the first n int32 (B,) of a row, n_max >= all n. k
-    int32 (B,) less k_less, k_max >= all of that: rows chosen beside the first n_first, the last
-    n_last among them, which are chosen even if k is less. Ties go to the first. Returns idx int32
-    (B, U, n_first + max(k_max, n_last)), of which counts int32 (B, U) are filled, and counts.
-    wanted int32 (B, U), if given: lists whose entry is 0 are left as they are.
+    int32 (B,) less k_less is the number of rows chosen in addition to the first n_first. k_max >=
+    all of that. It includes the last n_last rows, which are chosen even if k is less. Ties go to
+    the first. Returns idx int32 (B, U, n_first + max(k_max, n_last)), of which counts int32 (B, U)
+    are filled, and counts. wanted int32 (B, U), if given: lists whose entry is 0 are left as they
+    are.
     """
     n_batch, n_list = scores.shape[:2]
     device, n_row = scores.device, n_batch * n_list

@@ -1,12 +1,12 @@
 """FASA's decode step on the GPU: scores of all keys by the dominant dims of their kv head.
 
-Variant c keeps the keys whole, and beside them a copy of their dominant dims, f16 (B, G, C,
-capacity): one dim of all tokens after the other, so that a scan reads 2 C bytes a token in whole
-lines. At d/8 chunks the copy costs an eighth more memory than splitting the keys; in return no row
-has to be put together, neither in a step's gather nor for a later prefill.
+Variant c keeps the keys whole, and next to them a copy of their dominant dims, f16 (B, G, C,
+capacity). The copy has one dim of all tokens after the other. A scan then reads 2 C bytes a token
+in whole lines. At d/8 chunks the copy costs an eighth more memory than splitting the keys. In
+return no row has to be put together, neither in a step's gather nor for a later prefill.
 
 Variant m splits the keys, because the host keeps the other dims and the values, and bytes over PCIe
-count. Rows that any head of a group chooses are put together on the device (fasa/row_cache.py);
+count. Rows that any head of a group chooses are put together on the device (fasa/row_cache.py).
 ``attend_rows`` (attention/decode.py) attends to them in the order of the split dims.
 """
 
@@ -88,7 +88,7 @@ def _score_chunks_kernel(
             store_row(v_new_ptr + unit * D_V, v_at, c_v, D_V)
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        # By eight tokens, that is 16 bytes: what is read behind the last one is not stored.
+        # By eight tokens, that is 16 bytes: tokens that are read after the last one are not stored.
         is_token = (j // 8 * 8 < last)[None, :]
         keys = tl.load(dom_at + j[None, :], mask=is_token & (c < C)[:, None], other=0.0)
         scores = tl.dot(q_low, keys, acc=tl.dot(q_high, keys))
@@ -109,10 +109,10 @@ def score_chunks(
     """out[b, h, j] = q[b, h] . k[b, g, j] over the dominant dims, j < n[b]: f32 (B, H, >= n_max).
 
     q (B, H, d), dims int32 (G, C), dom f16 (B, G, C, capacity), capacity a multiple of 16; n int32
-    (B,), n_max >= all of them. Not scaled. What lies from n[b] on is not written. new: the last row
-    of each sequence, which is written to ``dom`` and to the two of ``into``, k f16 (B, G, capacity,
-    d) and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k is f16 (B, G, capacity, d_k), these
-    dims of keys; k and v lie in pinned memory of the host then.
+    (B,), n_max >= all of them. Not scaled. Scores from n[b] on are not written. new: the last row
+    of each sequence. It is written to ``dom`` and to the two of ``into``, k f16 (B, G, capacity, d)
+    and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k is f16 (B, G, capacity, d_k), these dims
+    of keys; k and v lie in pinned memory of the host then.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, n_dim = dims.shape

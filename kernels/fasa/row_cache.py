@@ -1,9 +1,9 @@
 """FASA-M's row cache on the GPU: recently chosen rows stay there, others come from the host.
 
 V and the dims of K that do not dominate lie in pinned memory of the host (fasa/chunks.py). Each kv
-head has as many slots on the device as its query heads can choose rows in a step. A row that is
-chosen and has no slot is fetched over the bus into a slot whose row no head has chosen; slots are
-reused in turn.
+head has as many slots on the device as its query heads can choose rows in a step. A chosen row
+without a slot is fetched over the bus into a slot whose row no head has chosen. Slots are reused
+one after the other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _place_rows_kernel(
     state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
     lane, lane_s = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
     now = tl.load(state_at + CLOCK) + 1
-    # What a step that was broken off has left of the newest row is another row.
+    # A step that was broken off has left another row in place of the newest one.
     newest = tl.load(n_ptr + b) - 1
     stale = tl.load(slot_of_at + newest)
     tl.store(row_in_at + tl.maximum(stale, 0), NO_ROW, mask=stale >= 0)

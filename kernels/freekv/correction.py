@@ -79,11 +79,10 @@ def enter_row(
     """Writes the row of a decode step into the window, and says which kv heads choose again.
 
     q, previous f32 (B, H, d): queries of row n - 1 and of the row before it; k_new f32 (B, G, d),
-    v_new (B, G, d_v); n, budget int32 (B,). wanted int32 (B, G) becomes 1 where a choice is to be
-    made with q: where ``current``, or where the mean cosine of a kv head's queries with the
-    previous ones is below tau; 2 where the choice with the previous query is still to be made; else
-    0. query f32 (B, H, d): the query to choose with. See freekv/recall.py offload_pages for the
-    rest.
+    v_new (B, G, d_v); n, budget int32 (B,). wanted int32 (B, G) becomes 1 for a choice with q. This
+    is the case if ``current``, or if the queries' mean cosine with the previous ones is below tau.
+    It becomes 2 if the choice with the previous query is still to be made, else 0. query f32 (B, H,
+    d): the query to choose with. See freekv/recall.py offload_pages for the rest.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_head, device = pages.v.shape[4], q.shape[1], q.device

@@ -1,4 +1,4 @@
-"""The arrays of FreeKV on a GPU: a layer's K and V in pages, in host memory and on the device.
+"""The arrays of FreeKV on a GPU: K and V of a layer in pages, on the host and on the device.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d), pinned
@@ -56,7 +56,7 @@ def empty_pages(
     n_batch: int, n_kv_head: int, d: int, d_v: int, page: int, n_page: int, n_slot: int, m: int,
     layout: Layout, device: torch.device, n_pool: int = 0,
 ) -> PageTensors:  # fmt: skip
-    """Arrays for n_page pages beside the sinks', n_slot slots, m pages chosen.
+    """Returns arrays for n_page pages in addition to the sinks', n_slot slots, m pages chosen.
 
     n_pool: pages that the host has room for, if more than n_page.
     """
@@ -87,7 +87,7 @@ def empty_pages(
 
 
 def check_pages(pages: PageTensors, layout: Layout) -> None:
-    """ValueError unless all arrays fit each other."""
+    """Raises ValueError unless all arrays fit each other."""
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_page, m = pages.v.shape[4], pages.hi.shape[2], pages.chosen.shape[2]
     n_slot, device = n_resident - layout.n_sink - layout.n_ring, pages.k.device

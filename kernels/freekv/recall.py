@@ -2,7 +2,7 @@
 
 The arrays are in freekv/pages.py. The kernels write and read the pool over the bus themselves, and
 convert the layout as they copy. The device decides everything. There is one program a kv head and
-sequence, so none waits for another; ``wanted`` says which kv heads choose pages.
+sequence, and none waits for another. ``wanted`` says which kv heads choose pages.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def offload_pages(
     """Copies pages that have left the window into the pool and summarises them.
 
     The window of n[b] + ahead rows begins at page (n[b] + ahead - recent) // p. With ``wanted``
-    int32 (B, G): also tells which kv heads have not yet chosen for that many rows with the query of
-    the row before, among candidates up to that window, max(1, (budget - reserved) // p) of them.
-    pools: see ``check_pools``.
+    int32 (B, G) it also tells which kv heads still have to choose. They choose for that many rows
+    with the query of the row before. The candidates are the pages up to that window; max(1,
+    (budget - reserved) // p) of them are chosen. pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, device = pages.v.shape[4], pages.k.device
@@ -129,10 +129,10 @@ def offload_pages(
 
 
 def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
-    """ValueError unless ``pools`` is None or says where each sequence's pool lies.
+    """Raises ValueError unless ``pools`` is None or says where each sequence's pool lies.
 
-    int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8. So
-    sequences whose pools lie apart in pinned memory can share a launch without being moved.
+    int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8.
+    Sequences whose pools lie apart in pinned memory can then share a launch without being moved.
     """
     if pools is not None:
         check("pools", pools, torch.int64, (len(pages.k),), pages.k.device)
@@ -235,9 +235,9 @@ def assign_slots(
     """Gives slots to the pages that kv heads have chosen, in place of the least recently used.
 
     fresh int32 (B, G, >= m): numbers of the chosen candidates, ascending, as attention/select.py
-    gives them, of which sizes int32 (B, G) are valid; only those of kv heads with ``wanted`` != 0
-    count. q and previous f32 (B, H, d) are given in a step itself, where previous becomes q; both
-    are None in a choice made ahead for n + 1 rows.
+    gives them. sizes int32 (B, G) of them are valid. Only kv heads with ``wanted`` != 0 count. A
+    step itself gives q and previous f32 (B, H, d), and previous becomes q. A choice ahead for n + 1
+    rows gives None for both.
     """
     n_batch, _, page, n_kv, d = pages.k.shape
     device, m, n_slot = pages.k.device, pages.chosen.shape[2], pages.stamps.shape[2]
@@ -301,7 +301,7 @@ def _fetch_pages_kernel(
                 tl.store(k_ptr + to * D + c[None, :], k, mask=is_k)
                 tl.store(v_ptr + to * D_V + c_v[None, :], v, mask=is_v)
     if LIST:  # noqa: SIM102
-        if i == m:  # the sinks, and the window behind the chosen pages
+        if i == m:  # the sinks, and the window after the chosen pages
             n = tl.load(n_ptr + b)
             idx_at = idx_ptr + unit * stride_i
             window = (n - recent) // PAGE
@@ -328,9 +328,9 @@ def fetch_pages(
 ) -> None:
     """Copies the chosen pages that are missing from the pool to their slots.
 
-    With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,): lists
-    the resident rows that a step of n rows attends to, in order of position. pools: see
-    ``check_pools``.
+    With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,), it
+    lists resident rows. These are the rows that a step of n rows attends to, in order of position.
+    pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, m, device = pages.v.shape[4], pages.chosen.shape[2], pages.k.device

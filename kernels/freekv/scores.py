@@ -100,7 +100,7 @@ def _pool_softmax_kernel(
 class PageCandidates(NamedTuple):
     """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
 
-    reserved: rows attended beside.
+    reserved: rows that are attended to in addition.
     """
 
     first: int
@@ -110,7 +110,7 @@ class PageCandidates(NamedTuple):
 
 
 class PageScratch(NamedTuple):
-    """What the first launch of ``softmax_scores`` leaves for the second one: S splits."""
+    """The memory that the first launch of ``softmax_scores`` leaves for the second: S splits."""
 
     scores: torch.Tensor  # f32 (B, H, n_page_max)
     peak: torch.Tensor  # f32 (S, B, H)
@@ -140,7 +140,7 @@ def softmax_scores(
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
 ) -> PooledPages:
-    """The mean of the group's softmax over the candidates, and how many are to be taken.
+    """Returns the mean of the group's softmax over the candidates, and how many are to be taken.
 
     q, hi, lo, n, budget, out: see ``largest_scores``. There are n_page_max candidates at most.
     wanted int32 (B, G), if given: the kv heads that choose; scores of others are not written.

@@ -2,7 +2,7 @@
 
 ``rms_norm``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of what the
 projections gave. ``silu_multiply``: silu(gate) * up. All in f32; the formulas, and the reference,
-are those of TorchRows (sparsekv_cli/device/prefill.py).
+are those of TorchChunkSteps (sparsekv_cli/device/prefill.py).
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ def split_heads(
 
     pos int32 (B,): each row's position in cos, sin f32 (positions, at least n_rot / 2) and q_scale
     f32 (positions,), which multiplies the queries. n_rot: dims that are rotated; None: all that cos
-    has. biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Those of q
-    and k must be there both or not at all. interleaved: whether raw has its rotation pairs as (0,
-    1), (2, 3) ...
+    has. biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Both norms
+    of q and k must be there, or none. interleaved: whether raw has its rotation pairs as (0, 1),
+    (2, 3) ...
     """
     heads = Heads._make(out)
     n_batch, n_head, d = heads.q.shape

@@ -17,7 +17,7 @@ from sparsekv_cli.kernels.checks import check
 def summarise_rows(
     at, stride_n, c, is_channel, first, count, MEANSTD: tl.constexpr
 ):  # rows first..count - 1 at ``at`` -> high, low f32 (BLOCK_D,)
-    """As in cpu/quest/pages.py, with sums in the same order, so that roundings agree."""
+    """See cpu/quest/pages.py. Sums have the same order, so that roundings agree."""
     size = (count - first).to(tl.float32)
     row = tl.load(at + first * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
     high, low = row, row
@@ -81,7 +81,7 @@ def page_summaries(
     """Writes hi, lo f16 (B, G, >= last_page, d) of the whole pages first_page..last_page - 1.
 
     k f16 (B, G, capacity, d), any strides of rows. n_sinks < page: rows of page 0 that are left out
-    of its summary, because they are attended anyway and would stretch it.
+    of its summary. They are attended to anyway and would stretch it.
     """
     _check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:

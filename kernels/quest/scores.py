@@ -110,7 +110,7 @@ def check_scored(
     budget: torch.Tensor,
     out: PooledPages,
 ) -> None:
-    """ValueError unless the arguments of ``largest_scores`` fit each other."""
+    """Raises ValueError unless the arguments of ``largest_scores`` fit each other."""
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
     check("q", q, QUERY_TYPES, (None, None, None), device)
@@ -142,8 +142,8 @@ def largest_scores(
 
     A head's score of a page is scale (relu(q) . hi - relu(-q) . lo). q (B, H, d); hi, lo f16 (B, G,
     pages, d); n, budget int32 (B,): rows in context, and to attend to. Candidates are the whole
-    pages in front of the last row, n_page_max at most; as many are to be taken as the budget has
-    room for beside the rows behind them. out: memory for the result, for n_page_max pages.
+    pages before the last row, n_page_max at most. The number to take is what the budget allows next
+    to the rows after the pages. out: memory for the result, for n_page_max pages.
     """
     n_batch, n_head, d = q.shape
     n_kv_head = hi.shape[1]

@@ -1,7 +1,7 @@
 """SALS's attention on the GPU: chosen latents become rotated keys and are attended to, in one pass.
 
-A program takes some of the chosen rows of one kv head, multiplies their latents by D, rotates the
-keys to their positions, and attends to them with the values as stored, in 4 or 2 bits. ``merge``
+A program takes some of the chosen rows of one kv head. It multiplies their latents by D and rotates
+the keys to their positions. It attends to them with the values as stored, in 4 or 2 bits. ``merge``
 (attention/decode.py) joins the programs' pieces and the attention over the exact rows.
 """
 

@@ -1,10 +1,10 @@
 """SALS's cache on the GPU: pre-RoPE keys as latents, values in 4 or 2 bits, a row a token.
 
-The latent of a token is its pre-RoPE key of all kv heads times a basis E, in f16, one row of r
-columns, of which the first r* are scored; D turns it back. Values lie as in
-cpu/sals/values.py: groups of 32 channels, each an f16 scale, an f16 minimum and its codes.
-E and D are kept as f16 times a power of two. Angles are fixed-point fractions of a turn, 2^-64
-each, so that a position times an angle keeps all its digits and wraps by itself.
+The latent of a token is its pre-RoPE key of all kv heads times a basis E, in f16. It is one row of
+r columns, of which the first r* are scored. D turns it back. Values lie as in cpu/sals/values.py:
+groups of 32 channels, each an f16 scale, an f16 minimum and its codes. E and D are kept as f16
+times a power of two. Angles are fixed-point fractions of a turn, 2^-64 each. A position times an
+angle then keeps all its digits and wraps by itself.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ def append_latent(
 
     latent f32 (B, r), times ``factor``; k_new f32 (B, G, d), v_new f32 (B, G, d_v); budget int32
     (B,). latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head bytes), both by
-    position. Exact rows are the first ``first`` and the last ``window`` that the ring has; of the
-    latents between, budget + n_back are to be chosen.
+    position. Exact rows are the first ``first`` and the last ``window`` that the ring has. A step
+    chooses budget + n_back of the latents between.
     """
     n_batch, n_kv, d = k_new.shape
     d_v, device, capacity, r = v_new.shape[2], k_new.device, latents.shape[1], latents.shape[2]

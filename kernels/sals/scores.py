@@ -1,11 +1,10 @@
 """SALS's scores on the GPU: how much attention each latent would get, computed in latent space.
 
-``score_latents`` turns the queries to the centre of each block of 128 tokens and projects them to
-latent space, one matrix product a head. Then each block's latents are scored by the block's own
-queries of all heads at once, and the heads' softmax weights are added up. ``score_summed`` is the
-paper's score. The queries of blocks pass through memory, a fraction of the latents' bytes. That way
-blocks share a product that reads D once; fused with the scoring, D would be read again for every
-few blocks.
+``score_latents`` turns the queries to the centre of each block of 128 tokens. It projects them to
+latent space, one matrix product a head. Then the block's own queries of all heads score the block's
+latents at once. The heads' softmax weights are added up. ``score_summed`` is the paper's score. The
+queries of blocks pass through memory, a fraction of the latents' bytes. Blocks then share a product
+that reads D once. Fused with the scoring, D would be read again for every few blocks.
 """
 
 from __future__ import annotations
@@ -162,11 +161,10 @@ def score_latents(
 ) -> torch.Tensor:
     """Sum over the heads of their softmax weights of the latents, f32 (B, 1, n_max).
 
-    q f32 (B, H, d), rotated to its position; damp f32 (pairs,): factors of the turned dims, which
-    leave out what turns within a block. latents f16 (B, capacity, r) by position, of which those
-    of the positions first .. first + n[b] count, n int32 (B,) <= n_max, by their first
-    ``score_rank`` columns. exact_lse f32 (B, H): log of the sum of exponentials of the other rows'
-    scores.
+    q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the turned dims, which
+    leave out the pairs that turn much within a block. latents f16 (B, capacity, r) by position. The
+    positions first .. first + n[b] count, n int32 (B,) <= n_max, with their first ``score_rank``
+    columns. exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores.
     """
     n_batch, n_head, d = q.shape
     capacity, r = latents.shape[1:]
@@ -233,10 +231,10 @@ def _score_summed_kernel(
 def score_summed(
     query: torch.Tensor, latents: torch.Tensor, n: torch.Tensor, n_max: int, first: int
 ) -> torch.Tensor:
-    """The paper's scores f32 (B, 1, n_max).
+    """Returns the paper's scores f32 (B, 1, n_max).
 
-    query f32 (B, r*): all heads' queries added up; latents f16 (B, capacity, r), scored by their
-    first r* columns, of the positions first .. first + n[b].
+    query f32 (B, r*): all heads' queries added up. latents f16 (B, capacity, r): the positions
+    first .. first + n[b] are scored by their first r* columns.
     """
     n_batch, score_rank = query.shape
     capacity, r = latents.shape[1:]

@@ -1,7 +1,7 @@
 """Products of quantised matrices with a few vectors, on the GPU.
 
-A decode step reads every weight once, so instructions a weight decide its speed: at 4.5 bits a
-weight an H200 has 3.4 of them for each at the speed of its memory, an H100 4.8. Layout:
+A decode step reads every weight once, so instructions a weight decide its speed. At 4.5 bits a
+weight and full memory speed, an H200 has 3.4 instructions for each weight, an H100 4.8. Layout:
 weights/packed.py; kernels: weights/matvec.py and weights/matmul.py.
 """
 
@@ -21,10 +21,10 @@ MAX_INPUTS = 16384  # of these vectors together, above which they do: a program 
 def multiply(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """y f32 (B, rows) = x W^T for x (B, columns) f32, f16 or bf16, B from 1 to 16, summed in f32.
 
-    Up to MAX_FUSED vectors of at most MAX_INPUTS numbers: inputs are rounded to 16 bits relative to
-    the largest of 32 (of 16 with Q8_0); plain floats as they are. More: weights and inputs are
-    rounded to 11 bits. Where an input is no finite number, no output of its vector is. out: f32 (B,
-    rows), rows any stride apart.
+    Up to MAX_FUSED vectors have at most MAX_INPUTS numbers. Inputs are rounded to 16 bits relative
+    to the largest of 32 (of 16 with Q8_0). Plain floats take them as they are. More: weights and
+    inputs are rounded to 11 bits. Where an input is no finite number, no output of its vector is.
+    out: f32 (B, rows), rows any stride apart.
     """
     n_batch, device = x.shape[0], w.low.device
     if not 1 <= n_batch <= MAX_BATCH:

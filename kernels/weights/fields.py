@@ -1,8 +1,8 @@
 """Fields of packed words as numbers, in few GPU instructions (layout: weights/packed.py).
 
-A field of at most 10 bits becomes an f16 when it is written into the mantissa of 1024. So two
-fields of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits, a byte each,
-are multiplied with four bytes of the inputs at once.
+A field of at most 10 bits becomes an f16 when it is written into the mantissa of 1024. Two fields
+of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits, a byte each, are
+multiplied with four bytes of the inputs at once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ dot4 = dot4_ref if INTERPRETED else _dot4_ptx
 def byte_fields(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, HALVES: tl.constexpr):
     """The fields of words as bytes: two int32 of four bytes; of fields of 8 bits only the first.
 
-    They are fields 0, 2, 4, 6 and 1, 3, 5, 7. With HALVES = 2, where the first four fields have
-    another scale than the last four: 0, 2, 1, 3 and 4, 6, 5, 7.
+    They are fields 0, 2, 4, 6 and 1, 3, 5, 7. With HALVES = 2 the first four fields have another
+    scale than the last four. The fields are then 0, 2, 1, 3 and 4, 6, 5, 7.
     """
     even = low
     odd = low
@@ -91,7 +91,10 @@ def _spread(high):
 def field_pair(
     low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Two fields of each word minus ZERO, f16: K and K + 4, or of fields of 8 bits K and K + 2."""
+    """Two fields of each word minus ZERO, f16.
+
+    They are K and K + 4, or K and K + 2 for fields of 8 bits.
+    """
     word = low
     if K > 0:
         word = low >> (LOW_BITS * K)
@@ -146,7 +149,7 @@ def group_values(
 
 
 def planes_of(w: PackedMatrix) -> tuple[torch.Tensor, ...]:
-    """The kernels' first four arguments; a plane that is absent is not read."""
+    """Returns the kernels' first four arguments; a plane that is absent is not read."""
     planes = (w.low, w.high, w.scale, w.super_scale)
     return tuple(w.low if plane is None else plane for plane in planes)
 

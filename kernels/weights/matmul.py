@@ -1,7 +1,7 @@
 """Products of matrices with several vectors, by the GPU's tensor cores.
 
 Weights and inputs are f16 (of plain floats TF32), sums f32. The inputs of a vector are scaled, so
-that none is beyond f16, and put in the order in which the kernel unpacks weights.
+that none is beyond f16. They are put in the order in which the kernel unpacks weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _to_f16_kernel(
 ):  # fmt: skip
     """A vector as f16 times 1 / scale, in steps of UNITS units: by field, unit and word.
 
-    What lies behind the last column in the last step is 0.
+    Elements after the last column in the last step are 0.
     """
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -157,7 +157,7 @@ def _parts(n_rows: int, n_step: int) -> tuple[int, int]:
 
 
 def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    """As weights/dot.py's, of up to BATCH vectors."""
+    """See weights/dot.py; for up to BATCH vectors."""
     n_batch = x.shape[0]
     columns = 64 if w.name in FLOATS else UNITS * 128 // constants_of(w)["LOW_BITS"]
     n_step = -(-w.n_columns // columns)

@@ -33,8 +33,8 @@ def _pack_inputs(
     """Rounds the inputs of units to two bytes, in the order of ``byte_fields``.
 
     x_at: of field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of the
-    first and of the second word of bytes, the unit's scale (BATCH, 1, UNITS), and sums of the
-    integers of the first and of the second word's fields, (BATCH, 1, UNITS).
+    first and of the second word of bytes, and the unit's scale (BATCH, 1, UNITS). It also returns
+    sums of the integers of the first and of the second word's fields, (BATCH, 1, UNITS).
     """
     peak = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
     damage = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
@@ -191,7 +191,7 @@ def _tiling(n_unit: int, n_fields: int, n_values: int) -> tuple[int, int]:
 
 
 def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    """As weights/dot.py's, of one or two vectors."""
+    """See weights/dot.py; for one or two vectors."""
     n_batch = x.shape[0]
     batch = triton.next_power_of_2(n_batch)
     if w.name in FLOATS:

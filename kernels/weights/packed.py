@@ -1,12 +1,12 @@
 """Quantised weights as the GPU reads them: planes of integers, of scales and of minima.
 
-Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. So a matrix is rearranged once
-when it is loaded, and every bit is kept. A row is cut into units of four 32-bit words, which one
-thread loads at a time: field k of word t is element 4 k + t of the unit (fields of 4 bits, 32
-elements a unit, or of 8 bits, 16 elements). Bits above the fourth have a plane of their own, with
-the fields of a word side by side. A weight is (q - zero) * scale + minimum, where scale and minimum
-of the K formats are small integers times a float that 256 elements share. What belongs to a group
-of 32 elements lies in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger;
+Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. A matrix is therefore
+rearranged once when it is loaded, and every bit is kept. A row is cut into units of four 32-bit
+words, which one thread loads at a time. Field k of word t is element 4 k + t of the unit. A unit
+has 32 elements of 4 bits, or 16 elements of 8 bits. Bits above the fourth have a plane of their
+own, with the fields of a word side by side. A weight is (q - zero) * scale + minimum. In the K
+formats scale and minimum are small integers times a float that 256 elements share. The fields of a
+group of 32 elements lie in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger;
 other formats keep their size.
 """
 
@@ -30,10 +30,10 @@ class PackedMatrix:
     """W (rows, columns) on a device. Planes that a format lacks are None; n_unit a row.
 
     low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high: uint8 (rows, 4 n_unit) of
-    one bit a field, int16 of two bits. scale (rows, columns / 32): f16; with a minimum int32, the
-    scale in the low f16; of the K formats int16, two bytes: scale and minimum, or (Q6_K, signed)
-    the scales of the first and of the second 16 elements. super_scale (rows, columns / 256), what
-    these are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
+    one bit a field, int16 of two bits. scale (rows, columns / 32): f16. With a minimum it is int32,
+    the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum. Q6_K has
+    the signed scales of the first and of the second 16 elements. super_scale (rows, columns / 256),
+    what these are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
     """
 
     name: str  # of the format, as GGUF calls it
@@ -74,7 +74,7 @@ class Packing:
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The f16 at byte ``at`` of each block, (n, 1)."""
+    """Returns the f16 at byte ``at`` of each block, (n, 1)."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16)
 
 
@@ -174,7 +174,7 @@ def _pack_low(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _pack_high(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """The ``bits`` above the fourth: uint8 or int16 (rows, columns / 8)."""
+    """Returns the ``bits`` above the fourth: uint8 or int16 (rows, columns / 8)."""
     unit = q.unflatten(1, (-1, 8, 4)).transpose(2, 3) >> 4  # (rows, units, word, field)
     per_byte = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=q.device)
@@ -198,8 +198,8 @@ def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
     """Rows in format ``name`` as they lie in the file, uint8 (rows, row bytes), as planes.
 
     Runs where ``data`` lies. Costs reading and writing the matrix about eight times, once; besides
-    the result some 100 MB of scratch. ValueError for a format not in PACKABLE, or bytes that do not
-    make n_columns.
+    the result some 100 MB of scratch. Raises ValueError for a format not in PACKABLE, or bytes that
+    do not make n_columns.
     """
     if name not in PACKABLE:
         raise ValueError(f"format {name}: expected one of {', '.join(PACKABLE)}")

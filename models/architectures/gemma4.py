@@ -1,7 +1,7 @@
 """Gemma 4: Gemma 3's decoder with larger heads in the full layers, whose RoPE turns few dims.
 
 Values have a norm, the softmax no scale. Small models have an input for each layer and layers that
-read the rows of another. A large one has experts beside the feed-forward of its layers.
+read the rows of another. A large one has experts next to the feed-forward of its layers.
 """
 
 from sparsekv_cli.models.architectures import Architecture, Mixture, Windows

@@ -1,7 +1,7 @@
 """The parts of an answer, and the calls of functions in the texts that models write for them.
 
-A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's own notation, as Python (LFM2) or
-in tags (tags.py). A text that is none of a form has no calls in it.
+A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or in
+tags (tags.py). A text that is none of a form has no calls in it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Part = Text | Thought | ToolCall
 
 
 class ReadCalls(NamedTuple):
-    """What a text has been read as.
+    """The calls that were read in a text.
 
-    calls: none: it is no call. doubt: 0: the text is whole; 1: its last tags are missing; MAYBE:
-    it is within a value, so that what follows may be a part of it.
+    calls: none: it is no call. doubt: 0 if the text is whole, 1 if its last tags are missing.
+    MAYBE: the text ends within a value, and the next text may be a part of it.
     """
 
     calls: list[Part]
@@ -55,7 +55,7 @@ ANY_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.S)
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
-    """A number; the text of one that is out of the range of ``kind``."""
+    """Returns a number; the text of one that is out of the range of ``kind``."""
     try:
         value = kind(text)
     except ValueError:  # more digits than Python reads
@@ -69,9 +69,9 @@ DECODER = json.JSONDecoder(
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; ValueError for another one.
+    """Returns the value of a JSON text. Raises ValueError for another one.
 
-    What Python reads as a number and JSON does not have (NaN, Infinity, 1e999) is a text.
+    Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) are texts.
     """
     try:
         return DECODER.decode(text)
@@ -114,7 +114,7 @@ def in_string(text: str) -> bool:
 
 
 def json_calls(text: str) -> list[Part]:
-    """The calls in JSON texts, one behind the other; none if anything else is there."""
+    """Returns the calls in JSON texts that follow one another; none if anything else is there."""
     calls: list[Part] = []
     rest = text.strip()
     while rest:
@@ -132,7 +132,7 @@ def json_calls(text: str) -> list[Part]:
 
 
 def _described(value: Any) -> Part | None:
-    """A call that an object describes; None if it describes none."""
+    """Returns a call that an object describes; None if it describes none."""
     if not isinstance(value, dict):
         return None
     value = value.get("function", value) if isinstance(value.get("function"), dict) else value
@@ -175,7 +175,7 @@ def python_calls(text: str) -> ReadCalls:
 
 
 def _python_call(call: ast.expr) -> ToolCall:
-    """ValueError for what is no call with names and literals."""
+    """Raises ValueError for what is no call with names and literals."""
     if not isinstance(call, ast.Call) or call.args or any(w.arg is None for w in call.keywords):
         raise ValueError("no call with named arguments")
     arguments = {str(w.arg): ast.literal_eval(w.value) for w in call.keywords}

@@ -1,12 +1,12 @@
 """Keeps the text of a conversation plain: nothing in it is read as a control token.
 
-A template mixes its own control tokens with what users, tools and the model said.  Before it does,
-the first character of every control token's text is replaced in what they said by a character of
-Unicode's private use area, wherever it stands; the rendered text is cut at its control tokens, and
-only then the characters are put back.  So a token may neither be written by a user, nor come about
-where a template trims, joins or cuts texts.
+A template mixes its own control tokens with what users, tools and the model said. First the texts
+of users, tools and the model are covered. A character of Unicode's private use area replaces the
+first character of every control token's text in them. The rendered text is cut at its control
+tokens. Only then the characters are put back. A user can then write no token. No token arises where
+a template trims, joins or cuts texts.
 
-Templates look for words such as ``</think>`` in the texts: a word that the template names stays as
+Templates look for words such as ``</think>`` in the texts. A word that the template names stays as
 it is, unless a control token may begin in it.
 """
 
@@ -101,7 +101,7 @@ class Cover:
         return text.startswith(self._rests) or text in self._parts
 
     def lift(self, text: str) -> str:
-        """What a covered text stands for; characters that JSON has escaped become JSON again."""
+        """Returns the original of a covered text. Characters in JSON escapes are JSON again."""
 
         def json_of(found: re.Match[str]) -> str:
             original = self._originals.get(chr(int(found[1], 16)))
@@ -130,7 +130,7 @@ def words_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def rests_of(controls: Iterable[str], written: Iterable[str]) -> set[str]:
-    """What control tokens lack where the template writes only the beginning of one.
+    """Returns the ends of control tokens of which the template writes only the beginning.
 
     ``'<' ~ key ~ '>'`` in a template makes ``</s>`` of the key ``/s``.
     """
@@ -147,7 +147,7 @@ def head_pattern(word: str) -> str:
 def kept_words(
     controls: Iterable[str], firsts: Collection[str], written: Iterable[str]
 ) -> set[str]:
-    """The words that stay as they are, each from the first of ``firsts`` in it on."""
+    """Returns the words that stay as they are, each from the first of ``firsts`` in it on."""
     tokens = tuple(controls)
     longest = max(map(len, tokens), default=0)
     beginnings = {token[:n] for token in tokens for n in range(1, len(token) + 1)}
@@ -161,9 +161,9 @@ def kept_words(
 
 
 def stand_ins(characters: Sequence[str], texts: str) -> dict[str, str]:
-    """A private use character for each of ``characters``, none of which is in ``texts``.
+    """Returns a private use character for each of ``characters``, none of which is in ``texts``.
 
-    As JSON escapes them they are not there either.  Raises SparseKVError where too few are left.
+    Their JSON escapes are not there either. Raises SparseKVError where too few are left.
     """
     taken = {*texts, *(chr(int(found, 16)) for found in re.findall(ESCAPED, texts))}
     free = (char for char in map(chr, PRIVATE_USE) if char not in taken)

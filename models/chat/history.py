@@ -1,7 +1,7 @@
 """A conversation in the form that one chat template takes.
 
 Templates differ in what they take of calls and of system messages, and some drop the rest without a
-word. What a template takes is tried on a short conversation, once, when a conversation needs it.
+word. The code tries a template on a short conversation, once, when a conversation needs it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class CallForm(NamedTuple):
 
 
 def new_call_id() -> str:
-    """An id of a call that every template takes."""
+    """Returns an id of a call that every template takes."""
     return _short(uuid.uuid4().bytes)
 
 
 def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """A conversation as the template takes it. None of it is lost.
+    """Returns a conversation as the template takes it. None of it is lost.
 
     System messages are one, at the front, if the template takes no others. Calls have the form that
     it takes; those without an id get one, and so do their results.
@@ -65,7 +65,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Whether a template writes system messages behind each other, and behind other messages."""
+    """Whether a template writes system messages that follow each other, or other messages."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -131,7 +131,7 @@ def _call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _one_by_one(messages: Messages) -> Messages:
-    """Each call in a message of its own, with its result behind it."""
+    """Puts each call in a message of its own, followed by its result."""
     result: Messages = []
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -142,7 +142,7 @@ def _one_by_one(messages: Messages) -> Messages:
     n_calls = Counter(m["tool_calls"][0]["id"] for m in result if m.get("tool_calls"))
     results: dict[str, Messages] = {identity: [] for identity in n_calls}
     others: Messages = []
-    for message in result:  # a result whose call is known stands behind that
+    for message in result:  # a result whose call is known stands after that call
         is_known = message.get("role") == "tool" and message["tool_call_id"] in results
         (results[message["tool_call_id"]] if is_known else others).append(message)
     ordered: Messages = []
@@ -158,7 +158,7 @@ def _one_by_one(messages: Messages) -> Messages:
 
 
 def _id(given: str, form: CallForm) -> str:
-    """An id as the template takes it; the same one for the same id."""
+    """Returns an id as the template takes it; the same one for the same id."""
     is_short = len(given) == ID_LENGTH and given.isascii() and given.isalnum()
     if is_short or not form.has_short_ids:
         return given

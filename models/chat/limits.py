@@ -1,4 +1,4 @@
-"""What a chat template may use up, and text functions that refuse before they make too much."""
+"""The work and memory of a chat template. Text functions refuse before they make too much."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LimitError(TemplateError):
 class Limits:
     """The work and the sizes of one rendering.
 
-    max_chars: of the output, and of any text or container on the way.  A container counts with all
-    that it holds, as often as it holds it, so nothing is exponentially larger than it looks.  What
-    is made and thrown away counts too, ``MAX_COPIES`` times as much.
+    max_chars: of the output, and of any text or container on the way. A container counts with all
+    that it holds, as often as it holds it. Nothing is then exponentially larger than it looks.
+    Texts that are made and thrown away count too, ``MAX_COPIES`` times as much.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -118,7 +118,7 @@ class Limits:
         return value if isinstance(value, str) else str(self.weighed(value))
 
     def show(self, value: Any) -> str:
-        """An expression's value on its way to the output: never an address in memory."""
+        """Returns an expression's value on its way to the output: never an address in memory."""
         self.step()
         text = self.text(value)
         self.n_chars_shown += len(text)
@@ -132,13 +132,13 @@ class Limits:
             yield item
 
     def concatenated(self, parts: Iterable[str]) -> str:
-        """What a macro or ``{% set %}`` block has shown, in one text."""
+        """Joins the texts that a macro or ``{% set %}`` block has shown."""
         texts = list(parts)
         self.makes(sum(map(len, texts)))
         return "".join(texts)
 
     def joined(self, parts: Iterable[Any], separator: str = "") -> str:
-        """The texts of ``parts`` with ``separator`` between them."""
+        """Returns the texts of ``parts`` with ``separator`` between them."""
         texts: list[str] = []
         n_chars = 0
         for part in self.counted(parts):
@@ -206,7 +206,7 @@ class Limits:
         return filters.do_round(value, precision, method)
 
     def sum(self, values: Iterable[Any], start: float = 0) -> float:
-        """The sum of numbers."""
+        """Returns the sum of numbers."""
         total = start
         for value in self.counted(values):
             if not isinstance(total, int | float) or not isinstance(value, int | float):
@@ -240,7 +240,7 @@ class Limits:
         return self.joined(encoder.iterencode(value))  # in pieces: indents may be most of it
 
     def text_method(self, text: str, name: str) -> Callable[..., Any]:
-        """The method of ``text`` called ``name``, refusing what would be too large."""
+        """Returns the method of ``text`` called ``name``, refusing what would be too large."""
         if name == "replace":
             return lambda *args, **kwargs: self.replace(text, *args, **kwargs)
         if name == "join":

@@ -1,11 +1,11 @@
 """A Jinja environment for templates that nobody has read: no escape, bounded work and memory.
 
 jinja2's sandbox keeps a template away from Python's internals, but not from ``'a' * 10**10`` or
-loops in loops; and a call that hangs inside C cannot be interrupted.  So every operation that can
-make something large is checked before it runs: the syntax tree is rewritten so that loops and
-comparisons are counted and new lists, tuples, dicts, slices and ``~`` texts are measured;
-operators, methods and filters are those of a list, with a check of their own where they need one.
-What still hangs ends with the process (watchdog.py).
+loops in loops. And a call that hangs inside C cannot be interrupted. Every operation that can make
+something large is checked before it runs. The syntax tree is rewritten, so that loops and
+comparisons are counted. New lists, tuples, dicts, slices and ``~`` texts are measured. Only listed
+operators, methods and filters are allowed. Some of them have a check of their own. A call that
+still hangs ends with the process (watchdog.py).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MEASURED = (str, list, tuple, dict, MappingView)
 
 
 class RefusalError(TemplateError):
-    """What a template says with ``raise_exception``."""
+    """The text that a template says with ``raise_exception``."""
 
 
 class GenerationTag(Extension):
@@ -132,7 +132,7 @@ def through(name: str, node: nodes.Node) -> nodes.Filter:
 
 
 def runtime_only(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A filter that the compiler does not apply to a constant."""
+    """Returns a filter that the compiler does not apply to a constant."""
     return pass_context(lambda _context, value: function(value))
 
 
@@ -278,7 +278,7 @@ def raise_exception(message: Any = "") -> NoReturn:
 
 
 def strftime_now(format: str) -> str:
-    """The local time by a strftime format of at most 100 characters."""
+    """Returns the local time by a strftime format of at most 100 characters."""
     if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
         raise LimitError("it formats the time with a width or more than 100 characters")
     return datetime.now().strftime(format)

@@ -15,7 +15,7 @@ from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, call_of, read
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
 FUNCTION_END = re.compile(r"\s*</function>")
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
-# What ends a value: its tag, the next parameter where that is missing, the end of the function.
+# The end of a value: its tag, the next parameter if that is missing, or the end of the function.
 ENDS = r"""\n?(?P<own></parameter>)(?=\s*(?:<parameter=|</function>|<function=|\Z))
     | \n(?=<parameter=(?:%s)>)
     | (?P<last>\n?(?=</function>\s*(?:<function=|\Z)))"""
@@ -28,11 +28,11 @@ MAX_REFERENCES = 8  # that are followed from one schema
 
 
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
-    """The calls in a text that holds nothing else.
+    """Returns the calls in a text that holds nothing else.
 
-    functions: the schemas of their arguments, by name. A value of a declared type is read as that;
-    where nothing is declared, JSON and Python's constants are what they say. Doubt 1: the last tag
-    or two are missing. Doubt 2: the last value does not end.
+    functions: the schemas of their arguments, by name. A value of a declared type is read as that
+    type. An undeclared value is read as JSON or as a constant of Python, if it is one. Doubt 1: the
+    last tag or two are missing. Doubt 2: the last value does not end.
     """
     calls: list[Part] = []
     at, doubt = 0, 0
@@ -67,7 +67,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
 
 
 def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
-    """The names of the types that a JSON schema allows; None where it does not say.
+    """Returns the names of the types that a JSON schema allows; None where it does not say.
 
     root: the schema in which references are looked up.
     """

@@ -1,7 +1,7 @@
 """A conversation as the text that the model was trained on, by the model's Jinja chat template.
 
-The template comes out of the model file, so it runs in ``BoundedEnvironment`` and whatever goes
-wrong in it is one line for the user.  Options and extra functions are those of transformers'
+The template comes out of the model file. It runs in ``BoundedEnvironment``, and every failure in it
+is one line for the user. Options and extra functions are those of transformers'
 ``apply_chat_template``, which templates are written for.
 """
 
@@ -41,15 +41,14 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
+    """Returns the prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
 
-    template: the model's ``tokenizer.chat_template``; None takes ChatML.
-    add_generation_prompt: end with what begins the model's answer.
-    tools: JSON schemas of functions, for templates that know tools.
-    variables: for the template, e.g. ``date_string``, ``enable_thinking``; None is not set.
-    Raises SparseKVError when the template is not valid, refuses the conversation, tries what is not
-    allowed, or does not end within bounds of time and size. In a process' main thread a template
-    that hangs in a single operation ends the process (watchdog.py).
+    template: the model's ``tokenizer.chat_template``; None takes ChatML. add_generation_prompt: end
+    with what begins the model's answer. tools: JSON schemas of functions, for templates that know
+    tools. variables: for the template, e.g. ``date_string``, ``enable_thinking``; None is not set.
+    Raises SparseKVError when the template is not valid or refuses the conversation. It is also
+    raised when the template tries what is not allowed, or exceeds its time or size. In a process'
+    main thread a template that hangs in a single operation ends the process (watchdog.py).
     """
     source = source_of(template)
     given: dict[str, Any] = {
@@ -112,6 +111,6 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message without line breaks, cut where it gets long."""
+    """Returns an exception's message without line breaks, cut where it gets long."""
     text = " ".join(str(error)[: 4 * MAX_MESSAGE_CHARS].split())
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""What a model thinks ahead of its answer: the markers around it, and how a stream is split there.
+"""Thinking ahead of an answer: the markers around it, and the splitter of a stream.
 
 A chat template names the markers of its family, and mostly a variable that switches thinking off.
 """
@@ -54,7 +54,7 @@ class Thinking(NamedTuple):
         return self.is_channel
 
     def closing(self, thought: bytes) -> str:
-        """What ends the thinking after ``thought``, and begins the answer."""
+        """Returns the text that ends the thinking after ``thought`` and begins the answer."""
         if not self.is_channel:
             return f"\n{self.end}\n\n"
         again = f"<|end|><|start|>assistant{FINAL}"
@@ -66,7 +66,7 @@ class Thinking(NamedTuple):
         return (thinks[len(header) :] if thinks.startswith(header) else "<|message|>") + again
 
     def rests_of_header(self, thought: bytes) -> tuple[str, ...]:
-        """What may follow until a message begins; nothing where one has begun.
+        """Returns the texts that may follow until a message begins; nothing where one has begun.
 
         Ahead of an answer a message is thinking, or it is the answer.
         """
@@ -76,7 +76,7 @@ class Thinking(NamedTuple):
         return tuple(each[len(header) :] for each in whole if each.startswith(header))
 
     def _headers(self, thought: bytes) -> tuple[str, str, str]:
-        """The header so far, that of a message with thinking, and that of the answer."""
+        """Returns the header so far, that of a message with thinking, and that of the answer."""
         _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
         begin = "<|start|>assistant" if end else ""
         return header, begin + self.start, begin + FINAL
@@ -99,13 +99,14 @@ class Thinking(NamedTuple):
         return thought.rstrip().endswith(self.end.encode())
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
-        """What divides a text. is_open: the prompt ended with the start marker."""
+        """Returns a splitter of a text. is_open: the prompt ended with the start marker."""
         if self.is_channel:
             return ChannelSplitter()
         return ThinkingSplitter(self, is_open=is_open)
 
     def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        """What a prompt ends with, from the start marker on, if it opens the thinking, or nothing.
+        """Returns the end of a prompt from the start marker on, if it opens the thinking, or
+        nothing.
 
         ids: the prompt, or its end.
         """
@@ -113,7 +114,7 @@ class Thinking(NamedTuple):
         return start + after if start and not after.strip() else ""
 
     def written(self, prompt: str, thought: str) -> str:
-        """What makes of a prompt's text one after which the answer proper begins.
+        """Returns the text that continues a prompt up to the beginning of the answer proper.
 
         thought: what has been thought already.
         """
@@ -132,12 +133,12 @@ class Thinking(NamedTuple):
 
 
 def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text that a prompt ends with."""
+    """Returns the text that a prompt ends with."""
     return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
-    """The markers that a chat template names; None without any."""
+    """Returns the markers that a chat template names; None without any."""
     for start, end in MARKERS:
         is_named = template is not None and (start in template or end in template)
         if (start, end) == CHANNELS:
@@ -154,7 +155,7 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
 
 
 def switch_of(template: str | None) -> str | None:
-    """The template's variable that is true or false for thinking; None if it has none."""
+    """Returns the template's variable that is true or false for thinking; None if it has none."""
     if template is None or not any(name in template for name in SWITCHES):
         return None
     names = variables_of(template)
@@ -162,7 +163,7 @@ def switch_of(template: str | None) -> str | None:
 
 
 def variables_of(template: str | None) -> frozenset[str]:
-    """The variables that a template reads and that a user may set."""
+    """Returns the variables that a template reads and that a user may set."""
     from jinja2 import TemplateError, meta
 
     from sparsekv_cli.models.chat.limits import Limits
@@ -201,11 +202,11 @@ class ThinkingSplitter:
         self._is_blank = True  # nothing but white space has come since the last marker
 
     def push(self, text: str) -> tuple[str, str]:
-        """What can be told of the thinking, and of the answer behind it."""
+        """Returns the new parts of the thinking and of the answer, as far as they are certain."""
         return self._step(self._held + text)
 
     def flush(self) -> tuple[str, str]:
-        """What was held back, when nothing follows any more."""
+        """Returns the text that was held back, when nothing follows any more."""
         held, self._held = self._held, ""
         if self._step == self._think:
             return held.rstrip(), ""
@@ -249,11 +250,9 @@ class ChannelSplitter:
         self._reader = HarmonyReader()
 
     def push(self, text: str) -> tuple[str, str]:
-        """As ThinkingSplitter."""
         return _sides(self._reader.push(text))
 
     def flush(self) -> tuple[str, str]:
-        """As ThinkingSplitter."""
         return _sides(self._reader.flush())
 
 
@@ -268,7 +267,7 @@ def _sides(parts: Iterable[Part]) -> tuple[str, str]:
 
 
 def without_thinking(thinking: Thinking | None, text: str) -> str:
-    """A whole answer without what was thought."""
+    """Returns a whole answer without what was thought."""
     if thinking is None:
         return text
     splitter = thinking.splitter(is_open=False)

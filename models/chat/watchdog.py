@@ -18,7 +18,7 @@ LAST_WORDS = f"error: chat template: stopped: one of its operations takes {MAX_S
 def watched(seconds: float = MAX_SECONDS) -> Iterator[None]:
     """Ends the process with one line and exit code 1 if the block takes longer than ``seconds``.
 
-    A timer that was set already goes on behind the block. In the main thread only, since a process
+    A timer that was set already goes on after the block. In the main thread only, since a process
     has one timer; elsewhere, and on Windows, the block just runs.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):

@@ -71,7 +71,7 @@ def find_non_finite(
 
 
 def check_tensors(file: GGUFFile) -> CheckResult:
-    """Scan all tensors; SparseKVError names the first that has a NaN or an infinity."""
+    """Scans all tensors. Raises SparseKVError, which names the first with a NaN or an infinity."""
     result = find_non_finite(file)
     if result.bad:
         first = result.bad[0]

@@ -1,7 +1,7 @@
 """Which model a file holds: a hash of every byte, read once and remembered.
 
-To read a large model takes seconds. So a thread does it, and a file in the user's cache has the
-hashes of files by device, inode, size and both times of change.
+To read a large model takes seconds. A thread does it. A file in the user's cache has the hashes of
+files by device, inode, size and both times of change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """As ``known``, when all is read. SparseKVError if that cannot be, or a file changed."""
+        """Returns ``known`` when all is read. Raises SparseKVError for an unreadable or changed
+        file.
+        """
         found = self.known()
         if found is None and self._thread is not None:
             self._thread.join()
@@ -94,7 +96,7 @@ class ModelContent:
 
 
 def _hash_of(part: GGUFPart) -> str:
-    """64 hex digits over all bytes of a file; OSError, ValueError."""
+    """Returns 64 hex digits over all bytes of a file. Raises OSError and ValueError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     with part.reopened() as file:
         while n := file.readinto(buffer):

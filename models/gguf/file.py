@@ -70,9 +70,9 @@ class GGUFFile:
         return all(part.has_data for part in self.parts)
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
-        """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
+        """Returns the bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map.
 
-        Rows are the product of all dimensions but the last.  KeyError for an unknown name.
+        Rows are the product of all dimensions but the last. Raises KeyError for an unknown name.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         return self.parts[info.part].data(info)
@@ -117,10 +117,9 @@ def open_gguf(
 ) -> GGUFFile:
     """Open a GGUF file, and with one part of a split model all of it; check all of the headers.
 
-    vocab_only_ok: also accept what holds no complete model: vocabulary-only files, one part of a
-    split model whose others are missing, adapters and projectors (for ``inspect`` and
-    ``tokenize``).
-    Raises SparseKVError, in one line, for everything that cannot be read.
+    vocab_only_ok: also accept incomplete models, for ``inspect`` and ``tokenize``. These are
+    vocabulary-only files, one part of a split model whose others are missing, adapters and
+    projectors. Raises SparseKVError, in one line, for everything that cannot be read.
     """
     part = open_part(Path(path), header_only)
     try:

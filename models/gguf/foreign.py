@@ -1,4 +1,4 @@
-"""What a file that is not GGUF looks like, told from its first bytes."""
+"""Tells from the first bytes of a file that is not GGUF which kind of file it is."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class HeaderCursor:
             raise self.fail(f"{what} is not UTF-8 (byte {error.start} of {n_bytes})") from None
 
     def value(self, key: str) -> tuple[Any, int]:
-        """The value of ``key`` and its type number."""
+        """Returns the value of ``key`` and its type number."""
         what = f"key {show(key)}"
         number = self.u32(f"the value type of {what}")
         if number == STRING:

@@ -61,7 +61,7 @@ class ModelKeys:
         return self._bounded(name, value, low, high)
 
     def per_layer(self, name: str, n_layer: int, high: int, low: int = 1) -> tuple[int, ...]:
-        """A scalar, repeated for every layer, or an array with one integer a layer."""
+        """Returns a scalar, repeated for every layer, or an array with one integer a layer."""
         value = self.get(name)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             if len(value) != n_layer:
@@ -77,7 +77,7 @@ class ModelKeys:
     def number(
         self, name: str, *, low: float, high: float = math.inf, default: float | None = None
     ) -> float:
-        """A finite float with low <= value <= high."""
+        """Returns a finite float with low <= value <= high."""
         if default is not None and name not in self:
             return default
         value = self.get(name)

@@ -13,8 +13,8 @@ class Linear:
     """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
 
     repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
-    read. n_matrices: the rows are those of so many matrices of one shape, one after another, such
-    as the experts of a layer.
+    read. n_matrices: the number of matrices of one shape that follow one another, such as the
+    experts of a layer.
     """
 
     code: int

@@ -2,8 +2,8 @@
 
 Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
 tensor count, key count, key/value pairs, tensor table, padding, tensor data. Nothing in it is
-trusted: a count is compared with the bytes that remain before anything is allocated, the header may
-take at most ``MAX_HEADER_BYTES``, and tensors must lie one after the other as ggml demands.
+trusted. A count is compared with the bytes that remain before anything is allocated. The header may
+take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GGUFPart:
     """
 
     def __init__(self, path: Path, descriptor: int, size: int, header_only: bool = False) -> None:
-        """Read the header of the file behind ``descriptor``, which now belongs to this object."""
+        """Read the header of the file of ``descriptor``, which now belongs to this object."""
         self.path = path
         self.size = size
         self._descriptor: int | None = descriptor
@@ -140,7 +140,7 @@ class GGUFPart:
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
     def reopened(self) -> FileIO:
-        """The same file at its beginning, even if its path is another file's now."""
+        """Returns the same file at its beginning, even if its path is another file's now."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         file = FileIO(os.dup(self._descriptor), "rb")
@@ -224,7 +224,7 @@ def _read_alignment(
 def _read_tensors(
     cursor: HeaderCursor, n_tensors: int, alignment: int
 ) -> tuple[dict[str, TensorInfo], int]:
-    """The tensor table (offsets made absolute) and where the tensor data begin."""
+    """Returns the tensor table (offsets made absolute) and where the tensor data begin."""
     relative: list[TensorInfo] = []
     names: set[str] = set()
     expected = 0  # ggml writes tensors one after the other, each padded to the alignment
@@ -248,7 +248,7 @@ def _read_tensors(
 
 
 def _cut_tensors(tensors: Mapping[str, TensorInfo], size: int) -> list[TensorInfo]:
-    """Those that do not lie within a file of ``size`` bytes."""
+    """Returns the tensors that do not lie within a file of ``size`` bytes."""
     return [info for info in tensors.values() if info.offset + info.n_bytes > size]
 
 
@@ -290,7 +290,9 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
 
 
 def open_part(path: Path, header_only: bool = False) -> GGUFPart:
-    """Open one file and check all of its header; SparseKVError, in one line, if it is not right.
+    """Opens one file and checks all of its header.
+
+    Raises SparseKVError, in one line, if it is not right.
 
     header_only: also accept a file that ends ahead of its last tensor.
     """

@@ -1,8 +1,8 @@
 """Split models: ``NAME-00001-of-00003.gguf`` and so on, found by name and checked as one model.
 
-Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` says how many files
-there are, ``split.no`` which one a file is (from 0), ``split.tensors.count`` how many tensors they
-hold in all; the metadata are in the first, and others may repeat them.
+Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` is the number of files,
+``split.no`` the number of this file (from 0). ``split.tensors.count`` is the number of tensors in
+all files. The metadata are in the first file, and others may repeat them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COUNT, NUMBER, N_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def split_integer(part: GGUFPart, key: str, default: int) -> int:
-    """The whole number under one of the keys above; SparseKVError if it is none."""
+    """Returns the whole number under one of the keys above. Raises SparseKVError if it is none."""
     value = part.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         wanted = "int32" if key == N_TENSORS else "uint16"
@@ -34,9 +34,9 @@ def split_integer(part: GGUFPart, key: str, default: int) -> int:
 
 
 def part_paths(part: GGUFPart) -> list[Path]:
-    """The files of the model that ``part`` belongs to; itself alone if it is whole.
+    """Returns the files of the model that ``part`` belongs to; itself alone if it is whole.
 
-    SparseKVError if they are not all there, or cannot be told from its name.
+    Raises SparseKVError if they are not all there, or cannot be told from its name.
     """
     count = split_integer(part, COUNT, 1)
     if count < 2:
@@ -65,7 +65,7 @@ def part_paths(part: GGUFPart) -> list[Path]:
 def open_others(part: GGUFPart, paths: Sequence[Path], header_only: bool = False) -> list[GGUFPart]:
     """``part`` and the other files of its model, in order, checked to belong together.
 
-    SparseKVError names the file that does not; then all of them are closed.
+    Raises SparseKVError, which names the file that does not. Then all of them are closed.
     """
     if len(paths) == 1:
         return [part]
@@ -98,7 +98,7 @@ def _check_number(part: GGUFPart, number: int, count: int) -> None:
 
 
 def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
-    """What a later part says of the model must be what the first one says."""
+    """Checks that a later part says of the model the same as the first one."""
     for key, value in part.metadata.items():
         if key == NUMBER or part is first:
             continue
@@ -138,7 +138,7 @@ def _check_tensors(parts: Sequence[GGUFPart]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value that can be compared."""
+    """Returns a metadata value that can be compared."""
     if isinstance(value, StringArray):
         return value.raw
     return value.tolist() if isinstance(value, np.ndarray) else value

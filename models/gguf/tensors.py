@@ -20,7 +20,7 @@ class TensorReader:
         self.used: set[str] = set()
 
     def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """The tensor of this name; SparseKVError if it is missing or of another shape."""
+        """The tensor of this name. Raises SparseKVError if it is missing or of another shape."""
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
@@ -36,13 +36,13 @@ class TensorReader:
         return info
 
     def vector(self, name: str, length: int, required: bool = True) -> np.ndarray | None:
-        """A small f32 tensor (a norm, a bias), copied so that it is aligned."""
+        """Returns a small f32 tensor (a norm, a bias), copied so that it is aligned."""
         if not required and name not in self.file.tensors:
             return None
         return self.floats(name, (length,))
 
     def floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """A small f32 tensor of any shape, copied."""
+        """Returns a small f32 tensor of any shape, copied."""
         info = self.info(name, shape)
         data = self.file.data(name).reshape(-1)
         if info.type.name == "F32":
@@ -70,7 +70,7 @@ class TensorReader:
         )
 
     def split(self, fused: Linear, rows: Sequence[int]) -> tuple[Linear, ...]:
-        """A matrix as several, of so many rows each."""
+        """Returns a matrix as several, of so many rows each."""
         parts, at = [], 0
         for n in rows:
             bias = None if fused.bias is None else fused.bias[at : at + n].copy()
@@ -84,12 +84,12 @@ class TensorReader:
         return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
 
     def table(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """A small tensor of two dimensions, such as the biases of experts, as f32."""
+        """Returns a small tensor of two dimensions, such as the biases of experts, as f32."""
         info = self.info(name, (n_rows, n_columns))
         return dot.dequantize(int(info.type), self.file.data(info), n_columns)
 
     def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
-        """A gated feed-forward from three tensors."""
+        """Returns a gated feed-forward from three tensors."""
         return GatedWeights(
             self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
             self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),

@@ -1,1 +1,1 @@
-"""What layers may have of their own: experts, and recurrent parts in place of attention."""
+"""The parts that some layers have: experts, and recurrent parts in place of attention."""

@@ -70,7 +70,7 @@ def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
 def read_experts(
     keys: ModelKeys, mixture: Mixture, layer: int, n_layer: int, n_ff: int
 ) -> ExpertParams:
-    """The experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
+    """Returns the experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
     n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
     n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
     if n_used > n_expert:

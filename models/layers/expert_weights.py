@@ -15,7 +15,7 @@ from sparsekv_cli.models.layers.expert_params import ExpertParams
 
 @dataclass(frozen=True)
 class ExpertNorms:
-    """RMS norms, f32 (n_embd,), of experts that are beside a layer's own feed-forward (Gemma 4).
+    """RMS norms, f32 (n_embd,), of experts next to a layer's own feed-forward (Gemma 4).
 
     router, experts: of the residual stream, for the router and for the experts. after, shared: of
     what the experts give together, and of what the feed-forward gives.
@@ -31,11 +31,12 @@ class ExpertNorms:
 class ExpertWeights:
     """Experts that a router chooses from (models/experts.py).
 
-    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: what
-    all tokens take, or None; shared_gate: f32 (n_embd,), whose product with a token, through a
-    sigmoid, weighs it; None: it counts as it is. biases: f32 (experts, 2 n_ff), of gate and up, and
-    (experts, n_embd), of down; None: there are none. choice_bias: f32 (experts,), of sigmoids that
-    route. norms: where they are not those of the layer. scales: f32 (experts,), of what each gives.
+    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: the
+    expert of all tokens, or None. shared_gate: f32 (n_embd,); the sigmoid of its product with a
+    token weighs the shared expert. None: the shared expert has the weight 1. biases: f32 (experts,
+    2 n_ff), of gate and up, and (experts, n_embd), of down; None: there are none. choice_bias: f32
+    (experts,), of sigmoids that route. norms: where they are not those of the layer. scales: f32
+    (experts,), of what each gives.
     """
 
     params: ExpertParams
@@ -49,7 +50,7 @@ class ExpertWeights:
     scales: np.ndarray | None = None
 
     def linears(self) -> tuple[Linear, ...]:
-        """Those that decode reads as they are or repacked; not the router's."""
+        """Returns the matrices that decode reads as they are or repacked, without the router's."""
         shared = () if self.shared is None else self.shared.linears()
         return (*self.experts.linears(), *shared)
 

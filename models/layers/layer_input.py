@@ -1,4 +1,4 @@
-"""The input that a layer may have beside the residual stream, and the tensors that make it.
+"""The input that a layer may have next to the residual stream, and the tensors that make it.
 
 A token has an embedding for each layer; a projection of its common embedding is added to that.
 """
@@ -19,7 +19,7 @@ from sparsekv_cli.models.gguf.tensors import TensorReader
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer does with its input of P elements. norm: f32 (n_embd,), of what it adds.
+    """The weights of a layer's own input of P elements. norm: f32 (n_embd,), of what it adds.
 
     projection (P, n_embd): of the token's embedding. gate (P, n_embd): of the residual stream; its
     activation times the input goes through ``output`` (n_embd, P).
@@ -40,7 +40,9 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class InputEmbedding:
-    """Of all layers: table (n_vocab, layers P), projection (layers P, n_embd), norm f32 (P,)."""
+    """The tensors for all layers: table (n_vocab, layers P), projection (layers P, n_embd), norm
+    f32 (P,).
+    """
 
     table: Linear
     projection: Linear

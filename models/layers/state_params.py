@@ -17,7 +17,7 @@ FULL_ATTENTION_INTERVAL = 4  # qwen35's, where the file says nothing
 
 @dataclass(frozen=True)
 class StateParams:
-    """What stands in place of attention in a recurrent layer.
+    """The sizes of the recurrent part of a layer, which replaces attention.
 
     length: rows that its convolution sees. n_out: elements of its output. n_key, n_value: key and
     value heads of a gated delta net, of head_dim elements each; 0: a gated convolution alone.
@@ -36,7 +36,7 @@ class StateParams:
 
     @property
     def n_bytes(self) -> int:
-        """Of a state, in f32: the convolution's last rows, and a matrix of each value head."""
+        """Bytes of a state in f32: the convolution's last rows, and a matrix of each value head."""
         return 4 * ((self.length - 1) * self.n_mixed + self.n_value * self.head_dim**2)
 
 

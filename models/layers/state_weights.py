@@ -15,7 +15,7 @@ from sparsekv_cli.models.layers.state_params import StateParams
 def read_mixer(
     reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float
 ) -> dict[str, Any]:
-    """The fields of StateWeights that are the mixer's; reader: of models/weights.py."""
+    """Returns the fields of StateWeights that are the mixer's; reader: of models/weights.py."""
     of = _short_convolution if not params.n_key else _delta_net
     wide, gates, output, recurrence = of(reader, prefix, n_embd, params, eps)
     return {
@@ -64,6 +64,6 @@ GATES = ("beta", "alpha")
 
 
 def _filters(reader: Any, name: str, params: StateParams) -> np.ndarray:
-    """A filter of each channel, f32 (length, channels); the file has (channels, length)."""
+    """Returns a filter of each channel, f32 (length, channels); the file has (channels, length)."""
     filters = reader.floats(name, (params.n_mixed, params.length))
     return np.ascontiguousarray(filters.T)

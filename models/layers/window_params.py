@@ -9,10 +9,10 @@ from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 
 def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for one that attends to all tokens.
+    """Returns the window of each layer, 0 for one that attends to all tokens.
 
-    The file may say of each layer whether it has one, or state the number of layers of which the
-    last one has none.
+    The file may say of each layer whether it has a window. It may instead state a period, the last
+    layer of which has none.
     """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)

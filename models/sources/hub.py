@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub: ``owner/repo[:quant]``, kept in huggingface_hub's cache.
 
-What is in the cache is taken without asking the hub, so that a model starts the same with and
-without a network. huggingface_hub renames a file to its name when all of it is there: what an
-interrupted download leaves has no name that is looked for.
+Files in the cache are taken without asking the hub. A model then starts the same with and without a
+network. huggingface_hub gives a file its name when all of it is there. The rest of an interrupted
+download has another name, which nobody looks for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cache_folder() -> Path:
 def fetch(name: str, say: Say) -> Path:
     """The file of ``owner/repo[:quant]``, or its first part; downloaded unless it is in the cache.
 
-    say: told of a download in a line.  SparseKVError, in one line, for everything that fails.
+    say: told of a download in a line. Raises SparseKVError, in one line, for everything that fails.
     """
     found = NAME.fullmatch(name)
     assert found is not None, "is_hub_name"
@@ -91,7 +91,7 @@ def find_cached(repo: str, quant: str | None) -> Path | None:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """The revisions of a repository in the cache; the newest first."""
+    """Returns the revisions of a repository in the cache; the newest first."""
     found = [path for path in folder.glob("snapshots/*/") if path.is_dir()]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
 
@@ -115,9 +115,9 @@ def cached_models() -> list[CachedModel]:
 
 
 def download(repo: str, quant: str | None, say: Say) -> Path:
-    """The model's file out of the hub, or its first part.
+    """Returns the model's file out of the hub, or its first part.
 
-    ConnectionError if the hub cannot be reached, SparseKVError for what it says.
+    Raises ConnectionError if the hub cannot be reached, SparseKVError for an error that it tells.
     """
     try:
         from huggingface_hub import HfApi, constants, hf_hub_download
@@ -205,6 +205,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's first line, or its kind if it says nothing."""
+    """Returns an exception's first line, or its kind if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What the models are that ``-m`` finds by name: read from their headers, one line each."""
+"""The models that ``-m`` finds by name, read from their headers, one line each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ListedModel:
 
 
 def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
-    """The models of the folder, of the hub's cache, and those that packages ship."""
+    """Yields the models of the folder, of the hub's cache, and those that packages ship."""
     for name, path in sorted(models_by_name().items()):
         yield read_model(name, "folder", path)
     for model in cached_models():
@@ -46,7 +46,7 @@ def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
 
 
 def read_model(name: str, where: str, path: Path) -> ListedModel:
-    """What a model's header says; a file that cannot be read is listed with the reason."""
+    """Reads a model's header. A file that cannot be read is listed with the reason."""
     try:
         with open_gguf(path, vocab_only_ok=True) as file:
             problem = find_problem(file)
@@ -70,7 +70,7 @@ def read_model(name: str, where: str, path: Path) -> ListedModel:
 
 
 def find_problem(file: GGUFFile) -> SparseKVError | None:
-    """Why this model cannot be run: UnsupportedModelError if only this program is at fault."""
+    """Returns why a model cannot be run: UnsupportedModelError if only this program is at fault."""
     try:
         check_whole_model(file)
     except SparseKVError as error:

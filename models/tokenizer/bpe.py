@@ -1,5 +1,7 @@
-"""BPE tokenizers on the tokenizers library: byte-level ones (``tokenizer.ggml.model = "gpt2"``) and
-Gemma 4's (``gemma4``), which merges characters and spells what is no token in bytes.
+"""BPE tokenizers on the tokenizers library.
+
+Byte-level ones have ``tokenizer.ggml.model = "gpt2"``. Gemma 4's (``gemma4``) merges characters and
+spells unknown text in bytes.
 """
 
 from __future__ import annotations
@@ -41,10 +43,7 @@ def byte_symbols() -> list[str]:
 def make_bpe_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, pre: PreTokenizer
 ) -> Callable[[str], list[int]]:
-    """An encoder of plain text: text -> ids.
-
-    Raises SparseKVError when merges are missing or malformed.
-    """
+    """Returns text -> ids for plain text. Raises SparseKVError for missing or malformed merges."""
     pairs = read_merges(metadata, vocabulary)
     ids = vocabulary.ids
     n_tokens = len(ids)
@@ -73,7 +72,7 @@ def make_bpe_encoder(
 def make_line_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary
 ) -> Callable[[str], list[int]]:
-    """An encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
+    """Returns an encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
 
     Raises SparseKVError when merges or byte tokens are missing or malformed.
     """
@@ -110,7 +109,7 @@ def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tup
 
 
 def malformed_merge(merge: str, ids: Mapping[str, int]) -> SparseKVError:
-    """The error for one merge rule: what is wrong with it."""
+    """Returns the error for one merge rule: what is wrong with it."""
     left, _, right = merge.partition(" ")
     if not left or not right:
         reason = "two tokens with a space between them were expected"

@@ -1,9 +1,9 @@
 """How text is cut into words before byte-level BPE, by the name in ``tokenizer.ggml.pre``.
 
-The regular expressions and settings are those of llama.cpp's llama-vocab.cpp.  They run one after
-the other, each on the pieces that the one before left; text between matches stays as pieces.
-Where llama.cpp's own matcher reads an expression in its own way, the expression here says what it
-does, not what it looks like; every such line has a comment.
+The regular expressions and settings are those of llama.cpp's llama-vocab.cpp. They run one after
+the other, each on the pieces that the one before left. Text between matches stays as pieces.
+llama.cpp's own matcher reads some expressions in its own way. The expression here then says what
+that matcher does; every such line has a comment.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """regexes: in sequence.  ignore_merges: a word that is a token stays whole.
-    add_bos: the setting when the file has none."""
+    """regexes: in sequence.
+
+    ignore_merges: a word that is a token stays whole. add_bos: the setting when the file has none.
+    """
 
     regexes: tuple[str, ...]
     ignore_merges: bool = False

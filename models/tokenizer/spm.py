@@ -1,9 +1,9 @@
 """SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) on the sentencepiece library.
 
-llama.cpp merges, again and again, the adjacent pair whose joined text is the token with the highest
-score, leftmost on ties, whatever the kind of that token; what is no token becomes bytes.  That is
-sentencepiece's BPE once every token is a NORMAL piece, so a ModelProto is written with those rules.
-Special tokens and the space before the text are the caller's job.
+llama.cpp repeatedly merges the adjacent pair whose joined text is the token with the highest score.
+The leftmost pair wins a tie, and the kind of the token does not matter. Text that is no token
+becomes bytes. sentencepiece's BPE does the same if every token is a NORMAL piece, so a ModelProto
+is written with those rules. Special tokens and the space before the text are the caller's job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECE_NORMAL, PIECE_UNKNOWN, PIECE_BYTE = 1, 2, 6
 
 
 def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """An encoder of plain text: text -> ids.
+    """Returns an encoder of plain text: text -> ids.
 
     Raises SparseKVError when a byte token is missing: text outside the vocabulary needs them all.
     """
@@ -79,12 +79,12 @@ def piece(text: str, score: float, kind: int) -> bytes:
 
 
 def field(index: int, payload: bytes) -> bytes:
-    """A length-delimited protobuf field."""
+    """Returns a length-delimited protobuf field."""
     return varint(index << 3 | 2) + varint(len(payload)) + payload
 
 
 def number(index: int, value: int) -> bytes:
-    """A protobuf field with a variable-length whole number."""
+    """Returns a protobuf field with a variable-length whole number."""
     return varint(index << 3) + varint(value & 0xFFFFFFFFFFFFFFFF)
 
 

@@ -89,15 +89,14 @@ class Tokenizer:
         parse_special: bool = True,
         plain: Callable[[str], str] | None = None,
     ) -> list[int]:
-        """The token ids of ``text``.
+        """Returns the token ids of ``text``.
 
-        add_bos: None does what the model wants, BOS and EOS; False adds neither; True puts BOS
-        first, and EOS last if the model wants it.
-        add_eos: False never adds EOS (a prompt that is to be continued).
-        parse_special: ``<|im_end|>`` in the text is that token, not its letters.
-        plain: what turns the text between control tokens into what it stands for (chat/cover.py);
-            in what it returns, no control token is parsed.
-        Raises SparseKVError for text that is not Unicode (lone surrogates) and for BOS without one.
+        add_bos: None adds BOS and EOS as the model wants them. False adds neither. True puts BOS
+        first, and EOS last if the model wants it. add_eos: False never adds EOS (a prompt that is
+        to be continued). parse_special: ``<|im_end|>`` in the text is that token, not its letters.
+        plain: a function that turns the text between control tokens into its original
+        (chat/cover.py). No control token is parsed in its result. Raises SparseKVError for text
+        that is not Unicode (lone surrogates) and for BOS without one.
         """
         check_encodable(text)
         ids: list[int] = []
@@ -144,7 +143,7 @@ class Tokenizer:
                 yield from split_special(plain(fragment), self._specials, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of ``ids``; what is not UTF-8 becomes U+FFFD.
+        """Returns the text of ``ids``; what is not UTF-8 becomes U+FFFD.
 
         The space that SentencePiece puts before a text is removed from the first token.
         skip_special: control and unknown tokens give nothing.
@@ -153,7 +152,7 @@ class Tokenizer:
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special tokens as their text."""
+        """Returns the bytes that a token stands for, special tokens as their text."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(self.token_text(token_id), token_id)
@@ -210,7 +209,7 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; may be empty."""
+        """Returns the text that ``token_id`` completes; may be empty."""
         tokenizer = self._tokenizer
         piece = tokenizer.token_bytes(token_id)
         if self._skip_special and not tokenizer.is_shown(token_id):
@@ -221,7 +220,7 @@ class StreamDecoder:
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an incomplete character.  Starts anew."""
+        """Returns the rest at the end: U+FFFD for an incomplete character. Starts anew."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         self._at_start = True
@@ -229,10 +228,10 @@ class StreamDecoder:
 
 
 def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file describes (``GGUFFile.metadata``).
+    """Returns the tokenizer that a GGUF file describes (``GGUFFile.metadata``).
 
-    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported
-    and for a vocabulary that contradicts itself.
+    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported.
+    It also raises it for a vocabulary that contradicts itself.
     """
     model = metadata.get(PREFIX + "model")
     if model not in ("gpt2", "llama", "gemma4"):
@@ -271,7 +270,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def find_specials(vocabulary: Vocabulary, model_name: str) -> list[SpecialToken]:
-    """The tokens that are cut out of a text first, longest first."""
+    """Returns the tokens that are cut out of a text first, longest first."""
     is_phi3 = any(name in model_name.lower() for name in ("phi-3", "phi3"))
     specials = []
     for i in np.flatnonzero(vocabulary.kinds & (SPECIAL | USER_DEFINED)).tolist():

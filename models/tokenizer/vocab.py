@@ -1,7 +1,7 @@
 """The vocabulary of a GGUF file, checked: token texts, their kinds and the special ids.
 
-Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``).  A token's kind is a set of bits,
-because llama.cpp marks end-of-generation texts as control tokens on top of what the file says.
+Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``). A token's kind is a set of bits.
+llama.cpp marks end-of-generation texts as control tokens in addition to the kind in the file.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     unk_id, pad_id = special("unknown_token_id", defaults[2]), special("padding_token_id")
 
     def known_by_text(name: str | None, candidates: tuple[str, ...]) -> int | None:
-        """The id that the file gives, else the first text found, made a control token."""
+        """Returns the id that the file gives, else the first text found, made a control token."""
         given = special(name) if name else None
         if given is not None:
             return given
@@ -182,7 +182,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
 
 
 def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:
-    """The string array ``tokenizer.ggml.<name>`` as a list."""
+    """Returns the string array ``tokenizer.ggml.<name>`` as a list."""
     value = metadata.get(PREFIX + name)
     if isinstance(value, StringArray):
         return value.tolist()
@@ -194,7 +194,7 @@ def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:
 def number_array(
     metadata: Mapping[str, Any], name: str, n_tokens: int, dtype_kinds: str, wanted: str
 ) -> np.ndarray:
-    """The numeric array ``tokenizer.ggml.<name>``, cut to one element a token."""
+    """Returns the numeric array ``tokenizer.ggml.<name>``, cut to one element a token."""
     value = metadata.get(PREFIX + name)
     if isinstance(value, list):
         value = np.array(value)
@@ -208,7 +208,7 @@ def number_array(
 def special_id(
     metadata: Mapping[str, Any], name: str, n_tokens: int, default: int | None
 ) -> int | None:
-    """The token id under ``tokenizer.ggml.<name>``; ``default`` if absent and in range."""
+    """Returns the token id under ``tokenizer.ggml.<name>``; ``default`` if absent and in range."""
     value = metadata.get(PREFIX + name)
     if value is None:
         return default if default is not None and default < n_tokens else None
@@ -220,7 +220,7 @@ def special_id(
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """The boolean ``tokenizer.ggml.<name>``."""
+    """Returns the boolean ``tokenizer.ggml.<name>``."""
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):
         raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: true or false was expected")
@@ -228,7 +228,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_all_bytes(vocabulary: Vocabulary) -> None:
-    """Text outside the vocabulary is spelled in byte tokens; SparseKVError if one is missing."""
+    """Raises SparseKVError if a byte token is missing. They spell text outside the vocabulary."""
     for byte in range(256):
         if f"<0x{byte:02X}>" not in vocabulary.ids:
             raise SparseKVError(
@@ -248,7 +248,7 @@ def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
 
 
 def describe(value: Any) -> str:
-    """What a metadata value is, in words for an error line."""
+    """Describes a metadata value in words, for an error line."""
     if value is None:
         return "missing"
     if isinstance(value, np.ndarray):

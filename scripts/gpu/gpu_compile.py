@@ -148,7 +148,7 @@ def steps_on_host(name: str) -> None:
 def operators() -> None:
     import gpu_models
     import torch
-    from gpu_operators import SHAPES, OperatorRows, cache_operators
+    from gpu_operators import SHAPES, OperatorInputs, cache_operators
     from gpu_parts import OPERATOR_BATCHES, OPERATOR_ROWS
 
     gpu_models.FILL = blank
@@ -159,7 +159,7 @@ def operators() -> None:
             for shape in SHAPES:
                 if n * n_batch * shape.n_head_kv > 8 * 8 * 32768:
                     continue  # specialised as those before it
-                for operator in OperatorRows(shape, n_batch, n, device).operators():
+                for operator in OperatorInputs(shape, n_batch, n, device).operators():
                     if "sdpa" not in operator.name:
                         operator.run()
                 for operator in cache_operators(("sals", "freekv"), shape, n_batch, n, device):

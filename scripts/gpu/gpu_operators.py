@@ -24,7 +24,7 @@ from sparsekv_cli.kernels.attention import decode, select
 from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.rows import page_rows
+from sparsekv_cli.kernels.quest.page_rows import page_rows
 from sparsekv_cli.kernels.quest.scores import largest_scores
 
 BUDGET = 512  # rows that the methods attend to
@@ -58,7 +58,7 @@ class Operator(NamedTuple):
     restore: Callable[[], None] = lambda: None
 
 
-class OperatorRows:
+class OperatorInputs:
     """K and V of B sequences of n random rows, a query each, and what the methods keep of them."""
 
     def __init__(self, shape: Shape, n_batch: int, n: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 from gpu_decoding import BACKENDS, Decoding, attention_of, profile_rows
 from gpu_launches import recorded
 from gpu_models import RandomModel, filled_caches, open_engine, random_model, tiny_model
-from gpu_operators import SHAPES, Operator, OperatorRows, Shape, cache_operators
+from gpu_operators import SHAPES, Operator, OperatorInputs, Shape, cache_operators
 from gpu_references import compare
 from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
@@ -164,7 +164,7 @@ class Bench:
             return
         # Several sets of inputs where one might stay in the device's cache.
         n_set = max(1, min(8, (400 << 20) // n_bytes)) if self.device.type == "cuda" else 1
-        sets = [OperatorRows(shape, n_batch, n, self.device) for _ in range(n_set)]
+        sets = [OperatorInputs(shape, n_batch, n, self.device) for _ in range(n_set)]
         base = 0.0
         for together in zip(*(each.operators() for each in sets), strict=True):
             first = together[0]

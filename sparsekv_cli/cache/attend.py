@@ -41,7 +41,7 @@ def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 def attend_rows(
     q: np.ndarray, store: KVStore, idx: np.ndarray, counts: np.ndarray, spec: LayerSpec
 ) -> np.ndarray:
-    """The same over listed rows: idx int32 (H or G, m), counts int64 (H or G,)."""
+    """Returns the same over listed rows: idx int32 (H or G, m), counts int64 (H or G,)."""
     q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
     decode.attend_rows(
         q, store.layout, idx, counts, spec.n_head_kv, spec.scale, spec.softcap, spec.sinks, out,

@@ -1,4 +1,4 @@
-"""What caches count of their steps."""
+"""The counts that caches keep of their steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 class Ledger:
     """Counts of what decode steps really did. Rows are counted as (query head, key) pairs.
 
-    rows_scored: pairs whose q . k was computed in order to choose rows; dense attention counts all
-    pairs that it attends to. bytes_read: bytes of K, V and index that the kernels load; a row that
+    rows_scored: pairs whose q . k was computed to choose rows. Dense attention counts all pairs
+    that it attends to. bytes_read: bytes of K, V and index that the kernels load. A row that
     several query heads choose separately counts for each.
     """
 

@@ -28,7 +28,7 @@ class EvictingCache(LayerCache):
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
         self._n_dropped = 0  # rows of every kv head
-        self._n_settled = 0  # rows of the sequence behind which it cannot be cut
+        self._n_settled = 0  # rows of the sequence that cannot be cut off
 
     @property
     def n(self) -> int:
@@ -36,7 +36,7 @@ class EvictingCache(LayerCache):
 
     @abstractmethod
     def positions(self) -> np.ndarray:
-        """The absolute positions of the held rows, int32 (G, store.n)."""
+        """Returns the absolute positions of the held rows, int32 (G, store.n)."""
 
     def keep(self, slots: np.ndarray, n_room: int) -> None:
         """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
@@ -71,7 +71,7 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """As LayerCache; 0 if rows would be missing that were dropped because of later ones."""
+        """See LayerCache. Returns 0 if rows would be missing that later ones have displaced."""
         if n < self._n_settled:
             return 0
         self.store.truncate(n - self._n_dropped)

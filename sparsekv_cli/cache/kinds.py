@@ -20,7 +20,7 @@ CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDO
 
 
 def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
-    """Those in which a method has a part."""
+    """Returns the layers in which a method has a part."""
     return [spec for spec in specs if spec.kind == FULL]
 
 
@@ -54,7 +54,7 @@ class SharedStore(KVStore):
 def share_rows(caches: Sequence[LayerCache]) -> None:
     """Gives the caches of a sequence one memory for rows that several layers read.
 
-    Those of methods that drop, move or compress rows keep their own; so do windows.
+    Caches of windows, and of methods that drop, move or compress rows, keep their own memory.
     """
     for cache in caches:
         spec = cache.spec

@@ -33,11 +33,11 @@ class LayerCache(ABC):
     approximately. It may change in a prefill, and holds for the steps that follow.
 
     can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
-    caches do, a long prompt goes through all layers part by part; otherwise each layer is finished
+    caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
     ahead of the next.
 
-    queries_read: of how many of a chunk's last rows ``extend`` reads the queries; None: it reads
-    all, and what is not rotated. A decoder may leave out the others.
+    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all of them,
+    and also q_nope and k_nope. A decoder may leave out the others.
     """
 
     attends_to_some: bool = True
@@ -75,10 +75,11 @@ class LayerCache(ABC):
         Caches on a device take and return what device/cache.py says.
         """
 
-    def learn(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called after each ``decode``, when its output has left: what the step tells later ones.
+    def end_step(self) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Updates the index by the last step.
 
-        Nobody waits for it, as long as it takes less time than what follows on a device.
+        It is called after each ``decode``, when the output has left. On a device it costs no time
+        as long as the device's next work takes longer.
         """
 
     def attend_all(
@@ -86,8 +87,8 @@ class LayerCache(ABC):
     ) -> np.ndarray:
         """Attends to every row that is stored, and counts that: q (H, 1, d) -> f32 (H, >= d_v).
 
-        scored: as ``Ledger.step`` counts it; None: all. n_bytes: read beside the rows. sparse:
-        whether the layer may leave rows out in other steps.
+        scored: as ``Ledger.step`` counts it; None: all. n_bytes: the bytes that are read in
+        addition to the rows. sparse: whether the layer may leave rows out in other steps.
         """
         store, spec = self.store, self.spec
         attended = spec.n_head * store.n
@@ -122,7 +123,7 @@ class LayerCache(ABC):
         return Memory(host=self.store.nbytes)
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts so far."""
+        """Returns the ledger's counts so far."""
         return self.ledger.counts
 
 
@@ -139,7 +140,7 @@ class DenseCache(LayerCache):
 
 
 class SelectingCache(LayerCache):
-    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``selects_all``."""
+    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``is_dense_at``."""
 
     can_prefill_in_parts = True
     queries_read = 0
@@ -148,7 +149,7 @@ class SelectingCache(LayerCache):
         store, spec = self.store, self.spec
         store.append_row(x.k, x.v)
         q, n = x.q[:, 0], store.n
-        if self.selects_all(n):
+        if self.is_dense_at(n):
             return self.attend_all(x.q)
         idx, counts, scored = self.select(q, n)
         self.attended = (idx, counts)
@@ -158,14 +159,14 @@ class SelectingCache(LayerCache):
         return attend_rows(q, store, idx, counts, spec)
 
     @abstractmethod
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
 
-        U is H (one list a query head) or G (one a kv head). Of a list the first ``counts`` rows are
+        U is H (one list a query head) or G (one a kv head). The first ``counts`` rows of a list are
         valid, in any order, without repeats. Rows scored: query heads times keys.
         """
 
@@ -177,8 +178,8 @@ class SelectingCache(LayerCache):
 class BoundedCache(LayerCache):
     """A cache whose memory does not grow with the sequence: of windows and of states.
 
-    It cannot go back everywhere. A snapshot is what it holds, at some length, for all that comes
-    behind; an empty cache that is given one goes on from there. No method has a part in it.
+    It cannot go back everywhere. A snapshot is the cache's memory at some length. An empty cache
+    that is given a snapshot goes on from there. No method has a part in it.
     """
 
     attends_to_some = False
@@ -200,7 +201,7 @@ class BoundedCache(LayerCache):
 
     @abstractmethod
     def snapshot(self, n: int) -> Snapshot:
-        """That of length n, not copied; of a length that ``extend`` has just passed."""
+        """Returns the snapshot of length n, which ``extend`` has just passed. It is not copied."""
 
     @abstractmethod
     def empty_snapshot(self, n: int) -> Snapshot:
@@ -218,7 +219,7 @@ class BoundedCache(LayerCache):
 
 
 def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
-    """The counts of all layers together."""
+    """Returns the counts of all layers together."""
     total: Counter[str] = Counter()
     for cache in caches:
         total.update(cache.counters())
@@ -228,9 +229,9 @@ def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
 def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool) -> None:
     """Announces that n rows in all are coming.
 
-    is_checked: the caches are on the host, and SparseKVError is raised if there is no memory for
-    the rows: those of all layers that keep them, and of the others the largest, as each of these is
-    finished ahead of the next.
+    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows.
+    The rows of all layers that keep them count. Only the largest of the other layers counts,
+    because each is finished ahead of the next.
     """
     kept, largest = 0, 0
     for cache in caches if is_checked else ():

@@ -24,7 +24,7 @@ class LastQueries:
             self._chunks.pop(0)
 
     def take(self) -> np.ndarray:
-        """The queries, f32 (H, size or fewer, d); forgets them."""
+        """Returns the queries, f32 (H, size or fewer, d); forgets them."""
         q = np.concatenate(self._chunks, axis=1)[:, -self.size :]
         self.clear()
         return q
@@ -36,7 +36,7 @@ class LastQueries:
 class PastQueries:
     """The last ``size`` queries of a sequence, while its steps are recorded.
 
-    Those of its last prefill are kept beside the steps', so that the sequence can go back to them.
+    Queries of its last prefill are kept too, so that the sequence can go back to them.
     """
 
     def __init__(self, size: int, n_head: int, head_dim: int) -> None:
@@ -63,7 +63,7 @@ class PastQueries:
         self._n_stepped = n
 
     def last(self, n: int) -> np.ndarray:
-        """Of the last of n rows, f32 (H, T, d), T <= size; T = 0 if the last one's is unknown."""
+        """Returns the last queries of n rows, f32 (H, T, d), T <= size; T = 0: unknown."""
         steps = list(self._steps) if n == self._n_stepped else []
         known = [self._prefilled] if n - len(steps) == self._n else [self._prefilled[:, :0]]
         return np.concatenate(known + steps, axis=1)[:, -self._coming.size :]

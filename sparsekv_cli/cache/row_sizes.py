@@ -16,7 +16,7 @@ FITTING = 256  # tokens; a context that fits is told as a multiple
 
 
 class Sizes(Protocol):
-    """Of a layer: a LayerSpec, or a model's LayerParams."""
+    """The sizes of a layer: a LayerSpec, or a model's LayerParams."""
 
     @property
     def n_head_kv(self) -> int: ...
@@ -57,7 +57,7 @@ def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
 
 
 def check_memory(what: str, n_bytes: int, mend: str) -> None:
-    """SparseKVError if ``n_bytes`` are more than this process can still take.
+    """Raises SparseKVError if ``n_bytes`` are more than this process can still take.
 
     what: takes them, in the plural. mend: what to do.
     """

@@ -1,4 +1,4 @@
-"""What a layer's cache is told: its sizes, the new rows, and how many rows a step may attend to.
+"""The inputs of a layer's cache: its sizes, the new rows, and the budget of a step.
 
 Letters: T new rows, H query heads, G kv heads, d head size, n context.
 """
@@ -54,8 +54,8 @@ class StateInput(NamedTuple):
 class LayerSpec:
     """The sizes of one layer, and how many threads its kernels may use.
 
-    theta: rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,); empty
-    in a layer that is not rotated. rope_scale: factor of the rotated dims (YaRN's magnitude).
+    theta: the rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,). It
+    is empty in a layer without rotation. rope_scale: factor of the rotated dims (YaRN's magnitude).
     attention_scale: of the softmax; 0: 1/sqrt(d). softcap: c of scores c tanh(score / c), 0: none.
     sinks: f32 (H,), of each head a score without a value in the softmax, or empty. calibration:
     this layer's arrays of the method's sidecar by name, empty for methods without a calibration.
@@ -118,23 +118,20 @@ class Memory:
 class Budget:
     """Rows attended a step: a number, ``512``, or a share of the context, ``5%``.
 
-    floor, ceiling: least and most rows of a share. Default budgets have them, so that short chats
-    stay coherent and the work of a step stops growing with the context. A share that the user
-    states has none. covers: contexts up to so many rows are attended to as a whole
-    (methods/depth.py).
+    floor, ceiling: least and most rows of a share. Default budgets have them. Short chats then stay
+    coherent, and the work of a step stops growing with the context. A share that the user states
+    has none. sparse_from: the rows up to which a step attends to all of them (methods/depth.py).
     """
 
     tokens: int | None = None
     share: float | None = None
     floor: int = 1
     ceiling: int = 1 << 62
-    covers: int = 0
+    sparse_from: int = 0
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """ValueError unless ``text`` is a whole number from 1 to MAX_WHOLE, or a percentage in
-        (0, 100].
-        """
+        """Raises ValueError unless ``text`` is a whole number up to MAX_WHOLE or a percentage."""
         wrong = ValueError(
             f"budget = {text[:40]!r}: must be a number of tokens up to {MAX_WHOLE}, or a share "
             "such as 5%"
@@ -153,7 +150,7 @@ class Budget:
 
     def rows(self, n: int) -> int:
         """Rows of a context of n that may be attended, at least 1."""
-        if 0 < n <= self.covers:
+        if 0 < n <= self.sparse_from:
             return n
         if self.tokens is not None:
             return self.tokens
@@ -161,7 +158,7 @@ class Budget:
         return min(self.ceiling, max(self.floor, round(self.share * n)))
 
     def at_least(self, n: int) -> Budget:
-        """The same budget, but at least n rows."""
+        """Returns the same budget, but at least n rows."""
         if self.tokens is not None:
             return replace(self, tokens=max(self.tokens, n))
         return replace(self, floor=max(self.floor, n), ceiling=max(self.ceiling, n))

@@ -65,7 +65,7 @@ class SplitStore(KVStore):
         self._grown()
 
     def whole_keys(self, capacity: int, width: int) -> np.ndarray:
-        """A copy of K, f16 (G, capacity, width), zeros from n and d on."""
+        """Returns a copy of K, f16 (G, capacity, width), zeros from n and d on."""
         k = on_lines((len(self.dims), capacity, width), np.float16, zeros=True)
         if self.dom is None:
             k[:, : self.n, : self.k_type.d] = self.k[:, : self.n, : self.k_type.d]

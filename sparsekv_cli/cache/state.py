@@ -19,19 +19,19 @@ STEP = 2048  # tokens from a checkpoint to the next where no message ends
 
 
 class Recurrence(Protocol):
-    """What a recurrent layer computes: rows and a state to rows, and the state after them."""
+    """The computation of a recurrent layer: from rows and a state to rows and the next state."""
 
     @property
     def n_out(self) -> int:
         """Elements of an output row."""
 
     def new_state(self) -> list[np.ndarray]:
-        """The arrays of a state, f32, as they are ahead of a sequence: zeros."""
+        """Returns the arrays of a state, f32, as they are ahead of a sequence: zeros."""
 
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
-        """The output (T, n_out) of T rows, of their type, and the state behind them."""
+        """Writes the output (T, n_out) of T rows, in their type, to ``out``; moves the state on."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class DeltaNet:
 class Checkpoints:
     """Copies of arrays, one set a length of the sequence; at most ``most`` sets.
 
-    If there are more, one goes: that between the others whose neighbours are nearest to each other
-    for their distance to the newest. So those that stay get sparser towards the beginning, and the
-    newest one always stays.
+    If there are more, one goes. It is the set with the closest neighbours, relative to their
+    distance to the newest set. The sets get sparser towards the beginning, and the newest one
+    always stays.
     """
 
     def __init__(self, most: int) -> None:
@@ -118,18 +118,18 @@ class Checkpoints:
         self._sets[n] = room
 
     def latest(self, n: int) -> int:
-        """The largest length of at most n; 0 if there is none: the empty sequence."""
+        """Returns the largest length of at most n; 0 if there is none: the empty sequence."""
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
-        """Puts what is kept of length n into the arrays; of 0 zeros. What is longer goes."""
+        """Puts what is kept of length n into the arrays; of 0 zeros. Longer sets go."""
         for i, array in enumerate(arrays):
             array[:] = self._sets[n][i] if n else 0
         for length in [length for length in self._sets if length > n]:
             del self._sets[length]
 
     def _redundant(self) -> int:
-        """The length that goes when there are too many."""
+        """Returns the length that goes when there are too many."""
         lengths = [0, *self._sets]
         newest = lengths[-1]
         gaps = {
@@ -142,9 +142,10 @@ class Checkpoints:
 class StateCache(BoundedCache):
     """The state of one recurrent layer of one sequence, and checkpoints of it.
 
-    A sequence goes back to lengths that have a checkpoint: where a prefill begins and ends, where
-    messages end in it (``mark``), and every STEP tokens; ``spec.n_checkpoints`` of them. Its steps
-    are in no ledger. The state behind a prompt has the same bits wherever messages end in it.
+    A sequence goes back to lengths that have a checkpoint. These lengths are the start and end of a
+    prefill, its ends of messages (``mark``), and every STEP tokens. At most ``spec.n_checkpoints``
+    of them are kept. Its steps are in no ledger. The state after a prompt has the same bits
+    wherever messages end in it.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -167,7 +168,7 @@ class StateCache(BoundedCache):
         self._marks = set(lengths[-max(1, self.spec.n_checkpoints) :])
 
     def extend(self, x: Any) -> np.ndarray:
-        """The output (T, n_out) of a chunk, of the type of its rows."""
+        """Returns the output (T, n_out) of a chunk, of the type of its rows."""
         if not self._is_prefilling:
             self._is_prefilling = True
             self._keep()
@@ -196,7 +197,7 @@ class StateCache(BoundedCache):
         self._keep()
 
     def decode(self, x: Any) -> np.ndarray:
-        """The output f32 (1, n_out) of a row; valid until the next call."""
+        """Returns the output f32 (1, n_out) of a row; valid until the next call."""
         self._recurrence.advance(x, self._state, self._out, self.spec.n_threads)
         self.ledger.counts["bytes_read"] += self._n_bytes
         self._n += 1
@@ -211,7 +212,7 @@ class StateCache(BoundedCache):
         return n if n == self._n else self._checkpoints.latest(n)
 
     def truncate(self, n: int) -> int:
-        """As LayerCache; 0 for lengths without a checkpoint."""
+        """See LayerCache. Returns 0 for lengths without a checkpoint."""
         if n >= self._n:
             return self._n
         if n and n not in self._checkpoints:
@@ -260,6 +261,6 @@ class StateCache(BoundedCache):
 
 
 def _as_snapshot(state: Sequence[np.ndarray]) -> Snapshot:
-    """The arrays of a state, one or two, as bytes (1, 1, bytes)."""
+    """Returns the arrays of a state, one or two, as bytes (1, 1, bytes)."""
     arrays = [array.reshape(1, 1, -1).view(np.uint8) for array in state]
     return arrays[0], arrays[1] if len(arrays) > 1 else np.empty((1, 1, 0), np.uint8)

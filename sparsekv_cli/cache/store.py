@@ -1,6 +1,6 @@
 """K and V of one layer in memory, and the types of their rows: f16, q8_0, q5_1, q4_0.
 
-The quantised types take 8.5, 6 and 4.5 bits an element, 32 elements share a scale; names and
+The quantised types take 8.5, 6 and 4.5 bits an element. 32 elements share a scale. Names and
 rounding are llama.cpp's. Rows are padded with zeros to whole vectors. cpu/attention/rows.py has the
 kernels' side of this.
 """
@@ -42,7 +42,7 @@ class RowType:
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
         """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
 
-        bf16 is as in cpu/jit/floats.py. ValueError for another shape.
+        bf16 is as in cpu/jit/floats.py. Raises ValueError for another shape.
         """
         from sparsekv_cli.cpu.layer.prefill import store_rows
 
@@ -151,14 +151,14 @@ class KVStore:
         return self.k_type.read(self.k[heads, first : self.n])
 
     def values(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
-        """The same of V."""
+        """Returns the same of V."""
         return self.v_type.read(self.v[heads, first : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
 
     def copy(self, n: int, n_room: int = 0) -> KVStore:
-        """A store with the first n rows, and room for ``n_room`` more."""
+        """Returns a store with the first n rows, and room for ``n_room`` more."""
         new = copy.copy(self)
         new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0
         new.reserve(n + n_room)

@@ -16,9 +16,9 @@ from sparsekv_cli.cache.store import KVStore
 class WindowCache(BoundedCache):
     """Keeps the window's rows and a few more; when their memory is full, they move to its start.
 
-    ``store`` holds the sequence's rows from ``first`` on. A sequence goes back where its window is
-    still there: by ``N_SPARE`` rows, and to where its last prefill began and ended, because those
-    rows are copied when they would go. Of its steps only the bytes that they read are counted.
+    ``store`` holds the sequence's rows from ``first`` on. A sequence can go back by ``N_SPARE``
+    rows. It can also go back to the start and end of its last prefill: those rows are copied before
+    they go. Only the bytes that its steps read are counted.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -66,7 +66,7 @@ class WindowCache(BoundedCache):
         return max((mark for mark in self._marks if mark <= n), default=0)
 
     def truncate(self, n: int) -> int:
-        """As LayerCache; 0 where rows of the window are gone."""
+        """See LayerCache. Returns 0 where rows of the window are gone."""
         if n >= self.n:
             return self.n
         if not self._has_rows_of(n):
@@ -108,7 +108,7 @@ class WindowCache(BoundedCache):
         return window_rows(self.spec.window)
 
     def _rows_of(self, n: int) -> range:
-        """The positions below n that the query at n sees."""
+        """Returns the positions below n that the query at n sees."""
         return range(max(0, n - self.spec.window + 1), n)
 
     def _has_rows_of(self, n: int) -> bool:
@@ -116,7 +116,7 @@ class WindowCache(BoundedCache):
         return self._rows_of(n).start >= self.first
 
     def _rows_to_keep(self) -> range:
-        """The positions that stay when rows move."""
+        """Returns the positions that stay when rows move."""
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
 
@@ -138,7 +138,7 @@ class WindowCache(BoundedCache):
 
 
 def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:
-    """A store with the rows of these positions of one that begins at ``first``."""
+    """Returns a store with the rows of these positions of one that begins at ``first``."""
     new = copy.copy(store)
     rows = slice(kept.start - first, kept.stop - first)
     k, v = store.k[:, rows], store.v[:, rows]

@@ -1,1 +1,1 @@
-"""What methods measure once a model, and the file that keeps it."""
+"""The measurements that methods make once a model, and the file that keeps them."""

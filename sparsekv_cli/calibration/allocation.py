@@ -15,7 +15,7 @@ LEVELS = (LEAST_SHARE, 0.0625, 0.25, 0.5, 1.0)  # shares at which FAEDKV's layer
 
 
 def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -> np.ndarray:
-    """The range of the model's budget in which a layer has each level: f32 (L, levels, 2).
+    """Returns the range of the model's budget in which a layer has each level: f32 (L, levels, 2).
 
     layer_kld (L, levels): KLD when one layer alone is compressed to each of ``shares``, of which
     the last is 1. All layers start at the lowest share. The budget then buys, again and again, the
@@ -56,7 +56,7 @@ def even_budgets(shares: Sequence[float]) -> np.ndarray:
 def layer_count(
     mean_count: int, size: int, budgets: np.ndarray, shares: Sequence[float] = LEVELS
 ) -> int:
-    """A layer's part of ``size`` items when layers have ``mean_count`` on average.
+    """Returns a layer's part of ``size`` items when layers have ``mean_count`` on average.
 
     budgets: its row of ``budgets_of_levels``. Below the least share all layers have the mean.
     """

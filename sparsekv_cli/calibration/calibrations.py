@@ -1,6 +1,6 @@
 """Calibrations: what methods measure once on a model and a text, and keep in a sidecar.
 
-A model asks for the arrays of its method. They are read from the sidecar beside the model or in
+A model asks for the arrays of its method. They are read from the sidecar next to the model or in
 the user's cache directory. If they are not there, they are measured on the built-in text and
 stored.
 """
@@ -69,8 +69,8 @@ def built_in_text() -> CalibrationText:
 def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     """Rows of forward passes that a calibration takes: a minute's, or with 8B parameters five.
 
-    Of two cores; a small model is done with all rows sooner. It follows from the model alone, so
-    that a calibration is the same on a slow machine.
+    These are minutes of two cores. A small model is done with all rows sooner. It follows from the
+    model alone, so that a calibration is the same on a slow machine.
     """
     share = min(
         (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
@@ -127,7 +127,7 @@ class Calibrations:
         return beside if os.access(folder, os.W_OK) and not foreign else cached
 
     def specs(self, method: Calibrated, report: OnCalibrate | None = None) -> list[LayerSpec]:
-        """The decoder's layers, with the method's calibration if it needs one."""
+        """Returns the decoder's layers, with the method's calibration if it needs one."""
         specs = self._decoder.layer_specs()
         if method.needs != CALIBRATION:
             return specs
@@ -157,11 +157,11 @@ class Calibrations:
         return self._loaded[name]
 
     def find_of(self, method: Calibrated, report: OnCalibrate | None = None) -> Entry | None:
-        """As ``find``; SparseKVError, too, for arrays that are not what ``method`` needs."""
+        """See ``find``. Raises SparseKVError also for arrays that do not fit ``method``."""
         return self.find(method.name, report, method.calibration_arrays(self._sizes()))
 
     def _sizes(self) -> list[LayerSpec]:
-        """The layers' sizes, which are known without a decoder."""
+        """Returns the layers' sizes, which are known without a decoder."""
         layers = self._hparams.layers
         return [
             LayerSpec(
@@ -184,7 +184,9 @@ class Calibrations:
         report: OnCalibrate | None = None,
         arrays: Mapping[str, CalibrationArray] | None = None,
     ) -> Entry | None:
-        """The stored calibration of a method; SparseKVError for a sidecar that is unusable.
+        """Returns the stored calibration of a method.
+
+        Raises SparseKVError for a sidecar that is unusable.
 
         None, and a word about it, for one in the cache directory that an older version made by
         itself. arrays: what its arrays must be.
@@ -227,7 +229,7 @@ class Calibrations:
     ) -> Entry:
         """Runs ``method`` over the first ``n_tokens`` of ``text``, or as many as fit the model.
 
-        SparseKVError if text or context are too short to measure anything.
+        Raises SparseKVError if text or context are too short to measure anything.
         """
         name = method.name
         n_ctx = self._hparams.n_ctx_train

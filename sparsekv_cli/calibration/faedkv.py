@@ -34,7 +34,7 @@ def without(dropped: np.ndarray) -> Change:
 
 
 def arrays_of_frequencies(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """What the arrays of ``study_frequencies`` are for these layers."""
+    """Returns the shapes and types of ``study_frequencies``' arrays for these layers."""
     n_layer, levels = len(specs), allocation.LEVELS
     worth = CalibrationArray("f4", (n_layer, frequencies.N_CHUNKS))
     return {
@@ -46,7 +46,8 @@ def arrays_of_frequencies(specs: Sequence[LayerSpec]) -> dict[str, CalibrationAr
 
 
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
-    """What leaving out frequencies does to the answers, chunk by chunk, layer by layer.
+    """Measures the effect of leaving out frequencies on the answers, chunk by chunk, layer by
+    layer.
 
     imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
     of one layer. layer_kld f32 (L, levels): KLD with one layer at each share of

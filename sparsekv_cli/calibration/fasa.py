@@ -1,8 +1,8 @@
 """FASA's calibration: how well each frequency chunk of a head ranks the keys of a text.
 
-Layers need different numbers of chunks: in most layers of the default model an eighth of them is
-enough, and one layer, in which heads recall, needs half. So each layer alone chooses rows by
-several shares of its chunks (calibration/trials.py), and chunks go where they save the most KLD.
+Layers need different numbers of chunks. In most layers of the default model an eighth of them is
+enough. One layer, in which heads recall, needs half. Each layer alone therefore chooses rows by
+several shares of its chunks (calibration/trials.py). Chunks go where they save the most KLD.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def study_chunks(
     n_sinks: int,
     n_recent: int,
 ) -> dict[str, np.ndarray]:
-    """What each chunk is worth, and what a layer loses with a share of them.
+    """Measures the value of each chunk, and the loss of a layer with a share of its chunks.
 
     tip_kld f32 (L, shares): KLD(full || one layer that attends to the best N_CHOSEN rows by its
     first chunks, var); tip_budget f32 (L, shares, 2); see ``study_shares``. The others:
@@ -57,7 +57,7 @@ def study_chunks(
 
 
 def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """What the arrays of ``study_chunks`` are for these layers."""
+    """Returns the shapes and types of ``study_chunks``' arrays for these layers."""
     n_layer, (n_head, n_kv, n_chunk) = len(specs), _most(specs)
     found = {
         "tip_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
@@ -71,7 +71,7 @@ def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
-    """The most query heads, kv heads and chunks of a full layer."""
+    """Returns the most query heads, kv heads and chunks of a full layer."""
     full = full_layers(specs)
     n_head, n_kv = max(s.n_head for s in full), max(s.n_head_kv for s in full)
     return n_head, n_kv, max(s.n_chunk for s in full)

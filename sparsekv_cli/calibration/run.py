@@ -1,4 +1,4 @@
-"""What a method gets to calibrate itself, and what calibration asks of a method."""
+"""The inputs of a method's calibration, and the interface of a method's calibration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_TEXT = 1024  # tokens of the text that it takes at least
 
 
 class CalibrationArray(NamedTuple):
-    """What one array of a calibration must be, so that a method can use it.
+    """The shape, type and values that one array of a calibration must have.
 
     shape: (n_layer, ...). least, most: of its values. is_rising: whether the values of a layer
     never fall, in the order in which they are stored.
@@ -32,7 +32,7 @@ class CalibrationArray(NamedTuple):
     is_rising: bool = False
 
     def problem(self, array: np.ndarray) -> str:
-        """What is wrong with an array; empty if nothing is."""
+        """Returns the fault of an array; empty if there is none."""
         if array.dtype != np.dtype(self.dtype) or array.shape != self.shape:
             expected = f"{np.dtype(self.dtype).name} {self.shape}"
             return f"is {array.dtype.name} {array.shape}, but {expected} was expected"
@@ -46,7 +46,7 @@ class CalibrationArray(NamedTuple):
 
 
 def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
-    """What the result of ``allocation.budgets_of_levels`` must be."""
+    """Returns the CalibrationArray of the result of ``allocation.budgets_of_levels``."""
     return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
@@ -67,10 +67,10 @@ class CalibrationForward(Protocol):
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """What a method gets to calibrate itself: a model, a text, and a forward pass over it.
+    """The inputs of a method's calibration: a model, a text, and a forward pass over it.
 
-    specs: one a layer, ``calibration`` empty. ids: the text. forward: as ``Forward.forward``
-    (models/forward.py), through one LayerCache a layer; the method may pass caches of its own that
+    specs: one a layer, ``calibration`` empty. ids: the text. forward: see ``Forward.forward``
+    (models/forward.py), through one LayerCache a layer. The method may pass caches of its own that
     keep what they need. progress: called with the share that is done, 0 to 1. n_rows: about as many
     rows as may go through all layers, in all forward passes together.
     """

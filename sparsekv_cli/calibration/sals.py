@@ -1,8 +1,8 @@
 """SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them matter.
 
-Layers need different ranks, more than their eigenvalues tell: most layers of the default model
-answer alike with an eighth of the columns, a few need half. So each layer alone is cut to several
-ranks (calibration/trials.py), and columns go where they save the most KLD.
+Layers need different ranks, and eigenvalues do not tell them well. Most layers of the default model
+answer alike with an eighth of the columns. A few need half. Each layer alone is therefore cut to
+several ranks (calibration/trials.py). Columns go where they save the most KLD.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def study_keys(
 
 
 def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """What the arrays of ``study_keys`` are for these layers."""
+    """Returns the shapes and types of ``study_keys``' arrays for these layers."""
     n_layer = len(specs)
     width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
     found = {
@@ -64,7 +64,7 @@ def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
-    """A change of keys to what the first columns of their latents (diag) reconstruct."""
+    """Returns a change of keys to what the first columns of their latents (diag) reconstruct."""
     size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
     weights = tensors["weights"][spec.layer, :size]
     vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]
@@ -84,8 +84,8 @@ def study_directions(study: Study) -> dict[str, np.ndarray]:
     """Both bases of every layer.
 
     weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
-    and of C, columns by falling eigenvalue, all of them, so that any rank is a prefix;
-    eigenvalues_* f32 (L, G d). E = w U and D = U / w; for pca w = 1.
+    and of C. All columns are there by falling eigenvalue, so that any rank is a prefix.
+    eigenvalues_*: f32 (L, G d). E = w U and D = U / w; for pca w = 1.
     """
     specs = study.run.specs
     width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))

@@ -1,7 +1,7 @@
 """The sidecar of a model: what calibrated methods measured on it, in one npz file.
 
-The array ``dom`` of method ``fasa`` is the member ``fasa.dom``. The member ``about`` is JSON: for
-each method its arrays, the model that they belong to, and the text that they were measured on.
+The array ``dom`` of method ``fasa`` is the member ``fasa.dom``. The member ``about`` is JSON. For
+each method it has its arrays, the model that they belong to, and the text of the measurement.
 Methods share the file and are read and replaced one by one. The checksum of a member is that of zip
 files.
 """
@@ -50,7 +50,10 @@ WORDS = {
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a calibration depends on; a file that differs in any of it is another model's."""
+    """The properties of a model on which a calibration depends.
+
+    A file that differs in any of them belongs to another model.
+    """
 
     n_layer: int
     n_head: tuple[int, ...]
@@ -80,7 +83,7 @@ class Entry:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model. SparseKVError if its file cannot be read or has changed."""
+    """The identity of an open model. Raises SparseKVError if its file is unreadable or changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -112,8 +115,8 @@ def read_entry(
 ) -> Entry | None:
     """The calibration of ``method``; None if there is no such file or it has none of this method.
 
-    arrays: what its arrays must be; None: anything. SparseKVError for a file that is damaged or of
-    another model or format, OutdatedError for one of an older format.
+    arrays: what its arrays must be; None: anything. Raises SparseKVError for a file that is damaged
+    or of another model or format. Raises OutdatedError for a file of an older format.
     """
     if not os.path.lexists(path):
         return None
@@ -134,10 +137,10 @@ def read_entry(
 
 
 def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) -> None:
-    """Puts one method's calibration into ``path``, beside those of other methods of this model.
+    """Puts one method's calibration into ``path``, next to those of other methods of this model.
 
     The file is replaced as a whole. Entries that are damaged or of another model are dropped.
-    SparseKVError if ``path`` is some other kind of file, or cannot be written.
+    Raises SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
     entries = {**_entries(path, identity), method: entry}
@@ -165,7 +168,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file; ValueError unless it holds one array, of the size that it says."""
+    """A member of the npz file. Raises ValueError unless it holds one array of the stated size."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     file = io.BytesIO(archive.read(f"{name}.npy"))
@@ -180,7 +183,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """What the file says of itself; ValueError if it is no sidecar."""
+    """Returns the member ``about`` of the file. Raises ValueError if it is no sidecar."""
     about = json.loads(str(_array(archive, "about")))
     if about["kind"] != KIND:
         raise ValueError("it is no calibration")
@@ -195,7 +198,7 @@ def _unusable(path: Path, method: str, what: str) -> SparseKVError:
 
 
 def _check(path: Path, method: str, about: dict[str, Any], identity: ModelIdentity) -> None:
-    """SparseKVError unless format and model are those that are expected."""
+    """Raises SparseKVError unless format and model are those that are expected."""
     version, own = about["format"], about["methods"][method]
     if version != FORMAT_VERSION:
         error = _unusable(
@@ -217,7 +220,7 @@ def _check(path: Path, method: str, about: dict[str, Any], identity: ModelIdenti
 
 
 def _show(value: Any) -> str:
-    """A value on part of a line; a tuple of equal numbers as one of them."""
+    """Returns a value on part of a line; a tuple of equal numbers as one of them."""
     if isinstance(value, tuple) and len(set(value)) == 1:
         value = f"{value[0]} x {len(value)}"
     text = "missing" if value is None else str(value)
@@ -225,7 +228,7 @@ def _show(value: Any) -> str:
 
 
 def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
-    """What a method stored; ValueError for what is none of that."""
+    """Returns the entry that a method stored. Raises ValueError if it is not one."""
     texts = own["text_name"], own["text_hash"], own["program"]
     if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
         raise ValueError("it does not say what text it was measured on")
@@ -236,7 +239,7 @@ def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
 def _check_arrays(
     path: Path, method: str, entry: Entry, expected: Mapping[str, CalibrationArray] | None
 ) -> None:
-    """SparseKVError unless the arrays are those that are expected."""
+    """Raises SparseKVError unless the arrays are those that are expected."""
     if expected is None:
         return
     if set(entry.tensors) != set(expected):
@@ -249,7 +252,7 @@ def _check_arrays(
 
 
 def check_place(path: Path) -> None:
-    """SparseKVError if ``path`` cannot be written, or is a file of another kind."""
+    """Raises SparseKVError if ``path`` cannot be written, or is a file of another kind."""
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -274,7 +277,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
-    """The entries of a file that can be kept: of this model and format, and not damaged."""
+    """Returns the entries of a file that can be kept: of this model and format, and not damaged."""
     kept: dict[str, Entry] = {}
     with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)
@@ -286,7 +289,7 @@ def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
 
 
 def check_tensors(method: str, tensors: Mapping[str, np.ndarray], n_layer: int) -> None:
-    """ValueError unless the arrays are numbers with a slice a layer, without NaN or inf."""
+    """Raises ValueError unless the arrays are numbers with a slice a layer, without NaN or inf."""
     for name, array in tensors.items():
         what = f"{method} calibrates {name} as {array.dtype.name} {array.shape}"
         if array.dtype.kind not in "fiu":

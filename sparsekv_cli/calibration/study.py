@@ -1,7 +1,7 @@
 """A calibration's course: a pass over the text, windows of it, trials, and how far it has come.
 
-What is counted are rows that go through all layers: a row of a trial joins a pass at the trial's
-layer, and counts as the share of the layers that it goes through.
+The count is of rows that go through all layers. A row of a trial joins a pass at the trial's layer,
+and counts as its share of the layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_SCORED = 6  # rows of a window of a large model, for which there is little
 
 
 def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
-    """The rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    """Returns the rows of a window's prefix that trials change, in a text of n_ids tokens."""
     n_scored = min(N_SCORED, n_ids // 4)
     return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
 
@@ -137,12 +137,12 @@ def study_shares(
     trial_of: Callable[[LayerSpec, float], Trial],
     shares: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What ``shares`` of something cost in each layer, and how a budget of it is shared out.
+    """Measures the cost of ``shares`` in each layer, and shares out a budget.
 
     specs: the layers that have trials; the share of the others is the mean. trial_of: the trial of
     one layer with a share. Returns KLD(full || trial) f32 (L, shares), and f32 (L, shares, 2) as
-    ``allocation.budgets_of_levels`` has it. The last share, 1, gets the KLD of the one before it:
-    what is left there is rounding, which no share takes away.
+    ``allocation.budgets_of_levels`` has it. The last share, 1, gets the KLD of the share before it.
+    The rest is rounding, which no share takes away.
     """
     n_layer = len(study.run.specs)
     kld = np.zeros((n_layer, len(shares)))
@@ -157,10 +157,10 @@ def study_shares(
 
 
 def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
-    """A prefix, n_scored rows and the token that follows.
+    """Returns a prefix, n_scored rows and the token that follows.
 
     Half of the rows continue the text. The others repeat a passage from the prefix, which needs
-    exact recall; plain text hardly does, so that layers that only recall would seem useless.
+    exact recall. Plain text hardly needs it, so layers that only recall would seem useless.
     """
     n_repeated = n_scored // 2
     first = middle.start + (middle.stop - middle.start) // 3

@@ -1,13 +1,14 @@
-"""What changing one layer's K and V does to the model's answers, many variants in a forward pass.
+"""Trials: the effect of changing one layer's K and V on the model's answers, many variants in a
+forward pass.
 
 FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS cuts latents to fewer
 columns, FASA chooses rows by fewer chunks.
 
-A window of text is a prefix, whose K and V are computed once, and scored rows behind it. A trial
+A window of text is a prefix, whose K and V are computed once, and scored rows after it. A trial
 changes one layer's K and V of the prefix, between sinks and recent rows. One forward pass takes a
-copy of the scored rows for each trial; a layer's cache rotates each copy to its true positions and
+copy of the scored rows for each trial. A layer's cache rotates each copy to its true positions and
 lets it attend to its own prefix. Below the layer that a trial changes, its rows are those of the
-text, so a copy joins the pass at that layer.
+text. A copy therefore joins the pass at that layer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
 
 # Changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
-# As attend_causal (cache/attend.py).
+# See attend_causal (cache/attend.py).
 Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
@@ -56,12 +57,12 @@ def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
 
 
 def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
-    """The share of the layers that the rows of a trial of this layer go through."""
+    """Returns the share of the layers that the rows of a trial of this layer go through."""
     return 1 - first_layer(Trial(layer, unchanged), specs) / len(specs)
 
 
 class Window:
-    """A prefix and the scored rows behind it; ``score`` says what trials do to these rows."""
+    """A prefix and the scored rows after it. ``score`` measures what trials do to these rows."""
 
     def __init__(
         self,
@@ -98,9 +99,10 @@ class Window:
     ) -> tuple[np.ndarray, np.ndarray]:
         """KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
 
-        KLD is the mean over all rows; the likelihood that over the rows that continue the text (as
-        in the paper). Both leave out tokens that the full model thinks unlikely (TOKENS_A_ROW).
-        advance: called with the rows, through all layers, that were computed since the last call.
+        KLD is the mean over all rows. The likelihood is the mean over the rows that continue the
+        text (as in the paper). Both leave out tokens that the full model thinks unlikely
+        (TOKENS_A_ROW). advance: called with the rows, through all layers, that were computed since
+        the last call.
         """
         order = np.argsort([trial.layer for trial in trials], kind="stable")
         scored = np.empty((2, len(trials)))
@@ -137,9 +139,9 @@ class Window:
     def _compare(self, logits: np.ndarray) -> tuple[float, float]:
         """KLD and negative log-likelihood of a trial's logits (rows, tokens), which are used up.
 
-        With p the full model's probabilities and D the change of the logits, the normaliser rises
-        by log sum p e^D, and KLD is that less sum p D: exact for small changes too, and token by
-        token only a difference, a product and an exponential.
+        Let p be the full model's probabilities and D the change of the logits. The normaliser rises
+        by log sum p e^D, and KLD is that less sum p D. This is exact for small changes too. It
+        takes only a difference, a product and an exponential a token.
         """
         change = np.minimum(np.subtract(logits, self._logits, out=logits), MOST_CHANGE, out=logits)
         mean = (self._full * change).sum(-1)
@@ -150,7 +152,7 @@ class Window:
 
 
 def _likely(full: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """The most likely tokens of all rows, and the tokens that follow: int64, ascending."""
+    """Returns the most likely tokens of all rows, and the tokens that follow: int64, ascending."""
     if full.shape[1] <= TOKENS_A_ROW:
         return np.arange(full.shape[1])
     best = np.argpartition(full, -TOKENS_A_ROW, axis=1)[:, -TOKENS_A_ROW:]
@@ -175,7 +177,7 @@ class _TrialCache(LayerCache):
         self._turns = _rotation(spec, n_prefix, n_rows)
 
     def attend(self, x: AttnInput) -> np.ndarray:
-        """The attention of a chunk's rows, which may be of several trials."""
+        """Returns the attention of a chunk's rows, which may be of several trials."""
         out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
@@ -205,7 +207,7 @@ class _TrialCache(LayerCache):
         return attend(q, self.store, self.spec)
 
     def _prefix_of(self, trial: Trial) -> KVStore:
-        """The stored prefix, or for the trial's own layer a changed copy."""
+        """Returns the stored prefix, or for the trial's own layer a changed copy."""
         self._prefix.truncate(self._n_prefix)
         if trial.layer != self.spec.layer:
             return self._prefix
@@ -227,7 +229,7 @@ class _TrialCache(LayerCache):
 
 
 class _TrialState(LayerCache):
-    """A recurrent layer, which no trial changes, for all trials: each begins behind the prefix."""
+    """A recurrent layer for all trials. No trial changes it. Each begins after the prefix."""
 
     def __init__(self, prefix: StateCache, n_prefix: int, n_rows: int) -> None:
         super().__init__(prefix.spec)
@@ -235,7 +237,6 @@ class _TrialState(LayerCache):
         self._n_done = 0
 
     def extend(self, x: Any) -> np.ndarray:
-        """As StateCache."""
         out, done = [], 0
         while done < len(x.rows):
             first = self._n_done % self._n_rows

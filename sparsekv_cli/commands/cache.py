@@ -72,7 +72,7 @@ def _folder(directory: Path | None) -> PrefixFolder:
 
 
 def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
-    """A description of each prompt, the one used last first, and the bytes of all files."""
+    """Returns a description of each prompt, the one used last first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
     sizes = Counter[str]()  # of blocks and their snapshots

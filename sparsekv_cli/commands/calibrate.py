@@ -123,9 +123,9 @@ def command(
 
 
 def choose_methods(text: str) -> list[str]:
-    """The names in ``text``, or all; a usage error for one that needs no calibration.
+    """Returns the names in ``text``, or all; a usage error for one that needs no calibration.
 
-    AUTO is the measurement behind ``--method auto``, and no part of all.
+    AUTO is the measurement for ``--method auto``. It is no part of all.
     """
     from sparsekv_cli.methods import calibrated_methods
 
@@ -151,7 +151,7 @@ def _method(name: str) -> Any:
 
 
 def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:
-    """What ``--json`` says about one method."""
+    """Returns the object that ``--json`` prints for one method."""
     return {
         "name": name,
         "tokens": entry.n_tokens,

@@ -125,7 +125,7 @@ def _model(model: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _at_home(text: str) -> str:
-    """The text with ``~`` for the home folder, whose name may be the user's."""
+    """Returns the text with ``~`` for the home folder, whose name may be the user's."""
     try:
         home = str(Path.home())
     except RuntimeError:

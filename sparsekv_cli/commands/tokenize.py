@@ -79,7 +79,7 @@ def command(
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """The text to tokenize, to the byte.
+    """Returns the text to tokenize, to the byte.
 
     Raises SparseKVError for what is not UTF-8, OSError for a file that cannot be read.
     """

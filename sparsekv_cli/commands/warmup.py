@@ -37,12 +37,11 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     """Compile the kernels of every weight format and every method for this CPU.
 
     They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
-    SPARSEKV_MODEL or smollm2 if that is installed; which one makes no difference to the kernels.
-    Methods that must be calibrated are calibrated for this model, if that was not done before.
+    SPARSEKV_MODEL or smollm2 if that is installed. Any model gives the same kernels. Methods that
+    must be calibrated are calibrated for this model, if that was not done before.
 
-    With --device cuda it is the kernels for this GPU, which depend on the model: those that a
-    prompt and some tokens with each method take, in contexts of up to 131072 tokens, as far as the
-    GPU has room for them.
+    With --device cuda the kernels are for this GPU, and they depend on the model. A prompt and some
+    tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
     from sparsekv_cli.methods import METHODS, build_method
@@ -104,7 +103,7 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
 
 
 def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
-    """A model on the GPU, and those of GPU_ROWS of which its cache fits."""
+    """Returns a model on the GPU, and those of GPU_ROWS of which its cache fits."""
     from sparsekv_cli.methods import build_method
     from sparsekv_cli.model import load_model
 

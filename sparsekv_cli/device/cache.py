@@ -264,14 +264,14 @@ class DeviceSelecting(DeviceCache):
     def plan(self, n: int, n_max: int) -> Hashable:
         key = super().plan(n, n_max)
         self._n_max = n_max
-        self._dense = self.selects_all(n)
+        self._dense = self.is_dense_at(n)
         if self._dense:
             return key, "dense"
         return key, self.plan_selection(n, n_max)
 
     def holds_until(self, n: int, n_max: int) -> int:
         if self._dense:
-            return n_max if self.selects_all(n_max) else n
+            return n_max if self.is_dense_at(n_max) else n
         return n_max
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -294,7 +294,7 @@ class DeviceSelecting(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     @abstractmethod
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod

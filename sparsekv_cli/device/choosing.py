@@ -1,6 +1,6 @@
 """The next tokens, chosen on the device: launches of torch without any read by the host.
 
-What the sequences' chains are set to lies in device memory, so that a captured step serves others.
+The settings of the sequences' chains lie in device memory, so that a captured step serves others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 class Settings(NamedTuple):
     """A sequence's chain and its random number: numbers, or of B sequences tensors f64 (B, 1).
 
-    least: what the least logit that stays is behind the highest. chance: uniform in [0, 1). The
+    least: the distance of the least logit that stays to the highest. chance: uniform in [0, 1). The
     defaults choose greedily; infinite is off.
     """
 
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(sampler: PlainSampler | None) -> Settings:
-    """What chooses the sampler's next token; the best one where there is none."""
+    """Returns the settings that choose a sampler's next token; without a sampler the best token."""
     if sampler is None or sampler.chain.is_greedy:
         return Settings()
     chain = sampler.chain
@@ -46,7 +46,9 @@ def settings_of(sampler: PlainSampler | None) -> Settings:
 
 
 class Drawing(NamedTuple):
-    """What a step's chains need beside the highest logits; a captured step does always the same.
+    """The data that a step's chains need next to the highest logits.
+
+    A captured step always does the same.
 
     sorts: tokens in the order of their logits. by_id: draws among tokens in the order of their ids.
     """
@@ -64,7 +66,7 @@ def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
 
 
 def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:
-    """The tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
+    """Returns the tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
 
     logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
     """
@@ -78,7 +80,7 @@ def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> to
 def _drawn(
     logits: torch.Tensor, highest: torch.Tensor, settings: Settings, drawing: Drawing
 ) -> torch.Tensor:
-    """A token of what each chain keeps: i64 (B, 1)."""
+    """Returns a token of what each chain keeps: i64 (B, 1)."""
     top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
     if not drawing.sorts:
         return _index(_powers(logits, highest, settings), chance)
@@ -94,7 +96,7 @@ def _drawn(
     if not drawing.by_id:
         return token
     in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
-    # Where nothing is sorted, tokens are in the order of their ids; as so many are behind top_p.
+    # Where nothing is sorted, and if top_p is off, tokens are in the order of their ids.
     is_by_id = torch.isinf(top_p)
     if logits.shape[1] > FIRST_SORTED:
         is_by_id = is_by_id | is_kept[:, FIRST_SORTED, None]

@@ -22,7 +22,7 @@ from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.device.methods.lfps import HostLFPS
-from sparsekv_cli.device.prefill import TorchRows, attend_causal
+from sparsekv_cli.device.prefill import TorchChunkSteps, attend_causal
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.device.weights import DeviceWeights
@@ -92,7 +92,7 @@ class DeviceDecoder(Forward):
         self.layers = [layer.vectors for layer in device_weights.layers]
         self.output_norm = device_weights.output_norm
         interleaved = architecture.rope_interleaved
-        self.rows = TorchRows(hparams, rope, interleaved, self.dtype)
+        self.rows = TorchChunkSteps(hparams, rope, interleaved, self.dtype)
         self._planner = Planner()
         self._steps = Steps(self.device, capture=capture)
         self._buffers = StepBuffers(hparams, 1, self.device)
@@ -324,7 +324,7 @@ class DeviceDecoder(Forward):
     def _learn_on_host(self, i: int, rows: Sequence[int]) -> None:
         """What caches on the host learn of layer i, whose output is on its way."""
         for b in rows:
-            self._caches[b][i].learn()
+            self._caches[b][i].end_step()
 
     def _take_in(self, i: int, caches: Mapping[int, LayerCache]) -> None:
         """Takes the host's results of layer i; merges the device's sinks with them.

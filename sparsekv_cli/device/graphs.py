@@ -17,7 +17,7 @@ MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own int
 class Piece(NamedTuple):
     """One piece of a step: host work, which waits for all earlier launches, or launches only.
 
-    beside: host work beside the launches, which are under way then.
+    beside: host work at the same time as the launches.
     """
 
     call: Call

@@ -189,8 +189,8 @@ class HostCache(LayerCache):
         """LayerCache.decode, with an AttnInput on the host."""
         return self.cache.decode(x)
 
-    def learn(self) -> None:
-        self.cache.learn()
+    def end_step(self) -> None:
+        self.cache.end_step()
 
     # --- the rest is the cache's ------------------------------------------------------------------
 

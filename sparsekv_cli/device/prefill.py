@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
@@ -28,8 +27,8 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
     return torch.cat([a * cos - b * sin, a * sin + b * cos, heads[..., n_rot:]], dim=-1)
 
 
-class TorchRows:
-    """``Rows`` of models/rows.py on tensors, step by step as the formulas are written.
+class TorchChunkSteps:
+    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as the formulas are written.
 
     Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
     """
@@ -118,11 +117,26 @@ def attend_causal(
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
     width = max(spec.head_dim, spec.value_dim)  # the fused kernels want one head size
     wide_q, wide_k, wide_v = (_widened(t.to(kind), width)[None] for t in (q, k, v))
-    mask: Any = causal_lower_right(q.shape[1], k.shape[1])
     out = scaled_dot_product_attention(
-        wide_q, wide_k, wide_v, attn_mask=mask, scale=float(spec.scale), enable_gqa=spec.group > 1
+        wide_q,
+        wide_k,
+        wide_v,
+        attn_mask=_causal_mask(q, k),
+        scale=float(spec.scale),
+        enable_gqa=spec.group > 1,
     )
     return out[0, :, :, : spec.value_dim].to(q.dtype)
+
+
+def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> Any:
+    """What lets each of the last T rows attend to itself and the rows before it."""
+    n_new, n = q.shape[1], k.shape[1]
+    if not q.is_cuda:
+        return torch.ones((n_new, n), dtype=torch.bool).tril(n - n_new)
+    # Imported here, since it takes seconds. The kernels of a GPU need no mask in memory.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(n_new, n)
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:

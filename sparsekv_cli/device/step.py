@@ -18,9 +18,9 @@ from sparsekv_cli.sampling.plain import Outcome
 class StepBuffers:
     """Tensors of a step of B sequences that keep their addresses, as captured graphs need it.
 
-    Those on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
-    n_embd), the residual stream; y: f32 (B, n_embd), what is still to be added to it; pos, n,
-    budget: int32 (B,), see device/cache.py StepNumbers.
+    Tensors on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
+    n_embd), the residual stream. y: f32 (B, n_embd), the part that is still to be added to it. pos,
+    n, budget: int32 (B,), see StepNumbers in device/cache.py.
     """
 
     def __init__(self, hparams: HParams, n_rows: int, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class StepBuffers:
         return self._attended[: math.prod(shape)].view(shape)
 
     def _part(self, flat: torch.Tensor, i: int) -> Attended:
-        """Layer i's attention output and log-sum-exp in ``flat``, one behind the other."""
+        """Returns layer i's attention output and log-sum-exp in ``flat``, one after the other."""
         n_head, d_v = self._h.layers[i].n_head, self._h.layers[i].value_dim
         n = self.n_rows * n_head
         out, lse = flat[: n * (d_v + 1)].split((n * d_v, n))
@@ -137,7 +137,8 @@ class StepBuffers:
         self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
     def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
-        """Of each sequence the token where it was chosen here, else its logits; as ``logits``.
+        """Returns for each sequence the token where it was chosen here, else its logits, as
+        ``logits``.
 
         Where the highest logit is no number, it stands for all of them: a sampler refuses it.
         """

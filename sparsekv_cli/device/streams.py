@@ -1,4 +1,4 @@
-"""Work beside a decode step: a second stream that is forked from the step's and joined again."""
+"""Work at the same time as a decode step: a second stream, forked and joined again."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Launches inside this block begin after all earlier ones and run beside all later ones.
+        """Launches inside this block begin after all earlier ones and run at the same time as all
+        later ones.
 
-        What breaks it off joins it, so that no later capture waits for what is not part of it.
+        An exception joins it, so that no later capture waits for launches that are not part of it.
         """
         self.forked = True
         try:

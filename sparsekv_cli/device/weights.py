@@ -77,7 +77,7 @@ class DeviceLayer:
     down: Stack
 
     def dense(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """The matrices as the prefill multiplies them."""
+        """Returns the matrices as the prefill multiplies them."""
         names = ("qkv", "o", "gate_up", "down")
         return {name: getattr(self, name).dense(dtype) for name in names}
 

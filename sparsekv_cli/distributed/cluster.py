@@ -48,7 +48,7 @@ class RayCluster:
         return sum(node["Alive"] for node in self.ray.nodes())
 
     def check(self) -> None:
-        """SparseKVError if the head of the cluster does not answer any more."""
+        """Raises SparseKVError if the head of the cluster does not answer any more."""
         if not _answers(self.address):
             self.is_lost = True
             raise SparseKVError(
@@ -61,7 +61,7 @@ def connect(address: str) -> Iterator[RayCluster]:
     """A connection to the cluster at ``HOST:PORT``; ``auto`` finds one that this machine is in.
 
     Meanwhile ``sys.stdout`` leads nowhere, since Ray prints there what it notices; whoever writes
-    results keeps the stream. SparseKVError if Ray is missing, or no cluster is there.
+    results keeps the stream. Raises SparseKVError if Ray is missing, or no cluster is there.
     """
     check_address(address)
     import ray
@@ -103,7 +103,7 @@ def _leave_at_exit(ray: Any) -> None:
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:
-    """What ``call`` gives, from a thread that nobody waits for: calls of Ray may hang."""
+    """Returns the result of ``call`` from a thread that nobody waits for: Ray's calls may hang."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -117,7 +117,7 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 
 
 def check_address(address: str) -> None:
-    """SparseKVError if Ray is missing, for what is no address, or where nobody answers."""
+    """Raises SparseKVError if Ray is missing, for what is no address, or where nobody answers."""
     if find_spec("ray") is None:
         raise SparseKVError(f"--ray needs Ray: {COMMAND}")
     if address == "auto":

@@ -1,4 +1,4 @@
-"""What every machine opens the model from, so that all of them compute alike.
+"""The settings from which every machine opens the model, so that all of them compute alike.
 
 Whatever a model works out on its machine (threads, types of products, copies of weights, where a
 method begins to be sparse, calibrations) is worked out once and sent along.
@@ -25,10 +25,7 @@ ROOM_CONTEXT = 8192  # tokens of K and V that a model is given memory for, if -c
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A model to open, without what a machine decides.
-
-    sidecar: a file with the methods' calibrations.
-    """
+    """A model to open, without a machine's decisions. sidecar: a file with calibrations."""
 
     path: Path
     model_hash: str
@@ -38,9 +35,9 @@ class SessionSettings:
     sidecar: bytes
 
     def open(self, others: Iterable[Method] = ()) -> Model:
-        """The model, with ``others`` prepared.
+        """Returns the model, with ``others`` prepared.
 
-        SparseKVError where model or program are not those that were sent.
+        Raises SparseKVError where model or program are not those that were sent.
         """
         from sparsekv_cli.model import load_model
 
@@ -67,7 +64,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Room:
-    """What a model takes of a machine."""
+    """The resources that a model takes of a machine."""
 
     n_cpus: int
     n_gpus: int
@@ -75,7 +72,7 @@ class Room:
 
 
 def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
-    """What ``model``, which was opened with ``method``, has worked out.
+    """Returns the settings that ``model``, which was opened with ``method``, has worked out.
 
     others: methods that the nodes use, too, and whose calibrations they get.
     """
@@ -99,7 +96,7 @@ def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> 
 
 
 def room_of(model: Model, n_sequences: int) -> Room:
-    """What a model like this one takes with so many sequences."""
+    """Returns the resources of a model like this one with so many sequences."""
     from sparsekv_cli.cache.row_sizes import token_bytes
 
     n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)
@@ -124,7 +121,7 @@ def _host_choices(model: Model) -> dict[str, Any]:
 
 
 def _sidecar(model: Model, methods: Iterable[Method]) -> bytes:
-    """A calibration file with what the methods need; empty if they need none."""
+    """Returns a calibration file with what the methods need; empty if they need none."""
     from sparsekv_cli.calibration.run import CALIBRATION
     from sparsekv_cli.calibration.sidecar import write_entry
 

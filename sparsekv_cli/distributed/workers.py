@@ -1,7 +1,7 @@
 """Shards of work for actors that each hold a model, and what becomes of those that are lost.
 
-Ray places the actors and starts their processes; a shard goes to whichever is idle. The shard of an
-actor that was lost goes to another one, and a new actor takes its place if a node has room.
+Ray places the actors and starts their processes; a shard goes to whichever is idle. If an actor is
+lost, its shard goes to another one. A new actor takes its place if a node has room.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
 
 
 class Worker:
-    """What an actor is: it opens its model when it is asked to, and tells what is wrong."""
+    """An actor. It opens its model when it is asked to, and tells what is wrong."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None
 
     def open(self, open_work: Open, settings: Any) -> tuple[str, str]:
-        """The name of the node, and why it cannot work, empty if it can."""
+        """Returns the name of the node, and why it cannot work, empty if it can."""
         import socket
 
         try:
@@ -39,7 +39,7 @@ class Worker:
         return socket.gethostname(), ""
 
     def work(self, shard: Any) -> tuple[Any, str]:
-        """What the shard gives, and the reason why it gives nothing."""
+        """Returns the result of the shard, and the reason if there is none."""
         assert self._work is not None
         try:
             return self._work(shard), ""
@@ -88,7 +88,7 @@ class Workers:
         return len(self._starting) + len(self._busy) + len(self._idle)
 
     def map(self, work: Iterable[Any]) -> Iterator[Any]:
-        """The results of all shards, in their order; SparseKVError for a cluster that is lost."""
+        """Yields the results of all shards, in order. Raises SparseKVError for a lost cluster."""
         results: SimpleQueue[Any] = SimpleQueue()
 
         def run() -> None:
@@ -143,7 +143,7 @@ class Workers:
             self._kill(actor)
 
     def _grow(self) -> None:
-        """Starts as many actors as the cluster has room for; SparseKVError if that is none."""
+        """Starts as many actors as the cluster has room for. Raises SparseKVError for none."""
         n_room = self._cluster.room_for(self._room)
         for _ in range(n_room - self.n_actors):
             actor = self._actor_class.remote()

@@ -1,1 +1,1 @@
-"""What a bug report needs to know of this installation and this machine."""
+"""The facts of this installation and this machine that a bug report needs."""

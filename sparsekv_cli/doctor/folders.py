@@ -21,12 +21,12 @@ FOLDERS: dict[str, Callable[[], Path | None]] = {
     "calibration": lambda: user_cache("calibration"),
     "speeds": lambda: user_cache("speeds"),
 }
-#: What is read from these is used only if nobody else can write to it.
+#: Files in these are used only if nobody else can write to them.
 PRIVATE = ("prefixes", "kernels")
 
 
 def folders(problems: list[str]) -> list[dict[str, Any]]:
-    """A description of each folder, in the order of FOLDERS."""
+    """Returns a description of each folder, in the order of FOLDERS."""
     found = []
     for name, locate in FOLDERS.items():
         try:

@@ -1,4 +1,4 @@
-"""What the program runs on: Python, packages, CPU, memory, GPU and the environment."""
+"""The environment of the program: Python, packages, CPU, memory, GPU and environment variables."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def gpu(problems: list[str]) -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    """The line that NVIDIA's driver says of itself on Linux."""
+    """Returns the line that NVIDIA's driver says of itself on Linux."""
     try:
         return DRIVER.read_text(errors="replace").splitlines()[0]
     except (OSError, IndexError):
@@ -160,5 +160,5 @@ def _driver_version() -> str | None:
 
 
 def environment(problems: list[str]) -> dict[str, str]:
-    """The variables of VARIABLES that are set."""
+    """Returns the variables of VARIABLES that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}

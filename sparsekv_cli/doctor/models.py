@@ -45,7 +45,8 @@ SOURCES: dict[str, Callable[[], Named]] = {
 def models(problems: list[str]) -> list[dict[str, Any]]:
     """Every model: name, where, path, architecture, bytes, problem.
 
-    Only the first MOST_READ headers are read. Of the other models architecture and bytes are None.
+    Only the first MOST_READ headers are read. The other models have None for architecture and
+    bytes.
     """
     found = []
     for where, list_models in SOURCES.items():

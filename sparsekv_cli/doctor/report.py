@@ -26,7 +26,7 @@ SECTIONS: dict[str, Callable[[list[str]], Any]] = {
 
 
 def examine() -> dict[str, Any]:
-    """The version, all sections by name, and ``problems``, a list of lines."""
+    """Returns the version, all sections by name, and ``problems``, a list of lines."""
     report: dict[str, Any] = {"version": __version__}
     problems: list[str] = []
     for name, section in SECTIONS.items():

@@ -2,7 +2,7 @@
 
 The prompt is prefilled once for all methods that fit memory together. Then each method decodes the
 same continuation, and its logits are compared with those of ``full``, which comes first. Some steps
-are watched: their attended rows are compared with exact attention. That takes time, so other steps
+are watched: their attended rows are compared with exact attention. This takes time, so other steps
 are timed. On a GPU each method has a prefill of its own.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.forward import OnProgress
     from sparsekv_cli.sequence import Sequence
 
-UNTIMED = 2  # steps behind watched ones on a GPU, in which a graph is captured
+UNTIMED = 2  # steps after watched ones on a GPU, in which a graph is captured
 LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
 
 
@@ -41,12 +41,14 @@ def parse_methods(
     common: Mapping[str, str] | None = None,
     sweeps: Iterable[tuple[str, Ids[str]]] = (),
 ) -> dict[str, Method]:
-    """``lfps,topk:budget=2%`` -> methods by their text; ValueError says what is wrong.
+    """``lfps,topk:budget=2%`` -> methods by their text.
+
+    Raises ValueError, which says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
-    stands for every method. common: options for every method that has them and is not given them;
-    but ``full`` itself, what the others are compared with, keeps its rows as f16. sweeps: options
-    with several values, as ``parse_sweep`` gives them.
+    stands for every method. common: options for every method that has them and is not given them.
+    But ``full``, the reference of the others, keeps its rows as f16. sweeps: options with several
+    values, as ``parse_sweep`` gives them.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -166,7 +168,7 @@ def compare(
     """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
 
     continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
-    SparseKVError when prompt and steps do not fit the context.
+    Raises SparseKVError when prompt and steps do not fit the context.
     """
     n_context = len(ids) + n_steps
     if n_context > model.n_ctx:

@@ -25,7 +25,7 @@ def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarr
 
 
 def interval(means: np.ndarray) -> tuple[float, float]:
-    """The ends between which LEVEL of the means lie."""
+    """Returns the ends between which LEVEL of the means lie."""
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 

@@ -16,7 +16,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: behind it
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: after it
 MAX_ANSWER_TOKENS = 24
 FACT = "The secret code of the harbour master is {}."
 QUESTION = "What is the secret code of the harbour master? Answer in one sentence."
@@ -35,7 +35,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Needle:
-    """What became of a fact; found: whether a method's answer named it, by the method's text.
+    """The result of a fact. found: whether a method's answer named it, by the method's text.
 
     length: tokens asked for; tokens: those of the prompt, hardly fewer.
     """
@@ -47,9 +47,10 @@ class Needle:
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
-    """As many sentences of the document as fit ``room`` tokens, ``fact`` as a paragraph among them.
+    """Returns as many sentences of the document as fit ``room`` tokens, with ``fact`` as a
+    paragraph among them.
 
-    SparseKVError if the document is shorter. count: tokens of a text.
+    Raises SparseKVError if the document is shorter. count: tokens of a text.
     """
     room -= count(f"\n\n{fact}\n\n")
     sentences: list[str] = []
@@ -73,10 +74,12 @@ def plant_needles(
     lengths: Sequence[int],
     encode: Callable[[str], list[int]],
 ) -> list[Planted]:
-    """A prompt for each of ``lengths`` and each depth, with a fact in it and a question behind it.
+    """Makes a prompt for each of ``lengths`` and each depth.
+
+    It has a fact in it and a question at its end.
 
     encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
-    same. SparseKVError for lengths that the document or the context does not have.
+    same. Raises SparseKVError for lengths that the document or the context does not have.
     """
     longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
     if longest > model.n_ctx:

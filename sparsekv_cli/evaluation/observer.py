@@ -1,7 +1,7 @@
 """How a method changes a model's answers, and how good the rows are that it attends to.
 
-Attended rows are compared with exact attention over the sequence's exact keys. Those of the prompt
-come from the caches of ``full``; those of decoded rows are kept here.
+Attended rows are compared with exact attention over the sequence's exact keys. The caches of
+``full`` give the prompt's keys. The keys of decoded rows are kept here.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class Observer:
     """A layer's cache whose decode steps are compared with exact attention while ``active``.
 
-    It keeps the keys of the decoded rows itself, behind those of the prompt, because a method may
-    keep them in another form or not at all.
+    It keeps the keys of the decoded rows itself, after those of the prompt. A method may keep them
+    in another form or not at all.
     """
 
     def __init__(self, cache: LayerCache, keys: np.ndarray, result: Measured) -> None:
@@ -140,9 +140,9 @@ def compare_rows(
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Overlap with exact top-k, softmax mass, and top-k's mass, of each head's attended rows.
 
-    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): rows behind those of k; attended: rows int32
-    (U, m) and their counts (U,), U = H, G or 1; None: all rows, which have no overlap. A head of at
-    most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
+    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): the rows after those of k. attended: rows
+    int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head
+    of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
     """
     from sparsekv_cli.cpu.attention.coverage import rate_rows
 

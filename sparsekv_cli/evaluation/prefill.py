@@ -95,7 +95,7 @@ def new_sequence(model: Model, method: Method) -> Sequence:
 
 
 class MethodPrefill(NamedTuple):
-    """What one method starts to decode from."""
+    """The start of one method's decoding."""
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
     sequence: Sequence
@@ -112,8 +112,8 @@ def prefills(
 ) -> Iterator[MethodPrefill]:
     """One ``prefill_all`` for all methods; where caches lie on a GPU, a prefill for each method.
 
-    On a GPU each method's kernels are tried first, and its caches must be released when the next
-    method's turn comes. A method that cannot run there is refused ahead of all prefills.
+    On a GPU each method's kernels are tried first. Its caches must be released before the next
+    method begins. A method that cannot run there is refused ahead of all prefills.
     """
     if model.engine.shares_prefill:
         together = prefill_all(model, methods, ids, n_steps=n_steps, progress=progress)
@@ -175,8 +175,8 @@ def prefill_each(
 ) -> Iterator[tuple[str, MethodPrefill]]:
     """``prefills`` by the names of the methods, of as many at once as half the memory holds.
 
-    What a method gets does not depend on the others: ``full``, which is not among the results
-    unless it is asked for, leads every prefill, so that prompts attend to rows in f16.
+    A method's result does not depend on the others. ``full`` leads every prefill, so that prompts
+    attend to rows in f16. It is among the results only if it is asked for.
     """
     if not model.engine.shares_prefill:
         started = prefills(model, list(methods.values()), ids, n_steps=n_steps, progress=progress)

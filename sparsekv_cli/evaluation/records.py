@@ -1,4 +1,4 @@
-"""A JSONL file of records, one a line, behind a line that says what all of them are of.
+"""A JSONL file of records, one a line, after a line that describes all of them.
 
 A record is written as soon as it is there, so that what was interrupted goes on where it ends.
 """
@@ -19,8 +19,8 @@ from sparsekv_cli.files import naming
 class Records(ABC):
     """The records by key: those of the file and new ones, which are written at once.
 
-    configuration: what all records have in common; None as a path: no file. SparseKVError for a
-    file of another configuration, or of something else. Half a line at its end is cut off.
+    configuration: what all records have in common; None as a path: no file. Raises SparseKVError
+    for a file of another configuration, or of something else. Half a line at its end is cut off.
     """
 
     command: ClassVar[str]  # whose file it is
@@ -56,12 +56,12 @@ class Records(ABC):
     @staticmethod
     @abstractmethod
     def key_of(record: Mapping[str, Any]) -> Any:
-        """What a record is of."""
+        """Returns the key of a record."""
 
     @staticmethod
     @abstractmethod
     def check(record: Mapping[str, Any]) -> None:
-        """KeyError, TypeError or ValueError for what does not say what it should."""
+        """Raises KeyError, TypeError or ValueError for fields that are missing or wrong."""
 
     def _check_head(self, line: bytes, expected: Mapping[str, Any]) -> None:
         try:

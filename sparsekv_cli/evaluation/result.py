@@ -1,4 +1,4 @@
-"""What a comparison says of one method: figures, their values token by token, recall by head."""
+"""The result of a comparison for one method: figures, values token by token, recall by head."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MethodResult:
     samples: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """The bootstrap interval of each figure that has a value a token."""
+        """Returns the bootstrap interval of each figure that has a value a token."""
         found = {}
         for figure, values in self.samples.items():
             low, high = interval(drawn_means(values))
@@ -65,7 +65,7 @@ def method_result(
     prefill_s: float,
     timed: range,
 ) -> MethodResult:
-    """What ``measured`` says of a method whose caches are ``layers``; timed: steps that count."""
+    """Returns the result of a method whose caches are ``layers``. timed: steps that count."""
     n_heads = max(1, sum(of_layer.n_head for of_layer in full_layers(c.spec for c in layers)))
     memory = [cache.memory() for cache in layers]
     by_step = measured.by_step

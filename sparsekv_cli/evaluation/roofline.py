@@ -1,10 +1,10 @@
 """The roofline of decoding: no step is faster than the memory that it must read.
 
-A token reads every weight once, of experts those that it chooses, and the KV rows that its method
-touches (counted by the ledger, not assumed); divided by a bandwidth measured in the same run with
-the same threads, that bounds the speed. Weights that stay in a cache of the CPU can be read faster
-than the bound. How many experts several sequences choose between them is an expectation
-(models/weights.py).
+A token reads every weight once and the KV rows that its method touches. Only the experts that it
+chooses are read. The ledger counts these rows. Divided by a bandwidth, these bytes bound the speed.
+The bandwidth is measured in the same run with the same threads. Weights that stay in a cache of the
+CPU can be read faster than the bound. How many experts several sequences choose between them is an
+expectation (models/weights.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE_PASSES = 5
 
 @dataclass(frozen=True)
 class Roofline:
-    """What bounds one test. Bytes a token; bandwidth in bytes a second."""
+    """The bounds of one test. Bytes a token; bandwidth in bytes a second."""
 
     weight_bytes: int
     kv_bytes: int
@@ -92,7 +92,7 @@ def _megabytes(n_bytes: int) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """Returns the processor's name as the system tells it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

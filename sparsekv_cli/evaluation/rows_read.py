@@ -1,4 +1,4 @@
-"""What the steps of a method read, as its caches count it."""
+"""The rows that the steps of a method read, as its caches count them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class RowsRead:
 
 
 def rows_read(layers: Sequence[LayerCache], n_steps: int) -> RowsRead:
-    """Of caches that have taken so many steps."""
+    """Returns the rows that caches have read in so many steps."""
     n_head = sum(spec.n_head for spec in full_layers(cache.spec for cache in layers))
     return RowsRead(total_counters(layers)["rows_attended"], n_steps * n_head)

@@ -9,12 +9,15 @@ from sparsekv_cli.option import did_you_mean, options_of
 
 
 def option_names(spec: str) -> list[str]:
-    """The options that the method of ``spec`` has."""
-    return list(options_of(method_class(spec.partition(":")[0])))
+    """Returns the options that the method of ``spec`` takes, also by their old names."""
+    method = method_class(spec.partition(":")[0])
+    return [*options_of(method), *method.renamed]
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """``budget=1%,5%`` -> the option and its values; ValueError says what is wrong.
+    """``budget=1%,5%`` -> the option and its values.
+
+    Raises ValueError, which says what is wrong.
 
     Values with commas in them, such as those of dense_layers, are parted by ``;``.
     """
@@ -30,7 +33,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 def swept(specs: Sequence[str], option: str, values: Sequence[str]) -> list[str]:
     """Each of ``specs`` once a value, if its method has the option and the text does not state it.
 
-    ``full``, the reference, stays as it is. ValueError if no method takes the option.
+    ``full``, the reference, stays as it is. Raises ValueError if no method takes the option.
     """
     found: list[str] = []
     is_used = False

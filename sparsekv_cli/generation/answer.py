@@ -12,7 +12,7 @@ STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "int
 
 @dataclass
 class Answer:
-    """What was generated.
+    """A generated answer.
 
     text: the answer; a stop string and what follows it is not part of it.
     tokens: the sampled ids, without the end-of-generation token that ended them.
@@ -42,7 +42,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The part of everything so far that can be shown now."""
+        """Returns the part of everything so far that can be shown now."""
         text = self._held + text
         found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:
@@ -54,6 +54,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when nothing follows any more."""
+        """Returns the text that was held back, when nothing follows any more."""
         held, self._held = self._held, ""
         return held

@@ -1,5 +1,7 @@
-"""The fields that a line of ``run --jsonl`` and a request of either protocol share: the sampling
-parameters, declared in sampling/params.py, the seed, and what an answer has to match.
+"""Fields that a line of ``run --jsonl`` and a request of either protocol share.
+
+They are the sampling parameters of sampling/params.py, the seed, and the format that an answer must
+match.
 """
 
 from __future__ import annotations
@@ -66,11 +68,13 @@ else:
 
 
 class AnswerFields(SamplingFields):
-    """What a user sets about an answer. What is missing is as on the command line.
+    """The user's settings of an answer.
+
+    A missing field has the value that it has on the command line.
 
     seed: -1 takes a random one. logit_bias: number added to the logit of a token, by the token's
-    id; -100 or less bans it. think_budget: most tokens
-    that are thought ahead of the answer. Of json_schema, grammar and regex there is at most one.
+    id; -100 or less bans it. think_budget: most tokens that are thought ahead of the answer. At
+    most one of json_schema, grammar and regex is given.
     """
 
     seed: Seed | None = None
@@ -89,7 +93,7 @@ class AnswerFields(SamplingFields):
         required: Mapping[str, Any] | None = None,
         read: Callable[[str, str], Grammar] | None = None,
     ) -> SamplingOptions:
-        """The sampling options; FieldError for a bad value.
+        """Returns the sampling options. Raises FieldError for a bad value.
 
         required: a JSON schema by the name of another field that asks for it. read: reads a
         grammar, as ``read_grammar`` does; by default that.

@@ -1,4 +1,7 @@
-"""What may follow in an answer: first the model thinks, free and bounded; then a grammar holds."""
+"""A constraint says which tokens may follow in an answer.
+
+The model first thinks, free and bounded. Then a grammar holds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class AnswerConstraint:
         self._phase = ANSWERS
 
     def copy(self) -> AnswerConstraint:
-        """The same for another answer, which begins; ``restart`` says with what."""
+        """Returns the same for another answer, which begins; ``restart`` says with what."""
         new = copy.copy(self)
         new._grammar = None if self._grammar is None else self._grammar.copy()
         return new
@@ -140,7 +143,10 @@ class AnswerConstraint:
             self._phase, self._forced = CLOSES, self._ids(self._thinking.closing(self._tail))
 
     def _thinkable(self, n_vocab: int) -> np.ndarray | None:
-        """What may follow in the thinking: no end of the answer where a grammar waits for it."""
+        """Returns the tokens that may follow in the thinking.
+
+        The answer may not end there if a grammar waits for it.
+        """
         assert self._thinking is not None
         if self._grammar is None:
             return None
@@ -171,5 +177,5 @@ class AnswerConstraint:
         ]
 
     def _ids(self, text: str) -> list[int]:
-        """The ids of a text with control tokens, within the answer."""
+        """Returns the ids of a text with control tokens, within the answer."""
         return self._tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)

@@ -18,7 +18,7 @@ CHATML_END = "<|im_end|>"
 
 
 def chat_template(metadata: Mapping[str, Any]) -> str | None:
-    """The model's chat template, None if it has none."""
+    """Returns the model's chat template, None if it has none."""
     template = metadata.get(TEMPLATE_KEY)
     if template is not None and not isinstance(template, str):
         raise SparseKVError(f"{TEMPLATE_KEY} is {type(template).__name__}, not a string")
@@ -26,7 +26,7 @@ def chat_template(metadata: Mapping[str, Any]) -> str | None:
 
 
 def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
-    """A conversation of one user message, after the system message if there is one."""
+    """Returns a conversation of one user message, after the system message if there is one."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": prompt}]
 
@@ -47,10 +47,10 @@ def encode_messages(
 
     continues: the last message is the beginning of the answer, which its text, without what was
     thought, goes on with. add_generation_prompt: the template ends with what begins an answer.
-    parse_special: control tokens such as ``<|im_end|>`` in the messages and tools are parsed, too,
-    not only those that the template writes. think: whether the model is to think first; None: as
-    the template has it. SparseKVError where the template leaves no choice. variables: of the
-    template, by name.
+    parse_special: control tokens such as ``<|im_end|>`` are also parsed in the messages and tools.
+    Otherwise only those that the template writes are parsed. think: whether the model is to think
+    first; None: as the template has it. Raises SparseKVError where the template leaves no choice.
+    variables: of the template, by name.
     """
     from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.history import fitted
@@ -93,7 +93,7 @@ def model_thinking(model: Model) -> Thinking | None:
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
-    """The template's variable for ``think``; SparseKVError if it has none."""
+    """Returns the template's variable for ``think``. Raises SparseKVError if it has none."""
     from sparsekv_cli.models.chat.thinking import switch_of
 
     if think is None:
@@ -120,8 +120,8 @@ def prompt_ids(
 ) -> list[int]:
     """The ids of a prompt: a text, after the system message if there is one, or a conversation.
 
-    Without ``raw`` the model's chat template is applied, if it has one. SparseKVError where a
-    message needs a template and there is none. The others are as ``encode_messages`` has them.
+    Without ``raw`` the model's chat template is applied, if it has one. Raises SparseKVError where
+    a message needs a template and there is none. The others are as ``encode_messages`` has them.
     """
     template = chat_template(model.gguf.metadata)
     if template is None:
@@ -155,7 +155,7 @@ def continues_last(
     """Whether an answer goes on with the last message, which is so where that is the assistant's.
 
     continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None: not
-    said. SparseKVError where they contradict each other or the messages.
+    said. Raises SparseKVError where they contradict each other or the messages.
     """
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get("tool_calls")
@@ -171,7 +171,7 @@ def continues_last(
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:
-    """The text of a special token; empty if the model has no such token."""
+    """Returns the text of a special token; empty if the model has no such token."""
     if token is None or token < 0:
         return ""
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")

@@ -48,7 +48,7 @@ class Fields(BaseModel):
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
-    """FieldError for an object of very many fields."""
+    """Raises FieldError for an object of very many fields."""
     if len(values) > MAX_FIELDS:
         raise FieldError(
             "", f"an object has {len(values)} fields: expected at most {MAX_FIELDS} of them"
@@ -64,10 +64,10 @@ Many = Annotated[
 
 
 def read_json(data: bytes | bytearray) -> Any:
-    """A JSON value in UTF-8, after a byte order mark or none.
+    """Returns a JSON value in UTF-8, after a byte order mark or none.
 
-    Raises FieldError for anything else: for NaN, for a number that no f64 holds, and for a text
-    with half a surrogate pair, which cannot be encoded.
+    Raises FieldError for anything else. It also raises it for NaN and for a number that no f64
+    holds. A text with half a surrogate pair is refused too, because it cannot be encoded.
     """
     try:
         value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
@@ -82,7 +82,7 @@ def read_json(data: bytes | bytearray) -> Any:
 
 
 def read_object(data: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object, as ``read_json`` reads it; FieldError for another value."""
+    """Returns a JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
     values = read_json(data)
     if not isinstance(values, dict):
         raise FieldError("", f"expected an object, found {type(values).__name__}")
@@ -90,7 +90,7 @@ def read_object(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def read_fields(kind: type[F], values: Mapping[str, Any]) -> F:
-    """``values`` as a model. FieldError names the first field that is not as expected."""
+    """Returns ``values`` as a model. Raises FieldError, which names the first bad field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -185,7 +185,7 @@ def shown(value: Any) -> str:
 
 
 def as_texts(value: Any) -> Any:
-    """A text, or a list of texts, as a tuple."""
+    """Returns a text, or a list of texts, as a tuple."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
         raise ValueError("expected a text or a list of texts, none of them empty")

@@ -1,8 +1,8 @@
 """Reads the grammars of requests in a process of its own, which ends if one takes too long.
 
 llguidance has no limit of time, and nothing else ends its work: some schemas of a hundred bytes
-take minutes. ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS`` is that process. It
-answers each line of stdin, a JSON list of kind and text, with a line of stdout:
+take minutes. ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS`` is that process.
+Each line of stdin is a JSON list of kind and text. The process answers it with a line of stdout:
 {"definition": text} or {"error": text}.
 """
 
@@ -41,7 +41,7 @@ class GrammarTrial:
         self.read = lru_cache(N_KNOWN)(self._read)
 
     def _read(self, kind: str, text: str) -> Grammar:
-        """As ``read_grammar``; SparseKVError also for a grammar that takes too long."""
+        """See ``read_grammar``. Raises SparseKVError also for a grammar that takes too long."""
         if not self._places.acquire(blocking=False):
             raise BusyError("the grammars of other requests are read: try again later")
         try:
@@ -92,7 +92,7 @@ class GrammarTrial:
 
 
 def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The next line of a process, which is ended if there is none in time."""
+    """Returns the next line of a process, which is ended if there is none in time."""
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
     timer.start()

@@ -39,14 +39,14 @@ class LogProbs:
         return token
 
     def of(self, answer: Answer) -> list[dict[str, Any]]:
-        """An entry for each token of the answer, which began with the first call.
+        """Returns an entry for each token of the answer, which began with the first call.
 
         ``bytes`` are the token's own; its text replaces a part of a character.
         """
         return self._entries[: len(answer.tokens)]
 
     def since(self, n: int) -> list[dict[str, Any]]:
-        """The entries behind the first n."""
+        """Returns the entries after the first n."""
         return self._entries[n:]
 
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:

@@ -12,9 +12,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The conversation as templates take it: texts, and arguments of calls as objects.
+    """Returns the conversation as templates take it: texts, and arguments of calls as objects.
 
-    FieldError names what is not as expected.
+    Raises FieldError, which names what is not as expected.
     """
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
@@ -38,7 +38,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def content_text(where: str, content: Any) -> str:
-    """A message's text: itself, or its parts of type text."""
+    """Returns a message's text: itself, or its parts of type text."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -25,11 +25,11 @@ N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What the user set; what is missing comes from the model file or from llama.cpp's defaults.
+    """The user's settings. A missing one comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: what every answer has to match, from the first token behind the thinking on.
-    think_budget: most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
+    grammar: the grammar of every answer, from the first token after the thinking on. think_budget:
+    most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
     """
 
     explicit: Mapping[str, Any]
@@ -38,8 +38,8 @@ class SamplingOptions:
     think_budget: int | None = None
 
 
-# Of options, of the markers of thinking (None where nothing is thought) and of whether the model is
-# to think (None: as its template has it): what may follow in an answer, None: anything.
+# Makes a constraint of an answer from the options, the markers of thinking (None: the model does
+# not think) and whether the model is to think (None: its template says). None allows anything.
 MakeConstraint = Callable[
     [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
 ]
@@ -51,12 +51,15 @@ def new_constraint(
     thinking: Thinking | None,
     think: bool | None = None,
 ) -> AnswerConstraint | None:
-    """What may follow in a model's answers, as a MakeConstraint says it."""
+    """Returns the constraint of a model's answers, as MakeConstraint says."""
     return constraint_maker(model.tokenizer)(sampling, thinking, think)
 
 
 def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
-    """What makes constraints for a model, whose vocabulary is read once, for the first of them."""
+    """Returns a function that makes constraints for a model.
+
+    The first constraint reads the vocabulary once for all.
+    """
     from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
 
@@ -95,7 +98,7 @@ def new_sampler(
     seed: int | None,
     constraint: AnswerConstraint | None = None,
 ) -> Sample:
-    """The sampler for a model: the user's values, the file's, then the defaults.
+    """Returns the sampler for a model: the user's values, the file's, then the defaults.
 
     seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
     """

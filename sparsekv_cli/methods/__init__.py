@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import Field
 from importlib import import_module
@@ -28,7 +29,7 @@ METHODS = {
 
 
 def method_class(name: str) -> type[Method]:
-    """The class behind a name; ValueError lists the names."""
+    """Returns the class of a method. Raises ValueError, which lists the names."""
     if name not in METHODS:
         close = did_you_mean(name, METHODS)
         raise ValueError(f"unknown method {name!r}{close}: choose from {', '.join(METHODS)}")
@@ -37,7 +38,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def calibrated_methods() -> list[str]:
-    """The names of all methods that need a calibration."""
+    """Returns the names of all methods that need a calibration."""
     return [name for name in METHODS if method_class(name).needs == CALIBRATION]
 
 
@@ -50,9 +51,11 @@ def build_method(
     cache_type_k: str | None = None,
     cache_type_v: str | None = None,
 ) -> Method:
-    """A method from command-line text; ValueError names what is wrong and lists the options.
+    """Returns a method from command-line text.
 
-    ``preset`` is applied first, so that other options change it.
+    ``preset`` is applied first, so that other options change it. An option may have its old name: a
+    FutureWarning says the name that it has now. Raises ValueError, which says what is wrong and
+    lists the options.
     """
     cls = method_class(name)
     given = dict(options)
@@ -67,6 +70,12 @@ def build_method(
             if key in given:
                 raise ValueError(f"{key} is given twice, as an option and with -o")
             given[key] = value
+    for old in given.keys() & cls.renamed.keys():
+        new = cls.renamed[old]
+        if new in given:
+            raise ValueError(f"{new} is given twice, once by its old name {old}")
+        given[new] = given.pop(old)
+        warnings.warn(f"option {old} of {name} is now called {new}", FutureWarning, stacklevel=2)
     known = options_of(cls)
     for key in given:
         if key not in known:
@@ -81,7 +90,7 @@ def build_method(
 
 
 def _parse(declared: Field[Any], text: str) -> Any:
-    """``text`` as an option; ValueError names the option and what it takes."""
+    """``text`` as an option. Raises ValueError, which names the option and what it takes."""
     if isinstance(declared.default, Budget):
         return Budget.parse(text)
     if isinstance(declared.default, tuple):
@@ -90,7 +99,7 @@ def _parse(declared: Field[Any], text: str) -> Any:
 
 
 def stated_options(method: Method) -> dict[str, str]:
-    """The options that are not the defaults, as ``build_method`` takes them."""
+    """Returns the options that are not the defaults, as ``build_method`` takes them."""
     stated = {}
     for name, declared in options_of(method).items():
         value = getattr(method, name)
@@ -119,7 +128,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def _describe(declared: Field[Any]) -> dict[str, Any]:
-    """An option by name, type, default and help, and the choices or bounds that it has."""
+    """Returns an option by name, type, default and help, and the choices or bounds that it has."""
     default = declared.default
     if isinstance(default, (Budget, tuple)):
         default = str(default) if isinstance(default, Budget) else list(default)

@@ -1,4 +1,4 @@
-"""What a KV-cache method is: its options, and the cache that it makes of a layer."""
+"""The base of the KV-cache methods: a method's options, and the caches that it makes of layers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ class Method(ABC):
     holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
-    # What a query head does for itself in a sparse step, in rows of a dense one (depth.py); 0 for a
+    # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
     # method that is never sparse, or that does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
     # Values of options by the name of a preset; what the user sets changes them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    renamed: ClassVar[dict[str, str]] = {}  # old names of options, and their names now
 
     dense_layers: tuple[int, ...] = option((0, 1), DENSE_HELP)
     cache_type_k: str = option("f16", _CACHE_TYPE_HELP.format("K"), choices=CACHE_TYPES)
     cache_type_v: str = option("f16", _CACHE_TYPE_HELP.format("V"), choices=CACHE_TYPES)
 
     def __post_init__(self) -> None:
-        """ValueError for an option that is not as declared, or a type of rows it cannot read."""
+        """Raises ValueError for a wrong value, or a type of rows that the method cannot read."""
         check_options(self)
         for key in ("cache_type_k", "cache_type_v"):
             value = getattr(self, key)
@@ -62,12 +63,12 @@ class Method(ABC):
 
     @property
     def n_queried(self) -> int | None:
-        """Last tokens of a prompt whose queries the method needs beside all rows; None: all."""
+        """The last tokens of a prompt whose queries the method needs; None means all tokens."""
         return 0
 
     @property
     def name(self) -> str:
-        """As on the command line: the file of the method in methods/."""
+        """The name on the command line. It is also the name of the method's file in methods/."""
         return type(self).__module__.rpartition(".")[2]
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
@@ -77,8 +78,8 @@ class Method(ABC):
     def is_dense(self, spec: LayerSpec) -> bool:
         """Whether the layer is dense, by default or because the user says so, or of another kind.
 
-        The user names layers by the numbers that they have in the model; the default names the
-        first or last full ones.
+        The user names layers by their numbers in the model. The default names the first or last
+        full layers.
         """
         at, n = spec.layer, spec.n_layer
         if spec.n_full and self.dense_layers == type(self).dense_layers:
@@ -86,7 +87,7 @@ class Method(ABC):
         return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
     def check_layers(self, kinds: Sequence[str]) -> None:
-        """SparseKVError for a layer that the user names and no method changes.
+        """Raises SparseKVError for a layer that the user names and no method changes.
 
         kinds: of the model's layers.
         """
@@ -107,7 +108,7 @@ class Method(ABC):
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """The cache of one layer, which is the method's own in a full layer."""
+        """Returns the cache of one layer, which is the method's own in a full layer."""
         spec = self.layer_spec(spec)
         if spec.kind != FULL:
             return CACHES[spec.kind](spec)
@@ -120,7 +121,7 @@ class Method(ABC):
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
-        """The method's own cache of one layer."""
+        """Returns the method's own cache of one layer."""
 
     def used(self) -> Sequence[Method]:
         """Other methods whose kernels this one calls, so that they are compiled too."""
@@ -135,13 +136,14 @@ class Method(ABC):
         raise NotImplementedError
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-        """What the arrays of ``calibrate`` must be for these layers, by name.
+        """Returns the shapes and types that the arrays of ``calibrate`` must have for these layers,
+        by name.
 
         A file with other arrays is refused ahead of their use.
         """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The options as JSON-able values."""
+        """Returns the options as JSON-able values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Budget) else v for k, v in values.items()}

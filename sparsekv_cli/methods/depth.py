@@ -1,15 +1,15 @@
 """From which depth on a method is sparse: where that is cheaper than to attend to all rows.
 
-A dense step reads a row once for all query heads of its kv group. A sparse step has other work,
-most of which every query head has for itself and which hardly grows with the context: it searches
-an index, scores candidates and gathers the rows that it has chosen from all over the cache. So it
-pays where the context is longer than
+A dense step reads a row once for all query heads of its kv group. A sparse step has other work. It
+searches an index, scores candidates and gathers the chosen rows from all over the cache. Most of
+this work is done for every query head and hardly grows with the context. A sparse step pays where
+the context is longer than
 
     heads of a group x rows that a dense step could read in the time of one head's own work.
 
 The second factor is a constant of each method, ``Method.work_of_a_head``. It was measured on a CPU
-with the default budget, rounded up, and is not measured again: the same command gives the same
-text. docs/methods.md has the figures.
+with the default budget, and rounded up. It is not measured again, so that the same command gives
+the same text. docs/methods.md has the figures.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
     return method.work_of_a_head * max((spec.group for spec in full_layers(specs)), default=0)
 
 
-def dense_up_to(method: Any, n: int) -> Method:
-    """``method``, which must have such a depth, with a budget that covers contexts of n rows."""
-    return replace(method, budget=replace(method.budget, covers=n))
+def with_sparse_from(method: Any, n: int) -> Method:
+    """Returns ``method``, which must have such a depth, with a budget of all rows up to n."""
+    return replace(method, budget=replace(method.budget, sparse_from=n))

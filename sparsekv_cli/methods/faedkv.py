@@ -1,7 +1,7 @@
 """FAEDKV: "Infinite-Window Fourier Transform for Unbiased KV Cache Compression" (Li et al.).
 
 Between the sinks and the recent tokens, K and V are kept as some of their frequencies along the
-tokens; the coefficients are their only copy. An ablation study, done once a model, decides which
+tokens. The coefficients are their only copy. An ablation study, done once a model, decides which
 frequencies a layer keeps, and how many.
 
 | paper | here |
@@ -14,10 +14,10 @@ frequencies a layer keeps, and how many.
 
 Departures; docs/methods.md has their reasons and figures:
 (1) Eq 9 as printed reverses time and puts new tokens on the indices of old ones.
-    ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N, in f32,
-    eight tokens at a time, and begins a new basis when one is full; it is slow, in numpy.
-    ``update=block`` (default) keeps aged tokens exact until a block of them is transformed at
-    once, in f16.
+    ``update=additive`` adds X[k] += x_n e^(-2 pi i k n / N) in a basis of fixed length N. It works
+    in f32, eight tokens at a time. It begins a new basis when one is full. It is slow, in numpy.
+    ``update=block`` (default) keeps aged tokens exact until a block of them is transformed at once,
+    in f16.
 (2) Eq 13's second K~ is V~.
 (3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
 (4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution.
@@ -104,10 +104,10 @@ class FAEDKV(Method):
 
 
 class _Start(NamedTuple):
-    """What a cache holds when a prefill has ended, at n rows.
+    """The state of a cache at the end of a prefill of n rows.
 
-    rows: a copy of the exact ones; None while no row has been transformed since, so that they lie
-    in ``store``. mark: of the spectrum; None if there was none.
+    rows: a copy of the exact ones. None means that no row has been transformed since, and that they
+    lie in ``store``. mark: of the spectrum; None if there was none.
     """
 
     n: int
@@ -153,7 +153,7 @@ class FAEDKVCache(LayerCache):
     # --- prefill ------------------------------------------------------------------------------
 
     def extend(self, x: AttnInput) -> Any:
-        """As LayerCache.extend; tokens in the spectrum take part as reconstructed from it."""
+        """See LayerCache.extend. Tokens in the spectrum take part as their reconstruction."""
         if self.spectrum is None:
             return super().extend(x)
         if self._whole is None:

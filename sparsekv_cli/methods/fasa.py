@@ -2,7 +2,7 @@
 
 RoPE turns the dims of a head in pairs, the frequency chunks. A few of them, found once by
 calibration, rank the keys nearly as the whole head does. Each step scores all keys by the dominant
-chunks of their kv head, and each query head attends exactly to its best N_fac keys.
+chunks of their kv head. Each query head attends exactly to its best N_fac keys.
 
 | paper | here |
 |---|---|
@@ -17,8 +17,8 @@ Departures; docs/methods.md has their reasons and figures:
 (2) The query heads of a kv head share one set of chunks, because its keys are stored once.
 (3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they need not be).
 (4) The dominant part of an attended key's score is not computed twice.
-(5) A context within N_fac is stored and attended to as by ``full``; K is split when the context
-    outgrows N_fac, and whole during a prefill.
+(5) A context within N_fac is stored and attended to as ``full`` does it. K is whole during a
+    prefill. It is split when the context outgrows N_fac.
 (6) Layers have numbers of chunks of their own, with the same sum (``allocation``).
 ``preset=paper``: CA, d/4 chunks in all layers, nothing forced, no dense layers.
 """
@@ -84,7 +84,7 @@ class FASA(Method):
     )
     variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows."""
         return n <= self.budget.rows(n)
 
@@ -139,14 +139,14 @@ class FASACache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        if not self.method.covers(self.store.n + 1):
+        if not self.method.is_dense_at(self.store.n + 1):
             self.store.split()
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
-        if self.method.covers(n):
+        if self.method.is_dense_at(n):
             store.join()  # it was split if a rewind has made the context as short as this
             store.append_row(x.k, x.v)
             return self.attend_all(x.q)
@@ -172,9 +172,9 @@ class FASACache(LayerCache):
     def memory(self) -> Memory:
         """With variant m Kdom counts as the device's memory, Krest and V as its host's.
 
-        That is how it would be on a GPU; here all of it is host memory. bytes_moved likewise: Krest
-        and V of the rows that a step attends to, once a kv head; device/methods/fasa.py keeps some
-        of them. A context within N_fac counts as the device's whole.
+        This is the split on a GPU; here all of it is host memory. bytes_moved counts Krest and V of
+        the rows that a step attends to, once a kv head. device/methods/fasa.py keeps some of them
+        on the device. A context within N_fac counts as the device's whole.
         """
         store = self.store
         if self.method.variant == "c":

@@ -1,7 +1,7 @@
 """FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
 
-Attention reads sinks, a window and a few pages between them, chosen with the query of the step
-before, so that choosing and fetching them is done ahead. Where a query has turned away from the one
+Attention reads sinks, a window and a few pages between them. The query of the step before chooses
+the pages, so that they are chosen and fetched ahead. Where a query has turned away from the one
 before, its kv head chooses again, with the query itself. All other pages lie in a pool.
 
 | paper | here |
@@ -21,8 +21,8 @@ Departures; docs/methods.md has their reasons and figures:
 (3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
 (4) A recall converts as it copies, without the paper's two buffers.
 (5) Without a core to spare (``overlap``) nothing is done ahead; the results are the same.
-(6) On a CPU, pages are summarised again in groups of 8; where the best groups hold less than half
-    of the pages, only their pages are scored (``groups``).
+(6) On a CPU, pages are summarised again in groups of 8. If the best groups hold less than half of
+    the pages, only their pages are scored (``groups``).
 (7) Sinks and window take a quarter of the budget each at most.
 (8) While the budget covers the context, or no page has left the window, attention is dense.
 On a CPU the device's memory is the host's: a recall is a copy within it.
@@ -115,7 +115,7 @@ class FreeKV(Method):
         return 1
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
-        """The pages that a step of n rows, its own included, attends to; None: all rows.
+        """Returns the pages that a step of n rows, its own included, attends to; None: all rows.
 
         n_sink: the sinks' pages if they are settled already. If the budget is a share, the window
         and the number of chosen pages grow with the context.
@@ -145,7 +145,7 @@ class FreeKV(Method):
         return math.inf if self.tau > 1 else self.tau
 
     def overlaps(self, n_threads: int) -> bool:
-        """Whether to choose pages on a second thread, beside the decoder's."""
+        """Whether to choose pages on a second thread, next to the decoder's."""
         if not self.speculate or self.threshold == math.inf or self.overlap == "false":
             return False
         return self.overlap == "true" or self._n_core > n_threads
@@ -330,7 +330,7 @@ class FreeKVCache(LayerCache):
         return Memory(host=host + cache.pool_bytes, device=cache.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernels, added to the dense ones."""
+        """Returns the steps counted by the kernels, added to the dense ones."""
         self._wait()
         total = [int(count) for count in self._statistics.sum(0)]
         group, width = self.spec.group, padded(self.spec.head_dim)

@@ -2,7 +2,7 @@
 
 Every key collects the attention that queries pay to it. A cache of fixed size keeps the keys that
 collected most and the most recent ones, half of each. A step that adds a row drops another one for
-good, so memory and work of a step do not grow with the text.
+good. Memory and work of a step do not grow with the text.
 
 | paper | here |
 |---|---|
@@ -12,12 +12,12 @@ good, so memory and work of a step do not grow with the text.
 
 Departures; docs/methods.md has their reasons:
 (1) The query heads of a kv head share one choice, by the sum of their scores.
-(2) Sinks are kept beside the budget.
+(2) Sinks are kept in addition to the budget.
 (3) A row is dropped after the step that makes it too many, so that the next step's row fits.
 (4) ``window`` sums only the last queries of a prefill.
 (5) A later prefill, a turn of a chat, is dense over the rows that are left and its own.
-(6) Summed attention cannot be taken back: a sequence goes back to the end of its last prefill, of
-    which a copy is kept, or is read again.
+(6) Summed attention cannot be taken back. A sequence goes back to the end of its last prefill,
+    which is copied, or it is read again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class H2O(Method):
 
 
 class _Held(NamedTuple):
-    """What a cache holds after n rows."""
+    """The state of a cache after n rows."""
 
     n: int
     store: KVStore
@@ -178,7 +178,7 @@ class H2OCache(EvictingCache):
 
 
 def _widened(old: np.ndarray, n: int) -> np.ndarray:
-    """``old`` (G, m) with zeros behind, (G, n)."""
+    """Returns ``old`` (G, m) with zeros after it, (G, n)."""
     new = np.zeros((len(old), n), old.dtype)
     new[:, : old.shape[1]] = old
     return new

@@ -1,8 +1,8 @@
 """LFPS: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao, Wang).
 
-A head's past attention predicts its next: one table by position (vertical pattern), one by distance
-(slash pattern). Each step takes candidates from the tables, scores only those exactly, attends to
-the best, and feeds the weights back.
+A head's past attention predicts its next. One table is by position (vertical pattern), one by
+distance (slash pattern). Each step takes candidates from the tables and scores only these exactly.
+It attends to the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
@@ -16,11 +16,10 @@ the best, and feeds the weights back.
 Departures; docs/methods.md has their reasons and figures:
 (1) A bypassed head returns the mean of sinks, local rows and the mean value, by their masses.
 (2) The slash table is indexed by distance, so that nothing is shifted.
-(3) By default neighbours are not filtered, more recent rows are candidates, and the variance of a
-    score comes from the covariance of the keys.
+(3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3, the paper's .2.
-(6) Layer 0 is dense; beyond ``dense_rows`` rows it attends to 1024 rows in pages, as Quest does.
+(6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.
 (7) The budget is at most 256 rows.
 (8) The mean of eq 8 is over at most ``horizon`` entries.
 (9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
@@ -53,10 +52,10 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import Quest, QuestCache
 from sparsekv_cli.option import option
 
-ALL = np.float32(1e30)  # a log-sum-exp beside which no other rows count
+ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
 NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
-PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``dense_rows``
+PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
 SHARED = 0.855, 2  # what each other head that shares candidates adds to the factor of a; most such
@@ -69,11 +68,12 @@ class LFPS(Method):
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
     work_of_a_head: ClassVar[int] = 1280
+    renamed: ClassVar[dict[str, str]] = {"dense_rows": "pages_from"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {
             "budget": DEFAULT_BUDGET,
-            "dense_rows": 0,
+            "pages_from": 0,
             "scored_by": "head",
             "expand": "filtered",
             "recent": 8,
@@ -87,7 +87,7 @@ class LFPS(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
-    dense_rows: int = option(
+    pages_from: int = option(
         4096, "rows beyond which dense layers on the host choose pages; 0 = never", at_least=0
     )
     preset: str = option("tuned", "other options change it", choices=tuple(presets))
@@ -132,10 +132,10 @@ class LFPS(Method):
         return LFPSCache(spec, self)
 
     def dense_layer(self, spec: LayerSpec) -> LayerCache:
-        if not self.dense_rows:
+        if not self.pages_from:
             return super().dense_layer(spec)
         pages = replace(PAGES, budget=self.budget.at_least(PAGES.budget.rows(1)))
-        return DenseThenPages(spec, pages, self.dense_rows)
+        return DenseThenPages(spec, pages, self.pages_from)
 
     def used(self) -> Sequence[Method]:
         return (PAGES,)
@@ -144,20 +144,20 @@ class LFPS(Method):
 class DenseThenPages(QuestCache, DenseCache):
     """A dense layer: it attends to all rows while that is cheaper than choosing pages."""
 
-    def __init__(self, spec: LayerSpec, pages: Quest, dense_rows: int) -> None:
+    def __init__(self, spec: LayerSpec, pages: Quest, pages_from: int) -> None:
         super().__init__(spec, pages)
-        self._dense_rows = dense_rows
+        self._pages_from = pages_from
         self.attends_to_some = False
 
-    def selects_all(self, n: int) -> bool:
-        return n <= self._dense_rows or super().selects_all(n)
+    def is_dense_at(self, n: int) -> bool:
+        return n <= self._pages_from or super().is_dense_at(n)
 
     def finish_prefill(self) -> None:
         super().finish_prefill()
-        self.attends_to_some = not self.selects_all(self.store.n + 1)
+        self.attends_to_some = not self.is_dense_at(self.store.n + 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             return super().decode(x)
         return DenseCache.decode(self, x)
 
@@ -202,30 +202,30 @@ class LFPSCache(LayerCache):
             spec.n_threads,
         )  # fmt: skip
         self._scout = scout.Scout(n_kv, width) if method.scout else None
-        self.lse = np.empty(0, np.float32)  # see ``leave_sinks``
-        self._learns_later = False
-        self._to_learn = 0  # rows behind the step that is still to be learnt from; 0: none
+        self.lse = np.empty(0, np.float32)  # see ``exclude_sinks``
+        self._updates_later = False
+        self._n_pending = 0  # rows after the step whose update is still to be done; 0: none
         self._marked = 0  # rows of the step whose candidates are marked already; 0: none
 
-    def leave_sinks(self) -> None:
+    def exclude_sinks(self) -> None:
         """From now on ``decode`` leaves the sinks out of its output; a device attends to them.
 
         ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
         includes. After a dense step, whose output includes the sinks, it is ALL.
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
-        self._step.leave_sinks(self.lse)
+        self._step.exclude_sinks(self.lse)
 
-    def learn_later(self) -> None:
-        """From now on ``decode`` leaves eq 10 to ``learn``, and eq 7 and 8 of the next step."""
-        self._learns_later = True
-        self._step.learn_later()
+    def update_later(self) -> None:
+        """From now on ``decode`` leaves eq 10 to ``end_step``, and eq 7 and 8 of the next step."""
+        self._updates_later = True
+        self._step.update_later()
 
-    def learn(self) -> None:
-        n, self._to_learn = self._to_learn, 0
+    def end_step(self) -> None:
+        n, self._n_pending = self._n_pending, 0
         if not n:
             return
-        self._step.learn()
+        self._step.update_tables()
         self._n_indexed = n
         self._prepare(n + 1, self.method.budget.rows(n + 1))
         self._step.mark()
@@ -249,7 +249,7 @@ class LFPSCache(LayerCache):
     def finish_prefill(self) -> None:
         """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
         self._queries.finish_prefill(self.store.n)
-        if not self._covers(self.store.n + 1):
+        if not self._is_dense_at(self.store.n + 1):
             self._start()
 
     def _start(self) -> None:
@@ -292,19 +292,19 @@ class LFPSCache(LayerCache):
         codes.code(lambda i, j: keys.rotated(keys.read(store.k[:, i:j])), store.n)
         self._step.use_scout(codes, self.method.scout)
 
-    def _covers(self, n: int) -> bool:
+    def _is_dense_at(self, n: int) -> bool:
         """Whether the budget covers a context of n rows, so that attention is dense."""
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def decode(self, x: AttnInput) -> np.ndarray:
         store, spec = self.store, self.spec
         n = store.n + 1
-        if self._covers(n):
+        if self._is_dense_at(n):
             store.append_row(x.k, x.v)
             self._queries.record(x.q, n)
             self.lse[:] = ALL
             return self.attend_all(x.q)
-        if self._n_indexed != store.n:  # behind dense steps, or a rewind
+        if self._n_indexed != store.n:  # after dense steps, or a rewind
             self._start()
         if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
             store.append_row(x.k, x.v)
@@ -317,15 +317,15 @@ class LFPSCache(LayerCache):
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = (attended, np.zeros(spec.n_head, np.int64))
             self._step.trace(*self.attended)
-        self._n_indexed = self._marked = self._to_learn = 0  # should the step be interrupted
+        self._n_indexed = self._marked = self._n_pending = 0  # should the step be interrupted
         try:
             keys, values = store.k_type, store.v_type
             self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
         finally:
             self._step.untrace()
         store.n = n
-        if self._learns_later:
-            self._to_learn = n
+        if self._updates_later:
+            self._n_pending = n
         else:
             self._n_indexed = n
         return store.v_type.rotated(out)
@@ -351,8 +351,8 @@ class LFPSCache(LayerCache):
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
-        if n < max(self._n_indexed, self._to_learn):  # steps have changed the tables
-            self._n_indexed = self._marked = self._to_learn = 0
+        if n < max(self._n_indexed, self._n_pending):  # steps have changed the tables
+            self._n_indexed = self._marked = self._n_pending = 0
         for moments in self._moments:
             if n < N_SINKS + moments.n[0]:  # of rows that are gone
                 moments.n[0] = 0
@@ -365,7 +365,7 @@ class LFPSCache(LayerCache):
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernel, added to the dense ones."""
+        """Returns the steps counted by the kernel, added to the dense ones."""
         total = self._statistics.sum(0)
         scored, attended = int(total[search.SCORED]), int(total[search.ATTENDED])
         counts = self.ledger.counts.copy()

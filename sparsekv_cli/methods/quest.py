@@ -1,7 +1,7 @@
 """Quest: "Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., 2024).
 
 Rows are read in pages. For each page the smallest and largest key element of every channel are
-kept; they bound what any key of the page can score. A step reads the pages with the highest bounds.
+kept. They bound the score of any key of the page. A step reads the pages with the highest bounds.
 
 | paper | here |
 |---|---|
@@ -11,9 +11,9 @@ kept; they bound what any key of the page can score. A step reads the pages with
 
 Departures; docs/methods.md has their reasons:
 (1) The query heads of a kv head share its pages, chosen by the group's largest score.
-(2) Sinks are attended to beside the budget, and page 0 is summarised without them.
-(3) The page of the current token is always read and counts in the budget; what is left of the
-    budget is rounded down to whole pages.
+(2) Sinks are attended to in addition to the budget. Page 0 is summarised without them.
+(3) The page of the current token is always read and counts in the budget. The rest of the budget is
+    rounded down to whole pages.
 (4) ``summary=meanstd`` scores q . mean + |q| . std instead of a bound.
 (5) While the budget covers the context, attention is dense.
 (6) Keys stored as q8_0 are rounded to f16 for the summaries.
@@ -68,7 +68,7 @@ class QuestCache(SelectingCache):
         self._hi, self._lo = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
 
     def finish_prefill(self) -> None:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             self._summarise((self.store.n - 1) // self.method.page)
 
     def _summarise(self, n_page: int) -> None:
@@ -99,7 +99,7 @@ class QuestCache(SelectingCache):
             grown.append(new)
         self._hi, self._lo = grown
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

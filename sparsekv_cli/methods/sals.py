@@ -1,8 +1,8 @@
 """SALS: "Sparse Attention in Latent Space for KV Cache Compression" (Mu et al.).
 
-Pre-RoPE keys of all kv heads of a token become one latent of rank r; values become 4 or 2 bits. A
-step scores the first r* columns of all latents, reconstructs the best rows with RoPE at their
-position, and attends to them, to the sinks and to the recent window, which stay exact.
+The pre-RoPE keys of all kv heads of a token become one latent of rank r. Values become 4 or 2 bits.
+A step scores the first r* columns of all latents. It reconstructs the best rows with RoPE at their
+position. It attends to them, to the sinks and to the recent window, which stay exact.
 
 | paper | here |
 |---|---|
@@ -15,9 +15,9 @@ position, and attends to them, to the sinks and to the recent window, which stay
 Departures; docs/methods.md has their reasons and figures:
 (1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries. The weights are
     alike within a pair, so they commute with RoPE.
-(2) ``score=brope``: latents are scored in blocks of 128 tokens with queries rotated to the block's
-    distance, by bytes; a softmax a head, summed over heads; its sums include the exact rows, and
-    are taken over a quarter of the latents.
+(2) ``score=brope``: latents are scored in blocks of 128 tokens, by bytes, with queries rotated to
+    the block's distance. Each head has a softmax, which is summed over heads. The sums include the
+    exact rows and a quarter of the latents.
 (3) Sinks stay exact (``exact_sinks``).
 (4) Values are quantised per token in groups of 32 channels.
 (5) The window is exact, not half compressed.
@@ -126,7 +126,7 @@ class SALS(Method):
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return SALSCache(spec, self)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether budget, sinks and window cover a context of n rows."""
         return n <= self.sinks + self.window + self.budget.rows(n)
 
@@ -145,7 +145,7 @@ def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
 
 
 class _Start(NamedTuple):
-    """What a cache holds when a prefill has ended, at n rows.
+    """The state of a cache at the end of a prefill of n rows.
 
     n_latent: rows that are latents; None: all n rows are in ``store``. rows: a copy of the exact
     rows; None if n_latent is None and they still lie in ``store``.
@@ -219,7 +219,7 @@ class SALSCache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        if self._latents is not None or not self.method.covers(self.store.n):
+        if self._latents is not None or not self.method.is_dense_at(self.store.n):
             self._compress()
         self._start = _Start(self.n)
         if self._latents is not None:
@@ -274,7 +274,7 @@ class SALSCache(LayerCache):
 
     def decode(self, x: AttnInput) -> np.ndarray:
         if self._latents is None:
-            if self.method.covers(self.store.n + 1):
+            if self.method.is_dense_at(self.store.n + 1):
                 return self._decode_dense(x)
             if self._start.n_latent is None:
                 self._start = self._start._replace(rows=self.store.copy(self._start.n))
@@ -291,7 +291,7 @@ class SALSCache(LayerCache):
             n_latent += 1
             latents.reserve(n_latent)
             self.ledger.counts["rows_encoded"] += 1
-        start = first + n_latent  # of the exact rows behind the latents
+        start = first + n_latent  # of the exact rows after the latents
         exact_rows = np.concatenate([self._sinks, self._slots_of(start, n)])
         n_front = min(method.sinks - first, n_latent)
         n_back = max(0, start - max(first, n - method.window))
@@ -333,7 +333,7 @@ class SALSCache(LayerCache):
             self._restart(start.rows)
             return n
         exact_from = max(n - self.method.window, first)
-        if self.method.covers(n) or self._ring_from > exact_from:
+        if self.method.is_dense_at(n) or self._ring_from > exact_from:
             return 0
         if n < start.n:
             self._start = NO_START

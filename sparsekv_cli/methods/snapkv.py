@@ -1,6 +1,6 @@
 """SnapKV: "LLM Knows What You are Looking for Before Generation" (Li et al., arXiv:2404.14469).
 
-After a prompt each kv head keeps the rows that the prompt's last queries attended to most, and
+After a prompt each kv head keeps the rows to which the prompt's last queries attended most. It
 drops the others for good. Decoding stores and reads only what is left.
 
 | paper | here |
@@ -11,10 +11,12 @@ drops the others for good. Decoding stores and reads only what is left.
 
 Departures; docs/methods.md has their reasons:
 (1) The query heads of a kv head share one choice, by the sum of their scores.
-(2) The budget counts rows of the prefix; window, sinks and generated rows are kept beside it.
+(2) The budget counts rows of the prefix. Window, sinks and generated rows are kept in addition to
+    it.
 (3) A later prefill, a turn of a chat, is dense over the rows that are left and its own. Then all
     held rows, generated ones too, are chosen among again, and neighbours are those in the cache.
-(4) A sequence that is cut behind its last choice keeps its rows; cut earlier, it is read again.
+(4) A sequence that is cut after its last choice keeps its rows. A sequence that is cut earlier is
+    read again.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class _StreamingCache(SelectingCache):
         self._turn_sinks_back()
         return super().extend(x)
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) + self.method.sinks >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

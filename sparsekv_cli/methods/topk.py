@@ -40,7 +40,7 @@ class _TopKCache(SelectingCache):
         super().__init__(spec)
         self.method = method
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -1,1 +1,1 @@
-"""What a model takes on this machine, and which method to choose: speeds, plan, auto."""
+"""Speeds and memory of a model on this machine, and the choice of a method: speeds, plan, auto."""

@@ -1,7 +1,7 @@
 """How a model attends to a text: what sparse attention can rely on, by layer and head.
 
 Measured in a dense prefill, chunk by chunk, from Q and K as the layers' caches get them. Only a few
-queries of each chunk are looked at, so that there is never a matrix of all rows by all rows.
+queries of each chunk are looked at. There is then never a matrix of all rows by all rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Suitability:
 
 
 def judge(measures: AttentionMeasures) -> Suitability:
-    """What the means over layers and heads say of the methods."""
+    """Judges the methods by the means over layers and heads."""
     best = float(measures.mass[..., SHARES.index(SHARE)].mean())
     reached = {
         "lfps": measures.past,
@@ -210,7 +210,8 @@ def rate_rules(weights: np.ndarray) -> dict[str, float]:
 
 
 def rate_pages(weights: np.ndarray, q: np.ndarray, keys: np.ndarray) -> float:
-    """The mass on SHARE of the rows in pages by Quest's bounds, beside the first and the last one.
+    """Returns the mass on SHARE of the rows in pages by Quest's bounds, with the first and the last
+    one.
 
     weights (Q, n) of the queries q (Q, d); keys (n, d).
     """
@@ -230,7 +231,7 @@ def measure_attention(
 ) -> AttentionMeasures:
     """Measures the model's full layers in a dense prefill of ``ids``.
 
-    SparseKVError for a text that is too short, or a model without full layers.
+    Raises SparseKVError for a text that is too short, or a model without full layers.
     """
     if len(ids) < LEAST_TOKENS:
         raise SparseKVError(

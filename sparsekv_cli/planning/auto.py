@@ -1,10 +1,10 @@
 """``--method auto``: the fastest method that loses no more than the user allows.
 
-What methods lose is measured once a model, and kept in its sidecar with machine and date: the
-mean distance to dense attention (KLD) over tokens that each method decodes behind a text. Half of
-them go on with the text. The others repeat a passage of it, which the prompt's end has begun to
-repeat; who has lost the passage cannot. How fast methods are is forecast (plan.py). Up to the depth
-where the chosen method pays, all rows are attended to.
+The losses of methods are measured once a model, and kept in its sidecar with machine and date. A
+loss is the mean distance to dense attention (KLD) over tokens that a method decodes after a text.
+Half of them go on with the text. The others repeat a passage of it, which the prompt's end has
+begun to repeat. A method that has lost the passage cannot repeat it. How fast methods are is
+forecast (plan.py). Up to the depth where the chosen method pays, all rows are attended to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 AUTO = "auto"  # as a method on the command line, and in the sidecar
 N_TEXT = 4096  # tokens of the text
 N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
-BUDGETS = ("2%", "10%")  # beside the default of each method, which is 5% of 4096 tokens for most
+# In addition to the default of each method, which is 5% of 4096 tokens for most.
+BUDGETS = ("2%", "10%")
 LEAST_TEXT = 1024  # below, methods leave too little out to tell what they lose
 GAIN = 1.02  # times as fast as ``full`` that a method must be
 
@@ -50,7 +51,7 @@ class Losses:
     kld: Mapping[str, float]
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
-        """Those of ``methods`` that were not measured, or with other options only."""
+        """Returns the given methods that were not measured, or with other options only."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
@@ -60,7 +61,7 @@ class Losses:
 
     @staticmethod
     def of_entry(entry: Entry) -> Losses:
-        """KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
+        """Raises KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
         try:
             losses = Losses(**json.loads(str(entry.tensors["losses"])))
         except RecursionError:
@@ -84,7 +85,7 @@ class Rated:
 
     @property
     def spec(self) -> str:
-        """As the command line has it: ``quest:budget=2%``."""
+        """The text of the command line: ``quest:budget=2%``."""
         stated = stated_options(self.method)
         options = ";".join(f"{key}={text}" for key, text in stated.items())
         return f"{self.method.name}:{options}" if options else self.method.name
@@ -98,10 +99,10 @@ class Rated:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method for a context of n tokens. dense_rows: rows up to which it attends to all."""
+    """The method for a context of n tokens. sparse_from: rows up to which it attends to all."""
 
     chosen: Rated
-    dense_rows: int
+    sparse_from: int
     full_tps: float
     n: int
     max_loss: float
@@ -113,7 +114,7 @@ class MethodChoice:
         """The options that make the same choice again."""
         method = self.chosen.method
         options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
-        wait = f" --sparse-from {self.dense_rows}" if method.work_of_a_head else ""
+        wait = f" --sparse-from {self.sparse_from}" if method.work_of_a_head else ""
         return f"--method {method.name}{options}{wait}"
 
     @property
@@ -166,7 +167,7 @@ def candidates(model: Model) -> list[Method]:
 
 
 def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float) -> list[Method]:
-    """Those that lose at most ``max_loss``, and all by default, to be told beside them."""
+    """Returns methods whose loss is at most ``max_loss``, and all methods with default options."""
     return [
         each
         for each in methods
@@ -175,7 +176,7 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
 
 
 def kept_losses(model: Model) -> Losses | None:
-    """What is in the model's sidecar; None if nothing is, or nothing that this version reads."""
+    """Returns the losses in the model's sidecar; None if there are none that can be read."""
     entry = model.calibrations.find(AUTO)
     try:
         return None if entry is None else Losses.of_entry(entry)
@@ -220,7 +221,7 @@ def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 def choose(
     forecast: Forecast, methods: Sequence[Method], losses: Losses, n: int, max_loss: float
 ) -> MethodChoice:
-    """The fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
+    """Returns the fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
 
     forecast: of methods that are sparse at once.
     """
@@ -233,15 +234,15 @@ def choose(
     ]
     rated.sort(key=lambda each: -each.tps)
     allowed = [each for each in rated if each.kld <= max_loss and each.tps > GAIN * dense.tps]
-    chosen, dense_rows = dense, 0
+    chosen, sparse_from = dense, 0
     if allowed:
         chosen = allowed[0]
         pays = forecast.pays_from(chosen.method) or 0
-        dense_rows = max(0, min(n, pays) - 1)
-    return MethodChoice(chosen, dense_rows, dense.tps, n, max_loss, rated, losses)
+        sparse_from = max(0, min(n, pays) - 1)
+    return MethodChoice(chosen, sparse_from, dense.tps, n, max_loss, rated, losses)
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:
-    """The choice for a context in which methods leave out nothing to speak of."""
+    """Returns the choice for a context in which methods leave out nothing to speak of."""
     full = Rated(build_method("full", {}), 0.0, 0.0)
     return MethodChoice(full, 0, 0.0, n, max_loss, (), None)

@@ -63,7 +63,7 @@ def _digest(entry: Entry | None) -> str | None:
 
 
 def read_speeds(path: Path) -> Speeds | None:
-    """What was kept; None if there is no such file, or it holds something else."""
+    """Returns the kept speeds. None if there is no such file, or it holds something else."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
     with contextlib.suppress(OSError, *bad), open_regular(path) as file:
         return Speeds.from_dict(json.loads(file.read()))
@@ -71,7 +71,7 @@ def read_speeds(path: Path) -> Speeds | None:
 
 
 def write_speeds(path: Path, speeds: Speeds) -> None:
-    """Replaces the file as a whole. OSError if it cannot be written."""
+    """Replaces the file as a whole. Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
 
@@ -84,7 +84,7 @@ def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
 
 
 def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | None:
-    """What was measured of a method on this model; None of one whose tensors are not all there."""
+    """Returns a method's calibration for this model; None if not all of its tensors are there."""
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
@@ -113,14 +113,13 @@ def speeds_of(
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
-    """The speeds of a model's shape with ``methods``; what is missing is measured and kept.
+    """Returns the speeds of a model's shape with ``methods``; what is missing is measured and kept.
 
-    What else a machine does makes it slower for minutes. So each curve is divided by the pace
-    before and after it; the median pace of the first measurement is what all are told at.
-    Methods that cannot have any are left out. again: measure everything. is_quick: what is missing
-    is measured in seconds, once and less exactly, and kept apart; a longer measurement that has all
-    methods goes first. SparseKVError for a model that cannot be run, or a folder that cannot be
-    written.
+    Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
+    and after it. All are told at the median pace of the first measurement. Methods that cannot have
+    any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
+    once and less exactly, and kept apart. A longer measurement that has all methods goes first.
+    Raises SparseKVError for a model that cannot be run, or a folder that cannot be written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
     from sparsekv_cli.evaluation.roofline import cpu_name

@@ -1,7 +1,7 @@
 """Measures what a decode step takes on this machine: its weights, and each method's attention.
 
-A stand-in of the model decodes with caches that hold random rows, as many as a context of that
-depth has. No prompt is read for that, so that a depth of 32768 rows takes a moment.
+A stand-in of the model decodes with caches of random rows, as many as a context of that depth has.
+No prompt is read for that, so that a depth of 32768 rows takes a moment.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SEED = 0
 # Spread of the logarithms of random keys' lengths. lfps, whose work depends on how uneven scores
 # are, then reads about as much as with SmolLM2-135M: 72 KB a head and step at 8192.
 KEY_SPREAD = 0.2
-# What a method does in a prefill only and would take minutes: h2o adds up all attention.
+# Options for work of a prefill that would take minutes: h2o adds up all attention.
 PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 
-class _Rows(NamedTuple):
+class _Inputs(NamedTuple):
     """Rows of one layer's shape: q, k, v of which a prompt's are taken, and of N_QUERIES steps."""
 
     prompt: tuple[np.ndarray, ...]  # (heads, N_ROWS, d)
@@ -60,7 +60,7 @@ class _Rows(NamedTuple):
 class TimedLayer:
     """A full layer's cache in a decoder: it is given random rows, and its steps are timed."""
 
-    def __init__(self, cache: LayerCache, rows: _Rows) -> None:
+    def __init__(self, cache: LayerCache, rows: _Inputs) -> None:
         self.cache, self.rows, self.seconds = cache, rows, list[float]()
 
     def decode(self, x: AttnInput) -> np.ndarray:
@@ -72,15 +72,12 @@ class TimedLayer:
         self.seconds.append(time.perf_counter() - started)
         return out
 
-    def learn(self) -> None:
-        self.cache.learn()
+    def end_step(self) -> None:
+        self.cache.end_step()
 
 
 class Measurement:
-    """A stand-in of one model on the CPU.
-
-    is_quick: it takes seconds, not minutes, and is less exact.
-    """
+    """A stand-in of one model on the CPU. is_quick: it takes seconds, and is less exact."""
 
     def __init__(
         self,
@@ -113,14 +110,14 @@ class Measurement:
         self._on_compile = on_compile
         self.specs = self.decoder.layer_specs()
         self._rng = np.random.default_rng(SEED)
-        self._rows: dict[tuple[int, ...], _Rows] = {}
+        self._rows: dict[tuple[int, ...], _Inputs] = {}
         self._pos = 0
         first, second = self._depths[:2]
         self._pace_depth = second if self._has_room(second) else first
         self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
-        """As many first layers as MOST_WEIGHTS and the memory hold, every kind among them."""
+        """Returns the first layers that MOST_WEIGHTS and the memory hold, every kind among them."""
         layers, weights = self.whole.hparams.layers, self.whole.weights
         if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
             return len(layers)
@@ -134,7 +131,8 @@ class Measurement:
         return min(max(fitting, least), len(layers))
 
     def step(self) -> tuple[float, int, int]:
-        """Seconds of a step beside the attention of full layers, and its bytes of weights.
+        """Returns the seconds of a step without the attention of full layers, and its bytes of
+        weights.
 
         The third figure is what the layers of other kinds hold, of all layers of the model.
         """
@@ -150,7 +148,7 @@ class Measurement:
     def pace(self) -> float:
         """Seconds of a step of ``full`` in the middle of DEPTHS, the same one at each call.
 
-        They tell how fast the machine is now. What else it does changes that by half, for minutes.
+        They tell how fast the machine is now. Other work changes that by half, for minutes.
         """
         depth = self._pace_depth
         if not self._pace_caches:
@@ -167,9 +165,12 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
-        """Decodes; seconds of a step beside the attention of full layers, the first ones left out.
+        """Decodes.
 
-        Layers behind the last cache are left out of the step.
+        Returns the seconds of a step without the attention of full layers; the first ones are left
+        out.
+
+        The step leaves out layers after the last cache.
         """
         timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
         for i in range(self._n_warm + n_steps):
@@ -180,7 +181,7 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def scratch(self) -> int:
-        """Bytes that a chunk of a prefill takes beside caches and weights, at its peak."""
+        """Returns the peak bytes of a prefill's chunk, in addition to caches and weights."""
         specs = warmup.first_layers(self.specs)
         caches = [self._full.layer(spec) for spec in specs]
         for cache in caches:
@@ -225,7 +226,7 @@ class Measurement:
         return MethodCurve(method.options(), *self.layers_of(method), points)
 
     def _row_bytes(self) -> int:
-        """Of a token in one full layer, in f16."""
+        """Returns the bytes of a token in one full layer, in f16."""
         return token_bytes([next(s for s in self.specs if s.kind == FULL)], "f16", "f16")
 
     def _has_room(self, depth: int) -> bool:
@@ -292,7 +293,7 @@ class Measurement:
         self._pos = depth
 
     def _start_others(self, caches: Sequence[LayerCache]) -> None:
-        """Recurrent layers have a state only behind a prompt; full layers stand in for theirs."""
+        """Recurrent layers have a state only after a prompt. Full layers stand in for theirs."""
         dense = [
             cache if cache.spec.kind != FULL else self._full.layer(cache.spec) for cache in caches
         ]
@@ -317,13 +318,13 @@ class Measurement:
         self.decoder.decode(0, self._pos, caches)
         self._pos += 1
 
-    def _rows_of(self, spec: LayerSpec) -> _Rows:
+    def _rows_of(self, spec: LayerSpec) -> _Inputs:
         shape = spec.n_head, spec.n_head_kv, spec.head_dim, spec.value_dim
         if shape not in self._rows:
             self._rows[shape] = self._new_rows(spec)
         return self._rows[shape]
 
-    def _new_rows(self, spec: LayerSpec) -> _Rows:
+    def _new_rows(self, spec: LayerSpec) -> _Inputs:
         """Normal rows; of steps, a common half and one of their own."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
@@ -338,16 +339,16 @@ class Measurement:
                 row[:, 0, :d] = (rows[:, 0] + rows[:, 1 + i]) * np.float32(0.5**0.5)
                 step.append(row)
             steps.append(tuple(step))
-        return _Rows(prompt, steps)
+        return _Inputs(prompt, steps)
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The median: a step that other processes delay does not count."""
+    """Returns the median: a step that other processes delay does not count."""
     return float(np.median(seconds))
 
 
 def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:
-    """Of layers that are alike: their typical time, and the mean of what they hold."""
+    """Returns the typical time of layers that are alike, and the mean of what they hold."""
     if not layers:
         return None
     memory = [cache.memory() for _, cache in layers]

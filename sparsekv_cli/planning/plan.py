@@ -1,7 +1,7 @@
-"""What each method takes of a model at a context: memory, speed, and where it pays.
+"""The forecast of a model with each method at a context: memory, speed, and where it pays.
 
-A forecast: seconds are those of speeds.py, which were measured with a stand-in on this machine,
-bytes are what each method's caches say of themselves.
+Seconds are those of speeds.py, which were measured with a stand-in on this machine. Each method's
+caches say their bytes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class PlannedMethod:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a model at a context. ceiling: how many times as fast as ``full`` a step without any
-    attention in full layers would be. is_quick: see ``Speeds``.
+    """The forecast of a model at a context.
+
+    ceiling: how many times as fast as ``full`` a step without any attention in full layers would
+    be. is_quick: see ``Speeds``.
     """
 
     model: str
@@ -73,7 +75,7 @@ class Plan:
         return asdict(self)
 
     def verdict(self) -> str:
-        """What sparse attention can give here, in a sentence."""
+        """Says in a sentence what sparse attention can give here."""
         low = "; that is little" if self.ceiling < LOW else ""
         part = ""
         if self.full_layers < self.layers:
@@ -87,9 +89,9 @@ class Plan:
 class Forecast:
     """Seconds and bytes of a model's steps with any of the methods that were measured."""
 
-    def __init__(self, file: GGUFFile, speeds: Speeds, dense_rows: int = -1) -> None:
-        """dense_rows: as SessionConfig has ``sparse_from``."""
-        self.speeds, self._dense_rows = speeds, dense_rows
+    def __init__(self, file: GGUFFile, speeds: Speeds, sparse_from: int = -1) -> None:
+        """sparse_from: as SessionConfig has ``sparse_from``."""
+        self.speeds, self._sparse_from = speeds, sparse_from
         self.hparams, _, weights = read_stand_in(file)
         self._step_bytes = weights.bytes_a_step(1)
         tied = weights.output is weights.token_embd
@@ -100,8 +102,8 @@ class Forecast:
         """Rows up to which a sequence attends to all of them."""
         if not method.work_of_a_head:
             return 0
-        if self._dense_rows >= 0:
-            return self._dense_rows
+        if self._sparse_from >= 0:
+            return self._sparse_from
         full: Sequence[Any] = [layer for layer in self.hparams.layers if layer.kind == FULL]
         return method.work_of_a_head * max(
             (layer.n_head // layer.n_head_kv for layer in full), default=0
@@ -111,7 +113,7 @@ class Forecast:
         return self.speeds.methods[method_key(method)]
 
     def seconds(self, method: Method, n: int) -> float:
-        """Of a step at depth n, dense where a sequence is."""
+        """Returns the seconds of a step at depth n, which is dense where a sequence is."""
         curve = self.full if n <= self.sparse_from(method) else self.curve(method)
         return self._step(curve, n)
 
@@ -143,8 +145,9 @@ class Forecast:
         return n_bytes + self.speeds.other_bytes
 
     def scratch(self, method: Method, n: int) -> int:
-        """Of a prefill of n tokens: a chunk's, the residual stream, and with a method that cuts
-        each layer's rows when all are there, one layer's.
+        """Returns the bytes of a prefill of n tokens: of a chunk and of the residual stream.
+
+        If a method cuts each layer's rows when all are there, one layer's bytes are added.
         """
         n_at_once, more = min(n, ROWS_AT_ONCE), 0
         if not method.holds_all_rows:
@@ -166,7 +169,9 @@ class Forecast:
 
 
 def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest i of 0 to ``most`` for which it holds; it holds for none behind one that fails.
+    """Returns the largest i of 0 to ``most`` for which it holds.
+
+    It must hold for no i after one that fails.
 
     0 if it holds for no other.
     """
@@ -178,10 +183,10 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
 
 
 def make_plan(
-    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, dense_rows: int = -1
+    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, sparse_from: int = -1
 ) -> Plan:
-    """The plan of ``methods`` at a context of n_ctx tokens."""
-    forecast = Forecast(file, speeds, dense_rows)
+    """Returns the plan of ``methods`` at a context of n_ctx tokens."""
+    forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers
     return Plan(
         model=str(file.path),

@@ -1,7 +1,7 @@
-"""What was measured of a model's shape on a machine, and what follows for any context.
+"""The measurements of a model's shape on a machine, and the speeds for any context that follow.
 
-A step is its weights, and in each full layer the attention of the method. Both were measured with
-a stand-in (stand_in.py) at a few depths: the weights as seconds a byte, the attention as seconds a
+A step is its weights, and in each full layer the attention of the method. Both were measured with a
+stand-in (stand_in.py) at a few depths. The weights have seconds a byte, the attention has seconds a
 layer. Between these depths figures are interpolated, and beyond them they go on as a line.
 """
 
@@ -26,8 +26,8 @@ class LayerPoint:
 class DepthPoint:
     """A method at a depth of n rows. dense: of its layers that attend to all rows, None: none.
 
-    byte_seconds: of a step beside the attention of full layers, a byte of weights; it depends on
-    how much of the weights the attention leaves in the CPU's caches.
+    byte_seconds: the seconds of a step without the attention of full layers, a byte of weights. It
+    depends on how much of the weights the attention leaves in the CPU's caches.
     """
 
     n: int
@@ -46,11 +46,11 @@ class MethodCurve:
     points: Sequence[DepthPoint]
 
     def seconds(self, n: int) -> float:
-        """Of the attention of all full layers in a step at depth n."""
+        """Returns the seconds of the attention of all full layers in a step at depth n."""
         return self._sum(n, lambda point: point.seconds)
 
     def byte_seconds(self, n: int) -> float:
-        """Of a step at depth n beside the attention of full layers, a byte of weights."""
+        """Seconds a byte of weights, of a step at depth n without the attention of full layers."""
         n = min(max(n, self.points[0].n), self.points[-1].n)
         return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
@@ -63,7 +63,7 @@ class MethodCurve:
         return round(self._sum(n, lambda point: point.index))
 
     def times(self, factor: float) -> MethodCurve:
-        """The same, where all takes ``factor`` times as long."""
+        """Returns the same, where all takes ``factor`` times as long."""
 
         def layer(point: LayerPoint) -> LayerPoint:
             return replace(point, seconds=factor * point.seconds)
@@ -80,7 +80,7 @@ class MethodCurve:
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
-        """The same, with what ``full`` takes for the layers that attend to all rows."""
+        """Returns the same, with what ``full`` takes for the layers that attend to all rows."""
         of_full = {point.n: point.sparse for point in full.points}
         points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
         return replace(self, points=points)
@@ -113,13 +113,13 @@ def _middle_point(points: Sequence[DepthPoint]) -> DepthPoint:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one model's shape on one machine.
+    """The speeds of one model's shape on one machine.
 
     bandwidth: bytes a second that threads read from memory. pace: seconds of a step of ``full``
-    when the machine was as fast as all figures mean it (Measurement.pace). step_seconds: of a step
-    beside the attention of full layers, of a stand-in that reads ``step_bytes`` of weights.
-    other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk. methods: by
-    ``method_key``, ``full`` among them. is_quick: measured in seconds, less exactly.
+    when the machine was as fast as all figures mean it (Measurement.pace). step_seconds: the
+    seconds of a step without the attention of full layers, for a stand-in that reads ``step_bytes``
+    of weights. other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk.
+    methods: by ``method_key``, ``full`` among them. is_quick: measured in seconds, less exactly.
     """
 
     machine: str
@@ -136,7 +136,7 @@ class Speeds:
 
     @property
     def byte_seconds(self) -> float:
-        """Of a step that hardly attends, a byte of weights."""
+        """The seconds of a step that hardly attends, a byte of weights."""
         return self.step_seconds / self.step_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Speeds:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Speeds:
-        """KeyError or TypeError for what ``as_dict`` did not make."""
+        """Raises KeyError or TypeError for what ``as_dict`` did not make."""
         methods = {name: _curve(curve) for name, curve in values["methods"].items()}
         return Speeds(**{**values, "methods": methods})
 
@@ -163,9 +163,11 @@ def _curve(values: Mapping[str, Any]) -> MethodCurve:
 
 
 def interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
-    """The value at n of the line through the two points beside it, or the two last or first ones.
+    """Returns the value at n of the line through its two neighbours, or through the two last or
+    first points.
 
-    Not below 0, and behind the last point not below that. points: at least one, by growing n.
+    The value is not below 0, and after the last point not below that point's value. points: at
+    least one, by growing n.
     """
     if len(points) == 1:
         return points[0][1]

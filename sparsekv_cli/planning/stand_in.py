@@ -1,7 +1,7 @@
 """A stand-in for a model: the shapes of its file, zeros for its weights.
 
-A decode step takes the same time with any weights, so the header of a file is enough to measure
-one. Of a large model a few layers stand for all.
+A decode step takes the same time with any weights. The header of a file is then enough to measure
+one. A few layers of a large model stand for all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StandInFile:
 
 
 class StandIn(NamedTuple):
-    """What a decoder is made of."""
+    """The parts of a decoder."""
 
     hparams: HParams
     architecture: Architecture
@@ -75,7 +75,7 @@ class StandIn(NamedTuple):
 
 
 def _layer_of(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 for those of none."""
+    """Returns the number of the layer that a tensor belongs to; -1 for those of none."""
     prefix, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if prefix == "blk" and number.isdecimal() else -1
@@ -90,11 +90,11 @@ def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
 def read_stand_in(
     file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
 ) -> StandIn:
-    """The model with its first ``n_layer`` layers; None: all, whose weights take no memory.
+    """Returns the model with its first ``n_layer`` layers; None: all, whose weights take no memory.
 
     n_vocab: the most tokens that its vocabulary keeps; None: all.
 
-    SparseKVError for a model that this program cannot run.
+    Raises SparseKVError for a model that this program cannot run.
     """
     architecture = architecture_of(read_architecture(file))
     hparams = read_hparams(file)

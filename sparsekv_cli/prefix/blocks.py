@@ -1,14 +1,15 @@
-"""A file of rows: those of up to 512 tokens of a prompt, or of a whole one; or a snapshot.
+"""A file of rows, of up to 512 tokens of a prompt or of a whole prompt; or a snapshot.
 
     magic, length of the header, checksum of the header: 16 + 4 + 4 bytes
     header: JSON, then zeros up to a multiple of 64 bytes
     a piece a layer: K (kv heads, rows, bytes of a row), then V, as cache/store.py keeps them
 
 Numbers are little-endian; a checksum is a CRC-32, and each piece has one in the header. A block is
-named by its parent, the block of the tokens before it, and by a hash of that and its tokens. So
-equal names mean equal prompts up to the block's end. Layers whose memory does not grow with the
-sequence (BoundedCache) have nothing in a block. What they hold where one ends is its snapshot: a
-file of the same form and name, but for the suffix, in which a layer's rows are not the tokens'.
+named by its parent, the block of the tokens before it, and by a hash. The hash is of the parent's
+name and the block's tokens. Equal names mean equal prompts up to the block's end. Layers whose
+memory does not grow with the sequence (BoundedCache) have nothing in a block. Their memory at the
+end of a block is its snapshot. It is a file of the same form and name with another suffix. A
+layer's rows in it are not the tokens'.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """What a file says of its rows.
+    """The header of a file of rows.
 
-    model: the file's name. first: position of the first token. types: of K and of V. layers: kv
-    heads, bytes of a row of K and of V; 0 heads if there is no piece. rows: of a snapshot's pieces;
-    empty: they have one for each token. sums: the pieces' checksums, eight hex digits each.
+    model: the file's name. first: position of the first token. types: of K and of V. layers: for
+    each layer its kv heads and the bytes of a row of K and of V. 0 heads: there is no piece. rows:
+    of a snapshot's pieces; empty: they have one for each token. sums: the pieces' checksums, eight
+    hex digits each.
     """
 
     model: str
@@ -90,7 +92,7 @@ class BlockHeader:
         return len(self.packed())
 
     def packed(self) -> bytes:
-        """The file's bytes ahead of its pieces; as many whatever the checksums are."""
+        """Returns the file's bytes ahead of its pieces; as many whatever the checksums are."""
         sums = self.sums or "0" * 8 * len(self.layers)
         text = json.dumps(asdict(replace(self, sums=sums)), separators=(",", ":")).encode()
         start = MAGIC + LENGTHS.pack(len(text), zlib.crc32(text)) + text
@@ -98,18 +100,18 @@ class BlockHeader:
 
 
 def block_hash(parent: str, tokens: Sequence[int]) -> str:
-    """The second half of a block's name, and the first half of its children's names."""
+    """Returns the second half of a block's name, and the first half of its children's names."""
     ids = np.asarray(tokens, "<i4").tobytes()
     return hashlib.sha256(parent.encode() + ids).hexdigest()[:NAME_DIGITS]
 
 
 def block_name(parent: str, tokens: Sequence[int], suffix: str = SUFFIX) -> str:
-    """The file of a block, or of its snapshot."""
+    """Returns the file of a block, or of its snapshot."""
     return f"{parent}-{block_hash(parent, tokens)}{suffix}"
 
 
 def own_hash(name: str) -> str:
-    """The second half of the name of a block or snapshot."""
+    """Returns the second half of the name of a block or snapshot."""
     return name.partition(".")[0].partition("-")[2]
 
 
@@ -131,7 +133,7 @@ def is_own(path: Path) -> bool:
 
 
 def read_header(file: FileIO) -> BlockHeader:
-    """The header of a file that is open at its beginning, and whose size fits it; DamagedError."""
+    """Returns the header of a file open at its beginning. Raises DamagedError for a wrong file."""
     start = file.read(len(MAGIC) + LENGTHS.size)
     if len(start) < len(MAGIC) + LENGTHS.size or not start.startswith(MAGIC):
         raise DamagedError("it is no file of this version")
@@ -160,7 +162,7 @@ _SUMS = re.compile(r"[0-9a-f]*")
 
 
 def _header_of(values: Any) -> BlockHeader:
-    """The header that JSON has; _FieldError unless every field has its type and range."""
+    """Returns the header that JSON has; _FieldError unless every field has its type and range."""
     names = [field.name for field in fields(BlockHeader)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         raise _FieldError(f"it must have the fields {', '.join(names)}")
@@ -203,7 +205,7 @@ def _pieces_start(header_end: int) -> int:
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:
-    """Reads a layer's first rows into arrays whose heads are contiguous; DamagedError.
+    """Reads a layer's first rows into arrays whose heads are contiguous. Raises DamagedError.
 
     All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
     """
@@ -224,7 +226,7 @@ class BlockWriter:
     """A file that is written layer by layer under a temporary name, and appears as a whole."""
 
     def __init__(self, folder: Path, header: BlockHeader) -> None:
-        """OSError if the folder cannot be written."""
+        """Raises OSError if the folder cannot be written."""
         self.header = header
         self._sums = [0] * len(header.layers)
         handle, name = tempfile.mkstemp(TEMPORARY, TEMPORARY_START, folder)  # mode 0600
@@ -242,7 +244,7 @@ class BlockWriter:
         return slice(self.header.first, self.header.first + len(self.header.tokens))
 
     def write(self, layer: int, piece: Piece) -> None:
-        """Writes one layer's rows; OSError."""
+        """Writes one layer's rows. Raises OSError."""
         at = self.header.n_packed + sum(self.header.piece_bytes[:layer])
         with open(self._temporary, "r+b") as file:
             file.seek(at)
@@ -257,7 +259,7 @@ class BlockWriter:
         self.header = replace(self.header, parent=parents[self.header.parent])
 
     def finish(self, path: Path) -> None:
-        """Writes the header and gives the file its name, in the same folder; OSError."""
+        """Writes the header and gives the file its name, in the same folder. Raises OSError."""
         sums = "".join(f"{checksum:08x}" for checksum in self._sums)
         with open(self._temporary, "r+b") as file:
             file.write(replace(self.header, sums=sums).packed())

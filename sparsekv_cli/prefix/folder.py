@@ -35,7 +35,7 @@ def default_prefix_folder() -> Path | None:
 
 
 def check_folder(path: Path) -> None:
-    """SparseKVError for a folder that holds files, none of which is the prefix cache's."""
+    """Raises SparseKVError for a folder that holds files, none of which is the prefix cache's."""
     try:
         found = sorted(path.iterdir())
     except OSError:
@@ -79,7 +79,7 @@ class PrefixFolder:
         return False
 
     def make(self) -> bool:
-        """Makes the folder if there is none; whether it was made. OSError if it cannot be."""
+        """Makes the folder if there is none; returns whether it did. Raises OSError."""
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:  # another process may just have made it
@@ -89,7 +89,7 @@ class PrefixFolder:
         return True
 
     def children(self) -> dict[str, list[str]]:
-        """The names of all blocks, by the parent that they begin with."""
+        """Returns the names of all blocks, by the parent that they begin with."""
         found: dict[str, list[str]] = {}
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
@@ -98,7 +98,7 @@ class PrefixFolder:
         return found
 
     def read_header(self, name: str) -> BlockHeader:
-        """What a file says of itself; OSError, DamagedError."""
+        """Returns the header of a file. Raises OSError and DamagedError."""
         with open_regular(self.path / name) as file:
             header = read_header(file)
         if header.name != name:
@@ -108,7 +108,7 @@ class PrefixFolder:
         return header
 
     def header(self, name: str) -> BlockHeader | None:
-        """What a file says of itself; None if it is not there. A damaged one is removed."""
+        """Returns the header of a file; None if there is no file. A damaged one is removed."""
         try:
             return self.read_header(name)
         except DamagedError as error:

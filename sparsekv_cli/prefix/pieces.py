@@ -1,4 +1,4 @@
-"""What a file has of one layer: the sizes of its rows, and rows of one type as those of another."""
+"""The part of one layer in a file: the sizes of its rows, and the conversion of their types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NONE = (0, 0, 0)  # the sizes of a layer without a piece
 
 
 def row_types(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowType]:
-    """A layer's rows of K and of V in these types."""
+    """Returns a layer's rows of K and of V in these types."""
     k, v = types
     spec = cache.spec
     return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], spec.value_dim)

@@ -1,8 +1,9 @@
 """The prefix cache on disk: finds the rows of a prompt's beginning on disk, keeps new ones.
 
-Rows depend on the model, on the tokens up to theirs and on how a prefill computes; the method has
-no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends. What
-needs queries has them from the last tokens, which are computed again (Method.n_queried).
+Rows depend on the model, on the tokens up to theirs and on how a prefill computes. The method has
+no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends.
+Methods that need queries take those of the last tokens, which are computed again
+(Method.n_queried).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Prefixes:
     # --- from disk --------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int]) -> Found:
-        """The longest beginning of ``ids`` that the folder has."""
+        """Returns the longest beginning of ``ids`` that the folder has."""
         if len(ids) < LEAST or not self.folder.is_usable():
             return Found()
         root = self.known_root("looked for")
@@ -118,7 +119,7 @@ class Prefixes:
         return self._found(headers, n, ids, LEAST)
 
     def known_root(self, what: str) -> str | None:
-        """The root, or None; then it says that the prompt is not ``what``."""
+        """Returns the root, or None; then it says that the prompt is not ``what``."""
         root = self.root.known()
         if root is None:
             reason = "the model is still being read, or its file has changed"
@@ -128,7 +129,7 @@ class Prefixes:
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
-        """What to reuse of blocks that have n tokens in common with ``ids``; says it."""
+        """Returns what to reuse of blocks that share n tokens with ``ids``, and says it."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
@@ -142,7 +143,9 @@ class Prefixes:
     def _closest(
         self, names: Sequence[str], parent: str, ids: Sequence[int]
     ) -> tuple[BlockHeader | None, int]:
-        """Of blocks with one parent the one that has most of ``ids`` at its beginning, and that."""
+        """Returns the block, of those with one parent, that begins with most of ``ids``, and how
+        many these are.
+        """
         exact = block_name(parent, ids)
         best: BlockHeader | None = None
         most = 0
@@ -192,7 +195,7 @@ class Prefixes:
         return n
 
     def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
-        """Reads a block's rows up to position ``stop``; OSError, DamagedError."""
+        """Reads a block's rows up to position ``stop``. Raises OSError and DamagedError."""
         first, is_direct = header.first, header.types == self.types
         with open_regular(self._path(header)) as file:
             if read_header(file) != header:
@@ -258,7 +261,7 @@ class Prefixes:
         types: tuple[str, str],
         layers: tuple[tuple[int, int, int], ...],
     ) -> list[BlockHeader]:
-        """The blocks of ``ids`` that are worth keeping.
+        """Returns the blocks of ``ids`` that are worth keeping.
 
         n_known: tokens that are not new. n_kept: those whose blocks are not written again.
         """
@@ -271,7 +274,7 @@ class Prefixes:
         return headers
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
-        """Whether there is a folder for the blocks; OSError if it cannot be made."""
+        """Whether there is a folder for the blocks. Raises OSError if it cannot be made."""
         folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
         limit = f"{folder.limit / 2**30:g} GiB"
         if size > folder.limit:

@@ -1,4 +1,4 @@
-"""What an engine asks of that which has rows of prompts."""
+"""The interface of a store of prompts' rows, for an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsekv_cli.prefix.blocks import BlockHeader
 
 
 class Found(NamedTuple):
-    """What there is of a prompt: blocks in order, how many tokens they share, how many to reuse."""
+    """The rows of a prompt: blocks in order, how many tokens they share, how many to reuse."""
 
     headers: tuple[BlockHeader, ...] = ()
     n_common: int = 0
@@ -23,7 +23,7 @@ class PromptRows(Protocol):
     """Where an engine looks for rows of a prompt, and puts those that it computes."""
 
     def find(self, ids: Sequence[int]) -> Found:
-        """The longest beginning of ``ids`` that there is."""
+        """Returns the longest beginning of ``ids`` that there is."""
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
         """Puts the rows of ``found`` into caches that are empty; how many tokens' there are."""

@@ -16,8 +16,8 @@ N_PENDING = 2  # layers whose rows wait for being written
 class RowsWriter:
     """The new blocks of one prompt on their way to disk.
 
-    A cache that keeps its rows is read when the answer is out. Of one that drops or moves them, a
-    copy is written by a thread while the next layers are computed.
+    A cache that keeps its rows is read when the answer is out. If a cache drops or moves rows, a
+    thread writes a copy of them while the next layers are computed.
 
     ids: of the whole prompt. path_of: a block's file.
     """
@@ -45,7 +45,7 @@ class RowsWriter:
         return [writer.header for writer in self._writers]
 
     def parents(self, begun: str, root: str) -> dict[str, str]:
-        """The parents of the prompt's blocks by what they were under the root ``begun``."""
+        """Returns the parents of the prompt's blocks by what they were under the root ``begun``."""
         found = {}
         for first in range(0, len(self._ids), BLOCK):
             tokens = self._ids[first : first + BLOCK]
@@ -76,7 +76,7 @@ class RowsWriter:
             writer.write(layer, (k, v))
 
     def finish(self, parents: Mapping[str, str]) -> int:
-        """How many tokens the folder has of the prompt; OSError. parents: by ``parents``."""
+        """How many tokens the folder has of the prompt. Raises OSError. parents: by ``parents``."""
         for layer, cache in self._keeping:
             self._write(layer, (cache.store.k, cache.store.v), 0, cache)
         for future in self._pending:

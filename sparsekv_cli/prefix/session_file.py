@@ -1,6 +1,6 @@
 """A prompt's rows in one file that the user names, to be taken to another machine or method.
 
-The rows may have been computed by other products (--prefill-dtype) and be of other types than the
+Other products (--prefill-dtype) may have computed the rows. Their types may differ from the
 session's; they are converted.
 """
 
@@ -19,8 +19,8 @@ from sparsekv_cli.prefix.prompt_rows import Found, n_common
 class SessionFile(Prefixes):
     """One block with all tokens of a prompt, under a name of the user's.
 
-    It is written if it is missing or damaged, or if the prompt has LEAST tokens that are not in it.
-    The file of another model is left as it is.
+    It is written if it is missing or damaged. It is also written if the prompt has LEAST tokens
+    that are not in it. The file of another model is left as it is.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Snapshots of prompts: what windows and states hold where some of a prompt's blocks end.
 
 A model with such layers goes on from a prompt on disk only where there is one. They are taken at
-ends of blocks, so that the rows behind them have the bits of a whole prefill: chunks and the delta
-net's groups begin there too. The last block has one, and those before it, ever farther apart.
+ends of blocks. Chunks and the delta net's groups begin there too. The rows after them then have the
+bits of a whole prefill. The last block has one, and those before it, ever farther apart.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def snapshot_headers(
     types: tuple[str, str],
     caches: Sequence[LayerCache],
 ) -> list[BlockHeader]:
-    """The headers of a prompt's snapshots that are to be taken behind ``n_loaded`` tokens."""
+    """Returns the headers of a prompt's snapshots that are to be taken after n_loaded tokens."""
     lengths = snapshot_lengths(len(ids), caches[0].spec.n_checkpoints)
     parent, headers = root, []
     for first in range(0, max(lengths, default=0), BLOCK):
@@ -105,7 +105,7 @@ class SnapshotWriter:
         caches: Sequence[LayerCache],
         failed: Callable[[OSError], None],
     ) -> None:
-        """OSError if the folder cannot be written."""
+        """Raises OSError if the folder cannot be written."""
         self._folder, self._failed = folder, failed
         self._writers: dict[int, BlockWriter] = {}
         try:
@@ -127,7 +127,7 @@ class SnapshotWriter:
             self._failed(error)
 
     def finish(self, parents: Mapping[str, str]) -> None:
-        """The files appear; OSError. parents: as RowsWriter.parents says."""
+        """The files appear. Raises OSError. parents: as RowsWriter.parents says."""
         for writer in self._writers.values():
             writer.change_parent(parents)
             writer.finish(self._folder / writer.header.name)
@@ -139,7 +139,7 @@ class SnapshotWriter:
 
 
 def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Snapshot]:
-    """A snapshot's pieces by layer; OSError, DamagedError."""
+    """Returns a snapshot's pieces by layer. Raises OSError and DamagedError."""
     pieces = {}
     with open_regular(path) as file:
         header = read_header(file)
@@ -171,5 +171,5 @@ def _is_whole(header: BlockHeader, n: int) -> bool:
 
 
 def _name_of(header: BlockHeader) -> str:
-    """The file of the snapshot at a block's end."""
+    """Returns the file of the snapshot at a block's end."""
     return header.name.removesuffix(SUFFIX) + SNAPSHOT

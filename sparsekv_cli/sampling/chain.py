@@ -1,8 +1,8 @@
 """Choosing the next token: llama.cpp's sampler chain as functions from candidates to candidates.
 
 Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp), with
-min_keep 0. Where llama.cpp is random or undefined this module is not: of equal logits the lowest
-token id comes first, tokens of probability zero take no part in typ_p, and draws come from PCG64.
+min_keep 0. Where llama.cpp is random or undefined this module is not. The lowest token id of equal
+logits comes first. Tokens of probability zero take no part in typ_p. Draws come from PCG64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Candidates(NamedTuple):
     is_full: bool = False
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
-        """The candidates at `index`, in its order."""
+        """Returns the candidates at `index`, in its order."""
         return Candidates(self.ids[index], self.logits[index], self.n_vocab, is_sorted)
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +51,7 @@ class Candidates(NamedTuple):
 
 
 class Follows(Protocol):
-    """What may follow in an answer, token by token."""
+    """The tokens that may follow in an answer, token by token."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
         """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
@@ -72,13 +72,12 @@ def make_sampler(
 ) -> Sample:
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
-    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called
-        only if DRY is on and has breakers.
-    constraint: what the answer has to match, which is told every token that is chosen. Tokens that
-        cannot follow take no part in the chain.
-    The same parameters and the same calls give the same tokens, unless params.seed is -1.
-    Raises ValueError when DRY needs what was not given; the function raises SparseKVError when the
-    logits hold NaN or nothing that may be chosen. The logits are not changed.
+    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
+    if DRY is on and has breakers. constraint: what the answer has to match, which is told every
+    token that is chosen. Tokens that cannot follow take no part in the chain. The same parameters
+    and the same calls give the same tokens, unless params.seed is -1. Raises ValueError when DRY
+    needs what was not given. The function raises SparseKVError when the logits hold NaN or nothing
+    that may be chosen. The logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -142,7 +141,7 @@ def chain_step(
 
 
 def last(history: Sequence[int], n_last: int) -> np.ndarray:
-    """The last n tokens of the history, all of it for -1: (n,) i64."""
+    """Returns the last n tokens of the history, all of it for -1: (n,) i64."""
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
@@ -153,7 +152,7 @@ def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """logit += amount of each token; SparseKVError for a token outside the vocabulary."""
+    """logit += amount of each token. Raises SparseKVError for a token outside the vocabulary."""
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)
@@ -219,7 +218,7 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """The k largest logits, sorted; all of them, sorted, when there are no more than k."""
+    """Returns the k largest logits, sorted; all of them, sorted, when there are no more than k."""
     if candidates.is_sorted:
         return candidates.keep(slice(k), is_sorted=True)
     index = at_least_largest(candidates.logits, k)
@@ -230,8 +229,9 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
     """Ascending indices of the k largest logits and of some others, few when k is small.
 
-    The k blocks with the highest maxima hold at least k logits that reach the k-th highest
-    maximum, so every one of the k largest does: one pass for the maxima, one to compare.
+    The k blocks with the highest maxima hold at least k logits that reach the k-th highest maximum.
+    Every one of the k largest logits therefore does. This takes one pass for the maxima and one to
+    compare.
     """
     n_blocks = len(logits) // BLOCK
     if n_blocks <= 2 * k:
@@ -262,7 +262,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """The most likely tokens until their mass reaches p; always at least one.
+    """Returns the most likely tokens until their mass reaches p; always at least one.
 
     Usually a few hundred tokens decide it; otherwise all logits are sorted, without their ids.
     """
@@ -312,8 +312,8 @@ def temperature(
 ) -> Candidates:
     """logit / temp; for temp <= 0 the most likely token alone.
 
-    spread: the temperature is from temp - spread to temp + spread, by the entropy's share of the
-    most that it could be, to the power ``exponent``.
+    spread: the temperature is from temp - spread to temp + spread. The entropy's share of its
+    maximum, to the power ``exponent``, says where.
     """
     if spread > 0:
         if len(candidates.ids) < 2:
@@ -330,14 +330,14 @@ def temperature(
 
 
 def best(candidates: Candidates) -> int:
-    """The most likely token, the lowest id of equal ones."""
+    """Returns the most likely token, the lowest id of equal ones."""
     index = int(np.argmax(candidates.logits))
     check_finite(candidates.logits[index])
     return int(candidates.ids[index])
 
 
 def draw(candidates: Candidates, chance: float) -> int:
-    """The token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
+    """Returns the token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
     maximum = candidates.logits.max()
     check_finite(maximum)
     total = np.cumsum(np.exp(candidates.logits - maximum), dtype=np.float64)
@@ -347,7 +347,7 @@ def draw(candidates: Candidates, chance: float) -> int:
 
 
 def check_finite(maximum: np.float32) -> None:
-    """SparseKVError when the highest logit is no number."""
+    """Raises SparseKVError when the highest logit is no number."""
     if not np.isfinite(maximum):
         raise SparseKVError(
             f"the highest logit is {maximum}, expected a finite number: the weights are damaged,"

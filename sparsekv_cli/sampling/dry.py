@@ -1,9 +1,10 @@
 """DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition.
 
-A token is penalised when, after it, the end of the context would repeat an earlier passage: with n
-tokens already repeated, by multiplier * base**(n - allowed_length). Sequence breakers (line ends,
-quotes) stop a repetition from being counted across them. Idea: p-e-w, text-generation-webui pull
-request 5677; the details follow llama.cpp (src/llama-sampler.cpp, llama_sampler_dry).
+A token is penalised when, after it, the end of the context would repeat an earlier passage. With n
+tokens already repeated the penalty is multiplier * base**(n - allowed_length). Sequence breakers
+(line ends, quotes) stop a repetition from being counted across them. Idea: p-e-w,
+text-generation-webui pull request 5677; the details follow llama.cpp (src/llama-sampler.cpp,
+llama_sampler_dry).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class VocabularyBytes(NamedTuple):
 
 
 def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
-    """The bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
+    """Returns the bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
     words = [piece(token) for token in range(n_vocab)]
     lengths = [len(word) for word in words]
     text = np.frombuffer(b"".join(words) + b"\0", np.uint8)

@@ -1,7 +1,7 @@
 """GBNF, llama.cpp's grammars, as the Lark grammars that llguidance reads.
 
-llguidance brings a converter. It takes fewer grammars than llama.cpp does, so this module first
-writes the grammar in the words that it takes: rules are numbered, escapes become characters.
+llguidance brings a converter. It takes fewer grammars than llama.cpp does. This module first writes
+the grammar in the words that it takes: rules are numbered, escapes become characters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def lark_of(text: str) -> str:
-    """The Lark grammar of a GBNF one. ValueError, in the names of the grammar, for a bad one."""
+    """Returns the Lark grammar of a GBNF one. Raises ValueError, in the words of the GBNF."""
     names: dict[str, str] = {}
     written = _rewritten(text, lambda name: names.setdefault(name, f"rule_{len(names)}"))
     convert: Callable[[str], str] = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
@@ -81,7 +81,7 @@ def _rewritten(text: str, number: Callable[[str], str]) -> str:
 
 
 def _text(written: str) -> str:
-    """A text between quotes, with the characters that Lark's texts cannot hold beside it."""
+    """Returns a text between quotes. Characters that Lark's texts cannot hold stand next to it."""
     plain = CODE.sub(_text_character, written)
     parts = re.split(r"([\x00-\x08\x0b-\x1f\x7f])", plain)
     if len(parts) == 1:
@@ -105,7 +105,7 @@ def _class_character(found: re.Match[str]) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """The character that a code or itself stands for; ValueError for a code of none."""
+    """The character that a code or itself stands for. Raises ValueError for a code of none."""
     code = found[1] or found[2] or found[3]
     if not code:
         return found[5]

@@ -1,7 +1,7 @@
 """Constrained answers: the tokens that a JSON schema, a grammar or a regular expression allows.
 
-The package llguidance parses the answer as it grows and says, before every token, which ones may
-follow; the sampler (chain.py) chooses among these.
+The package llguidance parses the answer as it grows. It says, before every token, which ones may
+follow. The sampler (chain.py) chooses among these.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
 NO_TOKEN = "NoExtensionBias"  # llguidance's word for it
 # Lines of llguidance's messages that quote a grammar and point into it.
 QUOTES = re.compile(r"\s*(\d+ \||\^)")
-# What llguidance adds to its messages for its developers.
+# The ends of llguidance's messages that are for its developers.
 FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What answers have to match. ``read_grammar`` makes it.
+    """The grammar that answers have to match. ``read_grammar`` makes it.
 
     kind: ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``.
     definition: what llguidance reads.
@@ -107,7 +107,7 @@ class Constraint:
             self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
-        """The same for another answer, which begins."""
+        """Returns the same for another answer, which begins."""
         new = copy.copy(self)
         new._bits = self._bits.copy()
         new.restart()
@@ -154,13 +154,13 @@ def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
 
 
 def in_a_line(message: str) -> str:
-    """What llguidance says, without the lines that quote a grammar and what is for developers."""
+    """Returns llguidance's message without lines that quote a grammar and lines for developers."""
     lines = FOR_DEVELOPERS.split(message)[0].splitlines()
     return " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
 
 
 def _llguidance() -> Any:
-    """The package; SparseKVError without it."""
+    """Returns the package. Raises SparseKVError if it is not installed."""
     try:
         return import_module("llguidance")
     except ImportError:

@@ -1,4 +1,4 @@
-"""What may be set about sampling: llama.cpp's names and defaults, and a file's overrides."""
+"""The parameters of sampling: llama.cpp's names and defaults, and a file's overrides."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Sampler:
     """One sampler of the chain.
 
     function: module:function of this package that applies it to candidates, called with the values
-        of ``fields`` in their order. takes: what it is given besides: the last tokens of the
-        ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``.
-    is_on: whether it can change anything. aliases: other spellings that llama.cpp accepts in a
-        sequence (common/sampling.cpp). keeps_best: the most likely token stays the most likely.
+    of ``fields`` in their order. takes: its further arguments. They are the last tokens of the
+    ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``. is_on: whether it can
+    change anything. aliases: other spellings that llama.cpp accepts in a sequence
+    (common/sampling.cpp). keeps_best: the most likely token stays the most likely.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Sampler:
     keeps_best: bool = False
 
 
-# In llama.cpp's default order (common.h, common_params_sampling::samplers), behind the logit bias.
+# In llama.cpp's default order (common.h, common_params_sampling::samplers), after the logit bias.
 SAMPLERS = (
     Sampler(
         "penalties",
@@ -263,7 +263,7 @@ def params_from_metadata(
 
 
 def override(params: SamplingParams, key: str, name: str, value: Any) -> SamplingParams:
-    """params with one value of the file's; SparseKVError names the key when it is invalid."""
+    """Returns params with one value of the file. Raises SparseKVError, which names a bad key."""
     try:
         return replace(params, **{name: value})
     except ValueError as error:
@@ -271,7 +271,7 @@ def override(params: SamplingParams, key: str, name: str, value: Any) -> Samplin
 
 
 def number(key: str, value: Any, kind: type) -> int | float:
-    """A metadata value as a number; texts that hold one count, as in llama.cpp."""
+    """Returns a metadata value as a number; texts that hold one count, as in llama.cpp."""
     try:
         converted = float(value)
         if kind is int and not converted.is_integer():

@@ -11,12 +11,12 @@ from sparsekv_cli.sampling.params import Sampler, SamplingParams
 
 PLAIN = ("top_k", "top_p", "min_p", "temperature")  # in this order only
 
-# Of a sequence's step: logits f32 (n_vocab,), or the next token, if a device has chosen it.
+# The outcome of a sequence's step: logits f32 (n_vocab,), or the token that a device has chosen.
 Outcome = np.ndarray | int
 
 
 class PlainChain(NamedTuple):
-    """What such a chain does. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
+    """The parameters of such a chain. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
 
     is_greedy: the most likely token is taken, and nothing is drawn.
     """
@@ -31,7 +31,7 @@ class PlainChain(NamedTuple):
 def plain_chain(
     params: SamplingParams, active: Sequence[Sampler], takes_best: bool
 ) -> PlainChain | None:
-    """The chain ``active`` of chain.py, if it is plain."""
+    """Returns the chain ``active`` of chain.py, if it is plain."""
     names = [sampler.name for sampler in active]
     if params.logit_bias or params.dynatemp_range > 0:
         return None

@@ -70,7 +70,7 @@ class Answers:
             self._service.scheduler.abort(job)
 
     async def parts(self) -> AsyncIterator[Told | PromptProgress | Ping]:
-        """What the client can be told; raises the error of an answer that fails."""
+        """Yields what the client can be told. Raises the error of an answer that fails."""
         while self._n_open:
             try:
                 index, event = await asyncio.wait_for(self._events.get(), PING_S)
@@ -111,7 +111,7 @@ class Answers:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts with neighbouring texts, and neighbouring thoughts, in one."""
+    """Returns the parts with neighbouring texts, and neighbouring thoughts, in one."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None
@@ -125,7 +125,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
-    """What a response says of how it was computed, beside what its protocol has."""
+    """Returns fields that say how a response was computed, in addition to those of its protocol."""
     return {
         "method": {"name": request.method.name, "options": request.method.options()},
         "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},

@@ -27,7 +27,7 @@ class Message:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        """RequestError for what cannot be answered."""
+        """Raises RequestError for what cannot be answered."""
         self._service = service
         self.streams = fields.stream
         tools = _tools(fields)
@@ -62,7 +62,7 @@ class Message:
         self._id = f"msg_{uuid.uuid4().hex}"
 
     async def whole(self) -> dict[str, Any]:
-        """The response to a request that does not stream."""
+        """Returns the response to a request that does not stream."""
         async with Answers(self._service, [self._request], [self._reader]) as answers:
             (told,) = await answers.whole()
         assert told.end is not None
@@ -75,7 +75,7 @@ class Message:
         return {**message, "sparsekv": about(told.end, self._service, self._request)}
 
     async def stream(self) -> AsyncIterator[str]:
-        """The events of a response that streams."""
+        """Yields the events of a response that streams."""
         n_prompt = len(self._request.ids)
         start = self._message([], {"input_tokens": n_prompt, "output_tokens": 0})
         yield _event("message_start", message=start)
@@ -125,7 +125,7 @@ class _Blocks:
         self._n, self._open = 0, ""
 
     def add(self, part: Part) -> list[str]:
-        """The events of a part of the answer."""
+        """Returns the events of a part of the answer."""
         if isinstance(part, Text) and not self._open and not part.text.strip():
             return []  # no block for the white space between others
         kind = _KINDS[type(part)]
@@ -164,7 +164,7 @@ def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
 
 
 def error_body(message: str, kind: str) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
+    """Returns an error in Anthropic's shape."""
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -176,7 +176,7 @@ def _prompt_ids(
     *,
     is_forced: bool,
 ) -> list[int]:
-    """The ids of a request's conversation (of ``_conversation``) and tools.
+    """Returns the ids of a request's conversation (of ``_conversation``) and tools.
 
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
@@ -189,7 +189,7 @@ def _prompt_ids(
 
 
 def _conversation(fields: CountFields) -> list[dict[str, Any]]:
-    """The messages of a request as templates take them, its system text first."""
+    """Returns the messages of a request as templates take them, its system text first."""
     messages = []
     system = content_text("system", fields.system)
     if system:
@@ -209,7 +209,7 @@ def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
-    """A message as templates take it; results of tools are messages of their own."""
+    """Returns a message as templates take it; results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
@@ -248,7 +248,7 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
 
 
 def _result_text(where: str, content: Any) -> str:
-    """The text of a tool's result: its texts, and the names of tools that it refers to."""
+    """Returns the text of a tool's result: its texts, and the names of tools that it refers to."""
     if not isinstance(content, list):
         return content_text(where, content)
     return "".join(
@@ -268,7 +268,7 @@ def _reference(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _tools(fields: CountFields) -> list[dict[str, Any]]:
-    """The tools as templates take them; none with the tool_choice none."""
+    """Returns the tools as templates take them; none with the tool_choice none."""
     if fields.tool_choice.type == "none":
         return []
     functions = [
@@ -281,7 +281,7 @@ def _tools(fields: CountFields) -> list[dict[str, Any]]:
 def _forced(
     service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
-    """The call that tool_choice asks for, if it does."""
+    """Returns the call that tool_choice asks for, if it does."""
     if fields.tool_choice.type in ("auto", "none"):
         return None
     return service.forced_call(fields.tool_choice.name, functions_of(tools))

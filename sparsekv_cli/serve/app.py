@@ -41,7 +41,7 @@ from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-# What the page may do: its own script and style, and requests to where it came from.
+# The rights of the page: its own script and style, and requests to its own server.
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -67,7 +67,7 @@ class Access:
 def make_app(
     service: Service, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
-    """The application. log: told a line a request, without prompts."""
+    """Returns the application. log: told a line a request, without prompts."""
     metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
     created = int(time.time())
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def make_app(
     readers = ThreadPoolExecutor(N_READERS, "request")
 
     async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:
-        """What ``make`` makes of a request's fields, in a thread."""
+        """Runs ``make`` on a request's fields, in a thread."""
         values = await bodies.read(request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
@@ -166,7 +166,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 def status_of(error: Exception) -> tuple[int, str, str | None]:
-    """The status of an error, its type in both protocols, and its code in OpenAI's."""
+    """Returns the status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
     if isinstance(error, BodyError):

@@ -21,7 +21,7 @@ from sparsekv_cli.sequence import Sequence
 
 
 class QueueFullError(SparseKVError):
-    """As many requests wait as may wait."""
+    """The queue is full: as many requests wait as may wait."""
 
 
 class StoppingError(SparseKVError):
@@ -37,7 +37,7 @@ class TimeLimitError(SparseKVError):
 
 
 class PromptProgress(NamedTuple):
-    """So many of the prompt's tokens have their rows; ``cached`` of them were there already."""
+    """The number of a prompt's tokens whose rows are there. ``cached`` were there already."""
 
     done: int
     total: int
@@ -54,8 +54,8 @@ class NewToken(NamedTuple):
     """A token was chosen.
 
     text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
-    were asked for. rows: of the step behind it, by layer, the percentage of the rows attended
-    to in each bin.
+    were asked for. rows: for the last step, by layer, the percentage of the rows attended to in
+    each bin.
     """
 
     text: str
@@ -65,7 +65,7 @@ class NewToken(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The answer is whole; text, thinking and logprobs are those behind the last piece.
+    """The answer is whole. text, thinking and logprobs are those after the last piece.
 
     stop_reason, stopped_by: of generation/answer.py. n_cached: of the prompt's
     tokens, those whose rows were there. ledger: as ``run --json`` has it.
@@ -94,7 +94,7 @@ Event = PromptProgress | Compiling | NewToken | Finished | Failed
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks for. ``sparse_from``: as SessionConfig has it."""
+    """The request of a job. ``sparse_from``: as SessionConfig has it."""
 
     ids: Ids[int]
     method: Method
@@ -159,7 +159,7 @@ class Job:
         self.thinking += text
 
     def told(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """The text, the thinking and the log probabilities that are new."""
+        """Returns the text, the thinking and the log probabilities that are new."""
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None

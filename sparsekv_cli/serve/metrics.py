@@ -1,4 +1,4 @@
-"""What /metrics tells: the scheduler's numbers in Prometheus' text format."""
+"""The text of /metrics: the scheduler's numbers in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Metrics:
         self._requests[path if path in PATHS else "other", str(status)] += 1
 
     def text(self) -> bytes:
-        """The page."""
+        """Returns the page."""
         times = self._scheduler.stats.first_token_s
         while times:
             self._first_token.observe(times.popleft())

@@ -28,7 +28,7 @@ class Completion:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
-        """RequestError for what cannot be answered."""
+        """Raises RequestError for what cannot be answered."""
         self._service, self._fields = service, fields
         self._is_chat = is_chat = isinstance(fields, ChatFields)
         self.streams = fields.stream
@@ -93,7 +93,7 @@ class Completion:
         )
 
     def _prompt_ids(self, prompt: str | list[Any]) -> list[list[int]]:
-        """The prompts of a completion: a text, ids, or a list of either."""
+        """Returns the prompts of a completion: a text, ids, or a list of either."""
         is_many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         prompts = prompt if is_many and isinstance(prompt, list) else [prompt]
         n_vocab, encode = self._service.model.hparams.n_vocab, self._service.tokenizer.encode
@@ -135,7 +135,7 @@ class Completion:
     # --- as a whole -------------------------------------------------------------------------------
 
     async def whole(self) -> dict[str, Any]:
-        """The response to a request that does not stream."""
+        """Returns the response to a request that does not stream."""
         async with Answers(self._service, self._requests, self._readers) as answers:
             choices = await answers.whole()
         ends = {told.choice: told.end for told in choices if told.end is not None}
@@ -168,7 +168,7 @@ class Completion:
     # --- as a stream ------------------------------------------------------------------------------
 
     async def stream(self) -> AsyncIterator[str]:
-        """The events of a response that streams."""
+        """Yields the events of a response that streams."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = self._head(kind)
         async with Answers(self._service, self._requests, self._readers) as answers:
@@ -217,7 +217,7 @@ class Completion:
         return chunks
 
     def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
-        """Of the prefill: an event for clients that asked for it, a comment for the others."""
+        """Returns the prefill's progress: an event if the client asked for it, else a comment."""
         if not self._fields.return_progress:
             return f": prefill {told.done} of {told.total}\n\n"
         progress = {"total": told.total, "processed": told.done, "cache": told.cached}
@@ -266,18 +266,18 @@ class _Places:
 
 
 def models(service: Service, created: int) -> dict[str, Any]:
-    """The one model that there is."""
+    """Returns the one model that there is."""
     model = {"id": service.name, "object": "model", "created": created, "owned_by": "local"}
     return {"object": "list", "data": [{**model, "context_length": service.model.n_ctx}]}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """Returns an error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def event(value: Mapping[str, Any], name: str = "") -> str:
-    """A server-sent event."""
+    """Returns a server-sent event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
 
 
@@ -316,7 +316,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(entry: Mapping[str, Any]) -> str:
-    """A token's text, or the bytes of a part of a character, as OpenAI writes them."""
+    """Returns a token's text, or the bytes of a part of a character, as OpenAI writes them."""
     data = bytes(entry["bytes"])
     try:
         return data.decode()
@@ -337,7 +337,7 @@ def _is_id(value: Any, n_vocab: int) -> bool:
 
 
 def _tools(fields: ChatFields) -> list[dict[str, Any]]:
-    """The functions that may be called; none with tool_choice none."""
+    """Returns the functions that may be called; none with tool_choice none."""
     if fields.tool_choice == "none":
         return []
     tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
@@ -350,7 +350,7 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
 def _forced(
     service: Service, fields: ChatFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
-    """The call that tool_choice asks for, if it does."""
+    """Returns the call that tool_choice asks for, if it does."""
     choice = fields.tool_choice
     if choice in ("auto", "none"):
         return None

@@ -1,4 +1,4 @@
-"""What the requests of all protocols have in common: from a JSON object to a Request."""
+"""The requests of all protocols share the way from a JSON object to a Request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def read_request(kind: type[F], values: Mapping[str, Any]) -> F:
-    """The fields of a request; RequestError names the one that is not as expected."""
+    """The fields of a request. Raises RequestError, which names the one that is not as expected."""
     try:
         return read_fields(kind, values)
     except FieldError as error:
@@ -93,9 +93,9 @@ class Service:
         self.kinds = [layer.kind for layer in model.hparams.layers]
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
-        """The method that a request names with its options, and up to where it is dense.
+        """Returns the method that a request names with its options, and up to where it is dense.
 
-        RequestError lists what there is.
+        Raises RequestError, which lists what there is.
         """
         name = self._method if fields.method is None else fields.method
         options = dict(fields.method_options)
@@ -119,6 +119,7 @@ class Service:
         """Raises RequestError for an option beyond the context: some take memory for each row."""
         declared = options_of(method)
         for name in names:
+            name = method.renamed.get(name, name)
             value = getattr(method, name, None)
             if isinstance(value, int | float) and name in declared:
                 default: Any = declared[name].default
@@ -160,7 +161,7 @@ class Service:
         think: bool | None = None,
         think_budget: int | None = None,
     ) -> Request:
-        """What to ask of the scheduler.
+        """Returns the request for the scheduler.
 
         max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
         kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
@@ -214,7 +215,7 @@ class Service:
         )
 
     def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
-        """What follows a prompt whose answer has to be a call: no thinking, and its first words."""
+        """Returns the ids after a prompt whose answer must be a call: first words, no thinking."""
         thinking = self.thinking
         is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
         text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
@@ -223,7 +224,8 @@ class Service:
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
 
-        functions: the schemas of their arguments. RequestError where there is no such function.
+        functions: the schemas of their arguments. Raises RequestError where there is no such
+        function.
         """
         chosen = {key: schema for key, schema in functions.items() if name in (None, key)}
         if not chosen:
@@ -257,10 +259,10 @@ class Service:
             raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """The variables of the chat template that a request sets, by name.
+        """Returns the variables of the chat template that a request sets, by name.
 
-        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. RequestError for a
-        variable that the template does not read.
+        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. Raises RequestError for
+        a variable that the template does not read.
         """
         named = {f"{KWARGS}.{name}": (name, value) for name, value in given.items()}
         if effort is not None:
@@ -285,7 +287,7 @@ class Service:
         continues: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a conversation; RequestError where the template does not take it.
+        """The ids of a conversation. Raises RequestError where the template does not take it.
 
         variables: of the template.
         """
@@ -306,7 +308,7 @@ class Service:
             raise RequestError(str(error), param="messages") from None
 
     def choices(self, request: Request, n: int) -> list[Request]:
-        """The request n times, each with a seed of its own."""
+        """Returns the request n times, each with a seed of its own."""
         seed = -1 if request.seed is None else request.seed
         seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [request.constraint] + [
@@ -317,7 +319,7 @@ class Service:
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    """Returns a message as gpt-oss' template takes it: one text is thought ahead of a call."""
     thought, text = message.get("reasoning_content"), message["content"]
     if not thought:
         return message

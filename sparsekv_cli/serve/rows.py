@@ -1,9 +1,8 @@
 """Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
 
-A prompt's rows do not depend on the method. So a sequence that has all rows of a prompt's
-beginning gives them to any other, whose prefill computes the rest; the text is that of a whole
-prefill, to the bit (prefix/prefixes.py says where that may begin). Rows of decode steps are not
-given.
+A prompt's rows do not depend on the method. A sequence that has all rows of a prompt's beginning
+gives them to any other, whose prefill computes the rest. The text is that of a whole prefill, to
+the bit. prefix/prefixes.py says where the rest may begin. Rows of decode steps are not given.
 
 Memory for rows is set aside ahead of a prefill, and given back with the answer.
 """
@@ -81,7 +80,6 @@ class SharedRows:
         self._method = method
 
     def find(self, ids: Ids[int]) -> Found:
-        """As Prefixes.find."""
         self.wait()
         method = self._method
         assert method is not None
@@ -97,7 +95,6 @@ class SharedRows:
         return Found((), best, best) if self._donor is not None else self._found
 
     def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
-        """As Prefixes.load."""
         donor, self._donor = self._donor, None
         if donor is None:
             return self._disk.load(found, caches, n_room) if self._disk is not None else 0
@@ -112,17 +109,14 @@ class SharedRows:
         return found.n
 
     def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
-        """As Prefixes.begin."""
         if self._disk is not None:
             self._disk.begin(ids, self._found._replace(n=n_loaded), n_loaded, caches)
 
     def take(self, layer: int, cache: LayerCache) -> None:
-        """As Prefixes.take."""
         if self._disk is not None:
             self._disk.take(layer, cache)
 
     def abandon(self) -> None:
-        """As Prefixes.abandon."""
         if self._disk is not None:
             self._disk.abandon()
 
@@ -143,16 +137,17 @@ class SharedRows:
 
 
 def types_of(method: Method) -> tuple[str, str]:
-    """Of the rows of K and V."""
+    """Returns the types of the rows of K and V."""
     return method.cache_type_k, method.cache_type_v
 
 
 def takes_over(parked: Sequence, ids: Ids[int], method: Method, has_disk: bool) -> int:
-    """Of how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it does not.
+    """Returns for how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it
+    does not.
 
-    It does where nearly all of its prompt is a beginning of ``ids``, so that nobody else misses
-    it; or all, and ``ids`` end there: then nothing is left to be computed. Long prompts that are
-    mostly new begin anew where the disk keeps them, which takes whole prompts.
+    It does if nearly all of its prompt is a beginning of ``ids``, so that nobody else misses it. It
+    also does if ``ids`` end at the end of its prompt: then nothing is left to be computed. Long
+    prompts that are mostly new begin anew where the disk keeps them, which takes whole prompts.
     """
     at = parked.checkpoint
     if at is None:
@@ -184,7 +179,7 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 def best_parked(
     all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], has_disk: bool
 ) -> tuple[Parked | None, int]:
-    """The parked sequence that most of ``ids`` can be taken over from, and how many."""
+    """Returns the parked sequence that most of ``ids`` can be taken over from, and how many."""
     best, n_best = None, 0
     for parked in all_parked:
         other = parked.sequence.attention
@@ -206,7 +201,7 @@ class IndexSizes:
             self._seen[method.name] = n, sum(cache.memory().index for cache in caches)
 
     def bytes_of(self, method: Method, n: int) -> int:
-        """An index of n tokens: as that of the longest prompt, and larger by the tokens."""
+        """Returns an index of n tokens: as that of the longest prompt, and larger by the tokens."""
         n_seen, n_bytes = self._seen.get(method.name, (0, 0))
         return int(n_bytes * max(1.0, n / max(n_seen, LEAST_SEEN)))
 

@@ -1,7 +1,8 @@
 """The thread that owns the model: sequences join and leave its decode steps at any of them.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
-layers a much shorter prompt may be prefilled first. So texts are those of sequences that run alone.
+layers a much shorter prompt may be prefilled first. Texts are therefore those of sequences that run
+alone.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Ids[Job]) -> None:
-        """Queues all of the jobs, or none: QueueFullError, StoppingError, TooLargeError."""
+        """Queues all jobs, or none. Raises QueueFullError, StoppingError or TooLargeError."""
         for job in jobs:
             n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:
@@ -298,7 +299,7 @@ class Scheduler:
             self._prefilling.append(now)
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
-        """A parked sequence that begins as ``ids`` do, or a new one."""
+        """Returns a parked sequence that begins as ``ids`` do, or a new one."""
         best, n_best = best_parked(self._parked, attention, ids, self._has_disk)
         if best is None:
             return self.model.sequence(attention)

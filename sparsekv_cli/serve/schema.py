@@ -28,7 +28,7 @@ STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
 
 
 def _option_text(value: Any) -> Any:
-    """The value of a method's option as the command line would have it."""
+    """Returns the value of a method's option as the command line would have it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list) and all(isinstance(each, int) for each in value):
@@ -77,7 +77,7 @@ Messages = Annotated[Objects, Field(min_length=1)]
 
 
 class ServedFields(AnswerFields):
-    """What requests of all protocols share.
+    """The fields that requests of all protocols share.
 
     model: any name, since a server has one. method, method_options, budget, sparse_from: as on the
     command line. sparsekv_rows: parts of the context in the live picture of attended rows; 0: none.
@@ -107,7 +107,7 @@ class StreamOptions(Fields):
 
 
 class OpenAIFields(ServedFields):
-    """What both requests of OpenAI's protocol share. Those after ``return_progress`` are labels."""
+    """Fields of both OpenAI requests. Fields after ``return_progress`` are labels."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = ()
@@ -150,7 +150,7 @@ class ResponseFormat(Fields):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """What the answer has to fit; None: any text."""
+        """The schema that the answer has to fit; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is not None:
@@ -296,13 +296,13 @@ class ContextEdit(Fields):
 
 
 class ContextManagement(Fields):
-    """What to take out of the conversation: nothing."""
+    """The parts to take out of the conversation: none."""
 
     edits: Many[ContextEdit] = Field([])
 
 
 class CountFields(Fields):
-    """``/v1/messages/count_tokens``. Those after ``output_config`` are labels or change nothing."""
+    """``/v1/messages/count_tokens``. Fields after ``output_config`` change nothing."""
 
     model: str = ""
     messages: Messages
@@ -333,7 +333,7 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
 
 
 def openapi(name: str) -> dict[str, Any]:
-    """The page. name: of the model."""
+    """Returns the page. name: of the model."""
     schemas, shared = models_json_schema(
         [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",

@@ -1,7 +1,6 @@
 """Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
-A chat template writes the tools into the prompt, and says by its words in which format the model
-was trained to call them. What fits no format is text.
+A chat template writes the tools into the prompt. Its words tell the format of the model's calls.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ SIGNS = (
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """The format that a chat template is written for; None: unknown."""
+    """Returns the format that a chat template is written for; None: unknown."""
     return next((kind for sign, kind in SIGNS if template is not None and sign in template), None)
 
 
@@ -68,11 +67,11 @@ class PlainReader:
     """Reads answers in which calls are not looked for: all is text."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """What can be told with this text."""
+        """Yields the parts that are certain with this text."""
         yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
-        """What was held back, when nothing follows any more."""
+        """Yields the text that was held back, when nothing follows any more."""
         yield from ()
 
 
@@ -94,7 +93,7 @@ class MarkedReader:
         self._start, self._end, self._parse, self._ends = start, end, parse, ends
         self._begins = re.compile(begins)
         self._held, self._is_call = "", False
-        self._has_called, self._blank = False, ""  # white space behind a call
+        self._has_called, self._blank = False, ""  # white space after a call
         self._seen = 0  # up to where the held text has no mark that ends the call
         self._n_passed = 0  # marks of this answer that were none
 
@@ -159,7 +158,7 @@ class MarkedReader:
             yield Text(text)
 
     def _called(self, at: int) -> Iterator[Part]:
-        """The call, or the text, that ends with the mark there."""
+        """Yields the call, or the text, that ends with the mark there."""
         body, self._held = self._held[:at], self._held[at + len(self._end) :]
         self._is_call = False
         calls = self._parse(body).calls
@@ -249,7 +248,7 @@ class MistralReader:
         yield from self._calls(held) or [Text(self.MARK + held)]
 
     def _calls(self, text: str) -> list[Part]:
-        """The calls behind the first mark; none if anything else is there."""
+        """Returns the calls after the first mark; none if anything else is there."""
         calls: list[Part] = []
         while text.strip():
             named = self.NAMED.match(text)
@@ -332,7 +331,7 @@ def reader_of(
     is_begun: bool = False,
     is_single: bool = False,
 ) -> Reader:
-    """What reads an answer for a format; None: no calls are looked for.
+    """Returns a reader of answers in a format; None: no calls are looked for.
 
     functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
     the beginning of the answer. is_single: all calls but the first are left out.
@@ -348,15 +347,16 @@ def reader_of(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
-    """The schemas of the arguments of tools, which are as templates take them, by name."""
+    """Returns the schemas of the arguments of tools, which are as templates take them, by name."""
     own = (tool["function"] for tool in tools)
     return {each["name"]: each.get("parameters") or ANY_OBJECT for each in own}
 
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be. prompt: what is written behind the prompt, in the words of
-    the format. lark: the grammar of the rest. name: of ForcedReader.
+    """A call that the answer has to be. lark: the grammar of the rest. name: of ForcedReader.
+
+    prompt: the text that is written after the prompt, in the words of the format.
     """
 
     prompt: str
@@ -367,7 +367,7 @@ class ForcedCall:
 def forced_call(
     kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
 ) -> ForcedCall:
-    """A call of one of the functions: their names and the schemas of their arguments."""
+    """Returns a call of one of the functions: their names and the schemas of their arguments."""
     spaced = [{"x-guidance": JSON_OPTIONS, **schema} for schema in functions.values()]
     schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
     (name, *others), prompt = functions, ""

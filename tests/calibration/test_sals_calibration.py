@@ -154,7 +154,7 @@ def kld(expected: np.ndarray, actual: np.ndarray) -> float:
 
 
 def test_a_model_with_everything_kept_answers_like_full(sequence, calibration, monkeypatch):
-    monkeypatch.setattr(SALS, "covers", lambda self, n: False)
+    monkeypatch.setattr(SALS, "is_dense_at", lambda self, n: False)
     rng = np.random.RandomState(1)
     prompt, text = rng.randint(3, 512, 200).tolist(), rng.randint(3, 512, 40).tolist()
     full = build_method("full", {})

@@ -82,7 +82,7 @@ class Pair:
         device = self.apart._k.device
         self.apart.plan()
         out = torch.from_numpy(self.apart.decode(x)[:, : self.d_v].copy())
-        self.apart.learn()
+        self.apart.end_step()
         seen = Attended(out[None].to(device), torch.from_numpy(self.apart.lse)[None].to(device))
         found = torch.full_like(seen.out, torch.nan)
         self.apart.add_sinks(
@@ -138,7 +138,7 @@ def test_sequences_whose_dense_layer_chooses_pages(tmp_path, monkeypatch):
     """It crosses over to pages in the steps, on the host behind a device as on the host alone."""
     pages = Quest(page=8, budget=Budget(tokens=24))
     monkeypatch.setattr("sparsekv_cli.methods.lfps.PAGES", pages)
-    options = {"budget": "20", "dense_layers": "0", "dense_rows": "63"}
+    options = {"budget": "20", "dense_layers": "0", "pages_from": "63"}
     assert_devices_agree(tmp_path, "lfps", options, 60, 5, kv="host")
 
 

@@ -78,7 +78,7 @@ class FakeCache(SelectingCache):
         self.stride = int(spec.calibration["stride"])
         assert spec.calibration["means"].shape == (spec.n_head_kv, spec.head_dim)
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) >= n
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -107,7 +107,7 @@ class FreeKVPair(Pair):
     def take_ahead(self) -> None:
         """The pages of the next step by the query of this one."""
         naive, n = self.naive, self.naive.n + 1
-        if naive.covers(n):
+        if naive.is_dense_at(n):
             return
         naive.n_sink, window = naive.first_pages(n)
         for g in range(self.geometry.n_head_kv):

@@ -22,7 +22,7 @@ class CountedLFPS(NaiveLFPS):
     """The naive form; of the last step it also knows what a search must read.
 
     n_bounds: bounds of blocks. n_entries: least entries of tables, those of blocks that hold a
-    candidate. c1: candidates of each team that is not bypassed as a whole, with its active heads.
+    candidate. c1: candidates and active heads of each head group that is not bypassed as a whole.
     """
 
     def select(self) -> list[Choice]:
@@ -30,9 +30,9 @@ class CountedLFPS(NaiveLFPS):
         self.c1: list[tuple[int, int]] = []
         return super().select()
 
-    def candidates(self, team, n_recent, k):
-        c1, margin = super().candidates(team, n_recent, k)
-        if n_active := sum(not self.bypassed[h] for h in team):
+    def candidates(self, head_group, n_recent, k):
+        c1, margin = super().candidates(head_group, n_recent, k)
+        if n_active := sum(not self.bypassed[h] for h in head_group):
             self.c1.append((len(c1), n_active))
         return c1, margin
 
@@ -50,7 +50,7 @@ class CountedLFPS(NaiveLFPS):
 
 
 class LFPSPair(Pair):
-    """seen also has heads that were bypassed, lists of candidates longer or shorter than k, teams
+    """seen also has heads that were bypassed, lists of candidates longer or shorter than k, groups
     of both kinds of heads, and steps whose counts were held against each other.
     """
 
@@ -79,8 +79,8 @@ class LFPSPair(Pair):
             self.seen["beyond"] += n_active * (size > k)
             self.seen["short"] += n_active * (size < k)
         if naive.shares(n):
-            teams = naive.bypassed.reshape(-1, naive.group)
-            self.seen["mixed"] += int((teams.any(1) & ~teams.all(1)).sum())
+            head_groups = naive.bypassed.reshape(-1, naive.group)
+            self.seen["mixed"] += int((head_groups.any(1) & ~head_groups.all(1)).sum())
         most = np.array([naive.rho(h, -np.inf) for h in range(naive.n_head)])
         margin = min(choice.margin for choice in choices)
         if (

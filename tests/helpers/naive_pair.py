@@ -44,7 +44,7 @@ class Pair:
         out = prefill(self.cache, rows, chunk)
         expected = self.naive.prefill(chunk_input(rows, self.naive.n))
         np.testing.assert_allclose(out, expected, atol=self.tolerance)
-        self.settle()
+        self.check_stored()
         assert self.cache.n == self.naive.n
         return rows
 
@@ -54,7 +54,7 @@ class Pair:
             rows = self.stream.rows(1)
             out = decode(self.cache, rows)
             choices = self.naive.choose(chunk_input(rows, self.naive.n))
-            self.settle()
+            self.check_stored()
             self.compare(choices)
             np.testing.assert_allclose(out, self.naive.attend(choices), atol=self.tolerance)
             assert self.cache.n == self.naive.n
@@ -66,7 +66,7 @@ class Pair:
         self.naive.truncate(n)
         self.stream.position = n
 
-    def settle(self) -> None:
+    def check_stored(self) -> None:
         """Holds more against the naive form ahead of a comparison; a method's own pair does."""
 
     def compare(self, choices: list[Choice]) -> None:

@@ -11,7 +11,7 @@ from sparsekv_cli.methods.sals import SALSCache
 class SALSPair(Pair):
     """The naive form goes on with each latent and value as they are stored."""
 
-    def settle(self) -> None:
+    def check_stored(self) -> None:
         """Holds new latents and values against the naive ones; a code may be the next one."""
         naive = self.naive
         assert naive.compressed == (self.cache._latents is not None)

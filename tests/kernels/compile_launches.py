@@ -1,6 +1,7 @@
 """Compiles every launch of tests/kernels/launches_NAME.py for GPUs that need not be there.
 
-Run as a program: NAME... The launchers are called as they are, on CPU tensors; what a launch would
+Run as a program: [--first] NAME... With --first only the first launch of each kernel is compiled,
+for sm_90. The launchers are called as they are, on CPU tensors; what a launch would
 do is replaced by Triton's own warm-up, told by a driver that a GPU of each capability is present,
 so that types, alignment and options are specialised as in a real launch. One JSON line a kernel and
 capability: module (its NAME), kernel, capability, registers a thread, bytes of stack and local
@@ -46,9 +47,12 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(
-    names: Sequence[str], capabilities: Sequence[int] = CAPABILITIES
+    names: Sequence[str], capabilities: Sequence[int] = CAPABILITIES, *, first_only: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The lines of modules; all launches for the first capability, some for the others."""
+    """The lines of modules; all launches for the first capability, some for the others.
+
+    first_only: of a kernel's launches only the first.
+    """
     launch_now = triton.runtime.JITFunction.run
     done: set[Any] = set()
     lines: list[dict[str, Any]] = []
@@ -72,6 +76,9 @@ def compile_all(
         return lines[-1]
 
     def warm_up(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        if first_only and (name, self.fn.__name__) in done:
+            return
+        done.add((name, self.fn.__name__))
         line = compiled(capabilities[0], self, args, kwargs)
         if not line:
             return
@@ -96,5 +103,9 @@ def compile_all(
 
 
 if __name__ == "__main__":
-    for told in compile_all(sys.argv[1:]):
+    if sys.argv[1] == "--first":
+        found = compile_all(sys.argv[2:], CAPABILITIES[1:], first_only=True)
+    else:
+        found = compile_all(sys.argv[1:])
+    for told in found:
         print(json.dumps(told), flush=True)

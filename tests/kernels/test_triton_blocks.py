@@ -5,7 +5,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 
 from sparsekv_cli.kernels.weights import packed
 

@@ -1,4 +1,4 @@
-"""The steps between a decode step's products against TorchRows, row by row."""
+"""The steps between a decode step's products against TorchChunkSteps, row by row."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekv_cli.device.prefill import TorchRows
+from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.kernels.layer import decode as layer
 from sparsekv_cli.models.hparams import LayerParams
 
@@ -20,14 +20,14 @@ def f32(seed: int, *shape: int) -> torch.Tensor:
 N_POSITIONS, N_PAIRS = 300, 64
 
 
-def reference(interleaved: bool = False, *, scaled: bool = False) -> TorchRows:
+def reference(interleaved: bool = False, *, scaled: bool = False) -> TorchChunkSteps:
     """With the tables of N_PAIRS pairs, of which a layer may turn fewer."""
     angles = np.outer(np.arange(N_POSITIONS), 10000.0 ** (-np.arange(N_PAIRS) / N_PAIRS))
     cos, sin = ((1.1 * f(angles)).astype(np.float32) for f in (np.cos, np.sin))
     q_scale = np.linspace(1, 2, N_POSITIONS, dtype=np.float32) ** scaled
     rope = SimpleNamespace(cos=cos, sin=sin, q_scale=q_scale)
     hparams = SimpleNamespace(norm_eps=EPS, residual_scale=1.0)
-    return TorchRows(hparams, rope, interleaved, torch.float32)
+    return TorchChunkSteps(hparams, rope, interleaved, torch.float32)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

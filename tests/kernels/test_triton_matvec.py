@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.kernels.weights import dot, fields

@@ -36,7 +36,7 @@ def test_pages_of_dense_layers_read_the_rows_as_they_are(types, sequence_of, mon
     """Dense layers of LFPS that choose pages give what Quest gives."""
     monkeypatch.setattr(lfps, "PAGES", Quest(budget=Budget(tokens=40)))
     paged = sequence_of(
-        "lfps", {"dense_rows": "70"}, budget="5", dense_layers="0,1,2,3", types=types
+        "lfps", {"pages_from": "70"}, budget="5", dense_layers="0,1,2,3", types=types
     )
     quest = sequence_of("quest", budget="40", dense_layers="none", types=types)
     logits = [sequence.prefill(tokens(90)) for sequence in (paged, quest)]
@@ -54,7 +54,7 @@ class AllButSinks(Budget):
         return n - N_SINKS
 
 
-class AllRows(Budget):
+class AllOfContext(Budget):
     """Every row; the first of Quest's pages takes the sinks' rows into account."""
 
     def rows(self, n: int) -> int:
@@ -63,7 +63,8 @@ class AllRows(Budget):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), *TYPES])
 @pytest.mark.parametrize(
-    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllRows)]
+    ("name", "budget"),
+    [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)],
 )
 def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""
@@ -79,7 +80,7 @@ def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monk
         return out
 
     monkeypatch.setattr(cache_type, "decode", compare)
-    monkeypatch.setattr(cache_type, "selects_all", lambda self, n: False)
+    monkeypatch.setattr(cache_type, "is_dense_at", lambda self, n: False)
     sparse.prefill(tokens(80))
     decoded(sparse, tokens(20, 1))
     assert len(errors) == 20 * N_LAYER and max(errors) < 1e-5

@@ -30,7 +30,7 @@ DEFAULTS = {
     "h2o": {"dense_layers": [0, 1], "budget": "5% (64 to 512 rows)", "window": 0},
     "lfps": {
         "dense_layers": [0],
-        "dense_rows": 4096,
+        "pages_from": 4096,
         "preset": "tuned",
         "budget": "5% (64 to 256 rows)",
         "scored_by": "auto",
@@ -101,7 +101,7 @@ PRESETS = {
         "tuned": {},
         "paper": {
             "dense_layers": [],
-            "dense_rows": 0,
+            "pages_from": 0,
             "preset": "paper",
             "budget": "5% (64 to 512 rows)",
             "scored_by": "head",

@@ -23,7 +23,7 @@ def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, sequence_of):
 def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(sequence_of, monkeypatch):
     """Dense until then, and from then on as Quest, whose pages are those of all rows before."""
     monkeypatch.setattr(lfps, "PAGES", Quest(page=8, budget=Budget(tokens=24)))
-    options = {"dense_rows": "70"}
+    options = {"pages_from": "70"}
     paged = sequence_of("lfps", options, budget="5", dense_layers="0,1,2,3")
     full = sequence_of("full")
     quest = sequence_of("quest", {"page": "8"}, budget="24", dense_layers="none")
@@ -49,7 +49,7 @@ def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(sequence_of,
 def test_pages_of_lfps_keep_to_its_budget(budget, sequence_of):
     """They never have less than the other layers: a budget of the context changes no bit."""
     full = sequence_of("full")
-    paged = sequence_of("lfps", {"dense_rows": "20"}, budget=budget, dense_layers="0,1")
+    paged = sequence_of("lfps", {"pages_from": "20"}, budget=budget, dense_layers="0,1")
     for sequence in (full, paged):
         sequence.prefill(tokens(80))
     np.testing.assert_array_equal(decoded(full, tokens(20, 1)), decoded(paged, tokens(20, 1)))

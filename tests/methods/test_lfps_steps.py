@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tuned": {},
     "alone": {"scored_by": "head"},
     "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "head"},
-    "paper-teams": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
+    "paper-head-groups": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
 }
 
 
@@ -140,7 +140,7 @@ def test_a_limit_that_an_i32_just_holds(scored_by):
 )
 @pytest.mark.parametrize("case", [*CASES[1:], Case(Geometry(3, 1, 64), 1500)], ids=str)
 def test_any_number_of_threads(case, others):
-    """Whole teams a thread, teams that threads share, and more threads than there are to take."""
+    """Whole head groups a thread, shared head groups, and more threads than head groups."""
     geometry, n_prefill = case
     method = make_method(24, **({"a": 0.02, "epsilon": 0.7} | others))
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
@@ -181,7 +181,7 @@ def test_sinks_that_are_attended_elsewhere(case, types):
     geometry, n_prefill = case
     method = make_method(24, epsilon=0.7, cache_type_k=types, cache_type_v=types)
     whole, rest = (make_cache(method, geometry) for _ in range(2))
-    rest.leave_sinks()
+    rest.exclude_sinks()
     stream = HistoryStream(geometry, 1)
     prompt = stream.rows(n_prefill)
     for cache in (whole, rest):

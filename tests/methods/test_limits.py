@@ -22,7 +22,7 @@ from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.methods.depth import dense_up_to
+from sparsekv_cli.methods.depth import with_sparse_from
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.h2o import H2O
 from sparsekv_cli.methods.quest import Quest
@@ -107,7 +107,7 @@ SWITCHES: dict[str, Method] = {
     "freekv, no speculation": build_method("freekv", {"speculate": "false"}, budget="150"),
 }
 SWITCHES |= {
-    f"{name}, dense up to 150": dense_up_to(build_method(name, {}, budget="40"), 150)
+    f"{name}, dense up to 150": with_sparse_from(build_method(name, {}, budget="40"), 150)
     for name in METHODS
     if method_class(name).work_of_a_head
 }  # fmt: skip
@@ -191,7 +191,7 @@ def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
     """Its pages in their order, gathered; freekv's are in test_freekv_steps.py."""
     method = Quest(budget=AllBut(floor=0), **options)
     cache, rows = cache_of(method, geometry), rows_of(geometry, NOBODYS_ROW)
-    monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
+    monkeypatch.setattr(type(cache), "is_dense_at", lambda self, n: False)
     out = outputs(cache, rows)
     np.testing.assert_allclose(out, outputs(DenseCache(spec_of(geometry)), rows), atol=1e-5)
     assert all(len(attended) == N_PREFILL + N_STEPS for attended in attended_rows(cache))

@@ -115,10 +115,10 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, sequence_of, tiny_mod
         sequence.prefill(tokens(N_PROMPT))
     for cache in sparse.caches:
         if isinstance(cache, SelectingCache):
-            monkeypatch.setattr(type(cache), "selects_all", lambda self, n: False)
+            monkeypatch.setattr(type(cache), "is_dense_at", lambda self, n: False)
         cache.records_attended = True
     for of in (FASA, SALS):
-        monkeypatch.setattr(of, "covers", lambda self, n: False)
+        monkeypatch.setattr(of, "is_dense_at", lambda self, n: False)
     monkeypatch.setattr(LFPSCache, "_covers", lambda self, n: False)
     text = tokens(N_STEPS, 1)
     assert nmse(decoded(full, text), decoded(sparse, text)) < LIMITS[name]

@@ -12,7 +12,13 @@ from source_tree import root
 
 import sparsekv_cli.methods as registry
 from sparsekv_cli.cache.spec import FULL, WINDOW, Budget, LayerSpec, parse_layers
-from sparsekv_cli.methods import METHODS, build_method, describe_methods, method_class
+from sparsekv_cli.methods import (
+    METHODS,
+    build_method,
+    describe_methods,
+    method_class,
+    stated_options,
+)
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.option import options_of
 
@@ -99,7 +105,7 @@ def test_an_unknown_method_lists_the_names():
         *[("lfps", "a", v) for v in ("0", "-1", "nan", "inf")],
         *[("lfps", "epsilon", v) for v in ("0", "nan", "x")],
         *[("lfps", name, v) for name in ("recent", "window") for v in ("0", "-1", "x")],
-        *[("lfps", name, "-1") for name in ("candidates", "horizon", "dense_rows")],
+        *[("lfps", name, "-1") for name in ("candidates", "horizon", "pages_from")],
         ("lfps", "scored_by", "all"),
         ("lfps", "expand", "yes"),
         ("lfps", "sigma", "pi"),
@@ -124,6 +130,24 @@ def test_values_become_what_the_fields_want():
     assert values["recent"] == 8 and values["a"] == 0.4 and values["scored_by"] == "group"
     assert values["budget"] == Budget(share=0.025) and values["dense_layers"] == (0, -1)
     assert build_method("topk", {"budget": "77"}).options()["budget"] == "77"
+
+
+def test_an_option_may_have_its_old_name():
+    with pytest.warns(FutureWarning, match="^option dense_rows of lfps is now called pages_from$"):
+        method = build_method("lfps", {"dense_rows": "70"})
+    assert method == build_method("lfps", {"pages_from": "70"})
+    assert stated_options(method) == {"pages_from": "70"}
+    with pytest.raises(ValueError, match="pages_from is given twice, once by its old name dense"):
+        build_method("lfps", {"pages_from": "70", "dense_rows": "70"})
+    with pytest.raises(ValueError, match="quest has no option 'dense_rows'"):
+        build_method("quest", {"dense_rows": "70"})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_old_names_lead_to_options_and_are_none(name):
+    cls = method_class(name)
+    assert set(cls.renamed.values()) <= options_of(cls).keys()
+    assert not cls.renamed.keys() & options_of(cls).keys()
 
 
 def test_budget_and_dense_layers_may_be_given_once():

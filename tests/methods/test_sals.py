@@ -128,7 +128,7 @@ def errors_of_everything(layer: Geometry, rank: int, basis: str) -> tuple[np.nda
         rows = pair.stream.rows(1)
         out = decode(pair.cache, rows)
         choices = naive.choose(chunk_input(rows, naive.n))
-        pair.settle()
+        pair.check_stored()
         to_naive.append(out - naive.attend(choices))
         full = np.stack([
             softmax(naive.scores(h, naive.q, naive.k)) @ naive.v[h // naive.group]
@@ -148,7 +148,7 @@ def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
     so it is held against what rounding does to these, not against a number.
     """
     for form in (SALS, NaiveSALS):
-        monkeypatch.setattr(form, "covers", lambda self, n: False)
+        monkeypatch.setattr(form, "is_dense_at", lambda self, n: False)
     to_naive, to_full = errors_of_everything(layer, layer.n_head_kv * layer.d, basis)
     assert np.abs(to_naive).max() < TOLERANCE["sals"]
     assert np.sqrt(np.mean(to_full**2)) < 1 and np.abs(to_full).max() < 6
@@ -159,7 +159,7 @@ def test_everything_kept_and_attended_equals_full(layer, basis, monkeypatch):
 def test_a_missing_column_is_more_than_rounding(layer, basis, monkeypatch):
     """The smallest of all columns left out: the bound of the test above notices."""
     for form in (SALS, NaiveSALS):
-        monkeypatch.setattr(form, "covers", lambda self, n: False)
+        monkeypatch.setattr(form, "is_dense_at", lambda self, n: False)
     to_naive, to_full = errors_of_everything(layer, layer.n_head_kv * layer.d - 1, basis)
     assert np.abs(to_naive).max() < TOLERANCE["sals"]
     assert np.sqrt(np.mean(to_full**2)) > 2 and np.abs(to_full).max() > 12
@@ -275,7 +275,7 @@ def test_rewinding_a_little_is_exact(back):
 def test_rewinding_to_the_end_of_the_prompt_is_exact(n_prompt):
     """Of a long one; and of shorter ones, whose rows stay exact until an answer comes."""
     cache, stream = make_cache(), LowRankStream(PLAIN)
-    assert cache.method.covers(120) and not cache.method.covers(121)
+    assert cache.method.is_dense_at(120) and not cache.method.is_dense_at(121)
     prefill(cache, stream.rows(n_prompt))
     before = cache.memory()
     tokens = [stream.rows(1) for _ in range(200)]

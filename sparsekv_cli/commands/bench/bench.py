@@ -14,7 +14,7 @@ import click
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
@@ -159,8 +159,8 @@ def command(
 
     Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
     ahead of each test are not timed. An option given with -o goes to those of the methods that have
-    it. The method auto is chosen for the largest test, and shown by its name. What memory allows
-    (the roofline) is told for tests that only decode.
+    it. The method auto is chosen for the largest test, and shown by its name. The speed that memory
+    allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
@@ -183,7 +183,7 @@ def command(
             model = load_model(path, method, config)
             if name == AUTO:  # for the largest test
                 auto = replace(options, method=AUTO)
-                model, chosen = settle(model, auto, config.ctx_size)
+                model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
             if bandwidth is None and any(decodes_only(test) for test in tests):
@@ -222,12 +222,10 @@ def build_for_bench(name: str, names: Ids[str], options: ModelOptions) -> Method
 
     Raises click.UsageError for an option that none of ``names`` has.
     """
-    from sparsekv_cli.methods import describe_methods
+    from sparsekv_cli.evaluation.sweep import option_names
+    from sparsekv_cli.methods import METHODS
 
-    known = {
-        method["name"]: {option["name"] for option in method["options"]}
-        for method in describe_methods()
-    }
+    known = {each: option_names(each) for each in METHODS}
     known_somewhere = {key for other in names for key in known.get(other, ())}
 
     def concerns(key: str) -> bool:
@@ -272,7 +270,7 @@ def run_tests(
 
 
 def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
-    """The counts and the memory of all sequences together."""
+    """Returns the counts and the memory of all sequences together."""
     from sparsekv_cli.sequence import ledger_of
 
     return ledger_of([cache for sequence in sequences for cache in sequence.caches])
@@ -296,8 +294,8 @@ def prefill_to_depth(
 ) -> Ids[int]:
     """Fills the cache by a prefill, which rebuilds the method's indexes.
 
-    In a test that only decodes, the last n_last tokens before the depth are decoded, so that work
-    done once in the first decode steps is not timed. Returns these tokens. At depth 0 the test
+    In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
+    done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
     starts from one token, because a method sees a prefill ahead of its first decode.
     """
     n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
@@ -351,7 +349,7 @@ def roofline_of(
     ledger: Mapping[str, Any],
     bandwidth: float | None,
 ) -> Roofline | None:
-    """What bounds a test that only decodes; its ledger is that of all repetitions.
+    """Returns the bounds of a test that only decodes. Its ledger is that of all repetitions.
 
     Sequences that decode together read the weights once for all of them; of experts, those that
     any of them chooses.
@@ -363,7 +361,7 @@ def roofline_of(
 
 
 def describe_model(model: Model, n_batch: int) -> BenchModel:
-    """The fields of a row that belong to the model and the machine."""
+    """Returns the fields of a row that belong to the model and the machine."""
     file = model.gguf
     n_params = sum(tensor.n_elements for tensor in file.tensors.values())
     return BenchModel(

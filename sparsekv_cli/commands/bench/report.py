@@ -1,4 +1,4 @@
-"""What ``bench`` prints: llama-bench's fields in its order, ours after them, in four formats."""
+"""The output of ``bench``: llama-bench's fields in its order, then our own, in four formats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class BenchTest:
 
     @property
     def label(self) -> str:
-        """As llama-bench writes it: pp512, tg128, pp512+tg128, with `` @ d8192`` at a depth.
+        """The label that llama-bench writes: pp512, tg128, pp512+tg128, with `` @ d8192`` at a
+        depth.
 
         Before the depth, `` b4`` stands for four sequences.
         """
@@ -53,7 +54,7 @@ class BenchTest:
 
 @dataclass(frozen=True)
 class BenchModel:
-    """What is the same in every row: the model and the machine.
+    """The fields that are the same in every row: the model and the machine.
 
     size: bytes of all tensors; n_params: their elements; gpu: empty when there is none in use.
     """
@@ -137,7 +138,7 @@ class BenchResult:
         }
 
     def columns(self) -> dict[str, str]:
-        """The cells of the markdown table."""
+        """Returns the cells of the markdown table."""
         rates = self.samples_ts
         budget = None if self.budget is None else self.budget.partition(" (")[0]  # no limits
         cells = {
@@ -224,7 +225,7 @@ class MarkdownReport(Report):
 class JsonReport(Report):
     """One array of objects, written as a whole at the end, also when an error ends the run early.
 
-    So a process that is killed leaves no part of an array.
+    A process that is killed leaves no part of an array.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:

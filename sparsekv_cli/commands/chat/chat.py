@@ -10,7 +10,7 @@ import click
 from sparsekv_cli.commands.chat.commands import Chat, enter, respond, send
 from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import Invocation, ModelOptions, model_options, open_model
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
@@ -77,9 +77,8 @@ def command(
 ) -> None:
     """Talk to a model.
 
-    /help lists the commands. When stdin is no terminal, every line of it is a message (or a
-    command) and the answers go to stdout, a line break after each. A model without a chat template
-    gets ChatML.
+    /help lists the commands. If stdin is no terminal, every line of it is a message (or a command).
+    The answers go to stdout, a line break after each. A model without a chat template gets ChatML.
     """
     check_think_budget(context, sampling, think)
     if keep and not context_shift:
@@ -89,7 +88,7 @@ def command(
         for text, source in ((prompt, "-p"), (system, "-sys"))
     )
     model = open_model(options)
-    model, options = settle(model, options)
+    model, options = choose_method(model, options)
     settings = ChatSettings(
         sampling,
         seed=options.seed,
@@ -117,7 +116,7 @@ def command(
 
 
 def typed(chat: Chat) -> Iterator[str]:
-    """What is typed at a terminal, until Ctrl-D."""
+    """Yields the text that is typed at a terminal, until Ctrl-D."""
     from sparsekv_cli.commands.chat.prompt import entries  # slow to import
 
     for entry in entries(chat):
@@ -128,7 +127,7 @@ def typed(chat: Chat) -> Iterator[str]:
 
 
 def lines() -> Iterable[str]:
-    """What is piped to stdin, line by line. SparseKVError if it is not UTF-8."""
+    """Yields the text that is piped to stdin by lines. Raises SparseKVError if it is not UTF-8."""
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), start=1):
         try:
             text = line.decode("utf-8") if isinstance(line, bytes) else line

@@ -1,4 +1,4 @@
-"""What a user of ``chat`` enters: a message, or one of the commands in the table below."""
+"""The input of a user of ``chat``: a message, or one of the commands in the table below."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """takes: what stands behind the name, in brackets if it may be missing; empty: nothing."""
+    """takes: the argument after the name, in brackets if it may be missing; empty: none."""
 
     takes: str
     help: str
@@ -64,10 +64,10 @@ class ChatCommand:
 
 
 def enter(chat: Chat, text: str) -> bool:
-    """What a user has entered; whether the chat goes on.
+    """Runs an input of the user. Returns whether the chat goes on.
 
-    What cannot be done becomes a line, and the chat goes on. Not without the model: LostModelError
-    is passed on.
+    A failure becomes a line, and the chat goes on. Not without the model: LostModelError is passed
+    on.
     """
     found = COMMAND.fullmatch(text.strip())
     if found is None:
@@ -99,7 +99,7 @@ def enter(chat: Chat, text: str) -> bool:
 
 
 def send(chat: Chat, text: str) -> Answer:
-    """The answer to a message, ahead of which come the texts that were read."""
+    """Returns the answer to a message, ahead of which come the texts that were read."""
     answer = chat.conversation.send("\n\n".join([*chat.read, text]))
     chat.read = []
     return answer

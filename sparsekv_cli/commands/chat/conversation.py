@@ -37,7 +37,7 @@ CHOICES = (
 
 @dataclass
 class ChatSettings:
-    """What ``/set`` changes.
+    """The settings that ``/set`` changes.
 
     seed: None takes a random one. n_predict: most tokens of an answer, -1: all that fit. stop:
     texts that end an answer. think: whether the model is to think first, None: as its template has
@@ -115,12 +115,12 @@ class Conversation:
         return text
 
     def replace(self, messages: Messages) -> None:
-        """Goes on with other messages; SparseKVError if the template does not take them."""
+        """Goes on with other messages. Raises SparseKVError if the template does not take them."""
         self.n_used = len(self.encode(messages)) if _turns(messages) else 0
         self.messages = messages
 
     def encode(self, messages: Messages) -> list[int]:
-        """The ids of a conversation that the model is to go on with."""
+        """Returns the ids of a conversation that the model is to go on with."""
         if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
@@ -137,7 +137,7 @@ class Conversation:
         return {**message, "content": without_thinking(self.thinking, message["content"])}
 
     def send(self, text: str) -> Answer:
-        """The answer to a new message. If there is none, the message is taken back."""
+        """Returns the answer to a new message. If there is none, the message is taken back."""
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def regenerate(self) -> Answer:
@@ -196,11 +196,11 @@ class Conversation:
         return f"the answer is cut, the context is full ({n_ctx} of {n_ctx} tokens): {CHOICES}"
 
     def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
-        """A conversation without its oldest turns, and its ids.
+        """Returns a conversation without its oldest turns, and its ids.
 
-        They take half of the context if that can be. n: tokens that it takes whole. n_more: those
-        that come behind it and have to fit. SparseKVError, with the numbers, where turns may not
-        go, or too few of them.
+        They take half of the context if that can be. n: tokens that it takes whole. n_more: the
+        tokens that come after it and have to fit. Raises SparseKVError, with the numbers, where
+        turns may not go, or too few of them.
         """
         n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"

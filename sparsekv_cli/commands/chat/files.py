@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_text(name: str) -> str:
-    """A text file without its last line break; SparseKVError if it cannot be read or is empty."""
+    """A text file without its last line break. Raises SparseKVError if unreadable or empty."""
     text = decode_file(_read(name), name).removesuffix("\n")
     if not text.strip():
         raise SparseKVError(f"{name}: holds no text")
@@ -39,7 +39,7 @@ def save_messages(name: str, messages: list[dict[str, str]]) -> None:
 
 
 def load_messages(name: str) -> list[dict[str, str]]:
-    """A saved conversation; SparseKVError that says what is wrong with the file."""
+    """Returns a saved conversation. Raises SparseKVError, which says the fault of the file."""
     from sparsekv_cli.generation.fields import read_json  # which imports pydantic
 
     try:

@@ -33,7 +33,7 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "
 
 
 def entries(chat: Chat) -> Iterator[str]:
-    """What the user enters, until Ctrl-D. KeyboardInterrupt for Ctrl-C on an empty line."""
+    """Yields what the user enters, until Ctrl-D. Ctrl-C on an empty line is KeyboardInterrupt."""
     # The answers go to stdout; if that is no terminal, the line is edited on stderr.
     output = None if sys.stdout.isatty() else create_output(stdout=sys.stderr)
     pastes = Pastes()
@@ -63,7 +63,7 @@ def entries(chat: Chat) -> Iterator[str]:
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
-    """The method and how full the context is, as far as they fit."""
+    """Returns the method and how full the context is, as far as they fit."""
     conversation = chat.conversation
     n_used, n_ctx = conversation.n_used, conversation.sequence.n_ctx
     parts = [f"{n_used} of {n_ctx} tokens", chat.method]
@@ -84,7 +84,7 @@ def is_complete(text: str) -> bool:
 
 
 def message_of(text: str) -> str:
-    """What was entered, without the marks of several lines."""
+    """Returns the entered text without the marks of several lines."""
     stripped = text.strip()
     if stripped.startswith(QUOTES):
         inner = stripped[len(QUOTES) : -len(QUOTES)]
@@ -96,7 +96,7 @@ class Pastes(dict[str, str]):
     """Long texts that were pasted, by what stands for each in the line, which stays short."""
 
     def take(self, text: str) -> str:
-        """What is to be put into the line for a text."""
+        """Returns the text to put into the line for a pasted text."""
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         if len(text) < LEAST_PASTE:
             return text
@@ -106,7 +106,7 @@ class Pastes(dict[str, str]):
         return mark
 
     def put_in(self, text: str) -> str:
-        """A line with the texts themselves."""
+        """Returns a line with the texts themselves."""
         for mark, pasted in self.items():
             text = text.replace(mark, pasted)
         return text
@@ -144,7 +144,7 @@ def key_bindings(pastes: Pastes) -> KeyBindings:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, and what stands behind them: names, values and paths."""
+    """Completes commands, and the words after them: names, values and paths."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -225,7 +225,7 @@ def history_file() -> Path | None:
 
 
 def open_history(pastes: Pastes) -> History:
-    """What was entered, in earlier processes, too, where nobody else can read it."""
+    """Returns the history of inputs, also of earlier processes, if nobody else can read it."""
     path = history_file()
     if path is None:
         return InMemoryHistory()
@@ -243,5 +243,5 @@ def open_history(pastes: Pastes) -> History:
 def _cut(path: Path) -> None:
     """Drops the older half of the history, up to the beginning of an entry."""
     data = path.read_bytes()[-MOST_HISTORY // 2 :]
-    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time behind #, its text
+    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time after #, its text
     replace_file(path, data[start:])

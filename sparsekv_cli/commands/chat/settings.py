@@ -27,8 +27,8 @@ SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
 class Setting:
     """One name of ``/set``.
 
-    show: its value as text. change: takes a value as text; ValueError or SparseKVError for one that
-    cannot be. values: words that it takes, for completion.
+    show: its value as text. change: takes a value as text. Raises ValueError or SparseKVError for a
+    bad value. values: words that it takes, for completion.
     """
 
     help: str
@@ -44,7 +44,7 @@ def show_settings(conversation: Conversation) -> str:
 
 
 def change_setting(conversation: Conversation, text: str) -> str:
-    """Sets ``NAME VALUE``; the setting as it is then. SparseKVError for what cannot be."""
+    """Sets ``NAME VALUE``; returns the new setting. Raises SparseKVError if it is impossible."""
     name, _, value = text.partition(" ")
     name = name.replace("-", "_")
     if name not in SETTINGS:
@@ -59,7 +59,7 @@ def change_setting(conversation: Conversation, text: str) -> str:
 
 
 def _whole(name: str, text: str, least: int, most: int | None = None) -> int:
-    """``text`` as a whole number; ValueError unless it is one within the bounds."""
+    """``text`` as a whole number. Raises ValueError unless it is one within the bounds."""
     try:
         value = int(text)
     except ValueError:
@@ -107,7 +107,7 @@ def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
 
 
 def _number(name: str) -> Setting:
-    """A number that SamplingParams declares."""
+    """Returns a number that SamplingParams declares."""
 
     def change(conversation: Conversation, text: str) -> None:
         value = None if text == DEFAULT else parse_number_or_word(NUMBERS[name], text)
@@ -139,7 +139,7 @@ def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversa
 
 
 def _switched(name: str, help: str) -> Setting:
-    """A field of ChatSettings that is on or off."""
+    """Returns a field of ChatSettings that is on or off."""
 
     def show(conversation: Conversation) -> str:
         return "on" if getattr(conversation.settings, name) else "off"

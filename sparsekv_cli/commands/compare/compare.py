@@ -118,15 +118,15 @@ def command(
     """Prefill a prompt once, then let every method decode the same tokens.
 
     KLD and top-1 compare a method's predictions with those of dense attention. Mass is the share of
-    the exact softmax that falls on the rows a method attends to, 'of' what exact top-k of as many
-    rows would have, overlap the share of these rows that exact top-k would take; all are measured
-    on the layers that choose rows, in the first half of the steps. Speed is measured in the second
-    half. Attended and scored are rows a head, layer and step. Below each figure stands its 95%
-    bootstrap interval over the tokens; methods that differ by noise are named below the table.
-    A method's options, such as --budget, hold for every method that has them and does not state its
-    own. The first row, full, is the reference and always has its cache in f16; what a cache type
-    costs by itself, full:cache_type_k=q8_0;cache_type_v=q8_0 tells. The prompt is read with f16,
-    too, and only stored in the type.
+    the exact softmax that falls on the rows a method attends to. 'of' is the mass of exact top-k
+    with as many rows. Overlap is the share of these rows that exact top-k would take. All are
+    measured on the layers that choose rows, in the first half of the steps. Speed is measured in
+    the second half. Attended and scored are rows a head, layer and step. Below each figure stands
+    its 95% bootstrap interval over the tokens. Methods that differ by noise are named below the
+    table. A method's options, such as --budget, hold for every method that has them and does not
+    state its own. The first row, full, is the reference and always has its cache in f16.
+    full:cache_type_k=q8_0;cache_type_v=q8_0 tells the cost of a cache type by itself. The prompt is
+    read with f16, too, and only stored in the type.
 
     This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
     short trial.
@@ -170,7 +170,7 @@ def command(
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
-    """The methods by their text; a usage error says what is wrong."""
+    """Returns the methods by their text; a usage error says what is wrong."""
     from sparsekv_cli.evaluation.compare import parse_methods
     from sparsekv_cli.evaluation.sweep import parse_sweep
 
@@ -187,7 +187,7 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
 
 
 def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
-    """The ids of the prompt, in the model's chat template if it has one."""
+    """Returns the ids of the prompt, in the model's chat template if it has one."""
     template = chat_template(model.gguf.metadata)
     if raw or template is None:
         return model.tokenizer.encode(text, add_eos=False, parse_special=True)
@@ -195,7 +195,7 @@ def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
-    """The steps asked for, or as many of the default as the continuation has tokens for."""
+    """Returns the steps asked for, or as many of the default as the continuation has tokens for."""
     from sparsekv_cli.evaluation.compare import LEAST_STEPS
 
     if continuation is None:

@@ -1,4 +1,4 @@
-"""What ``compare`` prints and writes: a table for people, an HTML page, a picture."""
+"""The output of ``compare``: a table for people, an HTML page, a picture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPE_WIDTH = 170  # columns of a table that no terminal limits
 
 
 def about(model: Model) -> dict[str, Any]:
-    """What the figures are of."""
+    """Describes what was measured."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
     return {
         "model": model.gguf.metadata.get("general.name") or model.gguf.path.name,

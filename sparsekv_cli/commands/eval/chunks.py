@@ -1,4 +1,4 @@
-"""What ``eval perplexity`` and ``eval kld`` share: options, and chunks that are scored anywhere."""
+"""``eval perplexity`` and ``eval kld`` share options, and chunks that are scored on any machine."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def sizes(chunks: Chunks) -> dict[str, int]:
 
 
 def title(chunks: Chunks) -> str:
-    """Of a table."""
+    """Returns the title of a table."""
     n_chunk, n_ctx = chunks.tokens.shape
     return f"{n_chunk} chunks of {n_ctx} tokens, {chunks.n_scored} scored in each"
 

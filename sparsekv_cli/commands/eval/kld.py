@@ -66,9 +66,9 @@ def kld(
 ) -> None:
     """Distance of methods to a file of log-probabilities, or to dense attention.
 
-    The statistics are llama-perplexity's: Q is what is scored, KLD is KLD(base || Q), the delta of
-    p the difference of the probabilities of the text's own tokens, Same top p how often both
-    predict the same token first.
+    The statistics are llama-perplexity's. Q is the scored distribution, and KLD is KLD(base || Q).
+    The delta of p is the difference of the probabilities of the text's own tokens. Same top p tells
+    how often both predict the same token first.
     """
     from sparsekv_cli.distributed.cluster import check_address
     from sparsekv_cli.evaluation.perplexity.chunks import chunks_of, split_chunks

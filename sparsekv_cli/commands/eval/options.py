@@ -1,4 +1,4 @@
-"""What the sub-commands of ``eval`` share: methods, the model, and progress."""
+"""The sub-commands of ``eval`` share methods, the model, and progress."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def methods_option(help_text: str) -> Callable[[Any], Any]:
 
 
 def read_text(file: str | None) -> str:
-    """The text of ``-f``, or what is piped."""
+    """Returns the text of ``-f``, or what is piped."""
     if file is None and sys.stdin.isatty():
         raise click.UsageError("no text: give -f FILE, or pipe one to stdin")
     return read_prompt(None, file)
@@ -63,7 +63,7 @@ def chosen_ways(
 
 
 def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
-    """The methods by their text, in compare's syntax; ``full`` only where it is named."""
+    """Returns the methods by their text, in compare's syntax; ``full`` only where it is named."""
     found = parse(",".join(specs), options)
     if not {"full", "all"} & {part.strip() for spec in specs for part in spec.split(",")}:
         del found["full"]
@@ -71,7 +71,7 @@ def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Met
 
 
 def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Model:
-    """A model of ``full`` for which all methods are calibrated and compiled.
+    """Returns a model of ``full`` for which all methods are calibrated and compiled.
 
     It is on the CPU, if the user names no device.
     """
@@ -89,7 +89,7 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
-    """What the records of a file have in common: the model, ``others``, and how it computes."""
+    """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
     return {
         "model": model.gguf.path.name,
         "model_hash": model.calibrations.identity.model_hash,

@@ -62,7 +62,7 @@ def perplexity(
     """Perplexity of a text by llama-perplexity's algorithm.
 
     The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
-    prefilled, as llama-perplexity does; with one the first half is prefilled and the method decodes
+    prefilled, as llama-perplexity does. With one the first half is prefilled and the method decodes
     the second token by token. Attended are rows a head, layer and step.
     """
     from sparsekv_cli.distributed.cluster import check_address

@@ -28,7 +28,7 @@ SEQUENCES = 2  # full, which leads a prefill, and a method at a time at least
 
 @dataclass(frozen=True)
 class RulerSettings:
-    """What every node answers samples with; methods by their text."""
+    """The settings with which every node answers samples. Methods are given by their text."""
 
     session: SessionSettings
     methods: Mapping[str, Method]
@@ -60,7 +60,7 @@ def answer_on_cluster(
     raw: bool,
     done: Collection[Key],
 ) -> Iterator[list[dict[str, Any]]]:
-    """As ``answer_all`` of ruler/answers.py, on a cluster; model: opened here with ``full``."""
+    """Runs ``answer_all`` of ruler/answers.py on a cluster. model: opened here with ``full``."""
     from sparsekv_cli.distributed.workers import workers_at
 
     sent = settings_of(model, build_method("full", {}), methods.values())
@@ -76,7 +76,7 @@ def answer_on_cluster(
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """What every node scores chunks with. keeps_rows: what is scored comes back, too."""
+    """The settings with which every node scores chunks. keeps_rows: scored rows come back, too."""
 
     session: SessionSettings
     ways: Ways

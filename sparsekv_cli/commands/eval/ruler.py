@@ -127,7 +127,7 @@ def ruler(
 
     Samples are made offline, from the seed, as long as the length allows in the model's tokens. A
     sample is prefilled once for all methods, and each answers greedily. The score is the share of
-    the wanted words that the answer holds, in per cent; the interval is Wilson's, of 95%.
+    the wanted words that the answer holds, in per cent. The interval is Wilson's, of 95%.
     """
     from sparsekv_cli.commands.eval.ray import answer_on_cluster
     from sparsekv_cli.distributed.cluster import check_address

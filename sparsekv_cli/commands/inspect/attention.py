@@ -20,7 +20,7 @@ from sparsekv_cli.evaluation.report.figures import check_matplotlib
 if TYPE_CHECKING:
     from sparsekv_cli.planning.attention import AttentionMeasures, Suitability
 
-# What a picture shows by layer and head, and the largest value; 0: what there is.
+# The figures of a picture by layer and head, and the largest value; 0: the largest that occurs.
 PANELS = (
     ("mass of the best 5% of rows", "mass", 1.0),
     ("mass of the first 4 rows (sinks)", "sinks", 1.0),
@@ -39,7 +39,8 @@ def inspect_attention(
 ) -> None:
     """Measures the model's attention to a text (None: the built-in one), and shows it.
 
-    png: a file for the picture. SparseKVError for a text that is too short, or without matplotlib.
+    png: a file for the picture. Raises SparseKVError for a text that is too short, or without
+    matplotlib.
     """
     if png is not None:
         check_matplotlib()
@@ -65,7 +66,7 @@ def inspect_attention(
 def as_dict(
     measures: AttentionMeasures, judged: Suitability, path: Path, text: str
 ) -> dict[str, Any]:
-    """What ``--json`` prints; values by layer, and in it by head."""
+    """Returns the object that ``--json`` prints. Its values are by layer, then by head."""
     from sparsekv_cli.planning.attention import SHARES
 
     layers = []

@@ -72,9 +72,9 @@ def command(
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
-    Of a split model any part will do; all that are there are shown as one. Vocabulary-only files,
-    adapters and single parts of split models can be inspected too, and models that this program
-    cannot run. The exit code is 1 when the file itself is wrong.
+    Any part of a split model will do; all parts that are there are shown as one model.
+    Vocabulary-only files, adapters and single parts of split models can be inspected too, and
+    models that this program cannot run. The exit code is 1 when the file itself is wrong.
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
@@ -166,7 +166,8 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
 
 
 def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
-    """Bytes of a token's K and V by type, and the context that fits memory beside the weights.
+    """Returns bytes of a token's K and V by type, and the context that fits memory next to the
+    weights.
 
     n_weights: bytes of them. The context is None where the system does not tell what is free.
     """
@@ -183,10 +184,11 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
 
 
 def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
-    """Of each kind of layers how many there are, and what their K and V take at CONTEXT tokens.
+    """Returns, for each kind of layers, their number and the bytes of their K and V at CONTEXT
+    tokens.
 
-    In f16; a quantised cache takes less. Of recurrent layers a state, in f32. ``shared`` ones read
-    the rows of another full layer.
+    In f16; a quantised cache takes less. Recurrent layers have a state, in f32. ``shared`` ones
+    read the rows of another full layer.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -212,7 +214,7 @@ def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A metadata value as JSON can hold it; long arrays become their type and length."""
+    """Returns a metadata value as JSON can hold it; long arrays become their type and length."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

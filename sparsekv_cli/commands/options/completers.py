@@ -1,4 +1,4 @@
-"""What a shell may complete: paths, names of models and methods, options of a method."""
+"""Completions for a shell: paths, names of models and methods, options of a method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def models(_: click.Context, _parameter: click.Parameter, text: str) -> list[Com
 
 
 def methods(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Names of methods, also behind a comma."""
+    """Returns names of methods, also after a comma."""
     from sparsekv_cli.methods import METHODS
 
     before, comma, name = text.rpartition(",")

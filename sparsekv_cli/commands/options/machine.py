@@ -13,7 +13,7 @@ from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
 
 
 def session_option(name: str) -> Callable[[Any], Any]:
-    """The click option of an option that SessionConfig declares."""
+    """Returns the click option of an option that SessionConfig declares."""
     declared = options_of(SessionConfig)[name]
     allowed, default = allowed_values(declared), declared.default
     least = allowed.at_least

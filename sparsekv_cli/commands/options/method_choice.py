@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_DEPTH = 8192  # tokens that a conversation is taken to have where -c does not say
 
 
-def settle(
+def choose_method(
     model: Model, options: ModelOptions, depth: int | None = None
 ) -> tuple[Model, ModelOptions]:
     """With ``auto``: chooses the model's default method. Returns the model and its options.
@@ -38,7 +38,7 @@ def settle(
     depth = min(model.n_ctx, depth or model.config.ctx_size or DEFAULT_DEPTH)
     choice = _choose(model, options.max_loss, depth)
     if model.config.sparse_from < 0:
-        model = replace(model, config=replace(model.config, sparse_from=choice.dense_rows))
+        model = replace(model, config=replace(model.config, sparse_from=choice.sparse_from))
     with CompileProgress() as compiling, CalibrationProgress() as calibrating:
         attention = model.attention_of(choice.chosen.method, None, compiling, calibrating)
     if click.get_current_context().ensure_object(Invocation).verbose:
@@ -80,12 +80,15 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
             model.gguf, model.config, methods,
             is_quick=True, on_measure=progress, on_compile=compiling,
         )  # fmt: skip
-    forecast = Forecast(model.gguf, speeds, dense_rows=0)
+    forecast = Forecast(model.gguf, speeds, sparse_from=0)
     return auto.choose(forecast, methods, losses, depth, max_loss)
 
 
 def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
-    """What all methods lose that the model can run; those with a calibration if it has one."""
+    """Measures the losses of all methods that the model can run.
+
+    A method that needs a calibration takes part if the model has one.
+    """
     from sparsekv_cli.planning import auto
 
     methods = auto.candidates(model)

@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass
 class Invocation:
-    """What one command line sets for the whole process (click's context object)."""
+    """The settings of one command line for the whole process (click's context object)."""
 
     verbose: bool = False
 
@@ -145,7 +145,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--dense-layers",
         metavar="LIST",
-        help="Layers that attend to everything, such as 0,1 or none; lfps: see its dense_rows.",
+        help="Layers that attend to everything, such as 0,1 or none; lfps: see its pages_from.",
     ),
     click.option(
         "-ctk",
@@ -263,7 +263,7 @@ def build_method(
 
 
 def find_model(name: str | None) -> Path:
-    """The path of the model that ``-m`` (or the environment) names."""
+    """Returns the path of the model that ``-m`` (or the environment) names."""
     from sparsekv_cli.models.sources.locate import resolve_model
 
     path = resolve_model(name, say)
@@ -274,7 +274,8 @@ def find_model(name: str | None) -> Path:
 def open_model(options: ModelOptions) -> Model:
     """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
 
-    click.UsageError for a method or an option that does not exist, SparseKVError for a bad model.
+    Raises click.UsageError for a method or an option that does not exist, SparseKVError for a bad
+    model.
     """
     name = options.method
     if options.is_auto:
@@ -318,7 +319,7 @@ def warn_of_long_context(model: Model) -> None:
 def load_model(
     path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
 ) -> Model:
-    """A loaded model; imports numba, so it comes after all that can be refused before.
+    """Returns a loaded model; imports numba, so it comes after all that can be refused before.
 
     compiling: told what is compiled, by a command that goes on to compile more.
     """

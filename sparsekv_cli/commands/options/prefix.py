@@ -87,7 +87,7 @@ def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_session_file(path: Path) -> None:
-    """SparseKVError for a file of another kind, or in no folder."""
+    """Raises SparseKVError for a file of another kind, or in no folder."""
     from sparsekv_cli.files import naming, open_regular
     from sparsekv_cli.prefix.blocks import MAGIC
 
@@ -104,7 +104,7 @@ def check_session_file(path: Path) -> None:
 
 
 def is_switched_off() -> bool:
-    """Whether the environment says so; click.UsageError for a value that is no answer."""
+    """Whether the environment says so. Raises click.UsageError for a value that is no answer."""
     value = os.environ.get(SWITCH, "").strip().lower()
     if value and value not in TRUTH:
         raise click.UsageError(f"{SWITCH} is {value!r} in the environment: set it to 1 or 0")
@@ -135,7 +135,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
-    """What gives the prompts on disk for a method; None where that is off or cannot be."""
+    """Returns a function that gives a method's prompts on disk; None where that is impossible."""
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
     from sparsekv_cli.prefix.prefixes import Prefixes, Root
 

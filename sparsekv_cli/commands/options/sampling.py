@@ -75,7 +75,7 @@ stop_option = click.option(
 
 
 def _number(declared: Field[Any]) -> Callable[[Any], Any]:
-    """The click option of a number that SamplingParams declares."""
+    """Returns the click option of a number that SamplingParams declares."""
     flags = declared.metadata["flags"] or ("--" + declared.name.replace("_", "-"),)
     text = f"{declared.metadata['help']} [default: {declared.default:g}]"
     return click.option(*flags, declared.name, type=type(declared.default), metavar="N", help=text)
@@ -159,7 +159,7 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def check_think_budget(
     context: click.Context, sampling: SamplingOptions, think: bool | None, *, raw: bool = False
 ) -> None:
-    """UsageError for --think-budget where nothing is thought."""
+    """Raises UsageError for --think-budget where nothing is thought."""
     if sampling.think_budget is None:
         return
     if raw:
@@ -199,7 +199,7 @@ def _is_schema(text: str) -> bool:
 
 
 def _read(option: str, path: str) -> bytes:
-    """A file's bytes; SparseKVError where ``path`` is no file to be read."""
+    """Returns a file's bytes. Raises SparseKVError where ``path`` is no file to be read."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:

@@ -56,7 +56,7 @@ class Output:
 
 
 def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written for a line: its number, its id if it has one, the result."""
+    """Returns the object to write for a line: its number, its id if it has one, the result."""
     head = {"line": number} if task_id is None else {"line": number, "id": task_id}
     return {**head, **result}
 
@@ -71,7 +71,7 @@ class Line:
     generation: Generation
 
     def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
-        """What is written when it is done. line: what is told about an answer that is cut."""
+        """Returns the object to write for the whole line. line: what is told about a cut answer."""
         answer = self.generation.finish()
         if line is not None:
             tell(f"line {self.number}: {line}")
@@ -121,7 +121,7 @@ class LineAnswers:
     def _tasks(
         self, lines: Iterable[tuple[int, bytes]], defaults: Task
     ) -> Iterator[tuple[int, Task]]:
-        """The lines that ask for something; the others are reported."""
+        """Yields the lines that ask for something; the others are reported."""
         for number, line in lines:
             if not line.strip():
                 continue
@@ -204,7 +204,7 @@ class LineAnswers:
 
 
 def resume(path: Path) -> int:
-    """The number of the last line that a file of answers has one to, 0 if there is no such file.
+    """Returns the number of the last line with an answer in a file; 0 if there is no such file.
 
     A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
     something else.

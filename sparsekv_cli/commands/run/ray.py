@@ -24,7 +24,7 @@ SHARDS_A_BATCH = 2  # lines of a shard, times those that are answered together
 
 @dataclass(frozen=True)
 class LineSettings:
-    """What every node answers lines with."""
+    """The settings with which every node answers lines."""
 
     session: SessionSettings
     prefix: PrefixOptions
@@ -34,7 +34,7 @@ class LineSettings:
 
 @dataclass(frozen=True)
 class AnsweredLines:
-    """What a shard gives: the lines to write, what there is to say, how many there are of each."""
+    """The result of a shard: the lines to write, messages, and the number of each."""
 
     written: Sequence[str]
     told: Sequence[str]
@@ -58,7 +58,7 @@ def open_answers(settings: LineSettings) -> Callable[[Lines], AnsweredLines]:
 
 
 def shards_of(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[Lines]:
-    """The lines, ``size`` at a time, read as they are asked for."""
+    """Yields the lines, ``size`` at a time, read as they are asked for."""
     following = iter(lines)
     while shard := list(islice(following, size)):
         yield shard

@@ -15,7 +15,7 @@ import click
 
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.method_choice import settle
+from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     Invocation,
     ModelOptions,
@@ -146,9 +146,9 @@ def command(
 ) -> None:
     """Complete one prompt and print the text.
 
-    The prompt is -p TEXT, -f FILE or what is piped to stdin; a piped text and -p give the text, a
-    blank line, then TEXT. The model's chat template is applied unless --raw is given. The text goes
-    to stdout, everything else to stderr. Many prompts at once: --jsonl.
+    The prompt is -p TEXT, -f FILE or the text that is piped to stdin. A piped text and -p give the
+    text, a blank line, then TEXT. The model's chat template is applied unless --raw is given. The
+    text goes to stdout, everything else to stderr. Many prompts at once: --jsonl.
     """
     if jsonl and (as_json or prompt is not None):
         raise click.UsageError("--jsonl excludes --json and -p", context)
@@ -186,7 +186,7 @@ def command(
     text = read_prompt(prompt, file)
     model = open_model(options)
     ids = prompt_ids(model, text, system, raw=raw, parse_special=parse_special, think=think)
-    model, options = settle(model, options, len(ids) + max(n_predict, 0))
+    model, options = choose_method(model, options, len(ids) + max(n_predict, 0))
     rows = open_prompt_rows(model, prefix, model.method)
     marked = None if raw else model_thinking(model)
     thinking = None if special or inline_thinking else marked
@@ -266,7 +266,7 @@ def _answer_lines(
             say(f"{path} has answers up to line {n_done}: going on behind it")
         if ray is not None:
             check_ray(ray)
-        model, options = settle(open_model(options), options)
+        model, options = choose_method(open_model(options), options)
         if ray is not None:
             method = build_method(options.method, options.method_options, options.named)
             n_answered, n_failed = answer_lines(
@@ -284,7 +284,7 @@ def _answer_lines(
 
 
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
+    """Returns the object that ``--json`` prints."""
     return {
         "text": answer.text,
         "thinking": answer.thinking,

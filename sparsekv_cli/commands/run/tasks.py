@@ -25,7 +25,7 @@ from sparsekv_cli.option import MAX_WHOLE
 
 @dataclass(frozen=True)
 class Task:
-    """What one line asks for; the command line's options are the defaults.
+    """The request of one line. The command line's options are the defaults.
 
     prompt: a text, or a conversation that the assistant is to continue. continue_final_message:
     its last message is the beginning of the answer. add_generation_prompt: False: the template does
@@ -54,7 +54,7 @@ class Task:
 
 
 class LineFields(AnswerFields):
-    """The fields of a line. Those that are missing are as on the command line."""
+    """The fields of a line. A missing field is as on the command line."""
 
     prompt: Text | None = None
     messages: Annotated[Many[dict[str, Any]], Field(min_length=1)] | None = None
@@ -81,7 +81,7 @@ SAME = {
 
 
 def read_task(line: bytes, defaults: Task) -> Task:
-    """A line's task. Raises SparseKVError for what is no task."""
+    """Returns a line's task. Raises SparseKVError for what is no task."""
     fields = read_fields(LineFields, read_object(line))
     if (fields.prompt is None) == (fields.messages is None):
         raise FieldError("", "expected either 'prompt' or 'messages'")

@@ -1,1 +1,1 @@
-"""What several commands share beside their options: prompt, answer, progress and output."""
+"""The commands share options, prompt, answer, progress and output."""

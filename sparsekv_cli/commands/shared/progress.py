@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SECONDS_BEFORE_BAR = 0.3
 LINE_S = 10.0  # between two lines where stderr is no terminal
-NARROW = 70  # columns of a terminal that has no room for the bar beside its numbers
+NARROW = 70  # columns of a terminal that has no room for the bar next to its numbers
 
 
 class PrefillProgress:
@@ -20,8 +20,8 @@ class PrefillProgress:
 
     It shows how many tokens a second are read, and how long the others will take.
 
-    Call it with (done tokens, total tokens), or of another unit; use it as a context manager so
-    that the bar is taken off the screen when an exception ends the prefill.
+    Call it with (done tokens, total tokens), or in another unit. Use it as a context manager: the
+    bar then leaves the screen when an exception ends the prefill.
     """
 
     def __init__(self, label: str = "prefill", unit: str = "tokens") -> None:

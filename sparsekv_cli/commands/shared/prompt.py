@@ -1,4 +1,4 @@
-"""What the user typed, piped or wrote in a file, as the text of a prompt."""
+"""Reads the text that the user typed, piped or wrote in a file, as a prompt."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read_prompt(text: str | None, file: str | None) -> str:
     """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
-    trailing newline of a file or of stdin is dropped, and a byte order mark at its start; nothing
-    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8,
-    OSError for a file that cannot be read.
+    trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
+    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
+    Raises OSError for a file that cannot be read.
     """
     parts = []
     if file is not None and file != "-":
@@ -61,7 +61,7 @@ def decode_file(data: bytes, source: str) -> str:
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """``data`` as text; SparseKVError that names ``source`` and the byte if it is not UTF-8."""
+    """Returns ``data`` as text. Raises SparseKVError, which names ``source`` and a bad byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 
 def check_utf8(text: str, source: str) -> str:
-    """A text that was typed, whatever the locale; SparseKVError if it is not UTF-8.
+    """Returns a text that was typed, whatever the locale. Raises SparseKVError if it is not UTF-8.
 
     Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
     """

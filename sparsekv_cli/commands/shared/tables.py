@@ -1,6 +1,6 @@
 """Tables for a reader, on stdout, of texts that come from files.
 
-A terminal gets rich's tables, folded to its width; in a narrow one the last cell of a row stands
+A terminal gets rich's tables, folded to its width. In a narrow one the last cell of a row stands
 below the others. Anything else gets lines of columns, which are never folded.
 """
 

@@ -66,15 +66,15 @@ class DeviceFASA(DeviceSelecting):
             self._n_dom = n
 
     def finish_prefill(self) -> None:
-        if not self.method.covers(self.store.n + 1):
+        if not self.method.is_dense_at(self.store.n + 1):
             self._reserve_copy(self.store.n)
             self._build_copy()
 
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
 
-    def selects_all(self, n: int) -> bool:
-        return self.method.covers(n)
+    def is_dense_at(self, n: int) -> bool:
+        return self.method.is_dense_at(n)
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:
         self._reserve_copy(n_max)
@@ -205,12 +205,12 @@ class DeviceFASAM(DeviceFASA):
 
     def finish_prefill(self) -> None:
         n = self.store.n + 1
-        if not self.method.covers(n):
+        if not self.method.is_dense_at(n):
             self._split(self.bound(n))  # what the first step asks for
 
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max
-        self._dense = self.selects_all(n)
+        self._dense = self.is_dense_at(n)
         if self._dense:
             self._join()
             return super().plan(n, n_max)

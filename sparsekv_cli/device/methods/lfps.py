@@ -6,7 +6,7 @@ sinks too, in its own copy of their keys, because their mass decides whether a h
 6); it does not read their values.
 
 The output leaves the host first. What the step has taught (eq 10) and the candidates of the next
-one (eq 7, 8) are computed while the device goes on with the layer (``learn``).
+one (eq 7, 8) are computed while the device goes on with the layer (``end_step``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class HostLFPS(HostCache):
 
     def __init__(self, cache: LFPSCache, worker: HostWorker) -> None:
         super().__init__(cache, worker)
-        cache.leave_sinks()
-        cache.learn_later()
+        cache.exclude_sinks()
+        cache.update_later()
         n_kv, d, d_v = (cache.spec.n_head_kv, cache.spec.head_dim, cache.spec.value_dim)
         self._k, self._v = (
             torch.zeros(1, n_kv, N_SINKS, width, dtype=torch.float16, device=worker.device)

@@ -12,7 +12,7 @@ from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages, scores
-from sparsekv_cli.kernels.quest.rows import page_rows
+from sparsekv_cli.kernels.quest.page_rows import page_rows
 
 
 class DeviceQuest(DeviceSelecting):
@@ -29,7 +29,7 @@ class DeviceQuest(DeviceSelecting):
         return torch.zeros(shape, dtype=torch.float16, device=self.store.k.device)
 
     def finish_prefill(self) -> None:
-        if not self.selects_all(self.store.n + 1):
+        if not self.is_dense_at(self.store.n + 1):
             self._summarise(self.store.n)
 
     def _summarise(self, n: int) -> None:
@@ -60,7 +60,7 @@ class DeviceQuest(DeviceSelecting):
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + N_SINKS >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:

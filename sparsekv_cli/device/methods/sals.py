@@ -112,7 +112,7 @@ class DeviceSALS(DeviceCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        if self._is_compressed or not self.method.covers(self.store.n):
+        if self._is_compressed or not self.method.is_dense_at(self.store.n):
             self._compress()
         self._start = _Start(self.n)
         if self._exact is not None:
@@ -198,7 +198,7 @@ class DeviceSALS(DeviceCache):
 
     def plan(self, n: int, n_max: int) -> Hashable:
         self._n_max = n_max
-        if not self._is_compressed and self.method.covers(n):
+        if not self._is_compressed and self.method.is_dense_at(n):
             return "dense", super().plan(n, n_max)
         if not self._is_compressed:
             self._start = self._start._replace(rows=self.store.copy(self._start.n))
@@ -212,7 +212,7 @@ class DeviceSALS(DeviceCache):
 
     def holds_until(self, n: int, n_max: int) -> int:
         if not self._is_compressed:
-            return n_max if self.method.covers(n_max) else n
+            return n_max if self.method.is_dense_at(n_max) else n
         return n if self._n_back else n_max
 
     def tensors(self) -> list[torch.Tensor]:
@@ -324,7 +324,7 @@ class DeviceSALS(DeviceCache):
         if 0 < n == start.n:
             self._restart(start)
             return n
-        if self.method.covers(n) or self._ring_from > max(n - self.method.window, self._first):
+        if self.method.is_dense_at(n) or self._ring_from > max(n - self.method.window, self._first):
             return 0
         if n < start.n:
             self._start = _Start(0)

@@ -28,7 +28,7 @@ class DeviceStreaming(DeviceSelecting):
     def budget_rows(self, n: int) -> int:
         return self.method.budget.rows(n)
 
-    def selects_all(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + self.method.sinks >= n
 
     def plan_selection(self, n: int, n_max: int) -> Hashable:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is needed to score one chunk, wherever that is done.
+    """The inputs to score one chunk, on any machine.
 
     ids: the tokens that the model is given. targets (n_scored,): those that are to be predicted,
     the last of which it is not given. base: the rows of these in a file of log-probabilities.
@@ -63,7 +63,9 @@ class Chunks:
 
 
 def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None) -> Chunks:
-    """The chunks of a text, at most ``n_chunks``; SparseKVError when it is too short for two."""
+    """Returns at most ``n_chunks`` chunks of a text. Raises SparseKVError if it is too short for
+    two.
+    """
     ids = tokenizer.encode(text, add_eos=False, parse_special=False)
     if len(ids) < 2 * n_ctx:
         raise SparseKVError(
@@ -76,7 +78,9 @@ def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = N
 
 
 def chunks_of(model: Model, file: KLDFile, n_chunks: int | None = None) -> Chunks:
-    """The chunks of a file of log-probabilities; SparseKVError if it is of another vocabulary."""
+    """Returns the chunks of a file of log-probabilities. Raises SparseKVError for another
+    vocabulary.
+    """
     n_vocab = model.hparams.n_vocab
     if file.n_vocab != n_vocab:
         raise SparseKVError(

@@ -1,4 +1,4 @@
-"""What llama-perplexity tells of scored tokens: perplexity, and KLD, perplexities and Δp to a base.
+"""llama-perplexity's figures of scored tokens: perplexity, and KLD, perplexities and Δp to a base.
 
 The base is a file of log-probabilities (kld_file.py) or other logits. Entries of the vocabulary
 whose log-probability in the base is -16 or less are left out of the KLD.
@@ -59,7 +59,7 @@ def token_scores(
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of scored tokens (T,), and its standard error as llama-perplexity has it."""
+    """The perplexity of scored tokens (T,), and its standard error as llama-perplexity has it."""
 
     nll: np.ndarray
 

@@ -1,8 +1,8 @@
 """llama-perplexity's files of log-probabilities (``--kl-divergence-base``), read and written.
 
-A header with the tokens of all chunks; then, for each scored token, a scale, the least
-log-probability, and a number of 16 bits for each entry of the vocabulary (perplexity.cpp,
-log_softmax). Log-probabilities of more than 16 below the best are cut there.
+A file has a header with the tokens of all chunks. Then each scored token has a scale, the least
+log-probability, and 16 bits for each entry of the vocabulary (perplexity.cpp, log_softmax).
+Log-probabilities of more than 16 below the best are cut there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
 class KLDFile:
     """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the log-probabilities of each chunk.
 
-    SparseKVError says what is wrong with the file.
+    Raises SparseKVError, which says what is wrong with the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +93,7 @@ class KLDFile:
         self._rows = np.memmap(path, "<u2", "r", start, rows)
 
     def rows(self, chunk: int) -> np.ndarray:
-        """The scored tokens of a chunk, u16 (n_scored, row_length)."""
+        """Returns the scored tokens of a chunk, u16 (n_scored, row_length)."""
         return np.asarray(self._rows[chunk])
 
     @property
@@ -105,7 +105,7 @@ class KLDFile:
 
 
 class KLDWriter:
-    """Writes rows behind a header; ``write_kld_file`` opens it. SparseKVError names ``path``."""
+    """Writes rows after a header; see ``write_kld_file``. A SparseKVError names ``path``."""
 
     def __init__(self, file: BufferedWriter, path: Path) -> None:
         self._file, self._path = file, path

@@ -34,7 +34,7 @@ class PerplexityRecords(Records):
         np.array([record[name] for name in cls.columns], np.float64)
 
     def missing(self, ways: Ways, chunk: int) -> dict[str, Method | None]:
-        """The ways in which a chunk has not been scored."""
+        """Returns the ways in which a chunk has not been scored."""
         return {
             way: method
             for way, method in ways.items()
@@ -42,7 +42,7 @@ class PerplexityRecords(Records):
         }
 
     def of(self, method: Method | None, n_chunks: int) -> list[dict[str, Any]]:
-        """Those of the first chunks, in one way."""
+        """Returns the records of the first chunks, in one way."""
         what = setting_of(method)
         return [self.by_key[self.key_of({"chunk": i, **what})] for i in range(n_chunks)]
 
@@ -55,7 +55,7 @@ class PerplexityRecords(Records):
         }
 
     def rows(self, method: Method | None, n_chunks: int) -> RowsRead:
-        """What the steps of the first chunks read."""
+        """Returns the rows that the steps of the first chunks read."""
         records = self.of(method, n_chunks)
         names = "rows_attended", "head_steps"
         return RowsRead(*(sum(each[name] for each in records) for name in names))

@@ -1,7 +1,7 @@
 """Chunks scored in several ways: by a prefill, or by methods that decode the second half.
 
-Without a method a chunk is prefilled, as llama-perplexity does; with one its first half is
-prefilled, once for all methods, and the method decodes the others token by token.
+Without a method a chunk is prefilled, as llama-perplexity does. With one its first half is
+prefilled, once for all methods. The method decodes the other tokens one by one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ See = Callable[[np.ndarray], object]  # gets logits f32 (T, n_vocab)
 
 
 def setting_of(method: Method | None) -> dict[str, Any]:
-    """The name and the options of a way."""
+    """Returns the name and the options of a way."""
     if method is None:
         return {"name": PREFILL, "options": {}}
     return {"name": method.name, "options": method.options()}
@@ -42,8 +42,8 @@ def score_chunk(
 ) -> list[dict[str, Any]]:
     """The records of a chunk, one a way, prefills first, then ``full``; without effect on others.
 
-    base: the way that the others are compared with, which must be one of those that come first;
-    what a chunk has of a file is compared with otherwise. see: gets all logits that are scored.
+    base: the way that the others are compared with. It must be one of those that come first.
+    Otherwise the chunk's part of a file is the base. see: gets all logits that are scored.
     """
     records, reference = [], list[np.ndarray]()
     for scored in _logits_of(model, ways, chunk):

@@ -25,13 +25,13 @@ THEME: Mapping[str, tuple[str, str]] = {
     "freekv": ("#b63a86", "#ff8ac7"),
     "faedkv": ("#8a6540", "#d3a97c"),
 }
-# Of methods that have no colour of their own.
+# The colours of methods without one of their own.
 OTHERS = ("#4f5fd7", "#93850f", "#a14747", "#3d7f7f")
 MARKERS = "osD^vPX<>hp*d"
 
 
 def colour_of(method: str, methods: list[str]) -> str:
-    """The colour of a method on white; methods: the names of all."""
+    """Returns the colour of a method on white; methods: the names of all."""
     if method in THEME:
         return THEME[method][0]
     unknown = [name for name in dict.fromkeys(methods) if name not in THEME]
@@ -39,12 +39,12 @@ def colour_of(method: str, methods: list[str]) -> str:
 
 
 def marker_of(method: str, methods: list[str]) -> str:
-    """The mark of a method in a picture, which differs where colours look alike."""
+    """Returns the mark of a method in a picture, which differs where colours look alike."""
     return MARKERS[list(dict.fromkeys(methods)).index(method) % len(MARKERS)]
 
 
 def themed(svg: str) -> str:
-    """A picture whose colours are those of the page that it is in: ``var(--ink)``."""
+    """Returns a picture whose colours are those of the page that it is in: ``var(--ink)``."""
     names = {light: name for name, (light, _) in THEME.items()}
     return re.sub(
         r"#[0-9a-f]{6}\b",
@@ -54,7 +54,7 @@ def themed(svg: str) -> str:
 
 
 def style() -> dict[str, str]:
-    """The variables of a page as CSS: ``light`` and ``dark``."""
+    """Returns the variables of a page as CSS: ``light`` and ``dark``."""
     return {
         name: "".join(f"--{key}:{colours[i]};" for key, colours in THEME.items())
         for i, name in enumerate(("light", "dark"))

@@ -1,4 +1,4 @@
-"""What a comparison has found, as one JSON object: ``--json`` prints it, a report shows it."""
+"""The result of a comparison, as one JSON object: ``--json`` prints it, a report shows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def contents(
     needles: Iterable[Needle] = (),
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The object; about: what the figures are of, such as the model and the machine.
+    """Returns the object; about: what the figures are of, such as the model and the machine.
 
     equal: methods whose figures differ by noise. front: the methods of the Pareto front, fastest
     last. recall: mass by layer and head, of the layers that choose rows.

@@ -37,7 +37,7 @@ Draw = Callable[[Any, Contents], None]
 
 
 def check_matplotlib() -> None:
-    """SparseKVError if matplotlib is missing."""
+    """Raises SparseKVError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise SparseKVError(f"pictures need matplotlib: {COMMAND}")
 
@@ -152,7 +152,7 @@ def draw_needles(figure: Any, found: Contents) -> None:
 
 
 def parts(found: Contents) -> dict[str, tuple[Draw, float]]:
-    """The pictures that there is something for, by name, with their heights in inches."""
+    """Returns the pictures that there is something for, by name, with their heights in inches."""
     n_maps = sum(bool(row["recall"]["layers"]) for row in found["methods"])
     pictures: dict[str, tuple[Draw, float]] = {"speed": (draw_speed, 4.6)}
     if n_maps:

@@ -30,7 +30,7 @@ FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s
 
 
 def columns_of(found: Contents) -> list[tuple[str, str, str]]:
-    """The columns of the table; bytes on a device only where there are some."""
+    """Returns the columns of the table; bytes on a device only where there are some."""
     on_device = any(row["bytes_device"] for row in found["methods"])
     return [column for column in COLUMNS if on_device or column[0] != "bytes_device"]
 
@@ -63,7 +63,7 @@ def headline(found: Contents) -> str:
 
 
 def about_lines(found: Contents) -> Sequence[tuple[str, str]]:
-    """What the figures are of, as pairs."""
+    """Returns pairs that describe what was measured."""
     return [
         (key, str(found[key]))
         for key in ("cpu", "device", "threads", "version", "date", "command")
@@ -72,7 +72,7 @@ def about_lines(found: Contents) -> Sequence[tuple[str, str]]:
 
 
 def page(found: Contents) -> str:
-    """The page as text."""
+    """Returns the page as text."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

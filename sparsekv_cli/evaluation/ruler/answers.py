@@ -1,4 +1,4 @@
-"""What methods answer to samples; each sample is prefilled once for all of them."""
+"""The answers of methods to samples. Each sample is prefilled once for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer_all(
     done: Collection[Key],
     on_prefill: OnProgress | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """The new records of each sample, one a setting that is not in ``done``."""
+    """Yields the new records of each sample, one a setting that is not in ``done``."""
     for sample in plan.samples():
         missing = missing_settings(settings, sample, done)
         yield answer_sample(model, missing, plan, sample, encode, on_prefill)
@@ -36,7 +36,7 @@ def answer_all(
 def missing_settings(
     settings: Mapping[str, Method], sample: RulerPoint, done: Collection[Key]
 ) -> dict[str, Method]:
-    """The settings that have no record of a sample."""
+    """Returns the settings that have no record of a sample."""
     return {
         spec: method
         for spec, method in settings.items()
@@ -52,7 +52,7 @@ def answer_sample(
     encode: Encode,
     on_prefill: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """The records of a sample, one a setting; they do not depend on each other."""
+    """Returns the records of a sample, one a setting; they do not depend on each other."""
     if not settings:
         return []
     length, task, number = sample
@@ -85,9 +85,9 @@ def answer(
     start: MethodPrefill,
     n_answer: int,
 ) -> dict[str, Any]:
-    """The greedy answer after ``n_read`` tokens of a prompt, and its score.
+    """Returns the greedy answer after ``n_read`` tokens of a prompt, and its score.
 
-    It ends where the model ends it, or as soon as it holds all references: more text cannot change
+    It ends where the model ends it, or as soon as it holds all references. More text cannot change
     the score.
     """
     references = prompt.sample.references

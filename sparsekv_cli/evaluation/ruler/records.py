@@ -15,7 +15,7 @@ Key = tuple[str, int, int, str, str]  # task, length, sample, method, its option
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
-    """What a record is of."""
+    """Returns the key of a record."""
     options = json.dumps(record["options"], sort_keys=True)
     return record["task"], record["length"], record["sample"], record["name"], options
 
@@ -33,7 +33,7 @@ class RulerRecords(Records):
     def of(
         self, method: Method, plan: RulerPlan, length: int, tasks: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """A method's records of some tasks at a length."""
+        """Returns a method's records of some tasks at a length."""
         what = {"name": method.name, "options": method.options(), "length": length}
         return [
             self.by_key[key_of({**what, "task": task, "sample": number})]
@@ -44,7 +44,7 @@ class RulerRecords(Records):
     def score(
         self, method: Method, plan: RulerPlan, length: int, tasks: Sequence[str]
     ) -> TaskScore:
-        """Of some tasks together."""
+        """Returns the score of some tasks together."""
         return mean_score([each["score"] for each in self.of(method, plan, length, tasks)])
 
     def rows(self, method: Method, plan: RulerPlan, length: int) -> float | None:

@@ -24,7 +24,9 @@ class RulerPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerPlan:
-    """What is asked. question_by_decode: questions enter token by token, behind the prefill.
+    """The questions of a run.
+
+    question_by_decode: questions enter token by token, after the prefill.
 
     n_answer: tokens of an answer at most, if less than the task's.
     """
@@ -53,7 +55,7 @@ def make_prompt(
 ) -> RulerPrompt:
     """The ``number``-th sample of a task: as long a text as leaves room for the answer in length.
 
-    It depends on the arguments only. SparseKVError when not even the shortest text fits.
+    It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
     """
     told = TASKS[task]
 

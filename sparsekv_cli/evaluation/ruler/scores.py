@@ -18,10 +18,11 @@ class TaskScore(NamedTuple):
 
 
 def mean_score(scores: Sequence[float]) -> TaskScore:
-    """Of scores from 0 to 1, with Wilson's interval.
+    """Returns the mean of scores from 0 to 1, with Wilson's interval.
 
-    It is that of successes and failures, which spread most of all scores with such a mean; parts of
-    a success make it too wide rather than too narrow. It has a width where all samples agree.
+    The interval is that of successes and failures, which spread most of all scores with such a
+    mean. Parts of a success make it too wide rather than too narrow. It has a width where all
+    samples agree.
     """
     n = len(scores)
     mean = sum(scores) / n

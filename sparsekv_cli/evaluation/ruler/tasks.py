@@ -1,6 +1,6 @@
 """RULER's tasks (arXiv:2404.06654, NVIDIA/RULER): a text of any length, a question, and an answer.
 
-Needles, haystacks, numbers of keys and values, frequencies and scores are RULER's; essays and all
+Needles, haystacks, numbers of keys and values, frequencies and scores are RULER's. Essays and all
 wording are ours, so results are RULER-style.
 """
 
@@ -53,8 +53,8 @@ class RulerTask:
 class Needles:
     """Needles in a haystack: facts of the form "the magic number for this key is that value".
 
-    haystack: ``noise``, ``essay`` or ``needles``; keys and values: their kinds; n_keys: facts in
-    the text; n_values: values of each key; n_asked: keys that are asked for.
+    haystack: ``noise``, ``essay`` or ``needles``. keys and values: their kinds. n_keys: facts in
+    the text. n_values: values of each key. n_asked: keys that are asked for.
     """
 
     haystack: str
@@ -195,6 +195,6 @@ TASKS: Mapping[str, RulerTask] = {
 
 
 def score(answer: str, references: list[str]) -> float:
-    """The share of the references that the answer holds, whatever their case."""
+    """Returns the share of the references that the answer holds, whatever their case."""
     told = answer.lower()
     return sum(reference.lower() in told for reference in references) / len(references)

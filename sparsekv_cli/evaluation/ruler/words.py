@@ -110,7 +110,7 @@ NOISE = (
 
 
 def compound(random: Random) -> str:
-    """An adjective and a noun: ``gentle-lantern``."""
+    """Returns an adjective and a noun: ``gentle-lantern``."""
     return f"{random.choice(ADJECTIVES)}-{random.choice(NOUNS)}"
 
 
@@ -120,7 +120,7 @@ def number(random: Random) -> str:
 
 
 def uuid(random: Random) -> str:
-    """A UUID of version 4."""
+    """Returns a UUID of version 4."""
     return str(UUID(int=random.getrandbits(128), version=4))
 
 

@@ -1,4 +1,4 @@
-"""The naive form of every method: numpy, f64, to be read beside the paper. Tests use it only."""
+"""The naive form of every method in numpy and f64. Read it next to its paper. Only tests use it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from sparsekv_cli.methods.naive.base import Naive
 
 
 def naive_form(method: Method, spec: LayerSpec) -> Naive:
-    """The naive form of ``method`` for one sparse layer of one sequence."""
+    """Returns the naive form of ``method`` for one sparse layer of one sequence."""
     module = import_module(f"{__name__}.{method.name}")
     return getattr(module, f"Naive{type(method).__name__}")(method, spec)

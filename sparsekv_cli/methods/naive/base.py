@@ -1,4 +1,4 @@
-"""What the naive forms share: the rows of one layer, the softmax, the two halves of a step.
+"""The naive forms share the rows of one layer, the softmax, and the two halves of a step.
 
 Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
 """
@@ -17,7 +17,7 @@ FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or cannot be,
 
 @dataclass
 class Choice:
-    """What a query head, a kv head or the whole layer attends to in a step.
+    """The rows to which a query head, a kv head or the whole layer attends in a step.
 
     rows: positions, ascending.
     scores: f64 (n,), what the rows were chosen by.
@@ -30,7 +30,7 @@ class Choice:
 
 
 class Naive:
-    """One layer of one sequence. A method writes ``covers`` and ``select``, or more.
+    """One layer of one sequence. A method writes ``is_dense_at`` and ``select``, or more.
 
     A step is ``choose`` and then ``attend``, so that a test can change a choice in between.
     """
@@ -50,7 +50,7 @@ class Naive:
     def n(self) -> int:
         return self.k.shape[1]
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         """Whether a step of n rows attends to all of them."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Naive:
         """Adds the row of a step; what it attends to."""
         self.append(x)
         self.q = x.q[:, 0, : self.spec.head_dim].astype(np.float64)
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             return [Choice(np.arange(self.n), np.full(self.n, FORCED))]
         return self.select()
 
@@ -108,7 +108,7 @@ class Naive:
         """Goes back to n rows. It must be a length to which the method's cache can go back."""
         self.k, self.v = self.k[:, :n], self.v[:, :n]
 
-    # What some methods change ---------------------------------------------------------------------
+    # --- parts that some methods change -----------------------------------------------------------
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
         """K (G, n, d) and V (G, n, d_v) as they are attended to."""
@@ -154,7 +154,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
-    """The rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
+    """Returns the rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
     scores = scores.copy()
     scores[forced] = FORCED
     order = np.argsort(-scores, kind="stable")

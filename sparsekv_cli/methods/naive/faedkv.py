@@ -57,7 +57,7 @@ class NaiveFAEDKV(Naive):
             return share
         return layer_share(share, self.spec.calibration["layer_budget"])
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return True
 
     def choose(self, x: AttnInput) -> list[Choice]:
@@ -71,7 +71,7 @@ class NaiveFAEDKV(Naive):
 
     @property
     def first_exact(self) -> int:
-        """The first token behind the sinks that is in no segment."""
+        """The first token after the sinks that is in no segment."""
         return self.method.sinks + sum(each.filled for each in self.segments)
 
     def age(self) -> None:

@@ -34,7 +34,7 @@ class NaiveFASA(Naive):
         _, n_dims = method.dominant_dims(spec)
         self.dominant = spec.calibration[f"dom_{method.metric}"][:, : n_dims // 2].astype(int)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:

@@ -41,12 +41,12 @@ class NaiveFreeKV(Naive):
         return min(self.method.window, max(1, self.method.budget.rows(n) // 4))
 
     def first_pages(self, n: int) -> tuple[int, int]:
-        """The first page behind the sinks, and the first page of the window (step 3)."""
+        """Returns the first page after the sinks and the first page of the window (step 3)."""
         p, budget = self.method.page, self.method.budget.rows(n)
         n_sink = min(-(-self.method.sinks // p), max(1, budget // (4 * p)))
         return self.n_sink or n_sink, (n - self.recent(n)) // p
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         n_sink, window = self.first_pages(n)
         return self.method.budget.rows(n) >= n or window <= n_sink
 
@@ -122,7 +122,7 @@ class NaiveFreeKV(Naive):
 
     def finish_step(self, choices: list[Choice]) -> None:
         self.previous = self.q
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             self.n_sink = 0
 
     def truncate(self, n: int) -> None:

@@ -13,5 +13,5 @@ from sparsekv_cli.methods.naive.base import Naive
 class NaiveFull(Naive):
     """Every step attends to every row."""
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return True

@@ -45,7 +45,7 @@ class NaiveH2O(Naive):
     def kept(self, g: int) -> np.ndarray:
         return self.held[g]
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return len(self.held[0]) == n
 
     def select(self) -> list[Choice]:

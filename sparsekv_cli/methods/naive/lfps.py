@@ -41,7 +41,7 @@ class NaiveLFPS(Naive):
         self.known: dict[int, np.ndarray] = {}  # queries (H, d) that tables can start from
         self.has_tables = False
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def finish_prefill(self, q: np.ndarray) -> None:
@@ -51,7 +51,7 @@ class NaiveLFPS(Naive):
 
     def choose(self, x: AttnInput) -> list[Choice]:
         self.bypassed = np.zeros(self.n_head, bool)
-        if not self.has_tables and not self.covers(self.n + 1):
+        if not self.has_tables and not self.is_dense_at(self.n + 1):
             self.start_from_known()
         return super().choose(x)
 
@@ -140,13 +140,13 @@ class NaiveLFPS(Naive):
         e = density @ np.exp(self.capped(mean + z * np.sqrt(variance)))
         return np.log(self.n - N_SINKS) + np.log(e)
 
-    def candidates(self, team: range, n_recent: int, k: int) -> tuple[np.ndarray, float]:
-        """C1 of the heads of a team that are not bypassed; thresholds rise if it is too large."""
+    def candidates(self, head_group: range, n_recent: int, k: int) -> tuple[np.ndarray, float]:
+        """Returns C1 of a head group's active heads. Thresholds rise if C1 is too large."""
         n, limit, most = self.n, self.n, self.method.candidates
-        active = [h for h in team if not self.bypassed[h]]
+        active = [h for h in head_group if not self.bypassed[h]]
         if most:
             limit = max(most * (1 + self.shares(n)), 2 * k)
-        factor, margin = self.raised[team[0]], np.inf
+        factor, margin = self.raised[head_group[0]], np.inf
         while active:
             c1 = np.zeros(n, bool)
             c1[n - n_recent :] = True
@@ -156,7 +156,7 @@ class NaiveLFPS(Naive):
                 margin = min(margin, nearest)
             if c1.sum() <= limit:
                 falls = c1.sum() < 0.7 * limit
-                self.raised[list(team)] = max(1.0, factor / 1.25) if falls else factor
+                self.raised[list(head_group)] = max(1.0, factor / 1.25) if falls else factor
                 return np.flatnonzero(c1), margin
             factor *= 1.25
         return np.empty(0, int), margin
@@ -197,7 +197,7 @@ class NaiveLFPS(Naive):
         return out
 
     def finish_step(self, choices: list[Choice]) -> None:
-        if self.covers(self.n):
+        if self.is_dense_at(self.n):
             self.known[self.n - 1], self.has_tables = self.q, False
             return
         for h, choice in enumerate(choices):

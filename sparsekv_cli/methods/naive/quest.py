@@ -27,7 +27,7 @@ class NaiveQuest(Naive):
 
     method: Quest
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:
@@ -46,7 +46,7 @@ class NaiveQuest(Naive):
         return choices
 
     def page_score(self, g: int, j: int) -> float:
-        """The largest score of page j for a query head of kv head g."""
+        """Returns the largest score of page j for a query head of kv head g."""
         p, q = self.method.page, self.q[g * self.group : (g + 1) * self.group]
         keys = self.k[g, max(j * p, N_SINKS) : (j + 1) * p]
         if self.method.summary == "minmax":

@@ -43,7 +43,7 @@ class NaiveSALS(Naive):
         self.values: list[np.ndarray] = []
         self.compressed, self.start = False, (0, False, 0)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return not self.compressed and n <= (
             self.method.sinks + self.method.window + self.method.budget.rows(n)
         )
@@ -56,7 +56,7 @@ class NaiveSALS(Naive):
             self.values.append(self.quantize(p))
 
     def encode(self, p: int) -> np.ndarray:
-        """The latent (r,) of row p."""
+        """Returns the latent (r,) of row p."""
         k_nope = rotate(self.k[:, [p]], -np.array([p]), self.spec.theta, 1 / self.spec.rope_scale)
         latent = k_nope.reshape(-1) @ self.e
         step = np.abs(latent[: self.score_rank]).max() / (127 * 256) or 1.0
@@ -64,7 +64,7 @@ class NaiveSALS(Naive):
         return np.append(scored, half(latent[self.score_rank :]))
 
     def quantize(self, p: int) -> np.ndarray:
-        """The values (G, d_v) of row p."""
+        """Returns the values (G, d_v) of row p."""
         out, top = self.v[:, p].copy(), 2**self.method.bits - 1
         for i in range(0, out.shape[1], CHANNELS) if self.method.bits < 16 else ():
             part = out[:, i : i + CHANNELS]
@@ -133,7 +133,7 @@ class NaiveSALS(Naive):
         return total
 
     def finish_prefill(self, q: np.ndarray) -> None:
-        if not self.covers(self.n):
+        if not self.is_dense_at(self.n):
             self.compress()
         self.start = self.n, self.compressed, len(self.latents)
 

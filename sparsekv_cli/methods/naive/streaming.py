@@ -37,7 +37,7 @@ class NaiveStreaming(Naive):
         self.q_nope = x.q_nope[:, -1, :d].astype(np.float64)  # (H, d)
         super().append(x)
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= self.method.sinks + self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:

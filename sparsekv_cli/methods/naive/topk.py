@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class NaiveTopK(Naive):
-    """k rows a query head beside the sinks."""
+    """Each query head attends to the sinks and to k other rows."""
 
     method: TopK
 
-    def covers(self, n: int) -> bool:
+    def is_dense_at(self, n: int) -> bool:
         return n <= N_SINKS + self.method.budget.rows(n)
 
     def select(self) -> list[Choice]:

@@ -1,1 +1,1 @@
-"""What the server takes from the network: connections, heads and bodies, all with limits."""
+"""The server's input from the network: connections, heads and bodies, all with limits."""

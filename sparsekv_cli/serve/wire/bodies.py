@@ -36,7 +36,7 @@ class Bodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request) -> Mapping[str, Any]:
-        """A request's JSON object; BodyError beyond a limit, FieldError for anything else."""
+        """Returns a request's JSON object. Raises BodyError beyond a limit, else FieldError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise BodyError("expected the content type application/json", status=415)
@@ -66,7 +66,7 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """The JSON object that a body is; FieldError if it is none.
+    """Returns the JSON object that a body is. Raises FieldError if it is none.
 
     Python's garbage collector, which a million new lists would start again and again, waits.
     """

@@ -1,7 +1,7 @@
 """Connections: how many there may be, and how long one may take to say what it wants.
 
-Where there are too many, the one that has waited longest without a whole request goes, so that
-half-sent requests lock nobody out.
+If there are too many, the one that has waited longest without a whole request goes. Half-sent
+requests then lock nobody out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sparsekv_cli.errors import SparseKVError
 
 BACKLOG = 64  # connections that the system accepts ahead of the server
-SPARE = 64  # connections beside those whose requests run or wait
+SPARE = 64  # connections in addition to those whose requests run or wait
 FILES = 128 + BACKLOG  # open files of other kinds, and connections just accepted
 HEAD_S = 10.0  # that the head of a request may take
 WRITE_S = 60.0  # that a client may read nothing of what it is sent
@@ -26,7 +26,7 @@ BUSY = json.dumps({"error": {"message": "too many connections", "type": "rate_li
 def most_connections(n_requests: int) -> int:
     """Connections that there may be, with n_requests that run or wait.
 
-    Raises the limit of open files if it is lower. SparseKVError if not even one fits.
+    Raises the limit of open files if it is lower. Raises SparseKVError if not even one fits.
     """
     wanted = n_requests + SPARE
     try:
@@ -131,5 +131,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int, head_s: float = HEAD_S) -> type[Connection]:
-    """The class of a server's connections, of which there are at most so many."""
+    """Returns the class of a server's connections, of which there are at most so many."""
     return type("LimitedConnection", (Connection,), {"most": most, "head_s": head_s})

@@ -77,6 +77,16 @@ def test_json_fields_and_order(models: list[Any], invoke: Invoke) -> None:
     assert prompt["ledger"]["rows_attended"] == 0
 
 
+def test_an_old_name_of_an_option_is_taken_with_a_line(models: list[Any], invoke: Invoke) -> None:
+    arguments = ["-p", "8", "-n", "0", "-r", "1", "--method", "lfps,topk", "-O", "json"]
+    result = invoke("bench", *arguments, "-o", "dense_rows=70")
+    assert result.code == 0, result.err
+    assert "warning: option dense_rows of lfps is now called pages_from" in result.err.splitlines()
+    lfps, topk = json.loads(result.out)
+    assert lfps["method_options"]["pages_from"] == 70
+    assert "pages_from" not in topk["method_options"]
+
+
 def test_order_of_tests_and_labels(models: list[Any], invoke: Invoke) -> None:
     arguments = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "--method", "full,topk"]
     result = invoke("bench", *arguments, "-r", "1")

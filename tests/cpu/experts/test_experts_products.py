@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 
 from sparsekv_cli.cpu.experts import matmul_bf16 as experts_bf16
 from sparsekv_cli.cpu.experts import matmul_int8 as experts

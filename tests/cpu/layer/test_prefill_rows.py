@@ -14,9 +14,9 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.device.host import as_array, as_tensor
-from sparsekv_cli.device.prefill import TorchRows
+from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.models.rows import FusedBF16Rows, FusedRows
+from sparsekv_cli.models.chunk_steps import FusedBF16ChunkSteps, FusedChunkSteps
 
 # One step of bf16, as both sides round, and may round apart; and some of f32
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 4e-6}
@@ -64,8 +64,8 @@ def rows(request, tmp_path_factory):
     decoder = sequence.model.decoder
     decoder.rope.reserve(400)
     h, architecture = sequence.model.hparams, decoder.architecture
-    plain = TorchRows(h, decoder.rope.full, architecture.rope_interleaved, dtype)
-    fused = FusedBF16Rows if dtype == torch.bfloat16 else FusedRows
+    plain = TorchChunkSteps(h, decoder.rope.full, architecture.rope_interleaved, dtype)
+    fused = FusedBF16ChunkSteps if dtype == torch.bfloat16 else FusedChunkSteps
     yield sequence, plain, fused(h, decoder.rope, architecture, 2)
     sequence.model.gguf.close()
 

@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize as gguf_dequantize
 from numba import njit, types
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.cpu.jit.floats import as_type_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 from numba import njit, types
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.weights import dot

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numba import njit, types
-from quantized_rows import random_rows
+from quantized_weights import random_rows
 from sweeps import sweep
 
 from sparsekv_cli.cpu.jit import llvm
@@ -99,7 +99,7 @@ def three_dots(
 def test_products_without_vnni(name, n_planes, monkeypatch):
     """The path of CPUs without vpdpbusd, compiled here for this test."""
     monkeypatch.setattr(vnni, "is_available", lambda: False)
-    monkeypatch.setattr(vnni, "bytes_are_beside", lambda: True)
+    monkeypatch.setattr(vnni, "has_both_forms", lambda: True)
     code, n_columns = FORMATS[name].code, 768
     signature = (types.literal(code), types.literal(n_planes)) + (types.int64,) * 10
     kernel = dot.function_address(njit(three_dots), signature)

@@ -10,7 +10,7 @@ import gguf_formats  # noqa: F401
 import numpy as np
 import pytest
 from gguf_bytes import Builder, Tensor
-from quantized_rows import set_iq1_m_scale
+from quantized_weights import set_iq1_m_scale
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError

@@ -1,4 +1,4 @@
-"""Launches of kernels/quest/rows.py to compile; see test_compile.py."""
+"""Launches of kernels/quest/page_rows.py to compile; see test_compile.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Scores of rows by bytes: dot products of unsigned bytes of rows and signed bytes of queries.
 
-Rows lie in tiles of sixteen, (words, 16, 4): a word is four dims of a row, so that each row of a
-tile has a lane of its own and nothing is summed across lanes. Two tiles are scored at a time, for
-as many queries as the registers hold sums of. With vpdpbusd (VNNI) an instruction multiplies a word
-of sixteen rows, elsewhere pairs of i16 do.
+Rows lie in tiles of sixteen, (words, 16, 4). A word is four dims of a row. Each row of a tile has a
+lane of its own, and nothing is summed across lanes. Two tiles are scored at a time, for as many
+queries as the registers hold sums of. With vpdpbusd (VNNI) an instruction multiplies a word of
+sixteen rows, elsewhere pairs of i16 do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ZERO = 128  # the unsigned byte that stands for 0
 
 
 def _add_products(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value) -> ir.Value:
-    """total <16 x i32> + products of a word of sixteen rows <64 x u8> and of a query <16 x i32>."""
+    """total <16 x i32> + products of a word of sixteen rows <64 x u8> with a query <16 x i32>."""
     if vnni.is_available():
         return vnni.dot_bytes(b, total, rows, query)
     halves, eight = vec(I16, PAIR), const(I16, 8, PAIR)

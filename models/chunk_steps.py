@@ -1,6 +1,6 @@
 """The steps of a prefilled chunk between its matrix products, fused (cpu/layer/prefill.py).
 
-``Rows`` is what a forward pass asks for; device/prefill.py does the same with tensors.
+``ChunkSteps`` is what a forward pass asks for; device/prefill.py does the same with tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsekv_cli.models.weights import AttentionWeights
 NONE = np.empty(0, np.float32)
 
 
-class Rows(Protocol):
+class ChunkSteps(Protocol):
     """The steps between the products, on T rows of a chunk; arrays, or tensors on a device.
 
     x f32 (T, n_embd) is the residual stream; products take and give rows of the compute type.
@@ -59,7 +59,7 @@ class Rows(Protocol):
         """x += s y, s the model's residual_scale; y first gets a bias and then a norm, if any."""
 
 
-class FusedRows:
+class FusedChunkSteps:
     """Each step is one pass over f32 arrays; each result is rounded once."""
 
     def __init__(
@@ -130,7 +130,7 @@ class FusedRows:
         kernels.add_rows(x, y, given(bias), given(norm), self._eps, self._scale, self._n_threads)
 
 
-class FusedBF16Rows(FusedRows):
+class FusedBF16ChunkSteps(FusedChunkSteps):
     """The same in bf16."""
 
     def _new(self, *shape: int) -> Any:
@@ -138,5 +138,5 @@ class FusedBF16Rows(FusedRows):
 
 
 def given(array: np.ndarray | None) -> np.ndarray:
-    """A weight, or for None the empty array that the kernels take for "there is none"."""
+    """Returns a weight, or for None the empty array that the kernels take for "there is none"."""
     return NONE if array is None else array
