@@ -60,20 +60,23 @@ def begin_softmax(sinks, peak, mass):
 
 @njit(cache=True, nogil=True)
 def layout_mode(layout):
-    """The mode of ``attend_tile`` for a layout's rows: kind of K, kind of V times 4."""
+    """The mode of ``attend_heads`` for a layout's rows: kind of K, kind of V times 4."""
     return layout[K_KIND] | layout[V_KIND] << 2
 
 
 @njit(cache=True, nogil=True)
-def attend_tile(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
-    """Folds ``count`` rows into the running softmax of a tile of heads.
+def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
+    """Folds ``count`` rows into the running softmax of heads that share them.
 
-    q f32 (tile, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
+    All heads take a block of rows, TILE at a time, before the next block is read. So a row comes
+    from memory once.
+
+    q f32 (heads, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
     ``layout_mode``. With + GATHER the rows are int32 numbers at the address idx, else 0..count.
-    softcap: of the scores, 0 for none. State: peak, mass f32 (tile,), acc f32 (tile, d_v), the
-    numerators with respect to peak. scores: f32 (tile, BLOCK + PAD).
+    softcap: of the scores, 0 for none. State: peak, mass f32 (heads,), acc f32 (heads, d_v), the
+    numerators with respect to peak. scores: f32 (TILE, BLOCK + PAD).
     """
-    tile, d = q.shape
+    n_head, d = q.shape
     k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
     stride = scores.shape[1]
     for start in range(0, count, BLOCK):
@@ -82,25 +85,29 @@ def attend_tile(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, ac
         k_at, v_at = k, v
         if not mode & GATHER:
             k_at, v_at = k + start * k_row, v + start * v_row
-        tile_scores(
-            tile, k_mode, q.ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data, stride
-        )
-        for t in range(tile):
-            for j in range(size, size + LANES):
-                scores[t, j] = NEGATIVE_INFINITY
-            address = scores.ctypes.data + 4 * t * stride
-            if softcap:
-                soften(address, size, softcap)
-            new_peak = max(peak[t], max_of(address, size))
-            old = np.float32(np.exp(peak[t] - new_peak))
-            mass[t] = mass[t] * old + exp_in_place(address, size, new_peak)
-            peak[t] = new_peak
-            for c in range(acc.shape[1]):
-                acc[t, c] *= old
-        tile_values(
-            tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
-            acc.ctypes.data,
-        )  # fmt: skip
+        for first in range(0, n_head, TILE):
+            tile = min(TILE, n_head - first)
+            tile_scores(
+                tile, k_mode, q[first].ctypes.data, k_at, k_row, at, size, d, scores.ctypes.data,
+                stride,
+            )  # fmt: skip
+            for t in range(tile):
+                h = first + t
+                for j in range(size, size + LANES):
+                    scores[t, j] = NEGATIVE_INFINITY
+                address = scores.ctypes.data + 4 * t * stride
+                if softcap:
+                    soften(address, size, softcap)
+                new_peak = max(peak[h], max_of(address, size))
+                old = np.float32(np.exp(peak[h] - new_peak))
+                mass[h] = mass[h] * old + exp_in_place(address, size, new_peak)
+                peak[h] = new_peak
+                for c in range(acc.shape[1]):
+                    acc[h, c] *= old
+            tile_values(
+                tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
+                acc[first].ctypes.data,
+            )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -122,25 +129,25 @@ def _attend_piece(
     q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, whole, target, peak_out,
     mass_out, scores,
 ):  # fmt: skip
-    """A tile of heads over one list of rows, in memory of this thread until the end.
+    """Heads that share one list of rows, in memory of this thread until the end.
 
-    sinks: see ``begin_softmax``. target f32 (tile, d_v): the output if ``whole``, that is, if these
-    are all rows. Otherwise numerators, relative to the peaks and masses written at peak_out,
-    mass_out f32 (tile,).
+    sinks: see ``begin_softmax``. target f32 (heads, d_v): the output if ``whole``, which
+    means that these are all rows. Otherwise numerators, relative to the peaks and masses written
+    at peak_out, mass_out f32 (heads,).
     """
-    tile, d_v = target.shape
-    peak, mass = np.empty(tile, np.float32), np.empty(tile, np.float32)
+    n_head, d_v = target.shape
+    peak, mass = np.empty(n_head, np.float32), np.empty(n_head, np.float32)
     begin_softmax(sinks, peak, mass)
-    acc = np.zeros((tile, d_v), np.float32)
+    acc = np.zeros((n_head, d_v), np.float32)
     scaled = scaled_copy(q, scale)
-    attend_tile(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
-    for t in range(tile):
-        factor = np.float32(1) / mass[t] if whole else np.float32(1)
+    attend_heads(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
+    for h in range(n_head):
+        factor = np.float32(1) / mass[h] if whole else np.float32(1)
         for c in range(d_v):
-            target[t, c] = acc[t, c] * factor
+            target[h, c] = acc[h, c] * factor
         if not whole:
-            peak_out[t] = peak[t]
-            mass_out[t] = mass[t]
+            peak_out[h] = peak[h]
+            mass_out[h] = mass[h]
 
 
 @njit(cache=True, nogil=True)
@@ -155,15 +162,14 @@ def _attend_pieces(
     while task < n_kv_head * n_split:
         kv_head, split = task // n_split, task % n_split
         first, last = start + split * n // n_split, start + (split + 1) * n // n_split
-        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
-            end = min(h + TILE, (kv_head + 1) * group)
-            _attend_piece(
-                q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
-                layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
-                layout_mode(layout), 0, last - first, scale, softcap,
-                sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, h:end],
-                peak[split, h:end], mass[split, h:end], scores,
-            )  # fmt: skip
+        h, end = kv_head * group, (kv_head + 1) * group
+        _attend_piece(
+            q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
+            layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
+            layout_mode(layout), 0, last - first, scale, softcap,
+            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, h:end],
+            peak[split, h:end], mass[split, h:end], scores,
+        )  # fmt: skip
         task = next_task(counter)
 
 
@@ -225,15 +231,14 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
         scores = np.empty((TILE, BLOCK + PAD), np.float32)
         unit = next_task(counter)
         while unit < n_list:
-            for h in range(unit * heads_a_list, (unit + 1) * heads_a_list, TILE):
-                end = min(h + TILE, (unit + 1) * heads_a_list)
-                kv_head = h // group
-                _attend_piece(
-                    q[h:end], layout[K] + kv_head * layout[K_HEAD],
-                    layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
-                    GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
-                    softcap, sinks[h:end], True, out[h:end], out[0], out[0], scores,
-                )  # fmt: skip
+            h, end = unit * heads_a_list, (unit + 1) * heads_a_list
+            kv_head = h // group
+            _attend_piece(
+                q[h:end], layout[K] + kv_head * layout[K_HEAD],
+                layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
+                GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
+                softcap, sinks[h:end], True, out[h:end], out[0], out[0], scores,
+            )  # fmt: skip
             unit = next_task(counter)
 
 

@@ -26,7 +26,7 @@ from numba import carray, njit, prange
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
     TILE,
-    attend_tile,
+    attend_heads,
     begin_softmax,
     merge_pieces,
     scaled_copy,
@@ -181,13 +181,10 @@ def _attend_exact(this, q, g, sinks, peak, mass, acc):
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     begin_softmax(sinks, peak, mass)
     acc[:] = 0
-    for h in range(0, len(q), TILE):
-        end = min(h + TILE, len(q))
-        attend_tile(
-            q[h:end], layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
-            layout[V_ROW], 0, 0, this.n_exact, this.softcap, peak[h:end], mass[h:end], acc[h:end],
-            buffer,
-        )  # fmt: skip
+    attend_heads(
+        q, layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
+        layout[V_ROW], 0, 0, this.n_exact, this.softcap, peak, mass, acc, buffer,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sparsekv_cli.cpu.attention.decode import TILE, attend_tile, begin_softmax, scaled_copy
+from sparsekv_cli.cpu.attention.decode import attend_heads, begin_softmax, scaled_copy
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     BEST,
@@ -209,17 +209,15 @@ def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
     width_v = pages.v.shape[3]
     k = np.int64(pages.k.ctypes.data) + g * 8 * width
     v = np.int64(pages.v.ctypes.data) + g * 8 * width_v
-    for t in range(0, q.shape[0], TILE):
-        tile = min(TILE, q.shape[0] - t)
-        peak, mass = np.empty(tile, np.float32), np.empty(tile, np.float32)
-        begin_softmax(sinks[t : t + tile], peak, mass)
-        acc = np.zeros((tile, out.shape[1]), np.float32)
-        attend_tile(
-            scaled_copy(q[t : t + tile], scale), k, v, n_kv_head * 8 * width,
-            n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data), count, softcap, peak, mass,
-            acc, scores,
-        )  # fmt: skip
-        for h in range(tile):
-            factor = np.float32(1) / mass[h]
-            for c in range(out.shape[1]):
-                out[t + h, c] = acc[h, c] * factor
+    group = q.shape[0]
+    peak, mass = np.empty(group, np.float32), np.empty(group, np.float32)
+    begin_softmax(sinks, peak, mass)
+    acc = np.zeros(out.shape, np.float32)
+    attend_heads(
+        scaled_copy(q, scale), k, v, n_kv_head * 8 * width, n_kv_head * 8 * width_v, 1,
+        np.int64(rows.ctypes.data), count, softcap, peak, mass, acc, scores,
+    )  # fmt: skip
+    for h in range(group):
+        factor = np.float32(1) / mass[h]
+        for c in range(out.shape[1]):
+            out[h, c] = acc[h, c] * factor

@@ -13,7 +13,7 @@ from numba import carray, njit, prange
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
     TILE,
-    attend_tile,
+    attend_heads,
     begin_softmax,
     merge_pieces,
     scaled_copy,
@@ -161,12 +161,10 @@ def _attend(this, q, g, rows, idx, count, sinks, peak, mass, acc, buffer):
     heads = slice(g * group, (g + 1) * group)
     begin_softmax(sinks[heads], peak[heads], mass[heads])
     acc[heads] = 0
-    for h in range(g * group, (g + 1) * group, TILE):
-        end = min(h + TILE, (g + 1) * group)
-        attend_tile(
-            q[h:end], rows.k + g * rows.k_head, rows.v + g * rows.v_head, rows.k_row, rows.v_row,
-            1, idx, count, this.softcap, peak[h:end], mass[h:end], acc[h:end], buffer,
-        )  # fmt: skip
+    attend_heads(
+        q[heads], rows.k + g * rows.k_head, rows.v + g * rows.v_head, rows.k_row, rows.v_row, 1,
+        idx, count, this.softcap, peak[heads], mass[heads], acc[heads], buffer,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
