@@ -129,7 +129,7 @@ def attend_causal(
 
 
 def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> Any:
-    """What lets each of the last T rows attend to itself and the rows before it."""
+    """Returns the mask: each of the last T rows attends to itself and the rows before it."""
     n_new, n = q.shape[1], k.shape[1]
     if not q.is_cuda:
         return torch.ones((n_new, n), dtype=torch.bool).tril(n - n_new)
