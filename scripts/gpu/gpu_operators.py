@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
-from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
 from sparsekv_cli.kernels.attention.scores import score_rows

@@ -21,7 +21,6 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, Ste
 from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.prefill import TorchRows, attend_causal
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
@@ -264,12 +263,12 @@ class DeviceDecoder(Forward):
         for i, layers in enumerate(zip(*caches, strict=True)):
             calls.append(partial(self._project, i))
             calls += [partial(self._attend, i, run) for run in runs[i]]
-            on_host = [b for b, c in enumerate(layers) if not isinstance(c, DeviceCache)]
+            on_host = {b: c for b, c in enumerate(layers) if isinstance(c, HostCache)}
             if on_host:
                 yield Piece(_in_order([*calls, buffers.download_inputs, join]), False, beside)
-                yield Piece(partial(self._attend_on_host, i, on_host), True)
-                calls = [partial(self._take_in, i, {b: layers[b] for b in on_host})]
-                beside = partial(self._learn_on_host, i, on_host)
+                yield Piece(partial(self._attend_on_host, i, list(on_host)), True)
+                calls = [partial(self._take_in, i, on_host)]
+                beside = partial(self._learn_on_host, i, list(on_host))
             calls.append(partial(self._finish, i))
         yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
@@ -315,32 +314,37 @@ class DeviceDecoder(Forward):
         """The attention of rows whose caches lie on the host, written to the host's buffers."""
         attended, lse = (x.numpy() for x in self._buffers.from_host(i))
         for b in rows:
-            cache, pos = self._caches[b][i], self._positions[b]
+            cache, pos = self._host_cache(b, i), self._positions[b]
             out = cache.decode(AttnInput._make((*self._buffers.host_inputs(i, b), pos)))
             attended[b] = out[:, : self.hparams.layers[i].value_dim]
-            if isinstance(cache, HostLFPS):
+            if cache.has_device_part:
                 lse[b] = cache.lse
 
     def _learn_on_host(self, i: int, rows: Sequence[int]) -> None:
         """What caches on the host learn of layer i, whose output is on its way."""
         for b in rows:
-            self._caches[b][i].learn()
+            self._host_cache(b, i).learn()
 
-    def _take_in(self, i: int, caches: Mapping[int, LayerCache]) -> None:
-        """Takes the host's results of layer i; merges the device's sinks with them.
+    def _host_cache(self, b: int, i: int) -> HostCache:
+        cache = self._caches[b][i]
+        assert isinstance(cache, HostCache)
+        return cache
+
+    def _take_in(self, i: int, caches: Mapping[int, HostCache]) -> None:
+        """Takes the host's results of layer i; merges the device's parts with them.
 
         caches: on the host, by their rows.
         """
         buffers = self._buffers
         q, out = buffers.inputs(i)[0], buffers.attended(i)
-        sparse = {b: cache for b, cache in caches.items() if isinstance(cache, HostLFPS)}
-        for b in (b for b in caches if b not in sparse):
+        in_parts = {b: cache for b, cache in caches.items() if cache.has_device_part}
+        for b in (b for b in caches if b not in in_parts):
             buffers.upload_attended(i, b)
-        if sparse:
+        if in_parts:
             seen = buffers.upload_part(i)
-            for b, cache in sparse.items():
+            for b, cache in in_parts.items():
                 row = slice(b, b + 1)
-                cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
+                cache.attend_on_device(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
         """The rest of layer i, from its attention on; what it adds to the stream is in ``y``."""

@@ -68,6 +68,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    host_cache: ClassVar[str] = "lfps:HostLFPS"
     work_of_a_head: ClassVar[int] = 1280
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},

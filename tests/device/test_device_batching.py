@@ -12,7 +12,7 @@ from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device.batching import Planner, launch_order, lengths_to_plan, prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
-from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV

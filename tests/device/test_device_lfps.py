@@ -85,7 +85,7 @@ class Pair:
         self.apart.learn()
         seen = Attended(out[None].to(device), torch.from_numpy(self.apart.lse)[None].to(device))
         found = torch.full_like(seen.out, torch.nan)
-        self.apart.add_sinks(
+        self.apart.attend_on_device(
             torch.from_numpy(rows[0][:, 0]).contiguous()[None].to(device), seen, found
         )
         return expected, found[0].cpu().numpy()

@@ -19,7 +19,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
-from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method

@@ -30,6 +30,7 @@ class HostLFPS(HostCache):
     """One layer. The device holds the sinks as f16, with the values of the host's rows."""
 
     cache: LFPSCache
+    has_device_part = True
 
     def __init__(self, cache: LFPSCache, worker: HostWorker) -> None:
         super().__init__(cache, worker)
@@ -63,11 +64,8 @@ class HostLFPS(HostCache):
     def is_planned(self) -> bool:
         return self._copied
 
-    def add_sinks(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
-        """Attention to the sinks and, merged with it, the host's attention -> out f32 (1, H, d_v).
-
-        q f32 (1, H, d); others: the host's part of the step.
-        """
+    def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
+        """Attends to the sinks."""
         attention.attend_dense(
             q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, others=others
         )
@@ -78,7 +76,6 @@ class HostLFPS(HostCache):
 
     @property
     def lse(self) -> np.ndarray:
-        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
         return self.cache.lse
 
     def truncate(self, n: int) -> int:
