@@ -75,10 +75,11 @@ class LayerCache(ABC):
         Caches on a device take and return what device/cache.py says.
         """
 
-    def learn(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called after each ``decode``, when its output has left: what the step tells later ones.
+    def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Called after ``decode`` of row n - 1, when its output has left.
 
-        Nobody waits for it, as long as it takes less time than what follows on a device.
+        It does what later steps need of this one. Nobody waits for it, as long as it takes less
+        time than what follows on a device.
         """
 
     def attend_all(

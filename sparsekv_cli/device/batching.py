@@ -20,14 +20,13 @@ from weakref import ref
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.device.cache import UNLIMITED, DeviceCache
-from sparsekv_cli.device.host import HostCache
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceCache
 
 SHORT = 4096  # rows for which there is room in every sequence of a batch
 
 
 class Run(NamedTuple):
-    """Sequences first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
+    """Rows first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
 
     first: int
     last: int
@@ -37,7 +36,7 @@ class Run(NamedTuple):
 class StepPlan(NamedTuple):
     """What a step launches. runs: of each layer, first and last of each ``Run`` on the device.
 
-    It holds for ``n_more`` steps behind it in which each sequence gets one row.
+    It holds for ``n_more`` steps after it in which each sequence gets one row.
     """
 
     key: Hashable
@@ -78,9 +77,6 @@ class Planner:
             plan = _plan_step(positions, self.least_rows, caches, flat)
             self._planned = plan.caches
             return plan
-        for cache in flat:
-            if isinstance(cache, DeviceCache):
-                cache.resume()
         return plan._replace(n_more=plan.n_more - 1)
 
     def _part_from(self, caches: Sequence[LayerCache]) -> None:
@@ -89,7 +85,6 @@ class Planner:
         for planned in self._planned:
             cache = planned()
             if isinstance(cache, DeviceCache) and id(cache) not in here:
-                cache.join()  # a step that was broken off may still write
                 _leave_common(cache)
 
     def _holds(
@@ -113,9 +108,13 @@ def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]
     kinds: dict[Hashable, int] = {}
     numbers = []
     for layers in caches:
-        kind = tuple((type(cache), id(getattr(cache, "method", None))) for cache in layers)
-        numbers.append(kinds.setdefault(kind, len(kinds)))
+        numbers.append(kinds.setdefault(tuple(map(_kind, layers)), len(kinds)))
     return sorted(range(len(positions)), key=lambda b: (numbers[b], -positions[b]))
+
+
+def _kind(cache: LayerCache) -> Hashable:
+    """Caches of different kinds never launch together."""
+    return type(cache), cache.method if isinstance(cache, DeviceCache) else None
 
 
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
@@ -135,55 +134,51 @@ def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
 def _plan_step(
     positions: Sequence[int],
     least: int,
-    caches: Sequence[Sequence[LayerCache]],
+    caches: Sequence[Sequence[Any]],
     flat: Sequence[LayerCache],
 ) -> StepPlan:
     n_more = UNLIMITED
-    parts: list[Hashable] = []
+    keys: list[Hashable] = []
     runs: list[list[tuple[int, int]]] = []
     planned_for = lengths_to_plan([pos + 1 for pos in positions], least)
     for layers in zip(*caches, strict=True):
-        keys: list[Hashable] = []  # None: on the host
+        plans = []
         for cache, pos, longest in zip(layers, positions, planned_for, strict=True):
-            key: Hashable = None
-            if isinstance(cache, DeviceCache):
-                if cache.side is not None:  # of a step that was broken off: captures cannot wait
-                    cache.side.join()
-                n, n_max = pos + 1, cache.bound(longest)
-                key = cache.plan(n, n_max)
-                n_more = min(n_more, cache.holds_until(n, n_max) - n)
-            elif isinstance(cache, HostCache):
-                cache.plan()
-                n_more = min(n_more, UNLIMITED if cache.is_planned else 0)
-            keys.append(key)
-        of_layer = prepare_runs(layers, keys)
-        parts.append(tuple((run.last, keys[run.first], run.cache.places) for run in of_layer))
+            on_device = isinstance(cache, DeviceCache)
+            plan = cache.begin_step(pos + 1, cache.bound(longest) if on_device else pos + 1)
+            n_more = min(n_more, plan.until - pos - 1)
+            plans.append(plan)
+        of_layer, of_launches = prepare_runs(layers, plans)
+        keys.append(tuple(of_launches))
         runs.append([(run.first, run.last) for run in of_layer])
-    return StepPlan(tuple(parts), runs, [ref(cache) for cache in flat], n_more)
+    return StepPlan(tuple(keys), runs, [ref(cache) for cache in flat], n_more)
 
 
-def prepare_runs(caches: Sequence[LayerCache], keys: Sequence[Hashable]) -> list[Run]:
-    """One layer's caches as runs of equal keys (DeviceCache.plan), ready to decode.
+def prepare_runs(
+    caches: Sequence[LayerCache], plans: Sequence[CachePlan]
+) -> tuple[list[Run], list[Hashable]]:
+    """One layer's caches as runs of equal plans, ready to decode, and what tells their launches.
 
-    The caches of a run are of one method, and lie in common tensors. A key is None, and no run has
-    it, where the cache lies on the host.
+    The caches of a run are of one kind, and lie in common tensors. No run has a cache on the host.
     """
-    runs = list(_runs(caches, keys))
-    for run in runs:
-        run.cache.lead(caches[run.first : run.last])
-    return runs
+    runs = list(_runs(caches, plans))
+    keys: list[Hashable] = []
+    for first, last, cache in runs:
+        addresses = cache.begin_batch(caches[first:last], last - first)
+        keys.append((last, plans[first].key, addresses))
+    return runs, keys
 
 
-def _runs(caches: Sequence[Any], keys: Sequence[Hashable]) -> Iterator[Run]:
-    def of(b: int) -> tuple[Any, ...]:
-        return type(caches[b]), getattr(caches[b], "method", None), keys[b]
+def _runs(caches: Sequence[Any], plans: Sequence[CachePlan]) -> Iterator[Run]:
+    def of(b: int) -> Hashable:
+        return _kind(caches[b]), plans[b].key
 
-    for (_, _, key), group in groupby(range(len(caches)), key=of):
+    for _, group in groupby(range(len(caches)), key=of):
         members = list(group)
         first, last = members[0], members[-1] + 1
-        if key is None:
+        if not isinstance(caches[first], DeviceCache):
             continue
-        if last - first > 1 and all(caches[b].moves for b in members):
+        if last - first > 1 and not plans[first].is_alone:
             _move_to_common(caches[first:last])
             yield Run(first, last, caches[first])
         else:
@@ -196,7 +191,7 @@ def _leave_common(cache: DeviceCache) -> None:
     """Moves the cache's tensors to memory of its own, if they are parts of others."""
     tensors = cache.tensors()
     if any(x.numel() and x.untyped_storage().nbytes() > x.nbytes for x in tensors):
-        cache.put([x.clone() for x in tensors])
+        cache.replace_tensors([x.clone() for x in tensors])
 
 
 def _move_to_common(caches: Sequence[DeviceCache]) -> None:
@@ -206,7 +201,7 @@ def _move_to_common(caches: Sequence[DeviceCache]) -> None:
         return
     common = [_common(parts) for parts in columns]
     for b, cache in enumerate(caches):
-        cache.put([x[b : b + 1] for x in common])
+        cache.replace_tensors([x[b : b + 1] for x in common])
 
 
 def _are_in_common(parts: Sequence[torch.Tensor]) -> bool:

@@ -225,23 +225,22 @@ class DeviceDecoder(Forward):
                 lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
                 watched=any(c.on_step is not None for layers in on_device for c in layers),
             )
-        except torch.OutOfMemoryError:
-            raise SparseKVError(
-                f"the GPU has no memory for a step behind {max(positions)} tokens; use a smaller "
-                "--ctx-size, or --kv host"
-            ) from None
+            for layers, pos in zip(on_device, positions, strict=True):
+                for cache in layers:
+                    cache.end_step(pos + 1)  # while the device works
+            found = result(buffers, order)
+        except BaseException as error:  # such as Ctrl-C: the step has not been
+            for layers, pos in zip(on_device, positions, strict=True):
+                for cache in layers:
+                    cache.drop_step(pos)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise SparseKVError(
+                    f"the GPU has no memory for a step after {max(positions)} tokens; use a "
+                    "smaller --ctx-size, or --kv host"
+                ) from None
+            raise
         finally:
             self._caches = ()
-        try:
-            for layers, pos in zip(on_device, positions, strict=True):
-                for cache in layers:
-                    cache.settle(pos + 1)  # while the device works
-            found = result(buffers, order)
-        except BaseException:  # such as Ctrl-C: the step has not been
-            for layers, pos in zip(on_device, positions, strict=True):
-                for cache in layers:
-                    cache.truncate(pos)
-            raise
         self._planner.end(plan, positions)
         return found
 
@@ -268,7 +267,7 @@ class DeviceDecoder(Forward):
                 yield Piece(_in_order([*calls, buffers.download_inputs, join]), False, beside)
                 yield Piece(partial(self._attend_on_host, i, list(on_host)), True)
                 calls = [partial(self._take_in, i, on_host)]
-                beside = partial(self._learn_on_host, i, list(on_host))
+                beside = partial(self._end_on_host, i, list(on_host))
             calls.append(partial(self._finish, i))
         yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
@@ -320,10 +319,10 @@ class DeviceDecoder(Forward):
             if cache.has_device_part:
                 lse[b] = cache.lse
 
-    def _learn_on_host(self, i: int, rows: Sequence[int]) -> None:
-        """What caches on the host learn of layer i, whose output is on its way."""
+    def _end_on_host(self, i: int, rows: Sequence[int]) -> None:
+        """Ends the step of caches on the host in layer i, whose output is on its way."""
         for b in rows:
-            self._host_cache(b, i).learn()
+            self._host_cache(b, i).end_step(self._positions[b] + 1)
 
     def _host_cache(self, b: int, i: int) -> HostCache:
         cache = self._caches[b][i]

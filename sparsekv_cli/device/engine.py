@@ -79,7 +79,7 @@ class DeviceEngine(DecoderEngine):
         made.n_ctx = -(-self.n_ctx // LEAST_STEP) * LEAST_STEP
         tensors = spec.calibration.values()
         of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
-        made.share(self._made.setdefault(of_layer, made))
+        made.share_constants(self._made.setdefault(of_layer, made))
         return made
 
     def decodes_on_host(self, method: Method) -> bool:

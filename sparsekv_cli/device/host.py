@@ -18,7 +18,7 @@ import torch
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.device.cache import DeviceStore
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore
 from sparsekv_cli.kernels.attention.decode import Attended
 
 Result = TypeVar("Result")
@@ -175,13 +175,9 @@ class HostCache(LayerCache):
         self._worker.wait()
         return as_tensor(attended.result()).to(self._worker.device)
 
-    def plan(self) -> None:
-        """What the cache has to put on the device ahead of a step; most have nothing."""
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether ``plan`` has nothing more to do."""
-        return True
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
+        """As DeviceCache.begin_step. Most caches have nothing to put on the device."""
+        return CachePlan(None, UNLIMITED)
 
     def finish_prefill(self) -> None:
         self._rows = None
@@ -207,8 +203,8 @@ class HostCache(LayerCache):
         """
         raise NotImplementedError
 
-    def learn(self) -> None:
-        self.cache.learn()
+    def end_step(self, n: int) -> None:
+        self.cache.end_step(n)
 
     # --- the rest is the cache's ------------------------------------------------------------------
 

@@ -218,13 +218,13 @@ class LFPSCache(LayerCache):
         self._step.leave_sinks(self.lse)
 
     def learn_later(self) -> None:
-        """From now on ``decode`` leaves eq 10 to ``learn``, and eq 7 and 8 of the next step."""
+        """From now on ``decode`` leaves eq 10 to ``end_step``, and eq 7 and 8 of the next step."""
         self._learns_later = True
         self._step.learn_later()
 
-    def learn(self) -> None:
-        n, self._to_learn = self._to_learn, 0
-        if not n:
+    def end_step(self, n: int) -> None:
+        to_learn, self._to_learn = self._to_learn, 0
+        if not to_learn:
             return
         self._step.learn()
         self._n_indexed = n

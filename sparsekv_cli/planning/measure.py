@@ -72,8 +72,8 @@ class TimedLayer:
         self.seconds.append(time.perf_counter() - started)
         return out
 
-    def learn(self) -> None:
-        self.cache.learn()
+    def end_step(self, n: int) -> None:
+        self.cache.end_step(n)
 
 
 class Measurement:

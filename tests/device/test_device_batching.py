@@ -14,6 +14,7 @@ from sparsekv_cli.device.batching import Planner, launch_order, lengths_to_plan,
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.methods.full import DeviceDense
+from sparsekv_cli.device.streams import join_all
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.freekv import FreeKV
 from sparsekv_cli.methods.quest import Quest
@@ -71,8 +72,8 @@ def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[tor
     """A row for each: the outputs (B, H, d_v), and in how many runs they were computed."""
     ns = [cache.n + 1 for cache in caches]
     n_max = grid_bound(max(ns))
-    keys = [cache.plan(n, n_max) for cache, n in zip(caches, ns, strict=True)]
-    runs, outs = prepare_runs(caches, keys), []
+    plans = [cache.begin_step(n, n_max) for cache, n in zip(caches, ns, strict=True)]
+    (runs, _), outs = prepare_runs(caches, plans), []
     for first, last, leader in runs:
         of_run = range(first, last)
         budgets = [caches[b].budget_rows(ns[b]) for b in of_run]
@@ -82,9 +83,9 @@ def step(caches: list[DeviceCache], rows: list[list[torch.Tensor]]) -> tuple[tor
             torch.stack([x[:, 0] for x in of_all]) for of_all in zip(*rows[first:last], strict=True)
         ]
         outs.append(leader.decode(DeviceInput(*heads, StepNumbers(*numbers))))
-        leader.join()
+        join_all([leader.side] if leader.side else [])
     for cache, n in zip(caches, ns, strict=True):
-        cache.settle(n)
+        cache.end_step(n)
     return torch.cat(outs), len(runs)
 
 

@@ -72,8 +72,8 @@ def decode(cache, rows, n_max=None):
     q, k, v = (torch.from_numpy(x[None, :, 0].copy()).to(DEVICE) for x in rows)
     x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=StepNumbers(*numbers[:, None]))
     out = cache.decode(x)[0].cpu().numpy()
-    cache.join()
-    cache.settle(n)
+    cache.side.join()
+    cache.end_step(n)
     return out
 
 

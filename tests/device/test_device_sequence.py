@@ -214,13 +214,13 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
     path = tiny_model(wtype="F32", n_layer=1, **SIZES)
     config = SessionConfig(device="cuda", prefill_dtype="f32")
     sequence = open_sequence(path, build_method("full", {}), config)
-    planned, plan = [], DeviceDense.plan
+    planned, begin = [], DeviceDense.begin_step
 
     def watched(cache, n, n_max):
         planned.append(n)
-        return plan(cache, n, n_max)
+        return begin(cache, n, n_max)
 
-    monkeypatch.setattr(DeviceDense, "plan", watched)
+    monkeypatch.setattr(DeviceDense, "begin_step", watched)
     sequence.prefill(PROMPT[:60])
     first = [sequence.decode(token) for token in (5, 6, 7)]
     sequence.rewind(61)

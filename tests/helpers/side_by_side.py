@@ -118,16 +118,15 @@ class SideBySide:
         step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
         out = cache.decode(DeviceInput(*inputs, step))
-        cache.settle(n)
+        cache.end_step(n)
         assert cache.n == n
         return out[0].cpu().numpy()
 
 
 def prepare(cache: DeviceCache, n: int, n_max: int) -> Hashable:
     """Readies a cache for a step by itself to n rows; what tells its launches from others."""
-    key = cache.plan(n, n_max)
-    prepare_runs([cache], [key])
-    return key, cache.places
+    _, keys = prepare_runs([cache], [cache.begin_step(n, n_max)])
+    return keys[0]
 
 
 def watch(cache: Any, name: str) -> list[Any]:

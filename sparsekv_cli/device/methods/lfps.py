@@ -6,7 +6,7 @@ sinks too, in its own copy of their keys, because their mass decides whether a h
 6); it does not read their values.
 
 The output leaves the host first. What the step has taught (eq 10) and the candidates of the next
-one (eq 7, 8) are computed while the device goes on with the layer (``learn``).
+one (eq 7, 8) are computed while the device goes on with the layer (``end_step``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, Memory
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan
 from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import Attended
@@ -45,7 +46,7 @@ class HostLFPS(HostCache):
         self._copied = False
         self._n_steps = 0
 
-    def plan(self) -> None:
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
         """Copies the sinks to the device as soon as all are there; no step needs them earlier.
 
         While the host attends to every row, the sinks included, its log-sum-exp tells that.
@@ -59,10 +60,7 @@ class HostLFPS(HostCache):
             ):
                 sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
                 ours[0] = torch.from_numpy(sinks).to(ours.device)
-
-    @property
-    def is_planned(self) -> bool:
-        return self._copied
+        return CachePlan(None, UNLIMITED if self._copied else n)
 
     def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
         """Attends to the sinks."""
