@@ -250,7 +250,7 @@ def _restore(caches: Sequence[Any]) -> Callable[[], None]:
 def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], torch.Tensor]:
     """The launches of a step that brings all of the caches to n rows, with random ones."""
     plans = [cache.begin_step(n, grid_bound(n)) for cache in caches]
-    (run,), _ = prepare_runs(caches, plans)
+    (run,), _ = prepare_runs(caches, plans, len(caches))
     leader, device, n_batch = run.cache, run.cache.device, len(caches)
     heads = [
         torch.randn(n_batch, count, spec.head_dim, device=device)

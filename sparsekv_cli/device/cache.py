@@ -172,8 +172,8 @@ class DeviceCache(LayerCache):
     def begin_batch(self, caches: Sequence[Any], n_rows: int) -> Hashable:
         """Called after ``begin_step`` on the first of the caches that decode together.
 
-        n_rows: rows of the launches. Rows after the caches' are padding (``padded_step``). It may
-        allocate and launch. It returns the addresses that ``decode`` will use.
+        n_rows: rows of the launches. Those after the caches' are padding (``rows_of_padding``). It
+        may allocate and launch. It returns the addresses that ``decode`` will use.
         """
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
 
@@ -200,12 +200,13 @@ class DeviceCache(LayerCache):
         rows: int = n if self.method is None else self.method.budget.rows(n)
         return rows
 
-    def padded_step(self) -> tuple[int, int]:
-        """n and budget of a padded row in the step that has begun: as little work as there can be.
+    def rows_of_padding(self) -> int:
+        """``StepNumbers.n`` of a padded row, whose budget is 1, in the step that has begun.
 
-        The row has a place of its own in the common tensors, which no sequence has.
+        It is the least that the launches take. The row has a part of common tensors that no
+        sequence has, and that holds anything. Launches may touch no other part for it.
         """
-        return 1, 1
+        return 1
 
     def tensors(self) -> list[torch.Tensor]:
         """The sequence's tensors that ``decode`` reads, (1, ...) each.

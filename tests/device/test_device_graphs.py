@@ -171,7 +171,7 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
     cache.n_ctx, n = 300, 200
     cache.reserve(300)
     sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n))
-    prepare_runs([cache], [CachePlan("none", n)])
+    prepare_runs([cache], [CachePlan("none", n)], 1)
     before = [(x.data_ptr(), x.shape) for x in cache.tensors()]
     keys = set()
     for n_rows in range(n + 1, n + 7):
@@ -197,14 +197,14 @@ def test_a_plan_holds_as_long_as_it_says(name, device):
     n_planned, n = 0, n_first + 1
     while n < n_first + 40:
         plan = cache.begin_step(n, n_max)
-        (_, kept), until = prepare_runs([cache], [plan]), plan.until
+        (_, kept), until = prepare_runs([cache], [plan], 1), plan.until
         assert n <= until <= n_max
         n_planned += 1
         cache.end_step(n)
         for later in range(n + 1, min(until, n_first + 40) + 1):
             with recorded() as launches:
                 plan = cache.begin_step(later, n_max)
-                assert prepare_runs([cache], [plan])[1] == kept
+                assert prepare_runs([cache], [plan], 1)[1] == kept
             assert launches == []
             cache.end_step(later)
             n = later

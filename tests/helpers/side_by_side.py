@@ -125,7 +125,7 @@ class SideBySide:
 
 def prepare(cache: DeviceCache, n: int, n_max: int) -> Hashable:
     """Readies a cache for a step by itself to n rows; what tells its launches from others."""
-    _, keys = prepare_runs([cache], [cache.begin_step(n, n_max)])
+    _, keys = prepare_runs([cache], [cache.begin_step(n, n_max)], 1)
     return keys[0]
 
 

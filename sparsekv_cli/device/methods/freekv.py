@@ -40,6 +40,8 @@ from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest.scores import pooled_pages
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
+NEVER = 1 << 30  # a page that no window reaches
+
 
 class Recent(NamedTuple):
     """Number of rows that the window holds at least, in this step and in the next."""
@@ -158,16 +160,31 @@ class DeviceFreeKV(DeviceCache):
         """Makes a workspace for these rows, unless there is a fitting one."""
         if self._pages is not None:
             pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
-            self._make_workspace(pools, n_rows)
+            self._make_workspace(pools[0], n_rows)
+            n_padded = n_rows - len(caches)
+            if n_padded:
+                *rows, _ = self.batch_tensors(n_rows)
+                padding = self._arrays(rows).state[-n_padded:]
+                padding.zero_()
+                padding[..., page_cache.OFFLOADED.value] = NEVER  # no row of it goes to a pool
+            if self._pools is not None:
+                pools += [pools[0]] * n_padded
+                apart = [(pool - pools[0]) // self._pages.arrays.pool.itemsize for pool in pools]
+                self._pools.copy_(torch.tensor(apart, dtype=torch.int64))
         return super().begin_batch(caches, n_rows), self._made
 
-    def _make_workspace(self, pools: Sequence[int], n: int) -> None:
-        """pools: the addresses of the sequences' pools."""
+    def rows_of_padding(self) -> int:
+        if self._pages is None:
+            return 1
+        return self._pages.layout.n_sink * self.method.page + self._recent.now
+
+    def _make_workspace(self, pool: int, n: int) -> None:
+        """For n rows. pool: the address of the first one's pool."""
         assert self._pages is not None
         spec, device, arrays = self.spec, self.device, self._pages.arrays
         n_sink, n_ring, _ = self._pages.layout
         n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
-        sizes = n_page, m, n_sink, *pools
+        sizes = n, n_page, m, n_sink, pool
         if self._sizes == sizes:
             return
 
@@ -176,10 +193,7 @@ class DeviceFreeKV(DeviceCache):
 
         self._made += 1
         self._sizes = sizes
-        self._pools = None
-        if n > 1:
-            apart = [(pool - pools[0]) // arrays.pool.element_size() for pool in pools]
-            self._pools = torch.tensor(apart, dtype=torch.int64, device=device)
+        self._pools = torch.zeros(n, dtype=torch.int64, device=device) if n > 1 else None
         self._work = Workspace(
             wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),

@@ -26,8 +26,8 @@ class DeviceStreaming(DeviceSelecting):
     def selects_all(self, n: int) -> bool:
         return self.budget_rows(n) + self.method.sinks >= n
 
-    def padded_step(self) -> tuple[int, int]:
-        return self.method.sinks + 1, 1
+    def rows_of_padding(self) -> int:
+        return 1 if self._dense else self.method.sinks + 1
 
     def plan_selection(self, n: int, n_max: int) -> CachePlan:
         self._budget_max = self.budget_rows(n_max)
