@@ -118,12 +118,12 @@ def launch_if_captured(_: Any, x: Any) -> None:
 
 
 def rows_move(patch: pytest.MonkeyPatch) -> None:
-    """Each plan of the second sequence moves its rows, and the step's key does not tell."""
+    """Each plan of the first sequence moves its rows, and the step's key does not tell."""
 
     def begin_step(self: DeviceDense, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
         self.store.reserve(n_max)
-        if n <= N_PROMPT:  # of the second
+        if n > N_PROMPT:  # of the first
             self.store = self.store.copy(self.store.capacity)
             self.store.n = n - 1
         return CachePlan("the same", n)  # so that each step is planned

@@ -117,7 +117,11 @@ class SideBySide:
         numbers = (n - 1, n, cache.budget_rows(n))
         step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
-        out = cache.decode(DeviceInput(*inputs, step))
+        try:
+            out = cache.decode(DeviceInput(*inputs, step))
+        except BaseException:
+            cache.drop_step(n - 1)
+            raise
         cache.end_step(n)
         assert cache.n == n
         return out[0].cpu().numpy()
