@@ -161,9 +161,9 @@ class DeviceCache(LayerCache):
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Called ahead of a step to ``n`` rows, unless the last plan holds for it.
+        """Called before a step to ``n`` rows, unless the last plan holds for it.
 
-        n_max >= n bounds grids. It may allocate, move rows, launch and wait.
+        It may allocate, move rows, launch and wait. n_max >= n bounds the grids.
         """
         self._n_max = n_max
         self.store.reserve(n_max)
@@ -172,61 +172,62 @@ class DeviceCache(LayerCache):
     def begin_batch(self, caches: Sequence[Any], n_rows: int) -> Hashable:
         """Called after ``begin_step`` on the first of the caches that decode together.
 
-        n_rows: rows of the launches. Those after the caches' are padding (``rows_of_padding``). It
-        may allocate and launch. It returns the addresses that ``decode`` will use.
+        It may allocate and launch. It returns the addresses that ``decode`` will use. n_rows: rows
+        of the launches. Those after the caches' are padding (``rows_of_padding``).
         """
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
 
     @abstractmethod
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
-        """Adds the rows of a DeviceInput; their attention f32 (B, H, d_v). It only launches.
+        """Called in a step: adds the rows of a DeviceInput. It launches and does nothing else.
 
-        The sequences are this cache's and, if B > 1, those that lie after it in common tensors.
-        out: where the result is written; None: in memory of its own.
+        It returns their attention, f32 (B, H, d_v). The sequences are this cache's and, if B > 1,
+        those that lie after it in common tensors. out: where the result is written; None: in memory
+        of its own.
         """
 
     @abstractmethod
     def end_step(self, n: int) -> None:
-        """Called on every cache of a step to ``n`` rows: counts it, while the device works."""
+        """Called on every cache of a step to ``n`` rows, while the device works: counts it."""
 
     def drop_step(self, n: int) -> None:
-        """Called after a step that was broken off: the sequence has ``n`` rows again. May wait."""
+        """Called in place of ``end_step`` if a step was broken off: goes back to ``n`` rows."""
         if self.side is not None:
             self.side.join()
         self.truncate(n)
 
     def budget_rows(self, n: int) -> int:
-        """``StepNumbers.budget`` of a step at ``n`` rows."""
+        """Called before every step to ``n`` rows: returns ``StepNumbers.budget``."""
         rows: int = n if self.method is None else self.method.budget.rows(n)
         return rows
 
     def rows_of_padding(self) -> int:
-        """``StepNumbers.n`` of a padded row, whose budget is 1, in the step that has begun.
+        """Called after ``begin_batch``, if there is padding: returns a padded row's n.
 
-        It is the least that the launches take. The row has a part of common tensors that no
-        sequence has, and that holds anything. Launches may touch no other part for it.
+        It is the least that the launches take with a budget of 1. The row has a part of common
+        tensors that no sequence has, and that holds anything. For it launches write nothing else.
         """
         return 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """The sequence's tensors that ``decode`` reads, (1, ...) each.
+        """Called between steps: returns the tensors that ``decode`` reads, (1, ...) each.
 
         They are all that the cache has, unless it ``is_alone``.
         """
         return [self.store.k, self.store.v]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces ``tensors`` by others with the same contents."""
+        """Called before ``begin_batch``: takes others with the same contents as ``tensors``."""
         self.store.k, self.store.v = tensors
 
     def batch_tensors(self, n: int) -> list[torch.Tensor]:
-        """``tensors`` of n sequences, from this one on, (n, ...) each."""
+        """Returns ``tensors`` of n rows of a step, from this one on, (n, ...) each."""
         return [spread(x, n) for x in self.tensors()]
 
     # --- the rest ---------------------------------------------------------------------------------
 
     def share_constants(self, other: Any) -> None:
-        """Takes what is the same for all sequences from ``other``, a cache of the same layer."""
+        """Called once: takes what all sequences share from ``other``, a cache of the same layer."""
 
     def room_on_host(self, n_max: int) -> int:
         """Rows to make room for on the host, where growing takes long: all that there will be.
