@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from checked_device import N_PROMPT, N_STEPS, Checked, checked, write_model
+from checked_device import N_PROMPT, Checked, checked, write_model
 from fake_cuda import FakeCuda
 from test_device_batching import LENGTHS, METHODS, make, prefill, rows_of
 
@@ -71,9 +71,8 @@ def come(engine: Checked, method: str) -> Iterator[np.ndarray]:
     batch = [engine.caches(method) for _ in range(4)]
     for i, caches in enumerate(batch):
         engine.prefill(caches, N_PROMPT - 3 * i)
-    for n in (2, 3, 4):
-        for _ in range(N_STEPS):
-            yield engine.step(batch[:n])
+    for n in (2, 2, 3, 3, 4):  # as it is, captured
+        yield engine.step(batch[:n])
     del batch[1]
     yield engine.step(batch)
     batch.insert(0, engine.caches(method))
@@ -85,7 +84,7 @@ def come(engine: Checked, method: str) -> Iterator[np.ndarray]:
 def test_a_sequence_that_joins_takes_no_capture(method, tmp_path, monkeypatch, device):
     if device == "cuda":
         pytest.skip("a GPU is there")
-    path = write_model(tmp_path)
+    path = write_model(tmp_path, n_layer=1)
     with checked(path, None) as engine:
         expected = list(come(engine, method))
     captures, capture = [], Steps._captured
@@ -103,8 +102,7 @@ def test_a_sequence_that_joins_takes_no_capture(method, tmp_path, monkeypatch, d
             captures.clear()
         assert engine.cuda is not None and not engine.cuda.found
     n = n_captured[1]
-    assert n >= 1
-    assert n_captured == [0, n, 0, 0, n, 0, 0, 0, 0, 0, 0]
+    assert n >= 1 and n_captured == [0, n, 0, n, 0, 0, 0]
 
 
 def test_tokens_of_three_sequences_are_those_of_each_alone(tmp_path):
