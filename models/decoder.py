@@ -166,7 +166,7 @@ class Decoder(Forward):
                     StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
                 )
                 out = cache.decode(x)
-                cache.end_step()
+                cache.end_step(positions[b] + 1)
                 goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
                 attended.append(out.copy() if goes_on else out)
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)

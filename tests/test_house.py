@@ -38,6 +38,17 @@ def test_a_method_has_one_name_everywhere():
         assert name.partition("_")[0] in METHODS, name
 
 
+def test_shared_code_of_the_device_names_no_method():
+    """It finds a method's classes through sparsekv_cli/device/methods/__init__.py."""
+    shared = [module for module in MODULES.values() if module.package == f"{PACKAGE}.device"]
+    assert len(shared) > 8
+    for module in shared:
+        for name, line in imports(module.tree()):
+            folder, _, last = name.rpartition(".")
+            assert not folder.endswith(".device.methods"), f"{module.name}:{line}"
+            assert folder != f"{PACKAGE}.methods" or last not in METHODS, f"{module.name}:{line}"
+
+
 def test_what_scripts_and_tests_share_needs_neither():
     """Scripts import no helper of tests, and fixtures only each other."""
     scripts = {path.stem for path in (HERE.parent / "scripts").rglob("*") if path.is_file()}

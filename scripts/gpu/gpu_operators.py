@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsekv_cli.cache.spec import Budget, LayerSpec
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers, grid_bound
-from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.kernels.attention import decode, select
 from sparsekv_cli.kernels.attention.scores import score_rows
@@ -227,7 +227,7 @@ def cache_operators(
         before = _bytes_read(caches)
         launch()  # a first step, which chooses ahead for the second
         for cache in caches:
-            cache.settle(n + 1)
+            cache.end_step(n + 1)
         n_bytes = _bytes_read(caches) - before
         run = _planned(caches, spec, n + 2)
         restore = _restore(caches)
@@ -249,8 +249,8 @@ def _restore(caches: Sequence[Any]) -> Callable[[], None]:
 
 def _planned(caches: Sequence[Any], spec: LayerSpec, n: int) -> Callable[[], torch.Tensor]:
     """The launches of a step that brings all of the caches to n rows, with random ones."""
-    keys = [cache.plan(n, grid_bound(n)) for cache in caches]
-    (run,) = prepare_runs(caches, keys)
+    plans = [cache.begin_step(n, grid_bound(n)) for cache in caches]
+    (run,), _ = prepare_runs(caches, plans, len(caches))
     leader, device, n_batch = run.cache, run.cache.device, len(caches)
     heads = [
         torch.randn(n_batch, count, spec.head_dim, device=device)

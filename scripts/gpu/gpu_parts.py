@@ -26,7 +26,8 @@ from gpu_weights import FORMATS, weight_rows
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.threads import physical_cores
-from sparsekv_cli.device.engine import DeviceEngine, device_cache
+from sparsekv_cli.device.engine import DeviceEngine
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.model import Model, load_model

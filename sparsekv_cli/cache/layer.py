@@ -75,11 +75,11 @@ class LayerCache(ABC):
         Caches on a device take and return what device/cache.py says.
         """
 
-    def end_step(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Updates the index by the last step.
+    def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
+        """Called after ``decode`` of row n - 1, when its output has left.
 
-        It is called after each ``decode``, when the output has left. On a device it costs no time
-        as long as the device's next work takes longer.
+        It does what later steps need of this one. Nobody waits for it, as long as it takes less
+        time than what follows on a device.
         """
 
     def attend_all(

@@ -18,6 +18,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
+GPU_BATCHES = (2, 4, 8)  # sequences that decode together: the rows of a step
 # Numbers of rows among which kernels differ.
 GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
@@ -79,18 +80,25 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
 def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
     """A prompt longer than any budget, and some tokens, with each method as it is by default.
 
-    Then a step with the kernels of each of GPU_ROWS, as far as a cache of so many rows fits.
-    Returns up to how many rows that was.
+    Then a step of each of GPU_BATCHES. Then a step with the kernels of each of GPU_ROWS, as far as
+    a cache of so many rows fits. Returns up to how many rows that was.
     """
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         loaded, planned = _longest_model(path, progress)
         ids = [token % loaded.hparams.n_vocab for token in range(GPU_PROMPT)]
         for name, method in methods.items():
-            sequence = loaded.sequence(loaded.attention_of(method, None, progress, calibrating))
+            attention = loaded.attention_of(method, None, progress, calibrating)
+            sequence, batch = loaded.sequence(attention), list[Any]()
             loaded.decoder.plan_for(0)
             sequence.prefill(ids)
             for token in ids[:GPU_STEPS]:
                 sequence.decode(token)
+            for n in GPU_BATCHES:
+                while len(batch) < n:
+                    batch.append(loaded.sequence(attention))
+                    batch[-1].prefill(ids)
+                loaded.engine.decode(batch, [ids[:1]] * n)
+            del batch
             for n_rows in planned:
                 loaded.decoder.plan_for(n_rows)
                 try:

@@ -2,10 +2,14 @@
 
 Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
 sequences at one stride, but each cache has tensors of its own. So caches of a layer that are about
-to launch the same are moved into common tensors, (B, ...), as wide as the widest of them; each
-keeps its part as a view. They stay there until one outgrows its part, joins or leaves; then all
-move again, so that no memory is kept for one that is gone. Sequences that are much longer than
+to launch the same are moved into common tensors, (B, ...), as wide as the widest of them. Each
+keeps its part as a view, until it outgrows its part or leaves. Sequences that are much longer than
 others launch for themselves: nobody is given more than twice the rows that it needs, if it is many.
+
+A captured step has a fixed number of rows, so a step has 1, 2, 4, 8, or a multiple of 8 rows. Rows
+after those of the sequences are padding. A padded row has parts of common tensors too, in which it
+writes, and no cache. A sequence that joins takes its parts, so that no tensor moves. Then the step
+that was captured goes on. A sequence that leaves makes its row a padded one.
 
 What is planned for a step holds for the next ones, up to a number of rows that caches tell.
 """
@@ -20,14 +24,20 @@ from weakref import ref
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.device.cache import UNLIMITED, DeviceCache
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceCache, spread
 from sparsekv_cli.device.host import HostCache
 
 SHORT = 4096  # rows for which there is room in every sequence of a batch
+SIZES = 1, 2, 4, 8  # rows of a step; beyond the last one its multiples
+
+
+def rows_of_step(n_sequences: int) -> int:
+    """The rows of a step of so many sequences, padding included."""
+    return next((n for n in SIZES if n >= n_sequences), -(-n_sequences // SIZES[-1]) * SIZES[-1])
 
 
 class Run(NamedTuple):
-    """Sequences first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
+    """Rows first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
 
     first: int
     last: int
@@ -37,11 +47,14 @@ class Run(NamedTuple):
 class StepPlan(NamedTuple):
     """What a step launches. runs: of each layer, first and last of each ``Run`` on the device.
 
-    It holds for ``n_more`` steps behind it in which each sequence gets one row.
+    on_host: of each layer, the rows that the host attends to. n_padded: n of a padded row, whose
+    budget is 1. The plan holds for ``n_more`` steps after it in which each sequence gets one row.
     """
 
     key: Hashable
     runs: list[list[tuple[int, int]]]
+    on_host: list[list[int]]
+    n_padded: int
     caches: list[ref[LayerCache]]  # not kept alive
     n_more: int
 
@@ -51,6 +64,12 @@ class StepPlan(NamedTuple):
             [Run(first, last, caches[first][i]) for first, last in of_layer]  # type: ignore[arg-type]
             for i, of_layer in enumerate(self.runs)
         ]
+
+    def owners(self, caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
+        """The caches of B sequences whose own memory the launches use, beside common tensors."""
+        first = [run.cache for of_layer in self.runs_of(caches) for run in of_layer]
+        on_host = [c for layers in caches for c in layers if isinstance(c, HostCache)]
+        return [*first, *(cache for cache in on_host if cache.has_device_part)]
 
 
 class Planner:
@@ -69,6 +88,28 @@ class Planner:
         """Nothing is planned any more: rows were added in another way, or a step was broken off."""
         self._plan = None
 
+    def order(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
+        """Which sequence each row of the next step has. ``launch_order``, or one with as few runs.
+
+        In the latter, sequences of the last step keep their rows, and others take free ones.
+        """
+        n_layer = len(caches[0])
+        before = {id(kept()): row for row, kept in enumerate(self._planned[::n_layer])}
+        found = ((before.get(id(layers[0])), b) for b, layers in enumerate(caches))
+        rows = {row: b for row, b in found if row is not None and row < len(caches)}
+        if len(rows) == len(caches):
+            return [rows[row] for row in range(len(caches))]
+        best = launch_order(positions, caches)
+        others = iter([b for b in best if b not in rows.values()])
+        order = [rows[row] if row in rows else next(others) for row in range(len(best))]
+        planned_for = lengths_to_plan([pos + 1 for pos in positions], self.least_rows)
+
+        def n_runs(order: Sequence[int]) -> int:
+            alike = [(*map(_kind, caches[b]), planned_for[b]) for b in order]
+            return sum(1 for _ in groupby(alike))
+
+        return order if n_runs(order) <= n_runs(best) else best
+
     def begin(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> StepPlan:
         """Readies the caches of B sequences for a step; ``end`` follows when it is done."""
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
@@ -78,9 +119,6 @@ class Planner:
             plan = _plan_step(positions, self.least_rows, caches, flat)
             self._planned = plan.caches
             return plan
-        for cache in flat:
-            if isinstance(cache, DeviceCache):
-                cache.resume()
         return plan._replace(n_more=plan.n_more - 1)
 
     def _part_from(self, caches: Sequence[LayerCache]) -> None:
@@ -89,7 +127,6 @@ class Planner:
         for planned in self._planned:
             cache = planned()
             if isinstance(cache, DeviceCache) and id(cache) not in here:
-                cache.join()  # a step that was broken off may still write
                 _leave_common(cache)
 
     def _holds(
@@ -113,9 +150,13 @@ def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]
     kinds: dict[Hashable, int] = {}
     numbers = []
     for layers in caches:
-        kind = tuple((type(cache), id(getattr(cache, "method", None))) for cache in layers)
-        numbers.append(kinds.setdefault(kind, len(kinds)))
+        numbers.append(kinds.setdefault(tuple(map(_kind, layers)), len(kinds)))
     return sorted(range(len(positions)), key=lambda b: (numbers[b], -positions[b]))
+
+
+def _kind(cache: LayerCache) -> Hashable:
+    """Caches of different kinds never launch together."""
+    return type(cache), cache.method if isinstance(cache, DeviceCache) else None
 
 
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
@@ -135,107 +176,119 @@ def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
 def _plan_step(
     positions: Sequence[int],
     least: int,
-    caches: Sequence[Sequence[LayerCache]],
+    caches: Sequence[Sequence[Any]],
     flat: Sequence[LayerCache],
 ) -> StepPlan:
-    n_more = UNLIMITED
-    parts: list[Hashable] = []
+    n_more, n_rows, n_padded = UNLIMITED, rows_of_step(len(positions)), 1
+    keys: list[Hashable] = []
     runs: list[list[tuple[int, int]]] = []
+    on_host: list[list[int]] = []
     planned_for = lengths_to_plan([pos + 1 for pos in positions], least)
     for layers in zip(*caches, strict=True):
-        keys: list[Hashable] = []  # None: on the host
+        plans = []
         for cache, pos, longest in zip(layers, positions, planned_for, strict=True):
-            key: Hashable = None
-            if isinstance(cache, DeviceCache):
-                if cache.side is not None:  # of a step that was broken off: captures cannot wait
-                    cache.side.join()
-                n, n_max = pos + 1, cache.bound(longest)
-                key = cache.plan(n, n_max)
-                n_more = min(n_more, cache.holds_until(n, n_max) - n)
-            elif isinstance(cache, HostCache):
-                cache.plan()
-                n_more = min(n_more, UNLIMITED if cache.is_planned else 0)
-            keys.append(key)
-        of_layer = prepare_runs(layers, keys)
-        parts.append(tuple((run.last, keys[run.first], run.cache.places) for run in of_layer))
+            on_device = isinstance(cache, DeviceCache)
+            plan = cache.begin_step(pos + 1, cache.bound(longest) if on_device else pos + 1)
+            n_more = min(n_more, plan.until - pos - 1)
+            plans.append(plan)
+        of_layer, of_launches = prepare_runs(layers, plans, n_rows)
+        if of_layer and of_layer[-1].last > len(positions):
+            n_padded = max(n_padded, of_layer[-1].cache.rows_of_padding())
+        on_host.append(_rows_on_host(layers, n_rows))
+        keys.append((*of_launches, *on_host[-1]))
         runs.append([(run.first, run.last) for run in of_layer])
-    return StepPlan(tuple(parts), runs, [ref(cache) for cache in flat], n_more)
+    own = [ref(cache) for cache in flat]
+    return StepPlan(tuple(keys), runs, on_host, n_padded, own, n_more)
 
 
-def prepare_runs(caches: Sequence[LayerCache], keys: Sequence[Hashable]) -> list[Run]:
-    """One layer's caches as runs of equal keys (DeviceCache.plan), ready to decode.
+def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:
+    """Rows whose caches lie on the host; padding too, if it follows one that only the host has."""
+    rows = [b for b, cache in enumerate(caches) if isinstance(cache, HostCache)]
+    last = caches[-1]
+    is_padded = isinstance(last, HostCache) and not last.has_device_part
+    return [*rows, *range(len(caches), n_rows)] if is_padded else rows
 
-    The caches of a run are of one method, and lie in common tensors. A key is None, and no run has
-    it, where the cache lies on the host.
+
+def prepare_runs(
+    caches: Sequence[LayerCache], plans: Sequence[CachePlan], n_rows: int
+) -> tuple[list[Run], list[Hashable]]:
+    """One layer's caches as runs of equal plans, ready to decode, and what tells their launches.
+
+    The caches of a run are of one kind, and lie in common tensors. No run has a cache on the host.
+    The last run has the rows up to n_rows as well, unless its caches are each alone.
     """
-    runs = list(_runs(caches, keys))
-    for run in runs:
-        run.cache.lead(caches[run.first : run.last])
-    return runs
+    runs = list(_runs(caches, plans, n_rows))
+    keys: list[Hashable] = []
+    for first, last, cache in runs:
+        addresses = cache.begin_batch(caches[first:last], last - first)
+        keys.append((last, plans[first].key, addresses))
+    return runs, keys
 
 
-def _runs(caches: Sequence[Any], keys: Sequence[Hashable]) -> Iterator[Run]:
-    def of(b: int) -> tuple[Any, ...]:
-        return type(caches[b]), getattr(caches[b], "method", None), keys[b]
+def _runs(caches: Sequence[Any], plans: Sequence[CachePlan], n_rows: int) -> Iterator[Run]:
+    def of(b: int) -> Hashable:
+        return _kind(caches[b]), plans[b].key
 
-    for (_, _, key), group in groupby(range(len(caches)), key=of):
+    for _, group in groupby(range(len(caches)), key=of):
         members = list(group)
         first, last = members[0], members[-1] + 1
-        if key is None:
+        if not isinstance(caches[first], DeviceCache):
             continue
-        if last - first > 1 and all(caches[b].moves for b in members):
-            _move_to_common(caches[first:last])
-            yield Run(first, last, caches[first])
-        else:
+        if plans[first].is_alone or (last - first == 1 and (last < len(caches) or n_rows == last)):
             for b in members:
                 _leave_common(caches[b])
                 yield Run(b, b + 1, caches[b])
+            continue
+        _free_parts(caches[first], [*caches[:first], *caches[last:]])
+        end = n_rows if last == len(caches) else last
+        _move_to_common(caches[first:last], end - first)
+        yield Run(first, end, caches[first])
+
+
+def _free_parts(cache: DeviceCache, others: Sequence[LayerCache]) -> None:
+    """Others leave the common tensors in which ``cache`` lies."""
+
+    def memory(cache: DeviceCache) -> set[int]:
+        return {x.untyped_storage().data_ptr() for x in cache.tensors() if x.numel()}
+
+    for other in others:
+        if isinstance(other, DeviceCache) and memory(other) & memory(cache):
+            _leave_common(other)
 
 
 def _leave_common(cache: DeviceCache) -> None:
     """Moves the cache's tensors to memory of its own, if they are parts of others."""
     tensors = cache.tensors()
     if any(x.numel() and x.untyped_storage().nbytes() > x.nbytes for x in tensors):
-        cache.put([x.clone() for x in tensors])
+        cache.replace_tensors([x.clone() for x in tensors])
 
 
-def _move_to_common(caches: Sequence[DeviceCache]) -> None:
-    """Moves the caches' tensors into common ones, in this order, unless they are there."""
-    columns = list(zip(*(cache.tensors() for cache in caches), strict=True))
-    if all(_are_in_common(parts) for parts in columns):
-        return
-    common = [_common(parts) for parts in columns]
+def _move_to_common(caches: Sequence[DeviceCache], n_rows: int) -> None:
+    """Moves the caches' tensors into common ones of n_rows parts, in this order.
+
+    What lies there stays. The first cache's common tensors are used again, if the others fit.
+    """
+    columns = zip(*(cache.tensors() for cache in caches), strict=True)
+    common = [_common(parts, n_rows) for parts in columns]
     for b, cache in enumerate(caches):
-        cache.put([x[b : b + 1] for x in common])
+        cache.replace_tensors([x[b : b + 1] for x in common])
 
 
-def _are_in_common(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether the parts follow each other in one tensor, and are all of it."""
-    first = parts[0]
-    step = first.stride(0) if first.numel() else 0  # nothing lies nowhere
-    n_bytes = step * first.element_size()
-    if first.numel() and first.untyped_storage().nbytes() != n_bytes * len(parts):
-        return False  # there is more than these
-    at, offset, shape = first.data_ptr(), first.storage_offset(), first.shape
-    for part in parts:
-        if part.data_ptr() != at or part.shape != shape:
-            return False
-        # Of two tensors that happen to be neighbours in memory, both begin at offset 0.
-        if step and part.storage_offset() != offset:
-            return False
-        at, offset = at + n_bytes, offset + step
-    return True
-
-
-def _common(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The parts (1, ...) as one tensor (B, ...), narrower ones filled up.
+def _common(parts: Sequence[torch.Tensor], n_rows: int) -> torch.Tensor:
+    """The parts (1, ...) as one tensor (n_rows, ...), narrower ones and padding filled up.
 
     They are filled with 0, or in integers, which number rows and slots, with -1: none.
     """
     sizes = [max(of_all) for of_all in zip(*(part.shape for part in parts), strict=True)]
     one = parts[0]
     fill = 0 if one.is_floating_point() or one.dtype == torch.uint8 else -1
-    common = one.new_full((len(parts), *sizes[1:]), fill)
+    is_first = one.storage_offset() == 0 and one.untyped_storage().nbytes() == n_rows * one.nbytes
+    if is_first and one.numel() and list(one.shape) == sizes:
+        common = spread(one, n_rows)
+    else:
+        common = one.new_full((n_rows, *sizes[1:]), fill)
     for b, part in enumerate(parts):
-        common[b : b + 1][tuple(slice(size) for size in part.shape)] = part
+        if part.data_ptr() != common[b].data_ptr():
+            common[b].fill_(fill)
+            common[b : b + 1][tuple(slice(size) for size in part.shape)] = part
     return common

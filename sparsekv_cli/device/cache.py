@@ -1,9 +1,9 @@
-"""One layer's KV cache on a GPU: what it is asked, and the parts that methods share.
+"""One layer's KV cache on a GPU: the contract of a step, and the parts that methods share.
 
-A decode step is captured in a CUDA graph, so it is split in three. ``plan`` runs on the host before
-the step; only there may buffers grow. ``decode`` launches kernels and nothing else; the numbers
-that change from step to step lie in device memory (``StepNumbers``). ``settle`` counts what was
-done.
+A decode step is captured in a CUDA graph, so it has three verbs. ``begin_step`` runs on the host
+before the step. Only there may buffers grow. ``decode`` launches kernels and nothing else. The
+numbers that change from step to step lie in device memory (``StepNumbers``). ``end_step`` counts
+what was done, while the device works.
 
 Letters as in cache/spec.py; tensors have a leading dimension of B sequences. A cache keeps the rows
 of one sequence. If several caches lie in common tensors (batching.py), the first decodes for all.
@@ -20,7 +20,7 @@ import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec, Memory
-from sparsekv_cli.device.streams import SideStream, join_all
+from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import NewRow
 
@@ -35,6 +35,20 @@ class StepNumbers(NamedTuple):
     pos: torch.Tensor  # row of the new token, its position
     n: torch.Tensor  # pos + 1, the rows that there are with it
     budget: torch.Tensor  # method.budget.rows(n); n for a method without a budget
+
+
+class CachePlan(NamedTuple):
+    """What a cache tells of the step that it has begun.
+
+    key: steps with equal keys, and tensors at equal addresses, launch the same kernels with the
+    same arguments. A captured graph can be replayed then, and caches of a layer decode together.
+    until: steps up to so many rows need no other ``begin_step``.
+    is_alone: whether the cache cannot decode together with others.
+    """
+
+    key: Hashable
+    until: int
+    is_alone: bool = False
 
 
 class DeviceInput(NamedTuple):
@@ -124,7 +138,11 @@ class DeviceStore:
 
 
 class DeviceCache(LayerCache):
-    """The mutable state of one layer of one sequence in device memory."""
+    """The mutable state of one layer of one sequence in device memory.
+
+    method: has a budget; None in a dense layer. A method writes ``begin_step``, ``decode`` and
+    ``end_step``, or derives from DeviceSelecting. ``drop_step`` takes the place of ``end_step``.
+    """
 
     store: Any  # a DeviceStore, or what a method has in its place
     n_ctx: int = UNLIMITED  # rows that there will be at most
@@ -134,100 +152,103 @@ class DeviceCache(LayerCache):
     # counts (B, U).
     on_step: Callable[[Any], None] | None = None
 
-    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+    def __init__(self, spec: LayerSpec, device: torch.device, method: Any = None) -> None:
         super().__init__(spec)
         self.device = device
+        self.method = method
         self.store = DeviceStore(spec, device)
 
-    def room(self, n_max: int) -> int:
+    # --- a step -----------------------------------------------------------------------------------
+
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
+        """Called before a step to ``n`` rows, unless the last plan holds for it.
+
+        It may allocate, move rows, launch and wait. n_max >= n bounds the grids.
+        """
+        self._n_max = n_max
+        self.store.reserve(n_max)
+        return CachePlan(n_max, n_max)
+
+    def begin_batch(self, caches: Sequence[Any], n_rows: int) -> Hashable:
+        """Called after ``begin_step`` on the first of the caches that decode together.
+
+        It may allocate and launch. It returns the addresses that ``decode`` will use. n_rows: rows
+        of the launches. Those after the caches' are padding (``rows_of_padding``).
+        """
+        return tuple((x.data_ptr(), x.shape) for x in self.tensors())
+
+    @abstractmethod
+    def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
+        """Called in a step: adds the rows of a DeviceInput. It launches and does nothing else.
+
+        It returns their attention, f32 (B, H, d_v). The sequences are this cache's and, if B > 1,
+        those that lie after it in common tensors. out: where the result is written; None: in memory
+        of its own.
+        """
+
+    @abstractmethod
+    def end_step(self, n: int) -> None:
+        """Called on every cache of a step to ``n`` rows, while the device works: counts it."""
+
+    def drop_step(self, n: int) -> None:
+        """Called in place of ``end_step`` if a step was broken off: goes back to ``n`` rows."""
+        if self.side is not None:
+            self.side.join()
+        self.truncate(n)
+
+    def budget_rows(self, n: int) -> int:
+        """Called before every step to ``n`` rows: returns ``StepNumbers.budget``."""
+        rows: int = n if self.method is None else self.method.budget.rows(n)
+        return rows
+
+    def rows_of_padding(self) -> int:
+        """Called after ``begin_batch``, if there is padding: returns a padded row's n.
+
+        It is the least that the launches take with a budget of 1. The row has a part of common
+        tensors that no sequence has, and that holds anything. For it launches write nothing else.
+        """
+        return 1
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Called between steps: returns the tensors that ``decode`` reads, (1, ...) each.
+
+        They are all that the cache has, unless it ``is_alone``.
+        """
+        return [self.store.k, self.store.v]
+
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before ``begin_batch``: takes others with the same contents as ``tensors``."""
+        self.store.k, self.store.v = tensors
+
+    def batch_tensors(self, n: int) -> list[torch.Tensor]:
+        """Returns ``tensors`` of n rows of a step, from this one on, (n, ...) each."""
+        return [spread(x, n) for x in self.tensors()]
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def share_constants(self, other: Any) -> None:
+        """Called once: takes what all sequences share from ``other``, a cache of the same layer."""
+
+    def room_on_host(self, n_max: int) -> int:
         """Rows to make room for on the host, where growing takes long: all that there will be.
 
         But n_max, if those would be more than twice as many.
         """
         return self.n_ctx if n_max <= self.n_ctx <= 2 * n_max else n_max
 
-    def share(self, other: Any) -> None:
-        """Takes what is the same for all sequences from ``other``, a cache of the same layer."""
-
     def bound(self, n: int) -> int:
         """``grid_bound`` of n rows, at most ``n_ctx``: so many are made room for, too."""
         return max(n, min(grid_bound(n), self.n_ctx))
 
     def reserve(self, n: int) -> None:
-        """Room for n rows, and for the steps behind them, so that the first one moves nothing."""
+        """Room for n rows, and for the steps after them, so that the first one moves nothing."""
         self.store.reserve(self.bound(n))
 
-    def plan(self, n: int, n_max: int) -> Hashable:
-        """Prepares a step that brings the sequence to ``n`` rows; n_max >= n bounds grids.
-
-        While the returned key and ``places`` are the same, ``decode`` launches the same kernels
-        with the same arguments, so that a captured graph can be replayed. Caches of a layer whose
-        keys are equal can decode together.
-        """
-        self.store.reserve(n_max)
-        return n_max
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        """Up to how many rows ``plan(n, n_max)``, just called, holds: again it would do nothing.
-
-        Then ``resume`` is called in its place.
-        """
-        return n_max
-
-    def resume(self) -> None:
-        """Begins a step for which the plan of the step before holds."""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The sequence's tensors that ``decode`` reads, (1, ...) each; if ``moves``, all it has."""
-        return [self.store.k, self.store.v]
-
-    @property
-    def moves(self) -> bool:
-        """Whether ``put`` is allowed now, so that the cache can decode together with others."""
-        return True
-
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replaces ``tensors`` by others with the same contents."""
-        self.store.k, self.store.v = tensors
-
-    def of_batch(self, n: int) -> list[torch.Tensor]:
-        """``tensors`` of n sequences, from this one on, (n, ...) each."""
-        return [spread(x, n) for x in self.tensors()]
-
-    @property
-    def places(self) -> Hashable:
-        """The addresses of ``tensors``."""
-        return tuple((x.data_ptr(), x.shape) for x in self.tensors())
-
-    def lead(self, caches: Sequence[Any]) -> None:
-        """Prepares ``decode`` of several sequences, whose caches are these, this one first."""
-
-    def budget_rows(self, n: int) -> int:
-        """``StepNumbers.budget`` of a step at ``n`` rows."""
-        return n
-
-    @abstractmethod
-    def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
-        """Adds the rows of a DeviceInput; their attention f32 (B, H, d_v). Launches only.
-
-        The sequences are this cache's and, if B > 1, those that lie behind it in common tensors.
-        out: where the result is written; None: in memory of its own.
-        """
-
-    def join(self) -> None:
-        """Joins what ``decode`` launched on a second stream; called ahead of the step's end."""
-        if self.side is not None:
-            join_all([self.side])
-
-    def note(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
+    def keep_attended(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
         """Keeps the rows that a step attends to, if they are to be recorded."""
         if self.records_attended:
             rows: Any = idx, counts
             self.attended = rows
-
-    @abstractmethod
-    def settle(self, n: int) -> None:
-        """Counts a step that brought the sequence to ``n`` rows."""
 
     def memory(self) -> Memory:
         return Memory(device=self.store.nbytes)
@@ -261,30 +282,26 @@ class DeviceSelecting(DeviceCache):
 
     can_prefill_in_parts = True
 
-    def plan(self, n: int, n_max: int) -> Hashable:
-        key = super().plan(n, n_max)
-        self._n_max = n_max
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
+        dense = super().begin_step(n, n_max)
         self._dense = self.is_dense_at(n)
         if self._dense:
-            return key, "dense"
-        return key, self.plan_selection(n, n_max)
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        if self._dense:
-            return n_max if self.is_dense_at(n_max) else n
-        return n_max
+            until = n_max if self.is_dense_at(n_max) else n
+            return CachePlan((dense.key, "dense"), until)
+        selecting = self.plan_selection(n, n_max)
+        return CachePlan((dense.key, selecting.key), selecting.until)
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
-        k, v, *index = self.of_batch(len(x.q))
+        k, v, *index = self.batch_tensors(len(x.q))
         scale = float(self.spec.scale)
         self.attended = None
         if self._dense:
             return attend_all(x, k, v, self._n_max, scale, out)
         idx, counts = self.select(x, k, v, *index)
-        self.note(idx, counts)
+        self.keep_attended(idx, counts)
         return attention.attend_rows(x.q, k, v, idx, counts, scale, out)
 
-    def settle(self, n: int) -> None:
+    def end_step(self, n: int) -> None:
         self.store.n = n
         if self._dense:
             count_dense(self, n, sparse=True)
@@ -298,8 +315,8 @@ class DeviceSelecting(DeviceCache):
         """Whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod
-    def plan_selection(self, n: int, n_max: int) -> Hashable:
-        """Host work of ``plan`` for a step that selects; its part of the key."""
+    def plan_selection(self, n: int, n_max: int) -> CachePlan:
+        """Host work of ``begin_step`` for a step that selects; its part of the plan."""
 
     @abstractmethod
     def select(
@@ -307,7 +324,8 @@ class DeviceSelecting(DeviceCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows, the new one among them: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
 
-        k, v: the B sequences' rows, to which it adds the new one; index: their ``tensors`` behind.
+        k, v: the B sequences' rows, to which it adds the new one. index: the rest of their
+        ``tensors``.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ lies on the host interrupt it. Letters as in cache/spec.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,12 +16,11 @@ from torch.nn.functional import linear
 
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.device.batching import Planner, Run, launch_order
+from sparsekv_cli.device.batching import Planner, Run, StepPlan, rows_of_step
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, StepNumbers
 from sparsekv_cli.device.choosing import Drawing, drawing_of, settings_of
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.host import HostCache
-from sparsekv_cli.device.methods.lfps import HostLFPS
 from sparsekv_cli.device.prefill import TorchChunkSteps, attend_causal
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.device.streams import join_all
@@ -203,7 +202,7 @@ class DeviceDecoder(Forward):
 
         result: waits for the step, and reads what came; it is told the order of the sequences.
         """
-        n_rows, order = len(tokens), launch_order(positions, caches)
+        n_rows, order = rows_of_step(len(tokens)), self._planner.order(positions, caches)
         choosing = _Choosing.of(samplers)
         if n_rows != self._buffers.n_rows:
             self._buffers = StepBuffers(self.hparams, n_rows, self.device)
@@ -217,59 +216,55 @@ class DeviceDecoder(Forward):
             buffers.set_numbers(row, pos, min(budgets, default=pos + 1))
             if choosing.drawing is not None:
                 buffers.set_chain(row, settings_of(samplers[b]))
-        owners = [buffers, *(cache for layers in caches for cache in layers)]
         try:
             plan = self._planner.begin(positions, caches)
+            for row in range(len(order), n_rows):
+                buffers.set_numbers(row, plan.n_padded - 1, 1)
             self._steps.run(
-                owners,
+                [buffers, *plan.owners(caches)],
                 (len(self.rope.full.cos), plan.key, choosing),
-                lambda: list(self._program(caches, plan.runs_of(caches), choosing)),
+                lambda: list(self._program(caches, plan, choosing)),
                 watched=any(c.on_step is not None for layers in on_device for c in layers),
             )
-        except torch.OutOfMemoryError:
-            raise SparseKVError(
-                f"the GPU has no memory for a step behind {max(positions)} tokens; use a smaller "
-                "--ctx-size, or --kv host"
-            ) from None
+            for layers, pos in zip(on_device, positions, strict=True):
+                for cache in layers:
+                    cache.end_step(pos + 1)  # while the device works
+            found = result(buffers, order)
+        except BaseException as error:  # such as Ctrl-C: the step has not been
+            for layers, pos in zip(on_device, positions, strict=True):
+                for cache in layers:
+                    cache.drop_step(pos)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise SparseKVError(
+                    f"the GPU has no memory for a step after {max(positions)} tokens; use a "
+                    "smaller --ctx-size, or --kv host"
+                ) from None
+            raise
         finally:
             self._caches = ()
-        try:
-            for layers, pos in zip(on_device, positions, strict=True):
-                for cache in layers:
-                    cache.settle(pos + 1)  # while the device works
-            found = result(buffers, order)
-        except BaseException:  # such as Ctrl-C: the step has not been
-            for layers, pos in zip(on_device, positions, strict=True):
-                for cache in layers:
-                    cache.truncate(pos)
-            raise
         self._planner.end(plan, positions)
         return found
 
     def _program(
         self,
         caches: Sequence[Sequence[LayerCache]],
-        runs: Sequence[Sequence[Run]],
+        plan: StepPlan,
         choosing: _Choosing,
     ) -> Iterator[Piece]:
-        """A step: from the token's embedding in the buffers to the logits there, or a token.
-
-        runs: the runs of each layer, of those rows whose caches do not lie on the host.
-        """
-        buffers = self._buffers
+        """A step: from the token's embedding in the buffers to the logits there, or a token."""
+        buffers, runs = self._buffers, plan.runs_of(caches)
         on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
         join = partial(join_all, [c.side for c in on_device if c.side is not None])
         calls: list[Callable[[], None]] = [buffers.upload]
         beside: Callable[[], None] | None = None
-        for i, layers in enumerate(zip(*caches, strict=True)):
+        for i, on_host in enumerate(plan.on_host):
             calls.append(partial(self._project, i))
             calls += [partial(self._attend, i, run) for run in runs[i]]
-            on_host = [b for b, c in enumerate(layers) if not isinstance(c, DeviceCache)]
             if on_host:
                 yield Piece(_in_order([*calls, buffers.download_inputs, join]), False, beside)
                 yield Piece(partial(self._attend_on_host, i, on_host), True)
-                calls = [partial(self._take_in, i, {b: layers[b] for b in on_host})]
-                beside = partial(self._learn_on_host, i, on_host)
+                calls = [partial(self._take_in, i, on_host)]
+                beside = partial(self._end_on_host, i, on_host)
             calls.append(partial(self._finish, i))
         yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
@@ -314,33 +309,38 @@ class DeviceDecoder(Forward):
     def _attend_on_host(self, i: int, rows: Sequence[int]) -> None:
         """The attention of rows whose caches lie on the host, written to the host's buffers."""
         attended, lse = (x.numpy() for x in self._buffers.from_host(i))
-        for b in rows:
-            cache, pos = self._caches[b][i], self._positions[b]
-            out = cache.decode(AttnInput._make((*self._buffers.host_inputs(i, b), pos)))
+        for b, cache in self._host_caches(i, rows):
+            x = AttnInput._make((*self._buffers.host_inputs(i, b), self._positions[b]))
+            out = cache.decode(x)
             attended[b] = out[:, : self.hparams.layers[i].value_dim]
-            if isinstance(cache, HostLFPS):
+            if cache.has_device_part:
                 lse[b] = cache.lse
 
-    def _learn_on_host(self, i: int, rows: Sequence[int]) -> None:
-        """What caches on the host learn of layer i, whose output is on its way."""
+    def _end_on_host(self, i: int, rows: Sequence[int]) -> None:
+        """Ends the step of caches on the host in layer i, whose output is on its way."""
+        for b, cache in self._host_caches(i, rows):
+            cache.end_step(self._positions[b] + 1)
+
+    def _host_caches(self, i: int, rows: Sequence[int]) -> Iterator[tuple[int, HostCache]]:
+        """Those rows that are no padding, with their caches of layer i."""
         for b in rows:
-            self._caches[b][i].end_step()
+            if b < len(self._caches):
+                cache = self._caches[b][i]
+                assert isinstance(cache, HostCache)
+                yield b, cache
 
-    def _take_in(self, i: int, caches: Mapping[int, LayerCache]) -> None:
-        """Takes the host's results of layer i; merges the device's sinks with them.
-
-        caches: on the host, by their rows.
-        """
+    def _take_in(self, i: int, rows: Sequence[int]) -> None:
+        """Takes the host's results of layer i; merges the device's parts with them."""
         buffers = self._buffers
         q, out = buffers.inputs(i)[0], buffers.attended(i)
-        sparse = {b: cache for b, cache in caches.items() if isinstance(cache, HostLFPS)}
-        for b in (b for b in caches if b not in sparse):
+        in_parts = {b: cache for b, cache in self._host_caches(i, rows) if cache.has_device_part}
+        for b in (b for b in rows if b not in in_parts):
             buffers.upload_attended(i, b)
-        if sparse:
+        if in_parts:
             seen = buffers.upload_part(i)
-            for b, cache in sparse.items():
+            for b, cache in in_parts.items():
                 row = slice(b, b + 1)
-                cache.add_sinks(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
+                cache.attend_on_device(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
         """The rest of layer i, from its attention on; what it adds to the stream is in ``y``."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
-from importlib import import_module
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,13 +14,11 @@ from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
 from sparsekv_cli.device.host import HostCache, HostWorker
-from sparsekv_cli.device.methods.full import DeviceDense
-from sparsekv_cli.device.methods.lfps import HostLFPS
+from sparsekv_cli.device.methods import dense_cache, device_cache, host_cache
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.methods.lfps import LFPSCache
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
@@ -33,14 +29,6 @@ from sparsekv_cli.sequence import Sequence as SequenceOfModel
 GIB = 1 << 30
 CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
 SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
-
-
-def device_cache(method: Method) -> Any:
-    """The class of the method's cache on a device, called with (spec, device, method), or None."""
-    if not method.device_cache:
-        return None
-    module, _, name = method.device_cache.partition(":")
-    return getattr(import_module(f"sparsekv_cli.device.methods.{module}"), name)
 
 
 class DeviceEngine(DecoderEngine):
@@ -79,21 +67,19 @@ class DeviceEngine(DecoderEngine):
         dense = method.is_dense(spec)
         own = device_cache(method)
         if self.on_host or not (dense or own):
-            cache = method.layer(spec)
-            if isinstance(cache, LFPSCache):
-                return HostLFPS(cache, self._worker)
-            return HostCache(cache, self._worker)
+            wrapper: type[HostCache] = HostCache if dense else host_cache(method)
+            return wrapper(method.layer(spec), self._worker)
         if (spec.cache_type_k, spec.cache_type_v) != ("f16", "f16"):
             raise SparseKVError(
                 f"--cache-type-k {spec.cache_type_k} and --cache-type-v {spec.cache_type_v}: "
                 "caches on a GPU are f16; use --kv host or --device cpu"
             )
-        made = DeviceDense(spec, self.device) if dense else own(spec, self.device, method)
+        made = dense_cache()(spec, self.device) if dense else own(spec, self.device, method)
         # Kernels are compiled for such numbers of rows.
         made.n_ctx = -(-self.n_ctx // LEAST_STEP) * LEAST_STEP
         tensors = spec.calibration.values()
         of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
-        made.share(self._made.setdefault(of_layer, made))
+        made.share_constants(self._made.setdefault(of_layer, made))
         return made
 
     def decodes_on_host(self, method: Method) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ import torch
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.device.cache import DeviceStore
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore
+from sparsekv_cli.kernels.attention.decode import Attended
 
 Result = TypeVar("Result")
 ALIGNMENT = 64  # bytes: a vector of the kernels that read the rows
@@ -128,7 +129,12 @@ class HostWorker:
 
 
 class HostCache(LayerCache):
-    """A cache of the host, ``cache``, in a decoder on the device."""
+    """A cache of the host, ``cache``, in a decoder on the device.
+
+    has_device_part: whether the device attends to some rows of each step, by ``attend_on_device``.
+    """
+
+    has_device_part: ClassVar[bool] = False
 
     def __init__(self, cache: LayerCache, worker: HostWorker) -> None:
         self.cache = cache
@@ -169,13 +175,9 @@ class HostCache(LayerCache):
         self._worker.wait()
         return as_tensor(attended.result()).to(self._worker.device)
 
-    def plan(self) -> None:
-        """What the cache has to put on the device ahead of a step; most have nothing."""
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether ``plan`` has nothing more to do."""
-        return True
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
+        """As DeviceCache.begin_step. Most caches have nothing to put on the device."""
+        return CachePlan(None, UNLIMITED)
 
     def finish_prefill(self) -> None:
         self._rows = None
@@ -189,8 +191,20 @@ class HostCache(LayerCache):
         """LayerCache.decode, with an AttnInput on the host."""
         return self.cache.decode(x)
 
-    def end_step(self) -> None:
-        self.cache.end_step()
+    @property
+    def lse(self) -> np.ndarray:
+        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
+        raise NotImplementedError
+
+    def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
+        """Launches the device's part, q f32 (1, H, d), and its merge with the host's ``others``.
+
+        out f32 (1, H, d_v) gets the attention to all rows.
+        """
+        raise NotImplementedError
+
+    def end_step(self, n: int) -> None:
+        self.cache.end_step(n)
 
     # --- the rest is the cache's ------------------------------------------------------------------
 

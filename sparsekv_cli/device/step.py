@@ -16,7 +16,7 @@ from sparsekv_cli.sampling.plain import Outcome
 
 
 class StepBuffers:
-    """Tensors of a step of B sequences that keep their addresses, as captured graphs need it.
+    """Tensors of a step of B rows that keep their addresses, as captured graphs need it.
 
     Tensors on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
     n_embd), the residual stream. y: f32 (B, n_embd), the part that is still to be added to it. pos,
@@ -127,8 +127,8 @@ class StepBuffers:
         order: which sequence of the caller's each of the step's is.
         """
         self._wait()
-        logits = np.empty(self._host_logits.shape, np.float32)
-        logits[order] = self._host_logits.numpy()
+        logits = np.empty((len(order), self._host_logits.shape[1]), np.float32)
+        logits[order] = self._host_logits[: len(order)].numpy()
         return logits
 
     def choose(self, logits: torch.Tensor, drawing: Drawing) -> None:
@@ -143,7 +143,7 @@ class StepBuffers:
         Where the highest logit is no number, it stands for all of them: a sampler refuses it.
         """
         self._wait()
-        found: list[Outcome] = [0] * self.n_rows
+        found: list[Outcome] = [0] * len(order)
         for row, b in enumerate(order):
             token, highest = self._host_chosen[row].tolist()
             if not are_chosen[b]:

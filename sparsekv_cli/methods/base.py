@@ -39,6 +39,8 @@ class Method(ABC):
     holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
     # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
     device_cache: ClassVar[str] = ""
+    # The HostCache of its sparse cache, if it has one of its own, module:class as above.
+    host_cache: ClassVar[str] = ""
     # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
     # method that is never sparse, or that does not keep all rows.
     work_of_a_head: ClassVar[int] = 0

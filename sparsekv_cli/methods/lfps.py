@@ -67,6 +67,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
+    host_cache: ClassVar[str] = "lfps:HostLFPS"
     work_of_a_head: ClassVar[int] = 1280
     renamed: ClassVar[dict[str, str]] = {"dense_rows": "pages_from"}
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -221,9 +222,9 @@ class LFPSCache(LayerCache):
         self._updates_later = True
         self._step.update_later()
 
-    def end_step(self) -> None:
-        n, self._n_pending = self._n_pending, 0
-        if not n:
+    def end_step(self, n: int) -> None:
+        n_pending, self._n_pending = self._n_pending, 0
+        if not n_pending:
             return
         self._step.update_tables()
         self._n_indexed = n

@@ -72,8 +72,8 @@ class TimedLayer:
         self.seconds.append(time.perf_counter() - started)
         return out
 
-    def end_step(self) -> None:
-        self.cache.end_step()
+    def end_step(self, n: int) -> None:
+        self.cache.end_step(n)
 
 
 class Measurement:

@@ -19,7 +19,7 @@ from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.device.batching import Planner
+from sparsekv_cli.device.batching import SIZES, Planner
 from sparsekv_cli.sequence import Sequence
 
 
@@ -50,7 +50,7 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warmup, "GPU_PROMPT", 20)
     monkeypatch.setattr(warmup, "GPU_STEPS", 1)
     monkeypatch.setattr(warmup, "GPU_ROWS", (64, 128))
-    tried = []
+    tried, together = [], []
     decode = Sequence.decode
 
     def watched(self, token):
@@ -63,6 +63,7 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     def begun(planner, positions, caches):
         if tried[-1] == "TopK" and planner.least_rows == 128:
             raise torch.OutOfMemoryError
+        together.extend([len(positions)] if len(positions) > 1 else [])
         return begin(planner, positions, caches)
 
     monkeypatch.setattr(Planner, "begin", begun)
@@ -70,9 +71,10 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
     made = {name: methods.build_method(name, {}) for name in methods.METHODS}
     assert warmup.try_on_gpu(path, made) == 128
     assert tried == 3 * ["Full"] + 3 * ["TopK"]
+    assert together == 2 * [*warmup.GPU_BATCHES] == 2 * [*SIZES[1:]]
     said = capsys.readouterr().err.splitlines()[-1]
     left_out = "topk: kernels for 128 tokens and more are left out: "
-    assert said.startswith(left_out + "the GPU has no memory for a step behind 22 tokens")
+    assert said.startswith(left_out + "the GPU has no memory for a step after 22 tokens")
 
 
 @pytest.mark.parametrize("name", ["full", "topk", "streaming", "quest", "fasa", "sals", "freekv"])

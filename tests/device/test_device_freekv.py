@@ -71,9 +71,13 @@ def decode(cache, rows, n_max=None):
     numbers = torch.tensor([n - 1, n, cache.budget_rows(n)], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.from_numpy(x[None, :, 0].copy()).to(DEVICE) for x in rows)
     x = DeviceInput(q=q, k=k, v=v, q_nope=q, k_nope=k, step=StepNumbers(*numbers[:, None]))
-    out = cache.decode(x)[0].cpu().numpy()
-    cache.join()
-    cache.settle(n)
+    try:
+        out = cache.decode(x)[0].cpu().numpy()
+    except BaseException:
+        cache.drop_step(n - 1)
+        raise
+    cache.side.join()
+    cache.end_step(n)
     return out
 
 
@@ -227,7 +231,6 @@ def test_a_step_under_one_key_allocates_nothing_that_stays():
     keys, places = [], []
     for _ in range(3):
         keys.append(prepare(cache, cache.n + 1, 120))
-        cache._under_way = False
         places.append(
             [x.data_ptr() for x in (*cache._pages.arrays, *cache._work.pooled, cache._work.idx)]
         )

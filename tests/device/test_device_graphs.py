@@ -1,4 +1,4 @@
-"""A graph is replayed while the key of ``plan`` is the same: no tensor may have moved."""
+"""A graph is replayed while the key of ``begin_step`` is the same: no tensor may have moved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.device import graphs
 from sparsekv_cli.device.batching import Planner, prepare_runs
-from sparsekv_cli.device.cache import DeviceCache
+from sparsekv_cli.device.cache import CachePlan, DeviceCache
 from sparsekv_cli.device.graphs import Piece, Steps
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.methods.fasa import FASA
@@ -171,13 +171,13 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
     cache.n_ctx, n = 300, 200
     cache.reserve(300)
     sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n))
-    prepare_runs([cache], ["none"])
+    prepare_runs([cache], [CachePlan("none", n)], 1)
     before = [(x.data_ptr(), x.shape) for x in cache.tensors()]
     keys = set()
     for n_rows in range(n + 1, n + 7):
-        keys.add(cache.plan(n_rows, cache.bound(n_rows)))
+        keys.add(cache.begin_step(n_rows, cache.bound(n_rows)).key)
         assert [(x.data_ptr(), x.shape) for x in cache.tensors()] == before
-        cache.settle(n_rows)
+        cache.end_step(n_rows)
     assert len(keys) == 1
     a_row = cache.spec.n_head_kv * 2 * (cache.spec.head_dim + cache.spec.value_dim)
     memory = cache.memory()
@@ -187,7 +187,7 @@ def test_room_is_for_the_context_and_keys_are_not_of_a_step(name, device):
 
 @pytest.mark.parametrize("name", sequences.METHODS)
 def test_a_plan_holds_as_long_as_it_says(name, device):
-    """Until then ``plan`` launches nothing, moves nothing and returns the same."""
+    """Until then ``begin_step`` launches nothing, moves nothing and returns the same."""
     load_script("gpu/bench")
     from gpu_launches import recorded
 
@@ -196,18 +196,17 @@ def test_a_plan_holds_as_long_as_it_says(name, device):
     sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), n_first))
     n_planned, n = 0, n_first + 1
     while n < n_first + 40:
-        key = cache.plan(n, n_max)
-        prepare_runs([cache], [key])
-        until, kept = cache.holds_until(n, n_max), cache.places
+        plan = cache.begin_step(n, n_max)
+        (_, kept), until = prepare_runs([cache], [plan], 1), plan.until
         assert n <= until <= n_max
         n_planned += 1
-        cache.settle(n)
+        cache.end_step(n)
         for later in range(n + 1, min(until, n_first + 40) + 1):
             with recorded() as launches:
-                assert cache.plan(later, n_max) == key and cache.places == kept
-                prepare_runs([cache], [key])
+                plan = cache.begin_step(later, n_max)
+                assert prepare_runs([cache], [plan], 1)[1] == kept
             assert launches == []
-            cache.settle(later)
+            cache.end_step(later)
             n = later
         n += 1
     assert n_planned <= 2  # the first step of freekv chooses ahead
@@ -231,12 +230,14 @@ def test_a_fork_that_is_broken_off_is_joined(monkeypatch):
     assert waits == [("beside", step), ("step", beside)] and not here.forked
 
 
-def test_a_step_that_was_broken_off_behind_its_fork_is_joined_by_the_next_plan(device):
+def test_a_step_that_was_broken_off_after_its_fork_is_joined(device):
     cache = sequences.make("freekv", device)
     sequences.prefill(cache, sequences.rows_of(cache, torch.Generator().manual_seed(0), 100))
     planner = Planner()
     planner.begin([100], [[cache]])
     assert cache.side is not None
     cache.side.forked = True  # Ctrl-C came ahead of the join
-    planner.begin([100], [[cache]])
+    cache.drop_step(100)
     assert not cache.side.forked
+    planner.begin([100], [[cache]])
+    assert cache._pages is not None and cache._current  # it chooses again

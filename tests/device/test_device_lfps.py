@@ -80,12 +80,12 @@ class Pair:
         x = AttnInput(q, k, v, q, k, pos)
         expected = self.whole.decode(x)[:, : self.d_v]
         device = self.apart._k.device
-        self.apart.plan()
+        self.apart.begin_step(pos + 1, pos + 1)
         out = torch.from_numpy(self.apart.decode(x)[:, : self.d_v].copy())
-        self.apart.end_step()
+        self.apart.end_step(pos + 1)
         seen = Attended(out[None].to(device), torch.from_numpy(self.apart.lse)[None].to(device))
         found = torch.full_like(seen.out, torch.nan)
-        self.apart.add_sinks(
+        self.apart.attend_on_device(
             torch.from_numpy(rows[0][:, 0]).contiguous()[None].to(device), seen, found
         )
         return expected, found[0].cpu().numpy()

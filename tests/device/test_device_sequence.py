@@ -203,7 +203,7 @@ def test_sequences_are_decoded_in_common_launches(tmp_path, monkeypatch):
     sequences[2].decode(5)
     three = decode_together(sequences, [7, 7, 7])
     n_layer = sequence.model.hparams.n_layer
-    assert launched == [2] * n_layer + [1] * n_layer + [3] * n_layer
+    assert launched == [2] * n_layer + [1] * n_layer + [4] * n_layer  # the last with padding
     np.testing.assert_allclose(two, [rows[0] for rows in expected[:2]], atol=1e-4)
     # From three rows on, products with weights round both to 11 bits.
     np.testing.assert_allclose(three, [rows[1] for rows in expected], atol=4e-3)
@@ -214,13 +214,13 @@ def test_a_step_is_planned_where_the_last_plan_does_not_hold(tiny_model, monkeyp
     path = tiny_model(wtype="F32", n_layer=1, **SIZES)
     config = SessionConfig(device="cuda", prefill_dtype="f32")
     sequence = open_sequence(path, build_method("full", {}), config)
-    planned, plan = [], DeviceDense.plan
+    planned, begin = [], DeviceDense.begin_step
 
     def watched(cache, n, n_max):
         planned.append(n)
-        return plan(cache, n, n_max)
+        return begin(cache, n, n_max)
 
-    monkeypatch.setattr(DeviceDense, "plan", watched)
+    monkeypatch.setattr(DeviceDense, "begin_step", watched)
     sequence.prefill(PROMPT[:60])
     first = [sequence.decode(token) for token in (5, 6, 7)]
     sequence.rewind(61)

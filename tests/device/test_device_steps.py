@@ -27,13 +27,13 @@ def sequence(tiny_model):
 def test_steps_are_counted_while_the_device_works(sequence, monkeypatch):
     """Ahead of the wait for the logits, not behind it."""
     done = []
-    settle, wait = DeviceDense.settle, StepBuffers._wait
+    end, wait = DeviceDense.end_step, StepBuffers._wait
     monkeypatch.setattr(
-        DeviceDense, "settle", lambda cache, n: (done.append("settle"), settle(cache, n))
+        DeviceDense, "end_step", lambda cache, n: (done.append("counted"), end(cache, n))
     )
     monkeypatch.setattr(StepBuffers, "_wait", lambda self: (done.append("wait"), wait(self)))
     sequence.decode(5)
-    assert done == ["settle", "settle", "wait"]
+    assert done == ["counted", "counted", "wait"]
 
 
 def test_a_step_that_is_broken_off_in_the_wait_has_not_been(sequence, monkeypatch):

@@ -20,7 +20,7 @@ from fake_cuda_graphs import CaptureError, Event, Stream
 
 from sparsekv_cli.device import engine as device_engine
 from sparsekv_cli.device import host
-from sparsekv_cli.device.cache import DeviceInput, StepNumbers
+from sparsekv_cli.device.cache import CachePlan, DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.streams import SideStream
@@ -118,19 +118,18 @@ def launch_if_captured(_: Any, x: Any) -> None:
 
 
 def rows_move(patch: pytest.MonkeyPatch) -> None:
-    """Each plan of the second sequence moves its rows, and the step's key does not tell."""
+    """Each plan of the first sequence moves its rows, and the step's key does not tell."""
 
-    def plan(self: DeviceDense, n: int, n_max: int) -> str:
+    def begin_step(self: DeviceDense, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
         self.store.reserve(n_max)
-        if n <= N_PROMPT:  # of the second
+        if n > N_PROMPT:  # of the first
             self.store = self.store.copy(self.store.capacity)
             self.store.n = n - 1
-        return "the same"
+        return CachePlan("the same", n)  # so that each step is planned
 
-    patch.setattr(DeviceDense, "plan", plan)
-    patch.setattr(DeviceDense, "holds_until", lambda self, n, n_max: n)  # a plan in each step
-    patch.setattr(DeviceDense, "places", "the same")
+    patch.setattr(DeviceDense, "begin_step", begin_step)
+    patch.setattr(DeviceDense, "begin_batch", lambda *_: "the same")
 
 
 PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {

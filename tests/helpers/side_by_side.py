@@ -19,7 +19,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
-from sparsekv_cli.device.engine import device_cache
+from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
@@ -117,17 +117,20 @@ class SideBySide:
         numbers = (n - 1, n, cache.budget_rows(n))
         step = StepNumbers(*(torch.tensor([x], dtype=torch.int32, device=device) for x in numbers))
         inputs = [torch.from_numpy(x[:, 0].copy())[None].to(device) for x in rows]
-        out = cache.decode(DeviceInput(*inputs, step))
-        cache.settle(n)
+        try:
+            out = cache.decode(DeviceInput(*inputs, step))
+        except BaseException:
+            cache.drop_step(n - 1)
+            raise
+        cache.end_step(n)
         assert cache.n == n
         return out[0].cpu().numpy()
 
 
 def prepare(cache: DeviceCache, n: int, n_max: int) -> Hashable:
     """Readies a cache for a step by itself to n rows; what tells its launches from others."""
-    key = cache.plan(n, n_max)
-    prepare_runs([cache], [key])
-    return key, cache.places
+    _, keys = prepare_runs([cache], [cache.begin_step(n, n_max)], 1)
+    return keys[0]
 
 
 def watch(cache: Any, name: str) -> list[Any]:

@@ -231,11 +231,11 @@ def test_a_recall_ahead_outlives_its_cache():
     cache, stream = make_layer(method, PLAIN[0]), stream_of(PLAIN, 7)
     prefill(cache, stream.rows(PLAIN[1]))
     decode_row(cache, stream.rows(1))
-    cache.end_step()
+    cache.end_step(cache.n)
     goes_on = threading.Event()
     method.worker.submit(goes_on.wait)  # the thread is busy, so that the next recall waits
     decode_row(cache, stream.rows(1))
-    cache.end_step()
+    cache.end_step(cache.n)
     arrays = [weakref.ref(cache._previous), weakref.ref(cache._step._record)]
     arrays += [weakref.ref(array) for array in cache._cache.pages]
     (recall, _), cache = cache._ahead, None

@@ -9,13 +9,13 @@ bus.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
@@ -34,8 +34,7 @@ class DeviceFASA(DeviceSelecting):
     """K, V and the copy of K's dominant dims of one layer. method: methods/fasa.py FASA."""
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
-        super().__init__(spec, device)
-        self.method = method
+        super().__init__(spec, device, method)
         dims, n_dom = method.dominant_dims(spec)
         self._dims = torch.from_numpy(dims).to(self.device)  # int32 (G, d)
         self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
@@ -70,34 +69,27 @@ class DeviceFASA(DeviceSelecting):
             self._reserve_copy(self.store.n)
             self._build_copy()
 
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
-
     def is_dense_at(self, n: int) -> bool:
         return self.method.is_dense_at(n)
 
-    def plan_selection(self, n: int, n_max: int) -> Hashable:
+    def plan_selection(self, n: int, n_max: int) -> CachePlan:
         self._reserve_copy(n_max)
         self._build_copy()
         return self._plan_budget(n, n_max)
 
-    def _plan_budget(self, n: int, n_max: int) -> tuple[int, int, int]:
+    def _plan_budget(self, n: int, n_max: int) -> CachePlan:
         """Numbers of first and last rows always attended, and of rows beside the first ones."""
-        rows = self.method.budget.rows
-        self._n_sinks, self._n_recent = self.method.forced(rows(n))
+        rows, forced = self.method.budget.rows, self.method.forced
+        self._n_sinks, self._n_recent = forced(rows(n))
         self._k_max = rows(n_max) - self._n_sinks
-        return self._n_sinks, self._n_recent, self._k_max
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        until = super().holds_until(n, n_max)
-        forced = self.method.forced(self.budget_rows(n_max))
-        return until if self._dense or forced == (self._n_sinks, self._n_recent) else n
+        until = n_max if forced(rows(n_max)) == forced(rows(n)) else n
+        return CachePlan((self._n_sinks, self._n_recent, self._k_max), until)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._dom]
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().put(tensors[:2])
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().replace_tensors(tensors[:2])
         (self._dom,) = tensors[2:]
 
     def select(
@@ -115,8 +107,8 @@ class DeviceFASA(DeviceSelecting):
             k_less=self._n_sinks,
         )  # fmt: skip
 
-    def settle(self, n: int) -> None:
-        super().settle(n)
+    def end_step(self, n: int) -> None:
+        super().end_step(n)
         if not self._dense:
             self._n_dom = n
 
@@ -192,7 +184,6 @@ class DeviceFASAM(DeviceFASA):
         self._statistics = torch.zeros(
             1, spec.n_head_kv, row_cache.N_STATISTICS.value, dtype=torch.int64, device=self.device
         )
-        self._under_way = False  # a step that has been planned and not settled
 
     def reserve(self, n: int) -> None:
         self._announced = n
@@ -208,24 +199,24 @@ class DeviceFASAM(DeviceFASA):
         if not self.method.is_dense_at(n):
             self._split(self.bound(n))  # what the first step asks for
 
-    def plan(self, n: int, n_max: int) -> Hashable:
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
         self._dense = self.is_dense_at(n)
         if self._dense:
             self._join()
-            return super().plan(n, n_max)
+            return super().begin_step(n, n_max)
         self._split(n_max)
         self._reserve_copy(n_max)
-        self._host.reserve(self.room(n_max), self.store.n)
-        key = "split", n_max, *self._plan_budget(n, n_max)
-        if self._under_way:  # it was broken off: slots may lack what they are said to hold
-            self._slots = None
+        self._host.reserve(self.room_on_host(n_max), self.store.n)
+        budget = self._plan_budget(n, n_max)
         self._reserve_slots(self._n_sinks + max(self._k_max, self._n_recent))
-        self._under_way = True
-        return *key, self._dom.shape[3], self._host.capacity, self._n_made
+        key = n_max, budget.key, self._dom.shape[3], self._host.capacity, self._n_made
+        # Slots follow each sequence's own choices.
+        return CachePlan(("split", *key), budget.until, is_alone=True)
 
-    def resume(self) -> None:
-        self._under_way = not self._dense
+    def drop_step(self, n: int) -> None:
+        super().drop_step(n)
+        self._slots = None  # they may lack what they are said to hold
 
     def _reserve_slots(self, width: int) -> None:
         """A slot for each row that the heads of a group can choose, ``width`` rows each."""
@@ -246,7 +237,7 @@ class DeviceFASAM(DeviceFASA):
         store, n = self.store, self.store.n
         self._reserve_copy(n_max)
         self._build_copy()
-        self._host.reserve(self.room(n_max), 0)
+        self._host.reserve(self.room_on_host(n_max), 0)
         wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
         for g in range(self.spec.n_head_kv):  # whole pieces, which go to locked memory directly
             self._host.rest[0, g, :n].copy_(store.keys()[g].gather(1, wide[g]))
@@ -274,28 +265,19 @@ class DeviceFASAM(DeviceFASA):
         self._slots = None
         self._n_made += 1
 
-    @property
-    def moves(self) -> bool:
-        """Not while rows lie on the host, where slots follow each sequence's own choices."""
-        return not self._is_split
-
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
         if self._dense:
             return super().decode(x, out)
         host, slots = self._host, self._slots
         assert slots is not None
         idx, counts = self.select(x, host.rest, host.v, self._dom)
-        self.note(idx, counts)
+        self.keep_attended(idx, counts)
         places = torch.empty_like(idx)
         row_cache.place_rows(slots, idx, counts, x.step.n, places)
         row_cache.fetch_rows(slots, self._dom, host.rest, host.v)
         q = x.q.gather(2, self._order)
         scale = float(self.spec.scale)
         return attention.attend_rows(q, slots.k, slots.v, places, counts, scale, out)
-
-    def settle(self, n: int) -> None:
-        super().settle(n)
-        self._under_way = False
 
     def truncate(self, n: int) -> int:
         if n < self.n:

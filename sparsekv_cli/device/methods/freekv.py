@@ -23,6 +23,7 @@ import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.device.cache import (
+    CachePlan,
     DeviceCache,
     DeviceInput,
     DeviceStore,
@@ -39,6 +40,8 @@ from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest.scores import pooled_pages
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
+NEVER = 1 << 30  # a page that no window reaches
+
 
 class Recent(NamedTuple):
     """Number of rows that the window holds at least, in this step and in the next."""
@@ -53,8 +56,7 @@ class DeviceFreeKV(DeviceCache):
     side: SideStream
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: FreeKV) -> None:
-        super().__init__(spec, device)
-        self.method = method
+        super().__init__(spec, device, method)
         self._pages: DevicePages | None = None
         self._n = 0  # rows, while they lie in pages
         self.side = SideStream(device)
@@ -72,15 +74,11 @@ class DeviceFreeKV(DeviceCache):
         self._made = 0  # how often the workspace was made
         self._sizes: tuple[int, ...] = ()  # what it was made for
         self._pools: torch.Tensor | None = None  # see kernels/freekv/recall.py check_pools
-        self._under_way = False  # a step that has been planned and not settled
-        self._n_max = 0
+        self._is_broken = False  # whether the last step was broken off
 
     @property
     def n(self) -> int:
         return self.store.n if self._pages is None else self._n
-
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
 
     def reserve(self, n: int) -> None:
         if self._pages is None:
@@ -89,7 +87,7 @@ class DeviceFreeKV(DeviceCache):
     # --- prefill ----------------------------------------------------------------------------------
 
     def extend(self, x: AttnInput) -> Any:
-        self._leave_step()
+        self._leave_broken_step()
         self._leave_pages()
         self._last = x.q[:, -1]
         return super().extend(x)
@@ -109,7 +107,7 @@ class DeviceFreeKV(DeviceCache):
         self._enter_pages(plan, self.bound(n + 1))  # what the first step asks for
         if self._ahead:
             self._recent = self._recent_of(n)
-            self.lead([self])
+            self.begin_batch([self], 1)
             *rows, previous = self.tensors()
             numbers = [  # they must be there until the join
                 torch.tensor([x], dtype=torch.int32, device=self.device)
@@ -139,7 +137,7 @@ class DeviceFreeKV(DeviceCache):
 
     def _n_pool(self, n_max: int) -> int:
         """Pages to make room for on the host."""
-        return (self.room(n_max) + 1) // self.method.page
+        return (self.room_on_host(n_max) + 1) // self.method.page
 
     def tensors(self) -> list[torch.Tensor]:
         """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
@@ -150,27 +148,43 @@ class DeviceFreeKV(DeviceCache):
         assert self._pages is not None
         return PageTensors(self._pages.arrays.pool, *tensors)
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         *rows, self._previous = tensors
         if self._pages is None:
-            super().put(rows)
+            super().replace_tensors(rows)
         else:
             self._pages.arrays = self._arrays(rows)
             self._statistics = self._pages.arrays.statistics
 
-    @property
-    def places(self) -> Hashable:
-        return super().places, self._made
+    def begin_batch(self, caches: Sequence[DeviceFreeKV], n_rows: int) -> Hashable:
+        """Makes a workspace for these rows, unless there is a fitting one."""
+        if self._pages is not None:
+            pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
+            self._make_workspace(pools[0], n_rows)
+            n_padded = n_rows - len(caches)
+            if n_padded:
+                *rows, _ = self.batch_tensors(n_rows)
+                padding = self._arrays(rows).state[-n_padded:]
+                padding.zero_()
+                padding[..., page_cache.OFFLOADED.value] = NEVER  # no row of it goes to a pool
+            if self._pools is not None:
+                pools += [pools[0]] * n_padded
+                apart = [(pool - pools[0]) // self._pages.arrays.pool.itemsize for pool in pools]
+                self._pools.copy_(torch.tensor(apart, dtype=torch.int64))
+        return super().begin_batch(caches, n_rows), self._made
 
-    def lead(self, caches: Sequence[DeviceFreeKV]) -> None:
-        """Makes a workspace for these sequences, unless there is a fitting one."""
+    def rows_of_padding(self) -> int:
         if self._pages is None:
-            return
-        spec, device, arrays, n = self.spec, self.device, self._pages.arrays, len(caches)
+            return 1
+        return self._pages.layout.n_sink * self.method.page + self._recent.now
+
+    def _make_workspace(self, pool: int, n: int) -> None:
+        """For n rows. pool: the address of the first one's pool."""
+        assert self._pages is not None
+        spec, device, arrays = self.spec, self.device, self._pages.arrays
         n_sink, n_ring, _ = self._pages.layout
         n_kv, n_page, m = spec.n_head_kv, arrays.hi.shape[2] - n_sink, arrays.chosen.shape[2]
-        pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
-        sizes = n_page, m, n_sink, *pools
+        sizes = n, n_page, m, n_sink, pool
         if self._sizes == sizes:
             return
 
@@ -179,10 +193,7 @@ class DeviceFreeKV(DeviceCache):
 
         self._made += 1
         self._sizes = sizes
-        self._pools = None
-        if n > 1:
-            apart = [(pool - pools[0]) // arrays.pool.element_size() for pool in pools]
-            self._pools = torch.tensor(apart, dtype=torch.int64, device=device)
+        self._pools = torch.zeros(n, dtype=torch.int64, device=device) if n > 1 else None
         self._work = Workspace(
             wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
@@ -205,15 +216,14 @@ class DeviceFreeKV(DeviceCache):
 
     # --- decode -----------------------------------------------------------------------------------
 
-    def plan(self, n: int, n_max: int) -> Hashable:
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
         method = self.method
-        self._leave_step()
-        self._under_way = True
+        self._leave_broken_step()
         plan = method.plan(n, None if self._pages is None else self._pages.layout.n_sink)
-        self._n_max = n_max
         if plan is None:
             self._leave_pages()
-            return "dense", super().plan(n, n_max)
+            until = n_max if method.plan(n_max) is None else n
+            return CachePlan(("dense", super().begin_step(n, n_max).key), until)
         if self._pages is None:
             self._enter_pages(plan, n_max)
         assert self._pages is not None
@@ -223,26 +233,22 @@ class DeviceFreeKV(DeviceCache):
         self._pages.make_room(n_page, self._n_pool(n_max), method.slots(largest), largest.n_best)
         self._recent = self._recent_of(n)
         self._current = not method.speculate or self._previous_n != n - 1
-        return self._pages.layout, self._recent, self._current
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        if self._pages is None:
-            return n_max if self.method.plan(n_max) is None else n
         is_fixed = self._recent == self._recent_of(n_max)
-        return n if self._current or not is_fixed else n_max
+        until = n if self._current or not is_fixed else n_max
+        return CachePlan((self._pages.layout, self._recent, self._current), until)
 
-    def resume(self) -> None:
-        self._under_way = True
+    def drop_step(self, n: int) -> None:
+        self._is_broken = True
+        super().drop_step(n)
 
-    def _leave_step(self) -> None:
+    def _leave_broken_step(self) -> None:
         """Leaves a step that was broken off: slots may lack the pages they are said to hold."""
-        if self._under_way:
-            self.side.join()
+        if self._is_broken:
             self._leave_pages()
-            self._previous_n, self._under_way = 0, False
+            self._previous_n, self._is_broken = 0, False
 
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
-        *rows, previous = self.of_batch(len(x.q))
+        *rows, previous = self.batch_tensors(len(x.q))
         if self._pages is None:
             k, v = rows
             return self._decode_dense(x, k, v, previous, out)
@@ -284,7 +290,7 @@ class DeviceFreeKV(DeviceCache):
         return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
-        """``note`` of a step at n rows of one sequence, ahead of the choice for the next step."""
+        """``keep_attended`` of a step at n rows of one sequence, before the next step's choice."""
         assert self._pages is not None
         p, n_sink = self.method.page, self._pages.layout.n_sink
         plan = self.method.plan(n, n_sink)
@@ -295,7 +301,7 @@ class DeviceFreeKV(DeviceCache):
         chosen = (arrays.chosen[..., None] * p + in_page).flatten(2)  # (1, G, m p)
         rows = torch.tensor(always, dtype=torch.int32, device=self.device)
         rows = rows.expand(1, chosen.shape[1], -1)
-        self.note(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
+        self.keep_attended(torch.cat([rows, chosen], dim=2), len(always) + n_chosen * p)
 
     def _recall_ahead(
         self, arrays: PageTensors, previous: torch.Tensor, n: torch.Tensor, budget: torch.Tensor
@@ -338,8 +344,7 @@ class DeviceFreeKV(DeviceCache):
             wanted=work.wanted, idx=work.fresh, counts=work.sizes, scratch=work.selection,
         )  # fmt: skip
 
-    def settle(self, n: int) -> None:
-        self._under_way = False
+    def end_step(self, n: int) -> None:
         self._previous_n = n
         if self._pages is None:
             self.store.n = n
@@ -352,7 +357,7 @@ class DeviceFreeKV(DeviceCache):
 
     def truncate(self, n: int) -> int:
         if n < self.n:
-            self._leave_step()
+            self._leave_broken_step()
             self._leave_pages()
             self.store.truncate(n)
             if n == self._start[1]:
@@ -364,7 +369,7 @@ class DeviceFreeKV(DeviceCache):
     def memory(self) -> Memory:
         if self._pages is None:
             return super().memory()
-        work = self._work.nbytes if self._sizes else 0  # there is none until ``lead`` makes it
+        work = self._work.nbytes if self._sizes else 0  # ``begin_batch`` makes it
         index = self._pages.index_bytes + self._previous.nbytes + work
         return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
 

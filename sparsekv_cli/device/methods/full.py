@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,14 +19,10 @@ class DeviceDense(DeviceCache):
     def __init__(self, spec: LayerSpec, device: torch.device, _method: Any = None) -> None:
         super().__init__(spec, device)
 
-    def plan(self, n: int, n_max: int) -> Hashable:
-        self._n_max = n_max
-        return super().plan(n, n_max)
-
     def decode(self, x: DeviceInput, out: torch.Tensor | None = None) -> torch.Tensor:
-        k, v = self.of_batch(len(x.q))
+        k, v = self.batch_tensors(len(x.q))
         return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
-    def settle(self, n: int) -> None:
+    def end_step(self, n: int) -> None:
         self.store.n = n
         count_dense(self, n, sparse=False)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, Memory
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan
 from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import Attended
@@ -30,6 +31,7 @@ class HostLFPS(HostCache):
     """One layer. The device holds the sinks as f16, with the values of the host's rows."""
 
     cache: LFPSCache
+    has_device_part = True
 
     def __init__(self, cache: LFPSCache, worker: HostWorker) -> None:
         super().__init__(cache, worker)
@@ -44,7 +46,7 @@ class HostLFPS(HostCache):
         self._copied = False
         self._n_steps = 0
 
-    def plan(self) -> None:
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
         """Copies the sinks to the device as soon as all are there; no step needs them earlier.
 
         While the host attends to every row, the sinks included, its log-sum-exp tells that.
@@ -58,16 +60,10 @@ class HostLFPS(HostCache):
             ):
                 sinks = kind.read(theirs[:, :N_SINKS])[..., : kind.d]
                 ours[0] = torch.from_numpy(sinks).to(ours.device)
+        return CachePlan(None, UNLIMITED if self._copied else n)
 
-    @property
-    def is_planned(self) -> bool:
-        return self._copied
-
-    def add_sinks(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
-        """Attention to the sinks and, merged with it, the host's attention -> out f32 (1, H, d_v).
-
-        q f32 (1, H, d); others: the host's part of the step.
-        """
+    def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
+        """Attends to the sinks."""
         attention.attend_dense(
             q, self._k, self._v, self._count, N_SINKS, float(self.spec.scale), out, others=others
         )
@@ -78,7 +74,6 @@ class HostLFPS(HostCache):
 
     @property
     def lse(self) -> np.ndarray:
-        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
         return self.cache.lse
 
     def truncate(self, n: int) -> int:

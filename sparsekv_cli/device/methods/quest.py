@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.quest import pages, scores
@@ -19,8 +19,7 @@ class DeviceQuest(DeviceSelecting):
     """K, V and the summaries of one layer's whole pages. method: methods/quest.py Quest."""
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
-        super().__init__(spec, device)
-        self.method = method
+        super().__init__(spec, device, method)
         self._n_page = 0  # whole pages that have their summaries
         self._hi, self._lo = (self._summaries(0) for _ in range(2))
 
@@ -57,25 +56,22 @@ class DeviceQuest(DeviceSelecting):
     def _meanstd(self) -> bool:
         return self.method.summary == "meanstd"
 
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
-
     def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + N_SINKS >= n
 
-    def plan_selection(self, n: int, n_max: int) -> Hashable:
+    def plan_selection(self, n: int, n_max: int) -> CachePlan:
         page = self.method.page
         self._summarise(n - 1)  # pages of prompts and of dense steps
         if n_max // page > self._hi.shape[2]:
             self._grow(n_max // page)
         self._k_max = max(1, self.budget_rows(n_max) // page)
-        return self._k_max
+        return CachePlan(self._k_max, n_max)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._hi, self._lo]
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().put(tensors[:2])
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().replace_tensors(tensors[:2])
         self._hi, self._lo = tensors[2:]
 
     def select(
@@ -93,8 +89,8 @@ class DeviceQuest(DeviceSelecting):
         )
         return page_rows(chosen, sizes, step.n, page, N_SINKS)
 
-    def settle(self, n: int) -> None:
-        super().settle(n)
+    def end_step(self, n: int) -> None:
+        super().end_step(n)
         if not self._dense:  # the step has summarised the page that it completed
             self._n_page = n // self.method.page
 

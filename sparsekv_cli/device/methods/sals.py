@@ -7,14 +7,21 @@ last rows are kept exact as well, the latter in a ring.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, damping
-from sparsekv_cli.device.cache import DeviceCache, DeviceInput, DeviceStore, attend_all, count_dense
+from sparsekv_cli.device.cache import (
+    CachePlan,
+    DeviceCache,
+    DeviceInput,
+    DeviceStore,
+    attend_all,
+    count_dense,
+)
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.sals import attention as latent_attention
@@ -51,8 +58,7 @@ class DeviceSALS(DeviceCache):
     """Latents, packed values, exact rows and basis of one layer. method: methods/sals.py SALS."""
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
-        super().__init__(spec, device)
-        self.method = method
+        super().__init__(spec, device, method)
         self._rank, self._score_rank = method.ranks(spec)
         self._made: _Matrices | None = None
         self._first = method.sinks if method.exact_sinks else 0
@@ -82,7 +88,7 @@ class DeviceSALS(DeviceCache):
     def _basis(self) -> latent.DeviceBasis:
         return self._matrices.basis
 
-    def share(self, other: DeviceSALS) -> None:
+    def share_constants(self, other: DeviceSALS) -> None:
         self._made = other._matrices
 
     def _forget(self) -> None:
@@ -193,13 +199,11 @@ class DeviceSALS(DeviceCache):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
-
-    def plan(self, n: int, n_max: int) -> Hashable:
+    def begin_step(self, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
         if not self._is_compressed and self.method.is_dense_at(n):
-            return "dense", super().plan(n, n_max)
+            until = n_max if self.method.is_dense_at(n_max) else n
+            return CachePlan(("dense", super().begin_step(n, n_max).key), until)
         if not self._is_compressed:
             self._start = self._start._replace(rows=self.store.copy(self._start.n))
             self._compress()
@@ -208,12 +212,9 @@ class DeviceSALS(DeviceCache):
         self._n_back = max(0, start - max(self._first, n - self.method.window))
         self._n_front = self.method.sinks - self._first
         self._k_max = self.method.budget.rows(n_max) + self._n_back
-        return "latents", n_max, self._n_back, self._k_max
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        if not self._is_compressed:
-            return n_max if self.method.is_dense_at(n_max) else n
-        return n if self._n_back else n_max
+        return CachePlan(
+            ("latents", n_max, self._n_back, self._k_max), n if self._n_back else n_max
+        )
 
     def tensors(self) -> list[torch.Tensor]:
         if not self._is_compressed:
@@ -221,9 +222,9 @@ class DeviceSALS(DeviceCache):
         assert self._exact is not None
         return [self._latents, self._values, *self._exact]
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+    def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         if not self._is_compressed:
-            super().put(tensors)
+            super().replace_tensors(tensors)
             return
         self._latents, self._values, *exact = tensors
         self._exact = latent.Exact(*exact)
@@ -234,7 +235,7 @@ class DeviceSALS(DeviceCache):
 
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:
         spec, step, scale = self.spec, x.step, float(self.spec.scale)
-        tensors = self.of_batch(len(x.q))
+        tensors = self.batch_tensors(len(x.q))
         self.attended = None
         if not self._is_compressed:
             k, v = tensors
@@ -264,10 +265,10 @@ class DeviceSALS(DeviceCache):
         return attention.merge(*pieces, out)
 
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
-        """``note`` of the chosen latents and the exact rows, at n rows of one sequence."""
+        """``keep_attended`` of the chosen latents and the exact rows, at n rows of one sequence."""
         exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
         rows = torch.tensor([[exact]], dtype=torch.int32, device=self.device)
-        self.note(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
+        self.keep_attended(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
 
     def _importance(
         self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
@@ -291,7 +292,7 @@ class DeviceSALS(DeviceCache):
             self._n_back,
         )  # fmt: skip
 
-    def settle(self, n: int) -> None:
+    def end_step(self, n: int) -> None:
         if not self._is_compressed:
             self.store.n = n
             count_dense(self, n, sparse=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.attention.recent import recent_rows
@@ -18,22 +17,21 @@ class DeviceStreaming(DeviceSelecting):
     """K and V of one layer. method: methods/streaming.py Streaming."""
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
-        super().__init__(spec, device)
+        super().__init__(spec, device, method)
         if method.reposition:
             raise SparseKVError(
                 "streaming: reposition=true turns keys on the host; use --kv host or --device cpu"
             )
-        self.method = method
-
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
 
     def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + self.method.sinks >= n
 
-    def plan_selection(self, n: int, n_max: int) -> Hashable:
+    def rows_of_padding(self) -> int:
+        return 1 if self._dense else self.method.sinks + 1
+
+    def plan_selection(self, n: int, n_max: int) -> CachePlan:
         self._budget_max = self.budget_rows(n_max)
-        return self._budget_max
+        return CachePlan(self._budget_max, n_max)
 
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor

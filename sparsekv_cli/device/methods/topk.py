@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 
-from sparsekv_cli.cache.spec import N_SINKS, LayerSpec
-from sparsekv_cli.device.cache import DeviceInput, DeviceSelecting
+from sparsekv_cli.cache.spec import N_SINKS
+from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.attention.scores import score_rows
@@ -17,27 +14,17 @@ from sparsekv_cli.kernels.attention.scores import score_rows
 class DeviceTopK(DeviceSelecting):
     """K and V of one layer. method: methods/topk.py TopK."""
 
-    def __init__(self, spec: LayerSpec, device: torch.device, method: Any) -> None:
-        super().__init__(spec, device)
-        self.method = method
-
-    def budget_rows(self, n: int) -> int:
-        return self.method.budget.rows(n)
-
     def is_dense_at(self, n: int) -> bool:
         return self.budget_rows(n) + N_SINKS >= n
 
-    def plan_selection(self, n: int, n_max: int) -> Hashable:
+    def plan_selection(self, n: int, n_max: int) -> CachePlan:
         self._recent = self._recent_of(n)
         self._k_max = self.budget_rows(n_max)
-        return self._recent, self._k_max
+        until = n_max if self._recent == self._recent_of(n_max) else n
+        return CachePlan((self._recent, self._k_max), until)
 
     def _recent_of(self, n: int) -> int:
         return min(self.method.recent, max(1, self.budget_rows(n) // 2))
-
-    def holds_until(self, n: int, n_max: int) -> int:
-        until = super().holds_until(n, n_max)
-        return until if self._dense or self._recent == self._recent_of(n_max) else n
 
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *_: torch.Tensor
