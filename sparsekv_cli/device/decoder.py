@@ -115,7 +115,7 @@ class DeviceDecoder(Forward):
     ) -> Generator[Progress, None, np.ndarray]:
         """As Forward.forward_steps. At its end every cache has its rows, also those on the host."""
         self._planner.forget()
-        mine = [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
+        mine = self._known(caches)
         logits = yield from super().forward_steps(
             ids, pos, mine, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
@@ -166,8 +166,12 @@ class DeviceDecoder(Forward):
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
         """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab)."""
-        none = [None] * len(tokens)
-        return self._run_step(tokens, positions, caches, none, StepBuffers.logits)
+        none, known = [None] * len(tokens), [self._known(layers) for layers in caches]
+        return self._run_step(tokens, positions, known, none, StepBuffers.logits)
+
+    def _known(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
+        """Returns the caches. One that this engine did not make comes in a HostCache."""
+        return [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
 
     def choose_batch(
         self,

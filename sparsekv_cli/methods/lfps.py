@@ -223,11 +223,10 @@ class LFPSCache(LayerCache):
         self._step.update_later()
 
     def end_step(self, n: int) -> None:
-        n_pending, self._n_pending = self._n_pending, 0
-        if not n_pending:
+        if not self._n_pending:
             return
         self._step.update_tables()
-        self._n_indexed = n
+        self._n_indexed, self._n_pending = n, 0
         self._prepare(n + 1, self.method.budget.rows(n + 1))
         self._step.mark()
         self._marked = n + 1
