@@ -346,8 +346,7 @@ class LFPSCache(LayerCache):
 
     def _scores_by_group(self, n: int) -> bool:
         """Whether the heads of a kv group score each other's candidates in a step to n rows."""
-        scored_by = self.method.scored_by
-        return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
+        return {"auto": n > GROUP_ROWS, "group": True, "head": False}[self.method.scored_by]
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
