@@ -140,7 +140,7 @@ def quicken_interpreter() -> None:
 
 
 INTERPRETED = tuple(Path(__file__).parent / folder for folder in ("device", "kernels"))
-SLOW_SHARE = 3
+SLOW_SHARE = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError, Undefined, filters
 
 MAX_STEPS = 1_000_000  # loop iterations, calls and filters of one rendering
-MAX_SECONDS = 3.0  # of wall time and of this thread, whose own time a garbage collection can be
+MAX_SECONDS = 2.0  # of wall time and of this thread, whose own time a garbage collection can be
 MAX_BITS = 60  # of a computed number: Python's hashes of smaller ones differ, so dicts stay fast
 MAX_SHOWN_BITS = 4096  # of a number that the conversation brings
 MAX_WIDTH = 1000  # of a field in a format

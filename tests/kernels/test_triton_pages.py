@@ -12,7 +12,7 @@ from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, se
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.freekv.scores import PageCandidates, softmax_scores
-from sparsekv_cli.kernels.quest import pages, rows
+from sparsekv_cli.kernels.quest import page_rows, pages
 from sparsekv_cli.kernels.quest.scores import largest_scores, pooled_pages
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
@@ -176,7 +176,7 @@ def test_selected_rows_are_those_of_the_host(n_head, n_kv_head, page, n, device)
             pooled.to(device), ints([n_page], device), n_page_max, ints([n_best], device), 100
         )
         for n_sinks in (0, 4, 2 * page + 1):
-            idx, counts = rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
+            idx, counts = page_rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
             wanted = select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks)
             for g in range(n_kv_head):
                 np.testing.assert_array_equal(idx[0, g, : counts[0, g]].cpu(), wanted[g])

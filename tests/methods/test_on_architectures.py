@@ -119,7 +119,7 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, sequence_of, tiny_mod
         cache.records_attended = True
     for of in (FASA, SALS):
         monkeypatch.setattr(of, "is_dense_at", lambda self, n: False)
-    monkeypatch.setattr(LFPSCache, "_covers", lambda self, n: False)
+    monkeypatch.setattr(LFPSCache, "_is_dense_at", lambda self, n: False)
     text = tokens(N_STEPS, 1)
     assert nmse(decoded(full, text), decoded(sparse, text)) < LIMITS[name]
     n = N_PROMPT + N_STEPS

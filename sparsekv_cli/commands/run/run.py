@@ -147,8 +147,8 @@ def command(
     """Complete one prompt and print the text.
 
     The prompt is -p TEXT, -f FILE or the text that is piped to stdin. A piped text and -p give the
-    text, a blank line, then TEXT. The model's chat template is applied unless --raw is given. The
-    text goes to stdout, everything else to stderr. Many prompts at once: --jsonl.
+    text, a blank line, then TEXT. Without --raw the model's chat template is applied. The text
+    goes to stdout, everything else to stderr. Many prompts at once: --jsonl.
     """
     if jsonl and (as_json or prompt is not None):
         raise click.UsageError("--jsonl excludes --json and -p", context)
