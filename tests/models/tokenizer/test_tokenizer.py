@@ -318,7 +318,7 @@ def test_llama_cpp_ids_of_the_default_model(smollm2: dict[str, Any]) -> None:
 
 
 def test_loading_the_default_model_is_quick(smollm2: dict[str, Any]) -> None:
-    """It takes .1 to .2 s. The bound leaves room for a machine with other work."""
+    """The bound leaves room for a machine with other work."""
     times = []
     for _ in range(3):
         start = time.thread_time()
