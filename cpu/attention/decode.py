@@ -125,7 +125,7 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def _attend_piece(
+def attend_piece(
     q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, whole, target, peak_out,
     mass_out, scores,
 ):  # fmt: skip
@@ -163,7 +163,7 @@ def _attend_pieces(
         kv_head, split = task // n_split, task % n_split
         first, last = start + split * n // n_split, start + (split + 1) * n // n_split
         h, end = kv_head * group, (kv_head + 1) * group
-        _attend_piece(
+        attend_piece(
             q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
             layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
             layout_mode(layout), 0, last - first, scale, softcap,
@@ -233,7 +233,7 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
         while unit < n_list:
             h, end = unit * heads_a_list, (unit + 1) * heads_a_list
             kv_head = h // group
-            _attend_piece(
+            attend_piece(
                 q[h:end], layout[K] + kv_head * layout[K_HEAD],
                 layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
                 GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,

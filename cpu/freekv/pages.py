@@ -41,7 +41,7 @@ class HostPages(NamedTuple):
     v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
     hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
     lo: np.ndarray  # uint16 (G, n_page, d)
-    # Of groups of GROUPED pages: uint16 (G, n_page / GROUPED, d); empty where groups are not used.
+    # A bound a group of GROUPED pages: uint16 (G, n_page / GROUPED, d); empty without groups.
     group_hi: np.ndarray
     group_lo: np.ndarray
     slot_of: np.ndarray  # int32 (G, n_page): the slot that holds a page, or -1

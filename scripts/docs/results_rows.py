@@ -284,7 +284,7 @@ def against_peers(run: Runner, model: str, arguments: Sequence[str]) -> Rows:
 
 
 def trained(run: Runner, sizes: Sizes, measure: Callable[[str], Rows]) -> Rows:
-    """What ``measure`` gives for each trained model. Commands name its file, not where it lies."""
+    """Returns the rows of ``measure`` for each trained model. Commands name the file, no folder."""
     rows: Rows = []
     for model in sizes["trained"].split() or [sizes["model"]]:
         rows += [{**row, "model": Path(model).stem} for row in measure(model)]

@@ -38,7 +38,7 @@ class StepNumbers(NamedTuple):
 
 
 class CachePlan(NamedTuple):
-    """What a cache tells of the step that it has begun.
+    """A cache returns this from ``begin_step``.
 
     key: steps with equal keys, and tensors at equal addresses, launch the same kernels with the
     same arguments. A captured graph can be replayed then, and caches of a layer decode together.

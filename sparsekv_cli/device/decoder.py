@@ -326,7 +326,7 @@ class DeviceDecoder(Forward):
             cache.end_step(self._positions[b] + 1)
 
     def _host_caches(self, i: int, rows: Sequence[int]) -> Iterator[tuple[int, HostCache]]:
-        """Those rows that are no padding, with their caches of layer i."""
+        """Yields the rows that are no padding, with their caches of layer i."""
         for b in rows:
             if b < len(self._caches):
                 cache = self._caches[b][i]

@@ -176,7 +176,7 @@ class HostCache(LayerCache):
         return as_tensor(attended.result()).to(self._worker.device)
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """As DeviceCache.begin_step. Most caches have nothing to put on the device."""
+        """Begins a step (DeviceCache.begin_step). Most caches put nothing on the device."""
         return CachePlan(None, UNLIMITED)
 
     def finish_prefill(self) -> None:
