@@ -1,12 +1,14 @@
 """The task ``code``: which function of a file has this body? It is ours, not RULER's.
 
-The functions are those of this program's own source, so the text is real code. Each name gets
-two words at its end: nobody can guess the name from the body, and no name exists twice.
+The functions are those of Python's standard library, so the text is real code, and a sample stays
+the same while this program changes. Each name gets two words at its end: nobody can guess the name
+from the body, and no name exists twice.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import textwrap
 from functools import cache
 from itertools import cycle
@@ -16,9 +18,7 @@ from typing import NamedTuple
 
 from sparsekv_cli.evaluation.ruler.words import compound
 
-PACKAGE = Path(__file__).resolve().parents[2]
-# Not the folders that are tuned: a sample stays the same while a method changes.
-FOLDERS = ("calibration", "commands", "generation", "planning", "prefix", "sampling", "serve")
+LIBRARY = Path(os.__file__).parent
 LEAST_LINES, MOST_LINES = 4, 20  # of a body
 
 
@@ -35,15 +35,15 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """The program's functions, one a body, in the order of their files."""
+    """The functions of the modules at the top of the library, one a body, in order of the files."""
     found: dict[str, Function] = {}
-    for path in sorted(path for name in FOLDERS for path in (PACKAGE / name).rglob("*.py")):
+    for path in sorted(LIBRARY.glob("*.py")):
         source = path.read_text(encoding="utf-8")
-        outer = ast.parse(source).body
+        outer, lines = ast.parse(source).body, source.splitlines()
         methods = (node for each in outer if isinstance(each, ast.ClassDef) for node in each.body)
         for node in (*outer, *methods):  # a function in a function is part of that one's body
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-                each = function_of(node, source.splitlines())
+                each = function_of(node, lines)
                 if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
                     found.setdefault(each.body, each)
     return tuple(each for each in found.values() if each.name not in each.body)
@@ -63,7 +63,7 @@ def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
     """A file of about ``n`` lines: its text, the name and body of one function, and its place.
 
     The last function can end early, so that a file can have any length. In a file longer than the
-    program's own source, functions come again with other names. The place is 0 to 1.
+    library, functions come again with other names. The place is 0 to 1.
     """
     depth, names = random.random(), set[str]()
     asked, *others = random.sample(functions(), len(functions()))

@@ -254,10 +254,8 @@ def test_greedy_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyP
 
 
 def test_time_limit_without_tracing() -> None:
-    start = time.thread_time()
     with pytest.raises(SparseKVError, match="stopped: it takes"):
         render(LOOP * 3 + "{% set t = i | string | upper | length %}" + END * 3, [USER])
-    assert time.thread_time() - start < 2
 
 
 # the template of models that have none
