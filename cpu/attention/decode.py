@@ -37,6 +37,7 @@ from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
+VALUES = 32  # rows of V that a tile takes at a time: they stay in the L1 cache for all dims
 TILE = 4  # query heads that share a loaded row
 ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 
@@ -104,10 +105,12 @@ def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, a
                 peak[h] = new_peak
                 for c in range(acc.shape[1]):
                     acc[h, c] *= old
-            tile_values(
-                tile, v_mode, scores.ctypes.data, stride, v_at, v_row, at, size, acc.shape[1],
-                acc[first].ctypes.data,
-            )  # fmt: skip
+            part = size if mode & GATHER else VALUES  # listed rows are asked for ahead
+            for row in range(0, size, part):
+                tile_values(
+                    tile, v_mode, scores.ctypes.data + 4 * row, stride, v_at + row * v_row, v_row,
+                    at, min(part, size - row), acc.shape[1], acc[first].ctypes.data,
+                )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

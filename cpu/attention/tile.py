@@ -64,6 +64,27 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
     return rows
 
 
+def _add_products(b, sums, left, n_left, right, n_right):
+    """Returns sums[i n_right + j] + left(i) right(j), with i < n_left and j < n_right.
+
+    left, right: functions that load a vector. The fewer vectors stay in registers.
+    """
+    sums = list(sums)
+    if n_left < n_right:
+        lefts = [left(i) for i in range(n_left)]
+        for j in range(n_right):
+            vector = right(j)
+            for i, other in enumerate(lefts):
+                sums[i * n_right + j] = llvm.fma(b, vector, other, sums[i * n_right + j])
+        return sums
+    rights = [right(j) for j in range(n_right)]
+    for i in range(n_left):
+        vector = left(i)
+        for j, other in enumerate(rights):
+            sums[i * n_right + j] = llvm.fma(b, other, vector, sums[i * n_right + j])
+    return sums
+
+
 def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """The code of ``tile_scores`` for one tile and mode, ints."""
     n_keys = VECTOR_LANES // tile
@@ -91,17 +112,15 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
                 scales = [reader.scale(row, c) for row in rows]
                 for vector in range(n_vectors):
                     at = b.add(c, I64(VECTOR_LANES * vector))
-                    queries = [
-                        load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
-                        for t in range(tile)
-                    ]
-                    sums = list(sums)
-                    for i, (row, scale) in enumerate(zip(rows, scales, strict=True)):
+
+                    def query(t, at=at):
+                        return load(b, VW, b.add(q, b.mul(b.add(b.mul(I64(t), d), at), I64(4))))
+
+                    def key(i, at=at):
                         lines.step(b)
-                        key = reader.vector(row, at, scale)
-                        for t, query in enumerate(queries):
-                            dot = sums[t * n_keys + i]
-                            sums[t * n_keys + i] = llvm.fma(b, key, query, dot)
+                        return reader.vector(rows[i], at, scales[i])
+
+                    sums = _add_products(b, sums, query, tile, key, n_keys)
                 return sums
 
             return body
@@ -137,21 +156,22 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
         def key(j, sums, lines=None):
             row = _row_address(b, v, row_bytes, idx, j, mode)
-            weights = []
-            for t in range(tile):
-                weight_at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
-                weights.append(splat(b, load(b, F32, weight_at), VECTOR_LANES))
-            new = list(sums)
-            for i in range(n_vectors):
+            scales = [
+                reader.scale(row, b.add(c, I64(first)))
+                for first in range(0, VECTOR_LANES * n_vectors, QUANT_BLOCK)
+            ]
+
+            def weight(t):
+                at = b.add(p, b.mul(b.add(b.mul(I64(t), p_stride), j), I64(4)))
+                return splat(b, load(b, F32, at), VECTOR_LANES)
+
+            def values(i):
                 if lines is not None:
                     lines.step(b)
-                at = b.add(c, I64(VECTOR_LANES * i))
-                if VECTOR_LANES * i % QUANT_BLOCK == 0:
-                    scale = reader.scale(row, at)
-                values = reader.vector(row, at, scale)
-                for t, weight in enumerate(weights):
-                    new[t * n_vectors + i] = llvm.fma(b, values, weight, new[t * n_vectors + i])
-            return new
+                first = VECTOR_LANES * i
+                return reader.vector(row, b.add(c, I64(first)), scales[first // QUANT_BLOCK])
+
+            return _add_products(b, sums, weight, tile, values, n_vectors)
 
         n_sums = len(acc_at)
         last = b.sub(count, I64(1))
