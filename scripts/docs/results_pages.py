@@ -141,7 +141,46 @@ def benchmarks(data: Data) -> str:
 
 
 def results(data: Data) -> str:
-    """README's table: speed at depths, memory and accuracy of every method; then some lines."""
+    """README's table: speed, memory and accuracy of every method on the largest trained model.
+
+    That is the last model of the part. Without it the table is of the default model.
+    """
+    trained = {"real_speed", "real_accuracy"} <= data.keys()
+    lines = trained_results(data) if trained else default_results(data)
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks(data, trained))]).rstrip()
+
+
+def trained_results(data: Data) -> list[str]:
+    told = data["real_speed"]
+    model, where = told["rows"][-1]["model"], told["machine"]
+    speeds: dict[str, dict[int, Row]] = {}
+    for row in told["rows"]:
+        if row["model"] == model:
+            speeds.setdefault(row["method"], {})[row["depth"]] = row
+    depths = sorted({d for rows in speeds.values() for d in rows})
+    scores = [row for row in data["real_accuracy"]["rows"] if row["model"] == model]
+    length = min(row["length"] for row in scores)
+    accuracies = {row["spec"]: row for row in scores if row["length"] == length}
+    rows = [{"method": m, **accuracies.get(m, {})} for m in speeds]
+    for row in rows:
+        row |= {f"at {d}": speed_cell(speeds[row["method"]].get(d)) for d in depths}
+        row |= {f"mb {d}": each["cache_mb"] for d, each in speeds[row["method"]].items()}
+    columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
+    columns += f" | MB at {depths[-1]} = mb {depths[-1]} | KLD = kld_code:3"
+    tasks = {"vt": "vt", "niah_multikey_2": "multikey 2", "code": "code"}
+    columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
+    n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
+    return [
+        f"`{model}` on {where['cores']} cores of {where['cpu']}. Every method is sparse from the",
+        "first row (`--sparse-from 0`). Speed is by rows in the cache, and in brackets how many",
+        f"times as fast as `full`. Accuracy is after {length} tokens: KLD to `full` on code, and",
+        f"scores of RULER's tasks and of a code task, in per cent ({n} samples of each).",
+        "",
+        table(rows, "method = method:code" + columns),
+    ]
+
+
+def default_results(data: Data) -> list[str]:
     speeds = by_method(data, "decode", "deep", "deep_others")
     depths = [d for d in (2048, 8192, 32768) if any(d in rows for rows in speeds.values())]
     depths = depths or sorted({d for rows in speeds.values() for d in rows})
@@ -156,7 +195,7 @@ def results(data: Data) -> str:
         row["cache_mb"] = row["speeds"][held]["cache_mb"]
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
     columns = f"method = method:code{columns} | MB at {held} = cache_mb | KLD = kld:3"
-    lines = [
+    return [
         f"SmolLM2-135M (Q4_1) on {where['cores']} cores of {where['cpu']}. Every method is sparse",
         "from the first row (`--sparse-from 0`). By default it attends to all rows while that is",
         "faster. Speed is by rows in the cache, and in brackets how many times as fast as `full`.",
@@ -164,17 +203,19 @@ def results(data: Data) -> str:
         f"{data['accuracy']['rows'][0]['needles_of']}.",
         "",
         table(rows, columns + " | top-1 = top1:2 | needles = needles:0"),
-        "",
-        *(f"- {line}" for line in remarks(data)),
     ]
-    return "\n".join(lines).rstrip()
 
 
-def remarks(data: Data) -> Iterable[str]:
-    """Lines below README's table."""
+def remarks(data: Data, trained: bool) -> Iterable[str]:
+    """Lines below README's table, of the model that the table is of."""
+    if trained:
+        if "real_prefill" in data:
+            model = data["real_prefill"]["rows"][-1]["model"]
+            rows = [row for row in data["real_prefill"]["rows"] if row["model"] == model]
+            yield prefill_remark(rows)
+        return
     if "prefill" in data:
-        pairs = [(r["n_prompt"], three(r["tokens_per_s"])) for r in data["prefill"]["rows"]]
-        yield "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
+        yield prefill_remark(data["prefill"]["rows"])
     if "start" in data:
         for row in data["start"]["rows"]:
             yield (
@@ -194,6 +235,11 @@ def remarks(data: Data) -> Iterable[str]:
             names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
             of = "the faster of " if len(names) > 1 else ""
             yield f"Times as fast as {of}{' and '.join(names)}:\n  {'; '.join(found)}."
+
+
+def prefill_remark(rows: Iterable[Row]) -> str:
+    pairs = [(row["n_prompt"], three(row["tokens_per_s"])) for row in rows]
+    return "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
@@ -222,7 +268,7 @@ def write(root: Path) -> None:
     for file, picture in results_plots.pictures(data).items():
         (docs / file).write_text(picture, encoding="utf-8")
     readme = root / "README.md"
-    if readme.is_file() and {"decode", "accuracy"} <= data.keys():
+    if readme.is_file() and ({"decode", "accuracy"} <= data.keys() or "real_speed" in data):
         page = between(readme.read_text(encoding="utf-8"), "results", results(data))
         readme.write_text(page, encoding="utf-8")
     for name, part in PARTS.items():

@@ -299,6 +299,11 @@ def real_speed(run: Runner, sizes: Sizes, _: Rows) -> Rows:
     return trained(run, sizes, lambda model: speeds(run, model, *words))
 
 
+def real_prefill(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+    words = filled("-p {real_prompts} -n 0 --method full -r 3", sizes)
+    return trained(run, sizes, lambda model: speeds(run, model, *words))
+
+
 def real_accuracy(run: Runner, sizes: Sizes, _: Rows) -> Rows:
     """First what takes many samples, then the rest."""
 
@@ -380,7 +385,8 @@ def first_tokens(run: Runner, sizes: Sizes, length: int) -> str:
 OWN: Mapping[str, Callable[[Runner, Sizes, Any], Rows]] = {
     each.__name__: each
     for each in (accuracy, accuracy_all, accuracy_rows, budgets, cache_types, calibration, caches,
-                 far, memory, peer, percent, real_accuracy, real_speed, shape, terminal)
+                 far, memory, peer, percent, real_accuracy, real_prefill, real_speed, shape,
+                 terminal)
 } | {
     "peer_larger": lambda run, sizes, _: peer_models(run, sizes["larger"]),
     "peer_types": lambda run, sizes, _: peer_models(run, sizes["types"]),
