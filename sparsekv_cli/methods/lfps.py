@@ -23,8 +23,8 @@ Departures; docs/methods.md has their reasons and figures:
 (7) The budget is at most 256 rows.
 (8) The mean of eq 8 is over at most ``horizon`` entries.
 (9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
-(10) With ``scout`` rows that history does not know become candidates by codes of their keys.
-``preset=paper`` undoes 3 to 9.
+(10) A scout makes candidates of rows that history does not know, by codes of their keys.
+``preset=paper`` undoes 3 to 10.
 """
 
 from __future__ import annotations
@@ -118,12 +118,14 @@ class LFPS(Method):
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
         choices=("cov", "ratio"),
     )  # fmt: skip
-    scout: int = option(0, "rows whose codes a step looks at; 0 = none", at_least=0)
+    scout: int = option(8192, "rows whose codes a step looks at; 0 = none", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scout and self.sigma != "cov":
-            raise ValueError(f"scout = {self.scout}: needs sigma=cov, whose covariance it uses")
+            raise ValueError(
+                f"scout = {self.scout}: needs sigma=cov, whose covariance it uses; 0 needs none"
+            )
 
     @property
     def n_queried(self) -> int:

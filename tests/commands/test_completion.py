@@ -41,7 +41,7 @@ def test_methods_and_their_options(offered: Callable[..., list[str]]) -> None:
     assert offered("methods", "lf") == ["plain,lfps"]
     quest = ["run", "--method", "quest", "-o"]
     assert offered(*quest, "summary") == ["plain,summary=minmax", "plain,summary=meanstd"]
-    assert offered(*quest, "p") == ["plain,page=16"]
+    assert offered(*quest, "p") == ["plain,page=8"]
     assert offered("run", "-o", "dense") == ["plain,dense_layers=0,1"]
 
 

@@ -10,6 +10,7 @@ from naive_pair import TIE, Pair
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.lfps.scout import PART
 from sparsekv_cli.methods.lfps import LFPS
 from sparsekv_cli.methods.naive.base import Choice
 from sparsekv_cli.methods.naive.lfps import N_LOCAL, NaiveLFPS
@@ -22,11 +23,12 @@ class CountedLFPS(NaiveLFPS):
     """The naive form; of the last step it also knows what a search must read.
 
     n_bounds: bounds of blocks. n_entries: least entries of tables, those of blocks that hold a
-    candidate. c1: candidates and active heads of each head group that is not bypassed as a whole.
+    candidate. n_codes: rows of which the scout read a code, of all heads. n_scouted: heads that it
+    searched for. c1: candidates and active heads of each head group that is not bypassed as a whole.
     """
 
     def select(self) -> list[Choice]:
-        self.n_bounds = self.n_entries = 0
+        self.n_bounds = self.n_entries = self.n_codes = self.n_scouted = 0
         self.c1: list[tuple[int, int]] = []
         return super().select()
 
@@ -35,6 +37,12 @@ class CountedLFPS(NaiveLFPS):
         if n_active := sum(not self.bypassed[h] for h in head_group):
             self.c1.append((len(c1), n_active))
         return c1, margin
+
+    def scouted(self, h):
+        found = super().scouted(h)
+        self.n_codes += PART * len(found)
+        self.n_scouted += len(found) > 0
+        return found
 
     def near(self, h, factor):
         n = self.n
@@ -113,7 +121,12 @@ class LFPSPair(Pair):
         a_test = 4 * d * (d if self.method.sigma == "cov" else 1)
         index = 4 * (found["bounds_read"] + found["entries_read"])
         rows = 2 * padded(d) * n_keys + 2 * padded(d_v) * attended
-        assert found["bytes_read"] == rows + index + a_test * n_tested
+        codes = 0
+        if self.method.scout:
+            r, width = naive.directions.shape[1:]
+            codes = r * naive.n_codes + 2 * r * padded(width) * naive.n_scouted
+        assert found.get("codes_read", 0) == naive.n_codes
+        assert found["bytes_read"] == rows + index + a_test * n_tested + codes
 
     def compare_tables(self) -> None:
         """Tables times gain, their sums, power sums and bounds."""

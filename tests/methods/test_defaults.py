@@ -23,7 +23,7 @@ DEFAULTS = {
     "quest": {
         "dense_layers": [0, 1],
         "budget": "5% (64 to 512 rows)",
-        "page": 16,
+        "page": 8,
         "summary": "minmax",
     },
     "snapkv": {"dense_layers": [0, 1], "budget": "5% (64 to 512 rows)", "window": 32, "kernel": 7},
@@ -43,7 +43,7 @@ DEFAULTS = {
         "window": 32,
         "epsilon": 0.85,
         "sigma": "cov",
-        "scout": 0,
+        "scout": 8192,
     },
     "fasa": {
         "dense_layers": [0, 1],
@@ -111,6 +111,7 @@ PRESETS = {
             "a": 0.2,
             "horizon": 0,
             "sigma": "ratio",
+            "scout": 0,
         },
     },
     "fasa": {

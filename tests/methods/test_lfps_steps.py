@@ -23,11 +23,13 @@ CASES = [
     Case(Geometry(8, 1, 128), 320),
 ]
 CAPPED = Case(Geometry(8, 2, 64, softcap=10.0, has_sinks=True), 191)
+OF_PAPER = {"expand": "filtered", "recent": 8, "sigma": "ratio", "scout": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tuned": {},
     "alone": {"scored_by": "head"},
-    "paper": {"expand": "filtered", "recent": 8, "sigma": "ratio", "scored_by": "head"},
-    "paper-head-groups": {"expand": "filtered", "recent": 8, "sigma": "ratio"},
+    "no scout": {"scout": 0},
+    "paper": {"scored_by": "head", **OF_PAPER},
+    "paper-head-groups": OF_PAPER,
 }
 
 
@@ -114,7 +116,7 @@ def test_unusual_options(budget, options, occurs):
 @pytest.mark.parametrize("scored_by", ["head", "group"])
 def test_thresholds_rise_to_keep_the_limit(scored_by, expand, candidates):
     method = make_method(
-        24, a=0.02, epsilon=0.7, scored_by=scored_by, expand=expand, candidates=candidates
+        24, a=0.02, epsilon=0.7, scored_by=scored_by, expand=expand, candidates=candidates, scout=0
     )
     pair = followed(Geometry(6, 2, 64), 300, method, seed=2, n_steps=120)
     np.testing.assert_array_equal(pair.cache._raised, pair.naive.raised)
@@ -167,7 +169,8 @@ def test_any_number_of_threads(case, others):
 @pytest.mark.parametrize("sigma", ["cov", "ratio"])
 @pytest.mark.parametrize("scored_by", ["head", "group"])
 def test_heads_that_are_always_bypassed_leave_the_tables_alone(scored_by, sigma):
-    method = make_method(20, epsilon=1e-9, sigma=sigma, scored_by=scored_by)
+    scout = 0 if sigma == "ratio" else 128
+    method = make_method(20, epsilon=1e-9, sigma=sigma, scored_by=scored_by, scout=scout)
     pair = followed(Geometry(3, 1, 80), 100, method, seed=3, n_steps=30)
     assert pair.seen["active"] == 0
     np.testing.assert_array_equal(pair.cache._tables.gain, 1.0)

@@ -75,7 +75,7 @@ def test_an_interrupted_prefill_leaves_no_summaries():
 
 def test_bytes_read_are_summaries_and_whole_pages():
     geometry = Geometry(6, 2, 64)
-    cache, stream = make_cache(Quest(budget=Budget(tokens=64)), geometry), Stream(geometry)
+    cache, stream = make_cache(Quest(budget=Budget(tokens=64), page=16), geometry), Stream(geometry)
     prefill(cache, stream.rows(320))
     decode(cache, stream.rows(1))  # row 321 begins page 20; 3 pages and the current row
     rows = sum(map(len, attended_rows(cache)))

@@ -9,7 +9,8 @@
 | Algorithm 1 line 10, top-k of C1 by exact q . k | NaiveLFPS.select |
 | eq 10, decay and update of the tables | NaiveLFPS.finish_step |
 
-Whole tables decay in every step. The scout is left out.
+Whole tables decay in every step. NaiveLFPS.scouted is the scout: rows that history does not know.
+Its directions, codes and best rows are the references of cpu/lfps/scout.py.
 Letters: ver by position (vertical pattern), dist by distance (slash pattern), tau thresholds.
 """
 
@@ -20,6 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
+from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.lfps.scout import (
+    DIRECTIONS,
+    PART,
+    choose_directions,
+    encoded,
+    find_rows_ref,
+)
 from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best, softmax
 
 if TYPE_CHECKING:
@@ -35,8 +44,6 @@ class NaiveLFPS(Naive):
     method: LFPS
 
     def __init__(self, method: LFPS, spec: LayerSpec) -> None:
-        if method.scout:
-            raise ValueError("the naive form of lfps has no scout")
         super().__init__(method, spec)
         self.known: dict[int, np.ndarray] = {}  # queries (H, d) that tables can start from
         self.has_tables = False
@@ -82,11 +89,50 @@ class NaiveLFPS(Naive):
         self.sigma2 = np.array(var) / (q**2).sum(1)
         self.raised = np.ones(self.n_head)
         self.has_tables = True
+        if self.method.scout:
+            self.aim(np.stack(queries[::-1], axis=1))
+            self.code(n)
+
+    def aim(self, queries: np.ndarray) -> None:
+        """Chooses the scout's directions by queries (H, s, d). No row has a code then."""
+        d = padded(queries.shape[2])
+        wider = d - queries.shape[2]
+        q = np.pad(queries, ((0, 0), (0, 0), (0, wider))).reshape(self.n_kv, -1, d)
+        covariance = np.pad(self.covariance, ((0, 0), (0, wider), (0, wider)))
+        n_codes = 4 * -(-d // (4 * DIRECTIONS))
+        encode, decode = choose_directions(q.astype(np.float32), covariance, n_codes)
+        self.encode = encode[:, : queries.shape[2]]
+        decode = decode[:, : queries.shape[2]]
+        decode /= np.abs(decode).max((1, 2), keepdims=True)
+        self.directions = decode.swapaxes(1, 2).astype(np.float16)
+        self.codes = [np.empty((0, PART // 16, n_codes // 4, 16, 4), np.uint8)] * self.n_kv
+
+    def code(self, n: int) -> None:
+        """Codes the whole parts of n rows that have no code."""
+        first, last = len(self.codes[0]), n // PART
+        if first < last:
+            k, mean = self.k[:, first * PART : last * PART], self.mean_k[:, None]
+            new = encoded(k.astype(np.float32), mean, self.encode, first == 0)
+            self.codes = [np.concatenate(each) for each in zip(self.codes, new, strict=True)]
+
+    def scouted(self, h: int) -> np.ndarray:
+        """Returns the best row of each part in the step's slice of all parts."""
+        codes, most = self.codes[h // self.group], -(-self.method.scout // PART)
+        if not len(codes):
+            return np.empty(0, int)
+        n_slices = -(-len(codes) // most)
+        turn = self.n % n_slices
+        first, last = (i * len(codes) // n_slices for i in (turn, turn + 1))
+        query = (self.q[h] * self.scale).astype(np.float32)
+        found = find_rows_ref(query, codes[first:last], self.directions[h // self.group])
+        return first * PART + found
 
     def select(self) -> list[Choice]:
         n, k, epsilon = self.n, self.method.budget.rows(self.n), self.method.epsilon
         if not self.has_tables:  # no query is known but that of this step
             self.start(n, [self.q])
+        if self.method.scout:
+            self.code(n - 1)
         grow = ((0, 0), (0, n - self.ver.shape[1]))
         self.ver, self.dist = np.pad(self.ver, grow), np.pad(self.dist, grow)  # step 10
         self.s = np.stack([self.scores(h, self.q, self.k) for h in range(self.n_head)])
@@ -145,11 +191,15 @@ class NaiveLFPS(Naive):
         n, limit, most = self.n, self.n, self.method.candidates
         active = [h for h in head_group if not self.bypassed[h]]
         if most:
-            limit = max(most * (1 + self.shares(n)), 2 * k)
+            limit = max(min(most, n) * (1 + self.shares(n)), 2 * k)
+            if self.method.scout:
+                limit += self.n_head * -(-self.method.scout // PART)
+        found = [row for h in active for row in self.scouted(h)] if self.method.scout else []
         factor, margin = self.raised[head_group[0]], np.inf
         while active:
             c1 = np.zeros(n, bool)
             c1[n - n_recent :] = True
+            c1[found] = True
             for h in active:
                 rows, nearest = self.near(h, factor)
                 c1 |= rows

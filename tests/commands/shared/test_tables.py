@@ -55,6 +55,6 @@ def test_methods(invoke: Callable[..., Any]) -> None:
     assert [line.split()[0] for line in lines[1:12]] == list(METHODS) and lines[12] == ""
     shown = invoke("methods", "quest", "sals").out
     assert shown.startswith("quest:\n") and "\nsals:\n" in shown
-    assert "-o page=16 " in shown and "-o dense_layers" not in shown
+    assert "-o page=8 " in shown and "-o dense_layers" not in shown
     assert shown.count("\n  --dense-layers  0,") == 2 and "type of V: f16\n" in shown
     assert invoke("methods", "qest").code == 2

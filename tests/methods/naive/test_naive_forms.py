@@ -42,6 +42,7 @@ CASES: list[tuple[str, str, str]] = [
     ("lfps", "24", "epsilon=0.7"),
     ("lfps", "10%", "preset=paper"),
     ("lfps", "24", "scored_by=group candidates=60 a=0.02"),
+    ("lfps", "24", "scout=128 epsilon=1"),
     ("lfps", "20", "horizon=30 epsilon=0.7 a=0.05 decay=0.9"),
     ("fasa", "60", ""),
     ("fasa", "40", "preset=paper"),
