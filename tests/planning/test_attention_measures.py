@@ -54,10 +54,10 @@ def test_each_rule_finds_what_it_is_made_for():
 
 def test_pages_are_chosen_by_bounds_of_their_keys():
     keys = np.zeros((N, 2), np.float32)
-    keys[100:105] = 3, -3  # a page with large bounds
+    keys[96:101] = 3, -3  # a page with large bounds
     q = np.tile(np.float32([1, -1]), (N_QUERIES, 1))
     weights = np.zeros((N_QUERIES, N))
-    weights[:, 96:112] = 0.5 / PAGE
+    weights[:, 96 : 96 + PAGE] = 0.5 / PAGE
     weights[:, 0], weights[:, 200] = 0.3, 0.2
     assert rate_pages(weights, q, keys) == pytest.approx(0.8)  # not row 200's page
 
