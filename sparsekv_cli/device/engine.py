@@ -182,7 +182,10 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:
-    """About what a chunk takes beside weights and cache: a layer's bf16 matrices, and its rows."""
+    """Returns about the bytes that a chunk needs in addition to weights and cache.
+
+    These are a layer's bf16 matrices and the chunk's rows.
+    """
     n_embd, most = hparams.n_embd, 0
     for layer in hparams.layers:
         heads = (layer.n_head + layer.n_head_kv) * (layer.head_dim + layer.value_dim)
