@@ -10,7 +10,7 @@ from pathlib import Path
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import find_by_name, models_by_name
 from sparsekv_cli.models.sources.hub import fetch, is_hub_name
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.settings.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
 MAX_SHOWN = 8  # names in a line about one that is not known

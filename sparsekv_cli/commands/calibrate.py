@@ -26,8 +26,8 @@ from sparsekv_cli.commands.options.model import (
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_text
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import did_you_mean
 
 if TYPE_CHECKING:
     from sparsekv_cli.calibration.sidecar import Entry

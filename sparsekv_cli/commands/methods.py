@@ -12,7 +12,7 @@ from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table
 from sparsekv_cli.commands.shared.terminal import write_text
-from sparsekv_cli.option import Allowed, did_you_mean
+from sparsekv_cli.settings.option import Allowed, did_you_mean
 
 
 @click.command(short_help="List the KV-cache methods and their options.")

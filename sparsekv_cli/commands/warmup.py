@@ -13,9 +13,9 @@ import click
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.shared.terminal import say
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.settings.config import SessionConfig
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
 GPU_BATCHES = (2, 4, 8)  # sequences that decode together: the rows of a step

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.gpu import lacking_packages, may_have_device
-from sparsekv_cli.memory import available_memory, container_limit, physical_memory
+from sparsekv_cli.system.gpu import lacking_packages, may_have_device
+from sparsekv_cli.system.memory import available_memory, container_limit, physical_memory
 
 #: The packages that the program requires, by their names at PyPI.
 REQUIRED = (

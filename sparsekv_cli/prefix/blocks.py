@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES
-from sparsekv_cli.files import open_regular
+from sparsekv_cli.system.files import open_regular
 
 BLOCK = 512  # tokens
 KIND = b"sparsekv rows "  # begins the files of all versions

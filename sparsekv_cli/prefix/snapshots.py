@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
-from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     SNAPSHOT,
@@ -26,6 +25,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import NONE
+from sparsekv_cli.system.files import open_regular
 
 SPREAD = 4  # ratio of the distances of two snapshots from the last one
 

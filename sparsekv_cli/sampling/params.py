@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
+from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
 MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all

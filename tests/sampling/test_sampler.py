@@ -17,7 +17,6 @@ import pytest
 from tiny_tokenizer import byte_characters, tiny_vocabulary
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling import chain
 from sparsekv_cli.sampling.chain import Candidates, make_sampler
 from sparsekv_cli.sampling.dry import (
@@ -33,6 +32,7 @@ from sparsekv_cli.sampling.params import (
     SamplingParams,
     params_from_metadata,
 )
+from sparsekv_cli.settings.option import options_of
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "samplers.json").read_text())
 LOGITS = {name: np.array(row, np.float32) for name, row in RECORD["logits"].items()}

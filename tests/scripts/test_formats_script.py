@@ -17,10 +17,10 @@ from reference_decoder import ReferenceModel, log_softmax, model_logits, referen
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 formats = load_script("accuracy/formats")
 wider = sys.modules["formats_wider"]

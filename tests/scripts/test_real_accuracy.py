@@ -12,11 +12,11 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.commands.eval.encode import encoder
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.ruler.answers import answer_all
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.evaluation.ruler.tasks import TASKS
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 real = load_script("accuracy/real")
 load_script("docs/results.py")

@@ -11,13 +11,13 @@ from sparsekv_cli.commands.chat.conversation import Conversation
 from sparsekv_cli.commands.options.sampling import NUMBERS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch
-from sparsekv_cli.option import TRUTH, did_you_mean, parse_number_or_word
 from sparsekv_cli.sampling.params import (
     MAX_SEED,
     SAMPLER_ORDER,
     SamplingParams,
     params_from_metadata,
 )
+from sparsekv_cli.settings.option import TRUTH, did_you_mean, parse_number_or_word
 
 DEFAULT = "default"
 SWITCH_WORDS = {"on": True, "off": False, **TRUTH}

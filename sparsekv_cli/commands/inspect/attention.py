@@ -13,9 +13,9 @@ from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import say, write_text
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.report.figures import check_matplotlib
+from sparsekv_cli.settings.config import SessionConfig
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.attention import AttentionMeasures, Suitability

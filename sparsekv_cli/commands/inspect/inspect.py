@@ -172,7 +172,7 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
     n_weights: bytes of them. The context is None where the system does not tell what is free.
     """
     from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
-    from sparsekv_cli.memory import available_memory
+    from sparsekv_cli.system.memory import available_memory
 
     available = available_memory()
     types = {}

@@ -14,8 +14,8 @@ from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import MAX_WHOLE, options_of
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import MAX_WHOLE, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path

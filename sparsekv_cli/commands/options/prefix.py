@@ -15,7 +15,7 @@ from sparsekv_cli.commands.options.model import Invocation, apply_options
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import TRUTH
+from sparsekv_cli.settings.option import TRUTH
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
@@ -88,8 +88,8 @@ def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_session_file(path: Path) -> None:
     """Raises SparseKVError for a file of another kind, or in no folder."""
-    from sparsekv_cli.files import naming, open_regular
     from sparsekv_cli.prefix.blocks import MAGIC
+    from sparsekv_cli.system.files import naming, open_regular
 
     if not path.parent.is_dir():
         raise SparseKVError(f"--session {path}: there is no folder {path.parent}")

@@ -16,8 +16,8 @@ from sparsekv_cli.commands.options.model import apply_options
 from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams
+from sparsekv_cli.settings.option import options_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Grammar

@@ -40,12 +40,12 @@ from sparsekv_cli.commands.shared.prompt import (
 )
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import AppendedFile
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
+from sparsekv_cli.system.files import AppendedFile
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.run.tasks import Task

@@ -20,7 +20,7 @@ from sparsekv_cli.generation.fields import (
 )
 from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import MAX_WHOLE
+from sparsekv_cli.settings.option import MAX_WHOLE
 
 
 @dataclass(frozen=True)
