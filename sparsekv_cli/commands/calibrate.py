@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.calibration.sidecar import Entry
 
 ALL, AUTO = "all", "auto"
-
-
-def _machine_options(function: Any) -> Any:
-    return apply_options(function, MACHINE_OPTIONS)
 
 
 @click.command(cls=GroupedCommand, short_help="Measure what some methods must know about a model.")
@@ -71,7 +68,7 @@ def _machine_options(function: Any) -> Any:
     "user's cache directory where that cannot be written]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_machine_options
+@partial(apply_options, options=MACHINE_OPTIONS)
 @verbose_option
 def command(
     model: str | None,
@@ -97,7 +94,7 @@ def command(
     from sparsekv_cli.calibration.sidecar import check_place, write_entry
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
-    opened = load_model(path, _method("full"), config)
+    opened = load_model(path, build_method("full", {}), config)
     calibrations = opened.calibrations
     place = calibrations.place_to_write() if output is None else Path(output)
     check_place(place)
@@ -109,7 +106,7 @@ def command(
             if name == AUTO:
                 _, entry = measure_losses(opened, source, n)
             else:
-                entry = calibrations.calibrate(_method(name), source, n, progress)
+                entry = calibrations.calibrate(build_method(name, {}), source, n, progress)
             write_entry(place, name, calibrations.identity, entry)
             seconds = time.perf_counter() - begin
             progress(name, 1.0, f"{entry.n_tokens} tokens, {seconds:.1f} s, stored in {place}")
@@ -144,10 +141,6 @@ def choose_methods(text: str) -> list[str]:
                 f"{AUTO} is what all methods lose"
             )
     return names
-
-
-def _method(name: str) -> Any:
-    return build_method(name, {})
 
 
 def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:

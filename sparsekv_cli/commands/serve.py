@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from sparsekv_cli.commands.options.model import (
     build_method,
     model_options,
     open_model,
+    prepare_methods,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, prefixes_maker
@@ -26,8 +26,6 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.model import Model
     from sparsekv_cli.serve.requests import Service
     from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -139,15 +137,6 @@ def command(
         model, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
     )
     run(service, host, port, key, cors, drain, parallel + queue)
-
-
-def prepare_methods(model: Model, methods: Sequence[Method]) -> None:
-    """Compiles and calibrates methods, so that no request has to wait for that."""
-    from sparsekv_cli.commands.shared import progress
-
-    with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
-        for method in methods:
-            model.prepare(method, compiling, calibrating)
 
 
 def check_open_files() -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.bench.lists import at_least_one, method_names, pairs_of_numbers
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
@@ -24,7 +23,12 @@ from sparsekv_cli.commands.options.model import (
     find_model,
     load_model,
     model_options,
+)
+from sparsekv_cli.commands.options.numbers import (
+    at_least_one,
+    name_list,
     number_list,
+    pairs_of_numbers,
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
@@ -95,7 +99,7 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
     metavar="LIST",
     shell_complete=completers.methods,
     default="full",
-    callback=method_names,
+    callback=name_list,
     help="KV-cache methods, with commas between. [default: full]",
 )
 @click.option(

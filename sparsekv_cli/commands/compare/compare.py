@@ -20,14 +20,11 @@ from sparsekv_cli.commands.options.model import (
     find_model,
     load_model,
     model_options,
-    number_list,
+    prepare_methods,
     warn_of_long_context,
 )
-from sparsekv_cli.commands.shared.progress import (
-    CalibrationProgress,
-    CompileProgress,
-    PrefillProgress,
-)
+from sparsekv_cli.commands.options.numbers import number_list
+from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
@@ -144,7 +141,7 @@ def command(
     warn_of_long_context(model)
     from sparsekv_cli.evaluation.compare import compare
     from sparsekv_cli.evaluation.needles import find_needles, plant_needles
-    from sparsekv_cli.evaluation.report.contents import contents
+    from sparsekv_cli.evaluation.result import contents
 
     ids = prompt_ids(model, text, raw)
     tokens = None
@@ -154,9 +151,7 @@ def command(
         )
     steps = count_steps(n_steps, tokens)
     prompts = plant_needles(model, text, needles, partial(prompt_ids, model, raw=raw))
-    with compiling, CalibrationProgress() as calibrating:
-        for method in chosen.values():
-            model.prepare(method, compiling, calibrating)
+    prepare_methods(model, chosen.values(), compiling)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(model, chosen, ids, steps, tokens, prefilling, decoding)
     with PrefillProgress("needles", "prompts") as planting:

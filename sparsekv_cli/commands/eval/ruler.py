@@ -16,11 +16,13 @@ from sparsekv_cli.commands.eval.options import (
     described,
     methods_option,
     open_eval,
+    ray_option,
+    records_option,
     write_json,
 )
-from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions, model_options, number_list
+from sparsekv_cli.commands.options.model import ModelOptions, model_options
+from sparsekv_cli.commands.options.numbers import number_list
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import one_line, say
@@ -85,14 +87,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     "method. [default: prefill]",
 )
 @click.option("--raw", is_flag=True, help="No chat template.")
-@click.option(
-    "--jsonl",
-    "path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    shell_complete=files,
-    help="Keep a line a sample and method there, and skip those that it has.",
-)
+@records_option("Keep a line a sample and method there, and skip those that it has.")
 @click.option(
     "-s",
     "--seed",
@@ -102,11 +97,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",
 )
-@click.option(
-    "--ray",
-    metavar="ADDRESS|auto",
-    help="Answer the samples on the nodes of a Ray cluster (docs/distributed.md).",
-)
+@ray_option("Answer the samples")
 @JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)
 def ruler(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -91,14 +91,6 @@ def _key_values(
             raise click.BadParameter(f"{key} is given twice")
         pairs[key] = text
     return pairs
-
-
-def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """Callback of an option that takes numbers with commas between."""
-    numbers = [part.strip() for part in value.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")
-    return [int(number) for number in numbers]
 
 
 def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
@@ -292,6 +284,20 @@ def open_model(options: ModelOptions) -> Model:
     model = load_model(find_model(options.model), method, options.config)
     warn_of_long_context(model)
     return model
+
+
+def prepare_methods(
+    model: Model, methods: Iterable[Method], compiling: CompileProgress | None = None
+) -> None:
+    """Calibrates and compiles methods, and says so. compiling: as ``load_model`` takes it."""
+    from sparsekv_cli.commands.shared import progress
+
+    with (
+        compiling or progress.CompileProgress() as compiling,
+        progress.CalibrationProgress() as calibrating,
+    ):
+        for method in methods:
+            model.prepare(method, compiling, calibrating)
 
 
 def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:

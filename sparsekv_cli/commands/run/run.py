@@ -27,6 +27,7 @@ from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
+    answer_fields,
     full_context_line,
     ledger_line,
     stream_answer,
@@ -195,7 +196,7 @@ def command(
     if logprobs is not None:
         sampler = remembered = LogProbs(sampler, logprobs, model.tokenizer)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
-    write, write_thinking = (_ignore, _ignore) if as_json else (shown.write, shown.think)
+    writers = {} if as_json else {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
     begin = partial(
         Generation,
@@ -207,8 +208,7 @@ def command(
         constraint=constraint,
         special=special,
         thinking=thinking,
-        write=write,
-        write_thinking=write_thinking,
+        **writers,
     )
     try:
         answer = stream_answer(sequence, ids, begin, rows=rows)
@@ -232,10 +232,6 @@ def command(
             say(ledger_line(sequence, options.method))
     if answer.stop_reason == STOP_INTERRUPT:
         raise KeyboardInterrupt
-
-
-def _ignore(_text: str) -> None:
-    """The writer of ``--json``: the text is part of the object."""
 
 
 def _answer_lines(
@@ -286,13 +282,8 @@ def _answer_lines(
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
     """Returns the object that ``--json`` prints."""
     return {
-        "text": answer.text,
-        "thinking": answer.thinking,
-        "prompt_tokens": len(ids),
+        **answer_fields(answer, len(ids)),
         "cached_tokens": sequence.timings.cached_tokens,
-        "generated_tokens": len(answer.tokens),
-        "tokens": [int(token) for token in answer.tokens],
-        "stop_reason": answer.stop_reason,
         "timings": sequence.timings.as_dict(),
         "method": {
             "name": method,
