@@ -39,34 +39,23 @@ ALL, AUTO = "all", "auto"
 @click.command(cls=GroupedCommand, short_help="Measure what some methods must know about a model.")
 @MODEL_OPTION
 @click.option(
-    "--method",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default=ALL,
+    "--method", metavar="LIST", shell_complete=completers.methods, default=ALL,
     help="The methods, with commas between, or all that need it; auto: what each method loses, by "
     "which --method auto chooses. [default: all]",
-)
+)  # fmt: skip
 @click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
+    "-f", "--file", metavar="FILE", shell_complete=files,
     help="Measure on this text instead of the built-in one; - is stdin.",
-)
+)  # fmt: skip
 @click.option(
-    "--tokens",
-    "n_tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
-)
+)  # fmt: skip
 @click.option(
-    "--output",
-    metavar="FILE",
-    shell_complete=files,
+    "--output", metavar="FILE", shell_complete=files,
     help="Write here; runs find it with --calibration FILE. [default: beside the model, or in the "
     "user's cache directory where that cannot be written]",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @partial(apply_options, options=MACHINE_OPTIONS)
 @verbose_option

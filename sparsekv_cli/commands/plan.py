@@ -30,17 +30,12 @@ ALL = "all"
 
 @click.command(cls=GroupedCommand, short_help="Forecast memory and speed of every method.")
 @click.option(
-    "--methods",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default=ALL,
+    "--methods", metavar="LIST", shell_complete=completers.methods, default=ALL,
     help="Methods with commas between, or all. [default: all]",
-)
+)  # fmt: skip
 @click.option(
-    "--measure",
-    is_flag=True,
-    help="Measure this machine again, for minutes and more exactly.",
-)
+    "--measure", is_flag=True, help="Measure this machine again, for minutes and more exactly.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
 @model_options(bench=True, seed=False, auto=False)

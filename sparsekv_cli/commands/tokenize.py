@@ -20,20 +20,16 @@ from sparsekv_cli.commands.shared.terminal import write_text
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")
 @click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
+    "-f", "--file", metavar="FILE", shell_complete=files,
     help="File with the text, every byte; - is stdin.",
-)
+)  # fmt: skip
 @click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
 @click.option(
-    "--no-parse-special",
-    is_flag=True,
+    "--no-parse-special", is_flag=True,
     help="Take special tokens in the text, such as <|im_end|>, as plain text.",
-)
+)  # fmt: skip
 @verbose_option
 def command(
     text: str | None,

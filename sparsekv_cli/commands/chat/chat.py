@@ -25,35 +25,26 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 @click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
-    "-n",
-    "--n-predict",
-    metavar="N",
-    type=click.IntRange(min=-1),
-    default=-1,
+    "-n", "--n-predict", metavar="N", type=click.IntRange(min=-1), default=-1,
     help="Most tokens of one answer; -1: until it ends or the context is full. [default: -1]",
-)
+)  # fmt: skip
 @stop_option
 @parse_special_option
 @think_option
 @click.option(
-    "--drop-thinking",
-    is_flag=True,
+    "--drop-thinking", is_flag=True,
     help="Leave what the model thought out of later prompts; what follows it is then read again.",
-)
+)  # fmt: skip
 @click.option(
-    "--context-shift",
-    is_flag=True,
+    "--context-shift", is_flag=True,
     help="When the context is full, drop the oldest turns and read the others again; without it "
     "the answer ends and the chat says so.",
-)
+)  # fmt: skip
 @click.option(
-    "--keep",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=0,
+    "--keep", metavar="N", type=click.IntRange(min=0), default=0,
     help="With --context-shift: turns that begin within the first N tokens stay, as the system "
     "message always does; 1: the first turn. [default: 0]",
-)
+)  # fmt: skip
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
 @prefix_options

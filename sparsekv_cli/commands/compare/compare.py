@@ -49,48 +49,32 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 @click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
+    "-f", "--file", metavar="FILE", shell_complete=files,
     help="Read the prompt from FILE; - is stdin.",
-)
+)  # fmt: skip
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
-    "--methods",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default="full,topk,lfps",
+    "--methods", metavar="LIST", shell_complete=completers.methods, default="full,topk,lfps",
     help="Methods with commas between, each with its own options if it has any, as in "
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
-)
+)  # fmt: skip
 @click.option(
-    "--sweep",
-    "sweeps",
-    metavar="OPTION=LIST",
-    multiple=True,
+    "--sweep", "sweeps", metavar="OPTION=LIST", multiple=True,
     help="Each method once with each value of an option, as in budget=1%,2%,5%,10%; repeatable.",
-)
+)  # fmt: skip
 @click.option(
-    "--steps",
-    "n_steps",
-    metavar="N",
-    type=click.IntRange(min=4),
+    "--steps", "n_steps", metavar="N", type=click.IntRange(min=4),
     help=f"Tokens that every method decodes. [default: {DEFAULT_STEPS}]",
-)
+)  # fmt: skip
 @click.option(
-    "--continuation",
-    metavar="FILE",
+    "--continuation", metavar="FILE",
     help="Decode this text, instead of what the full model would write.",
-)
+)  # fmt: skip
 @click.option(
-    "--needles",
-    metavar="LIST",
-    default="",
-    callback=needle_lengths,
+    "--needles", metavar="LIST", default="", callback=needle_lengths,
     help="Also plant a fact at five depths in so many tokens of the document, as in 1024,2048, "
     "and ask every method for it.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option(
     "--html", metavar="FILE", shell_complete=files, help="Write a report, one page, to FILE."

@@ -39,13 +39,9 @@ JSON_OPTION = click.option(
 def methods_option(help_text: str) -> Callable[[Any], Any]:
     """``--method``, which may be repeated."""
     return click.option(
-        "--method",
-        "methods",
-        metavar="NAME[:OPTIONS]",
-        multiple=True,
-        shell_complete=completers.methods,
-        help=help_text,
-    )
+        "--method", "methods", metavar="NAME[:OPTIONS]", multiple=True,
+        shell_complete=completers.methods, help=help_text,
+    )  # fmt: skip
 
 
 def records_option(help_text: str) -> Callable[[Any], Any]:

@@ -51,52 +51,32 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
 @click.command(cls=GroupedCommand, short_help="RULER's tasks at any length.")
 @methods_option("A method, in the syntax of 'compare --methods'; repeatable. [default: full]")
 @click.option(
-    "--tasks",
-    metavar="LIST",
-    default="all",
-    callback=task_list,
+    "--tasks", metavar="LIST", default="all", callback=task_list,
     help="RULER's tasks with commas between, niah for those with needles. [default: all]",
-)
+)  # fmt: skip
 @click.option(
-    "--lengths",
-    metavar="LIST",
-    default="1024,2048,4096",
-    callback=number_list,
+    "--lengths", metavar="LIST", default="1024,2048,4096", callback=number_list,
     help="Tokens of a sample, prompt and answer together. [default: 1024,2048,4096]",
-)
+)  # fmt: skip
 @click.option(
-    "--samples",
-    "n_samples",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=5,
+    "--samples", "n_samples", metavar="N", type=click.IntRange(min=1), default=5,
     help="Samples of each task and length. [default: 5]",
-)
+)  # fmt: skip
 @click.option(
-    "-n",
-    "--n-predict",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "-n", "--n-predict", metavar="N", type=click.IntRange(min=1),
     help="Tokens of an answer at most. [default: the task's, 30 to 128]",
-)
+)  # fmt: skip
 @click.option(
-    "--question-by",
-    type=click.Choice(("prefill", "decode")),
-    default="prefill",
+    "--question-by", type=click.Choice(("prefill", "decode")), default="prefill",
     help="Whether the question is prefilled with the text or decoded token by token, by the "
     "method. [default: prefill]",
-)
+)  # fmt: skip
 @click.option("--raw", is_flag=True, help="No chat template.")
 @records_option("Keep a line a sample and method there, and skip those that it has.")
 @click.option(
-    "-s",
-    "--seed",
-    "sample_seed",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=SEED,
+    "-s", "--seed", "sample_seed", metavar="N", type=click.IntRange(min=0), default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",
-)
+)  # fmt: skip
 @ray_option("Answer the samples")
 @JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)

@@ -32,30 +32,21 @@ SPECIAL_ID_SUFFIX = "_token_id"
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor.")
 @click.option("--metadata", "list_metadata", is_flag=True, help="List every key (in JSON: always).")
 @click.option(
-    "--check-tensors",
-    is_flag=True,
+    "--check-tensors", is_flag=True,
     help="Read all tensors and fail if a float or a block's scale is NaN or infinite.",
-)
+)  # fmt: skip
 @click.option(
-    "--attention",
-    is_flag=True,
+    "--attention", is_flag=True,
     help="Show instead how the model attends to a text: what sparse attention can rely on.",
-)
+)  # fmt: skip
 @click.option(
-    "-f",
-    "--file",
-    "text",
-    metavar="FILE",
-    shell_complete=completers.files,
+    "-f", "--file", "text", metavar="FILE", shell_complete=completers.files,
     help="The text of --attention; - is stdin. [default: a built-in one]",
-)
+)  # fmt: skip
 @click.option(
-    "--tokens",
-    "n_tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
-)
+)  # fmt: skip
 @click.option("--png", metavar="FILE", shell_complete=completers.files, help="Draw --attention.")
 @verbose_option
 def command(

@@ -104,13 +104,10 @@ SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from
 Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
 MODEL_OPTION = click.option(
-    "-m",
-    "--model",
-    metavar="FILE|NAME",
-    shell_complete=completers.models,
+    "-m", "--model", metavar="FILE|NAME", shell_complete=completers.models,
     help="GGUF file (any part of a split one), a name that 'sparsekv-cli models' lists, or "
     "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
-)
+)  # fmt: skip
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
@@ -120,80 +117,55 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     *MACHINE_OPTIONS,
     *map(session_option, CPU_AND_GPU_OPTIONS),
     click.option(
-        "-o",
-        "--method-opt",
-        "method_options",
-        metavar="KEY=VALUE",
-        multiple=True,
-        callback=_key_values,
-        shell_complete=completers.method_options,
+        "-o", "--method-opt", "method_options", metavar="KEY=VALUE", multiple=True,
+        callback=_key_values, shell_complete=completers.method_options,
         help="An option of the method; repeatable. See 'sparsekv-cli methods'.",
     ),
     click.option(
-        "--budget",
-        metavar="N|P%",
+        "--budget", metavar="N|P%",
         help="Tokens attended a step: a number, or a share of the context.",
     ),
     click.option(
-        "--dense-layers",
-        metavar="LIST",
+        "--dense-layers", metavar="LIST",
         help="Layers that attend to everything, such as 0,1 or none; lfps: see its pages_from.",
     ),
     click.option(
-        "-ctk",
-        "--cache-type-k",
-        metavar="TYPE",
+        "-ctk", "--cache-type-k", metavar="TYPE",
         help="Type of K in the cache: f16, q8_0, q5_1 or q4_0. [default: f16]",
     ),
     click.option(
-        "-ctv",
-        "--cache-type-v",
-        metavar="TYPE",
+        "-ctv", "--cache-type-v", metavar="TYPE",
         help="Type of V in the cache, which bears fewer bits than K. [default: f16]",
     ),
     click.option(
-        "--calibration",
-        metavar="FILE",
-        shell_complete=completers.files,
+        "--calibration", metavar="FILE", shell_complete=completers.files,
         help="Calibration of the method to use, written by 'calibrate --output FILE'.",
     ),
-]
+]  # fmt: skip
 
 SEED_OPTION = click.option(
-    "-s",
-    "--seed",
-    metavar="N",
-    type=click.IntRange(-1, 2**64 - 1),
-    default=-1,
+    "-s", "--seed", metavar="N", type=click.IntRange(-1, 2**64 - 1), default=-1,
     help="Seed of every random choice; -1 takes a random one. [default: -1]",
-)
+)  # fmt: skip
 
 CONTEXT_OPTION = session_option("ctx_size")
 
 SPARSE_FROM_OPTION = click.option(
-    "--sparse-from",
-    metavar="N",
-    type=click.IntRange(0, MAX_WHOLE),
+    "--sparse-from", metavar="N", type=click.IntRange(0, MAX_WHOLE),
     help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
     "at once. [default: where that pays, by the model's shape]",
-)
+)  # fmt: skip
 
 METHOD_OPTION = click.option(
-    "--method",
-    metavar="NAME",
-    default="full",
-    shell_complete=completers.methods,
+    "--method", metavar="NAME", default="full", shell_complete=completers.methods,
     help="KV-cache method (see 'sparsekv-cli methods'), or auto: the fastest that loses at most "
     "--max-loss. [default: full]",
-)
+)  # fmt: skip
 
 MAX_LOSS_OPTION = click.option(
-    "--max-loss",
-    metavar="KLD",
-    type=FiniteRange(min=0),
-    default=0.1,
+    "--max-loss", metavar="KLD", type=FiniteRange(min=0), default=0.1,
     help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
-)
+)  # fmt: skip
 
 
 def model_options(

@@ -26,34 +26,26 @@ if TYPE_CHECKING:
 SWITCH = "SPARSEKV_NO_CACHE"
 
 DIRECTORY_OPTION = click.option(
-    "--cache-dir",
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
     help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
-)
+)  # fmt: skip
 
 OPTIONS: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
-        "--cache-limit",
-        metavar="GIB",
-        type=FiniteRange(min=0, min_open=True),
-        default=2.0,
+        "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True), default=2.0,
         help="Most that the folder takes; what was not used for longest goes. [default: 2]",
     ),
     click.option(
-        "--no-cache",
-        is_flag=True,
+        "--no-cache", is_flag=True,
         help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
     ),
     click.option(
-        "--session",
-        metavar="FILE",
-        type=click.Path(dir_okay=False, path_type=Path),
+        "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
         help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
         "folder; also those of other machines and methods.",
     ),
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

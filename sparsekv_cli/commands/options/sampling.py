@@ -65,13 +65,9 @@ def _breakers(
 
 
 stop_option = click.option(
-    "-r",
-    "--stop",
-    metavar="TEXT",
-    multiple=True,
-    callback=_stops,
+    "-r", "--stop", metavar="TEXT", multiple=True, callback=_stops,
     help="End the answer before this text; repeatable.",
-)
+)  # fmt: skip
 
 
 def _number(declared: Field[Any]) -> Callable[[Any], Any]:
@@ -86,50 +82,35 @@ FIELDS = (*NUMBERS, "dry_sequence_breakers", "logit_bias", "samplers")
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     *map(_number, NUMBERS.values()),
     click.option(
-        "--dry-sequence-breaker",
-        "dry_sequence_breakers",
-        metavar="TEXT",
-        multiple=True,
+        "--dry-sequence-breaker", "dry_sequence_breakers", metavar="TEXT", multiple=True,
         callback=_breakers,
         help="Text that ends a repetition, in place of the default ones; repeatable; none: no such "
         "text.",
     ),
     click.option(
-        "-l",
-        "--logit-bias",
-        metavar="ID(+/-)BIAS",
-        multiple=True,
-        callback=_logit_bias,
+        "-l", "--logit-bias", metavar="ID(+/-)BIAS", multiple=True, callback=_logit_bias,
         help="Add to the logit of a token, such as 15043+1 or 15043-inf; repeatable.",
     ),
     click.option(
-        "--samplers",
-        metavar="LIST",
-        callback=_samplers,
+        "--samplers", metavar="LIST", callback=_samplers,
         help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
     click.option(
-        "--json-schema",
-        metavar="FILE|TEXT",
-        shell_complete=files,
+        "--json-schema", metavar="FILE|TEXT", shell_complete=files,
         help="The answer is JSON that fits this JSON schema; {}: any JSON.",
     ),
     click.option(
-        "--grammar",
-        metavar="FILE",
-        shell_complete=files,
+        "--grammar", metavar="FILE", shell_complete=files,
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
     click.option(
-        "--think-budget",
-        metavar="N",
-        type=click.IntRange(min=0),
+        "--think-budget", metavar="N", type=click.IntRange(min=0),
         help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
         "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
     ),
-]
+]  # fmt: skip
 
 
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,67 +58,50 @@ MAX_PARALLEL = 256
 @click.command(cls=GroupedCommand, short_help="Complete one prompt; made for pipelines.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
 @click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
+    "-f", "--file", metavar="FILE", shell_complete=files,
     help="Read the prompt from FILE; - is stdin.",
-)
+)  # fmt: skip
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
-    "--raw",
-    is_flag=True,
+    "--raw", is_flag=True,
     help="Give the prompt as it is: no chat template, and control tokens in it such as <|im_end|> "
     "are parsed, as llama.cpp does it. So it is with a model that has no template.",
-)
+)  # fmt: skip
 @parse_special_option
 @click.option(
-    "-n",
-    "--n-predict",
-    metavar="N",
-    type=click.IntRange(min=-1),
-    default=-1,
+    "-n", "--n-predict", metavar="N", type=click.IntRange(min=-1), default=-1,
     help="Most tokens to generate; -1: until the answer ends or the context is full. [default: -1]",
-)
+)  # fmt: skip
 @stop_option
 @think_option
 @click.option(
-    "--inline-thinking",
-    is_flag=True,
+    "--inline-thinking", is_flag=True,
     help="What the model thinks stays in the text, as it is with --raw and --special. By default "
     "it goes to stderr, and with --json and --jsonl to a field of its own.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
-    "--logprobs",
-    metavar="N",
-    type=click.IntRange(min=0),
+    "--logprobs", metavar="N", type=click.IntRange(min=0),
     help="With --json and --jsonl: the logarithm of each token's probability, and of the N most "
     "likely ones.",
-)
+)  # fmt: skip
 @click.option("--special", is_flag=True, help="Write control tokens such as <|im_end|>, too.")
 @click.option(
-    "--jsonl",
-    is_flag=True,
+    "--jsonl", is_flag=True,
     help="Read a JSON object a line, with 'prompt' or 'messages', and print an object for each.",
-)
+)  # fmt: skip
 @click.option(
-    "--parallel",
-    metavar="N",
-    type=click.IntRange(1, MAX_PARALLEL),
+    "--parallel", metavar="N", type=click.IntRange(1, MAX_PARALLEL),
     help="With --jsonl: lines that are answered together. [default: 1]",
-)
+)  # fmt: skip
 @click.option(
-    "--output",
-    metavar="FILE",
-    shell_complete=files,
+    "--output", metavar="FILE", shell_complete=files,
     help="With --jsonl: write to FILE, and go on where it ends.",
-)
+)  # fmt: skip
 @click.option(
-    "--ray",
-    metavar="ADDRESS|auto",
+    "--ray", metavar="ADDRESS|auto",
     help="With --jsonl: answer the lines on the nodes of a Ray cluster (docs/distributed.md).",
-)
+)  # fmt: skip
 @model_options()
 @prefix_options
 @sampling_options

@@ -10,20 +10,18 @@ import click
 from sparsekv_cli.errors import SparseKVError
 
 parse_special_option = click.option(
-    "--parse-special",
-    is_flag=True,
+    "--parse-special", is_flag=True,
     help="Parse control tokens such as <|im_end|> in messages, too. By default only those that the "
     "chat template writes are parsed, so that no message can begin a turn.",
-)
+)  # fmt: skip
 
 
 think_option = click.option(
-    "--think",
-    type=click.Choice(("on", "off")),
+    "--think", type=click.Choice(("on", "off")),
     callback=lambda _context, _parameter, value: None if value is None else value == "on",
     help="Whether the model thinks ahead of its answer, if its chat template has that choice. "
     "[default: the template's]",
-)
+)  # fmt: skip
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
