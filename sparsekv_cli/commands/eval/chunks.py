@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from sparsekv_cli.commands.eval.options import (
     records_option,
 )
 from sparsekv_cli.commands.options.completers import files
-from sparsekv_cli.commands.options.model import ModelOptions, apply_options, model_options
+from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class ScoreOptions:
 
 
 def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any]:
-    """Adds the options of both commands, and passes them as ``given`` and ``options``.
+    """Adds the options of both commands, and passes them as ``given``.
 
     methods, base: the help of ``--method`` and of ``--kl-divergence-base``.
     """
@@ -78,16 +77,10 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         JSON_OPTION,
     ]  # fmt: skip
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        @functools.wraps(function)
-        def gather(options: ModelOptions, **values: Any) -> None:
-            function(options, ScoreOptions(**values))
+    def gather(values: dict[str, Any]) -> ScoreOptions:
+        return ScoreOptions(**{each.name: values.pop(each.name) for each in fields(ScoreOptions)})
 
-        return apply_options(
-            model_options(bench=True, sparse_from=False, seed=False)(gather), added
-        )
-
-    return decorate
+    return gathered("given", gather, added)
 
 
 def digest(text: str) -> str:

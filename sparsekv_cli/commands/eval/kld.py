@@ -25,7 +25,7 @@ from sparsekv_cli.commands.eval.options import (
     write_json,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions, build_method
+from sparsekv_cli.commands.options.model import ModelOptions, build_method, model_options
 from sparsekv_cli.commands.shared.tables import print_table
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     "What to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
     "scored. [default: full, which decodes the text given with -f]",
 )
+@model_options(bench=True, sparse_from=False, seed=False)
 def kld(options: ModelOptions, given: ScoreOptions) -> None:
     """Distance of methods to a file of log-probabilities, or to dense attention.
 

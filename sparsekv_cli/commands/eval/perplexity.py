@@ -23,7 +23,7 @@ from sparsekv_cli.commands.eval.options import (
     write_json,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions
+from sparsekv_cli.commands.options.model import ModelOptions, model_options
 from sparsekv_cli.commands.shared.tables import print_table
 
 
@@ -32,6 +32,7 @@ from sparsekv_cli.commands.shared.tables import print_table
     "[default: none; chunks are prefilled]",
     "Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
 )
+@model_options(bench=True, sparse_from=False, seed=False)
 def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     """Perplexity of a text by llama-perplexity's algorithm.
 

@@ -100,6 +100,22 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
     return function
 
 
+def gathered(
+    name: str, gather: Callable[[dict[str, Any]], Any], options: list[Callable[[Any], Any]]
+) -> Callable[[Callable[..., Any]], Any]:
+    """Adds ``options``; passes what ``gather`` takes out of a command's values as ``name``."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            found = gather(values)
+            return function(**{name: found}, **values)
+
+        return apply_options(call, options)
+
+    return decorate
+
+
 SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
 Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
@@ -177,19 +193,11 @@ def model_options(
     sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
     whether there is ``--seed``. auto: whether the method may be left to the program.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def gather(**values: Any) -> Any:
-            return function(options=_gather_model_options(values), **values)
-
-        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
-        own += [SPARSE_FROM_OPTION] if sparse_from else []
-        own += [MAX_LOSS_OPTION] if sparse_from and auto else []
-        own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
-        return apply_options(gather, [MODEL_OPTION, *own, verbose_option])
-
-    return decorate
+    own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
+    own += [SPARSE_FROM_OPTION] if sparse_from else []
+    own += [MAX_LOSS_OPTION] if sparse_from and auto else []
+    own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
+    return gathered("options", _gather_model_options, [MODEL_OPTION, *own, verbose_option])
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:

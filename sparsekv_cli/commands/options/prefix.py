@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.model import Invocation, apply_options
+from sparsekv_cli.commands.options.model import Invocation, gathered
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -58,24 +57,21 @@ class PrefixOptions:
     session: Path | None
 
 
-def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options above; passes them as ``prefix``."""
+def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
+    from sparsekv_cli.prefix.folder import check_folder
 
-    @functools.wraps(function)
-    def gather(**values: Any) -> Any:
-        from sparsekv_cli.prefix.folder import check_folder
+    directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
+    is_off = values.pop("no_cache") or is_switched_off()
+    session = values.pop("session")
+    if session is not None:
+        check_session_file(session)
+        is_off = False  # it was asked for
+    elif directory is not None and not is_off:
+        check_folder(directory)
+    return PrefixOptions(directory, limit, is_off, session)
 
-        directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
-        is_off = values.pop("no_cache") or is_switched_off()
-        session = values.pop("session")
-        if session is not None:
-            check_session_file(session)
-            is_off = False  # it was asked for
-        elif directory is not None and not is_off:
-            check_folder(directory)
-        return function(prefix=PrefixOptions(directory, limit, is_off, session), **values)
 
-    return apply_options(gather, OPTIONS)
+prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
 
 
 def check_session_file(path: Path) -> None:

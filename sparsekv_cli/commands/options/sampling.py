@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import Field
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options.completers import files
-from sparsekv_cli.commands.options.model import apply_options
+from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
@@ -113,28 +112,25 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 
-def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the sampling options; passes them as ``sampling``. A bad value is a usage error."""
+def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
+    """Takes the sampling options out of ``values``. A bad value is a usage error."""
+    given = {name: values.pop(name) for name in FIELDS}
+    explicit = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**explicit)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+    ignore_eos, grammar = values.pop("ignore_eos"), _gather_grammar(values)
+    if ignore_eos and grammar is not None:
+        raise click.UsageError(
+            f"--ignore-eos and --{grammar.kind} exclude each other: the answer ends where it "
+            "matches",
+            click.get_current_context(),
+        )
+    return SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
 
-    @functools.wraps(function)
-    def gather(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in FIELDS}
-        explicit = {name: value for name, value in given.items() if value is not None}
-        try:
-            SamplingParams(**explicit)
-        except ValueError as error:
-            raise click.UsageError(str(error), click.get_current_context()) from None
-        ignore_eos, grammar = values.pop("ignore_eos"), _gather_grammar(values)
-        if ignore_eos and grammar is not None:
-            raise click.UsageError(
-                f"--ignore-eos and --{grammar.kind} exclude each other: the answer ends where it "
-                "matches",
-                click.get_current_context(),
-            )
-        sampling = SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
-        return function(sampling=sampling, **values)
 
-    return apply_options(gather, SAMPLING_OPTIONS)
+sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 
 
 def check_think_budget(

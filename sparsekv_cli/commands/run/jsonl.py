@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.commands.run.tasks import Task, read_task
+from sparsekv_cli.commands.run.lines import read_task
+from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,13 @@ from sparsekv_cli.commands.options.model import (
     Invocation,
     ModelOptions,
     build_method,
+    gathered,
     model_options,
     open_model,
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
+from sparsekv_cli.commands.run.task import Task, gather_task
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
     answer_fields,
@@ -45,11 +48,10 @@ from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.logprobs import LogProbs
-from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
+from sparsekv_cli.generation.sampler import new_constraint, new_sampler
 from sparsekv_cli.system.files import AppendedFile
 
 if TYPE_CHECKING:
-    from sparsekv_cli.commands.run.tasks import Task
     from sparsekv_cli.sequence import Sequence
 
 MAX_PARALLEL = 256
@@ -105,24 +107,16 @@ MAX_PARALLEL = 256
 @model_options()
 @prefix_options
 @sampling_options
+@gathered("task", gather_task, [])
 @click.pass_context
 def command(
     context: click.Context,
     options: ModelOptions,
     prefix: PrefixOptions,
-    sampling: SamplingOptions,
+    task: Task,
     prompt: str | None,
     file: str | None,
-    system: str | None,
-    raw: bool,
-    parse_special: bool,
-    n_predict: int,
-    stop: tuple[str, ...],
-    think: bool | None,
-    inline_thinking: bool,
     as_json: bool,
-    logprobs: int | None,
-    special: bool,
     jsonl: bool,
     parallel: int | None,
     output: str | None,
@@ -140,44 +134,32 @@ def command(
         raise click.UsageError("--parallel, --output and --ray need --jsonl", context)
     if ray is not None and prefix.session is not None:
         raise click.UsageError("--session is a file of one machine: leave it out", context)
-    if logprobs is not None and not (as_json or jsonl):
+    if task.logprobs is not None and not (as_json or jsonl):
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
-    if raw and system is not None:
+    if task.raw and task.system is not None:
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
-    if raw and think is not None:
+    if task.raw and task.think is not None:
         raise click.UsageError("--think needs the chat template, which --raw switches off", context)
-    check_think_budget(context, sampling, think, raw=raw)
-    if system is not None:
-        system = check_utf8(system, "the system message given with -sys")
+    check_think_budget(context, task.sampling, task.think, raw=task.raw)
+    if task.system is not None:
+        task = replace(task, system=check_utf8(task.system, "the system message given with -sys"))
     if jsonl:
-        from sparsekv_cli.commands.run.tasks import Task  # which imports pydantic
-
-        task = Task(
-            system=system,
-            raw=raw,
-            parse_special=parse_special,
-            special=special,
-            think=think,
-            inline_thinking=inline_thinking,
-            n_predict=n_predict,
-            stop=stop,
-            seed=options.seed,
-            logprobs=logprobs,
-            sampling=sampling,
-        )
         _answer_lines(options, prefix, file, task, parallel or 1, output, ray)
         return
     text = read_prompt(prompt, file)
     model = open_model(options)
-    ids = prompt_ids(model, text, system, raw=raw, parse_special=parse_special, think=think)
-    model, options = choose_method(model, options, len(ids) + max(n_predict, 0))
+    ids = prompt_ids(
+        model, text, task.system,
+        raw=task.raw, parse_special=task.parse_special, think=task.think,
+    )  # fmt: skip
+    model, options = choose_method(model, options, len(ids) + max(task.n_predict, 0))
     rows = open_prompt_rows(model, prefix, model.method)
-    marked = None if raw else model_thinking(model)
-    thinking = None if special or inline_thinking else marked
-    constraint = new_constraint(model, sampling, marked, think)
-    sampler = new_sampler(model, sampling, options.seed, constraint)
-    if logprobs is not None:
-        sampler = remembered = LogProbs(sampler, logprobs, model.tokenizer)
+    marked = None if task.raw else model_thinking(model)
+    thinking = None if task.special or task.inline_thinking else marked
+    constraint = new_constraint(model, task.sampling, marked, task.think)
+    sampler = new_sampler(model, task.sampling, task.seed, constraint)
+    if task.logprobs is not None:
+        sampler = remembered = LogProbs(sampler, task.logprobs, model.tokenizer)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     writers = {} if as_json else {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
@@ -186,10 +168,10 @@ def command(
         model.tokenizer,
         sequence,
         sampler,
-        n_predict=n_predict,
-        stops=stop,
+        n_predict=task.n_predict,
+        stops=task.stop,
         constraint=constraint,
-        special=special,
+        special=task.special,
         thinking=thinking,
         **writers,
     )
@@ -198,13 +180,13 @@ def command(
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
     shown.end_thinking()
-    if (line := full_context_line(model, sequence, answer, n_predict)) is not None:
+    if (line := full_context_line(model, sequence, answer, task.n_predict)) is not None:
         say(line)
     if as_json:
         printed = result(sequence, ids, answer, options.method)
         if options.choice is not None:
             printed["method"]["auto"] = options.choice
-        if logprobs is not None:
+        if task.logprobs is not None:
             printed["logprobs"] = remembered.of(answer)
         click.echo(json.dumps(printed))
     else:
