@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -25,8 +24,8 @@ from sparsekv_cli.commands.options.model import (
     verbose_option,
 )
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
-from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import say, write_text
+from sparsekv_cli.commands.shared.prompt import file_option, read_prompt
+from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import did_you_mean
 
@@ -43,10 +42,7 @@ ALL, AUTO = "all", "auto"
     help="The methods, with commas between, or all that need it; auto: what each method loses, by "
     "which --method auto chooses. [default: all]",
 )  # fmt: skip
-@click.option(
-    "-f", "--file", metavar="FILE", shell_complete=files,
-    help="Measure on this text instead of the built-in one; - is stdin.",
-)  # fmt: skip
+@file_option("Measure on this text instead of the built-in one; - is stdin.")
 @click.option(
     "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
@@ -102,8 +98,7 @@ def command(
             rows.append(describe(name, entry, seconds))
     size = place.stat().st_size
     if as_json:
-        result = {"model": str(path), "path": str(place), "bytes": size, "methods": rows}
-        write_text(json.dumps(result, indent=2) + "\n")
+        write_json({"model": str(path), "path": str(place), "bytes": size, "methods": rows})
     else:
         say(f"{place}: {size / 2**20:.1f} MiB")
 

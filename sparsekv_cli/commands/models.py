@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import click
 
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_text
+from sparsekv_cli.commands.shared.terminal import say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.sources.listing import ListedModel
@@ -33,7 +32,7 @@ def command(as_json: bool) -> None:
 
     models = list(list_models())
     if as_json:
-        write_text(json.dumps([as_dict(model) for model in models], indent=2) + "\n")
+        write_json([as_dict(model) for model in models])
     elif models:
         show(models)
     else:

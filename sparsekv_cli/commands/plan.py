@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
@@ -20,7 +19,7 @@ from sparsekv_cli.commands.options.model import (
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgress
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_text
+from sparsekv_cli.commands.shared.terminal import say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.plan import Plan, PlannedMethod
@@ -72,7 +71,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
             )  # fmt: skip
         plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from)
     if as_json:
-        write_text(json.dumps(plan.as_dict(), indent=2) + "\n")
+        write_json(plan.as_dict())
     else:
         show(plan)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,8 +24,8 @@ from sparsekv_cli.commands.options.model import (
 )
 from sparsekv_cli.commands.options.numbers import number_list
 from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
-from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.commands.shared.prompt import file_option, prompt_option, read_prompt
+from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
@@ -47,11 +46,8 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 
 
 @click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
-@click.option(
-    "-f", "--file", metavar="FILE", shell_complete=files,
-    help="Read the prompt from FILE; - is stdin.",
-)  # fmt: skip
+@prompt_option
+@file_option("Read the prompt from FILE; - is stdin.")
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
     "--methods", metavar="LIST", shell_complete=completers.methods, default="full,topk,lfps",
@@ -143,7 +139,7 @@ def command(
     found = contents(len(ids), steps, rows, planted, about(model))
     write_reports(found, html, png)
     if as_json:
-        write_text(json.dumps(found, indent=2) + "\n")
+        write_json(found)
     else:
         print_table(found)
 

@@ -21,6 +21,7 @@ from sparsekv_cli.commands.eval.options import (
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.shared.progress import PrefillProgress
+from sparsekv_cli.commands.shared.prompt import file_option
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.chunks import Chunks
@@ -56,9 +57,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
     """
     added = [
         methods_option(SCORED_BY + methods),
-        click.option(
-            "-f", "--file", metavar="FILE", shell_complete=files, help="The text; - is stdin."
-        ),
+        file_option("The text; - is stdin."),
         click.option(
             "-c", "--ctx-size", "n_ctx", metavar="N", type=click.IntRange(min=4),
             help="Tokens of a chunk, of which the second half is scored. "

@@ -22,11 +22,11 @@ from sparsekv_cli.commands.eval.options import (
     described,
     open_eval,
     read_text,
-    write_json,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, build_method, model_options
 from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.kld import Statistic
@@ -93,7 +93,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
             for way, method in ways.items()
         ]
         told = "full" if base is None else str(base)
-        write_json({"base": told, **sizes(chunks), "methods": rows})
+        write_json({"base": told, **sizes(chunks), "methods": rows}, ensure_ascii=False)
         return
     lines = [
         (name, *(estimate(statistics[way][name], name) for way in ways))

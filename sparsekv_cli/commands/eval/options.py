@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from sparsekv_cli.commands.options.model import (
 )
 from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
@@ -115,7 +113,3 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}
-
-
-def write_json(told: dict[str, Any]) -> None:
-    write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -20,11 +20,11 @@ from sparsekv_cli.commands.eval.options import (
     described,
     open_eval,
     read_text,
-    write_json,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, model_options
 from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_json
 
 
 @click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
@@ -78,7 +78,7 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
         )
     if given.as_json:
         first = {key: rows[0][key] for key in ("ppl", "ppl_stderr", "n_tokens")}
-        write_json({**first, **sizes(chunks), "methods": rows})
+        write_json({**first, **sizes(chunks), "methods": rows}, ensure_ascii=False)
     else:
         print_table(
             title(chunks),

@@ -18,14 +18,13 @@ from sparsekv_cli.commands.eval.options import (
     open_eval,
     ray_option,
     records_option,
-    write_json,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, model_options
 from sparsekv_cli.commands.options.numbers import number_list
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.ruler.records import RulerRecords
@@ -133,7 +132,7 @@ def ruler(
                 say(progress_line(records, settings, plan, length, task))
     found = results(records, settings, plan)
     if as_json:
-        write_json({"configuration": configuration, "results": found})
+        write_json({"configuration": configuration, "results": found}, ensure_ascii=False)
     else:
         print_scores(found, plan)
 

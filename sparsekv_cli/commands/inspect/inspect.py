@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
+from sparsekv_cli.commands.shared.prompt import file_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
+from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -39,10 +40,7 @@ SPECIAL_ID_SUFFIX = "_token_id"
     "--attention", is_flag=True,
     help="Show instead how the model attends to a text: what sparse attention can rely on.",
 )  # fmt: skip
-@click.option(
-    "-f", "--file", "text", metavar="FILE", shell_complete=completers.files,
-    help="The text of --attention; - is stdin. [default: a built-in one]",
-)  # fmt: skip
+@file_option("The text of --attention; - is stdin. [default: a built-in one]", "text")
 @click.option(
     "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
@@ -101,7 +99,7 @@ def command(
             unchecked = [kind.name for kind in result.unchecked]
             summary["check"] = {"tensors": result.n_tensors, "bad": 0, "unchecked_types": unchecked}
     if as_json:
-        click.echo(json.dumps(summary, indent=2, allow_nan=False))
+        write_json(summary, allow_nan=False)
     else:
         _show(summary, list_metadata)
     if problem is not None and not isinstance(problem, UnsupportedModelError):

@@ -38,7 +38,9 @@ from sparsekv_cli.commands.shared.answer import (
 )
 from sparsekv_cli.commands.shared.prompt import (
     check_utf8,
+    file_option,
     parse_special_option,
+    prompt_option,
     read_prompt,
     think_option,
 )
@@ -58,11 +60,8 @@ MAX_PARALLEL = 256
 
 
 @click.command(cls=GroupedCommand, short_help="Complete one prompt; made for pipelines.")
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
-@click.option(
-    "-f", "--file", metavar="FILE", shell_complete=files,
-    help="Read the prompt from FILE; - is stdin.",
-)  # fmt: skip
+@prompt_option
+@file_option("Read the prompt from FILE; - is stdin.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
     "--raw", is_flag=True,
