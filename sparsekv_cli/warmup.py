@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.kinds import full_layers
@@ -247,7 +247,7 @@ def _load_layer_kernels(cache: LayerCache, spec: LayerSpec, rows_dtype: str) -> 
     import numpy as np
 
     rng, n = np.random.default_rng(0), N_PROMPT
-    rows = []
+    rows: list[Any] = []
     for heads, d in (
         (spec.n_head, spec.head_dim),
         (spec.n_head_kv, spec.head_dim),

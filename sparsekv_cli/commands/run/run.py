@@ -160,7 +160,7 @@ def command(
     if task.logprobs is not None:
         sampler = remembered = LogProbs(sampler, task.logprobs, model.tokenizer)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
-    writers = {} if as_json else {"write": shown.write, "write_thinking": shown.think}
+    writers: dict[str, Any] = {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
     begin = partial(
         Generation,
@@ -172,7 +172,7 @@ def command(
         constraint=constraint,
         special=task.special,
         thinking=thinking,
-        **writers,
+        **({} if as_json else writers),
     )
     try:
         answer = stream_answer(sequence, ids, begin, rows=rows)
