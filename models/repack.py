@@ -8,8 +8,8 @@ import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
-from sparsekv_cli.memory import physical_memory
 from sparsekv_cli.models.weights import Linear, Weights
+from sparsekv_cli.system.memory import physical_memory
 
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
 

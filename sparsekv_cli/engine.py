@@ -15,12 +15,12 @@ from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache, reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.memory import release_code
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
+from sparsekv_cli.system.memory import release_code
 from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, Literal, overload
 from weakref import WeakSet
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.answer_fields import AnswerFields
@@ -33,6 +32,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.sequence import Attention, ledger_since
+from sparsekv_cli.settings.config import SessionConfig
 
 Messages = Ids[Mapping[str, Any]]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import DecoderEngine, HostEngine
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.gpu import lacking_packages, may_have_device
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.weights import Weights
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system.gpu import lacking_packages, may_have_device
+from sparsekv_cli.system.memory import available_memory
 from sparsekv_cli.warmup import OnCompile
 
 

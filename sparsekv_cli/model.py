@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import warmup
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import DecoderEngine
-from sparsekv_cli.gpu import may_have_device
 from sparsekv_cli.machine import open_engine
 from sparsekv_cli.methods import depth
 from sparsekv_cli.methods.base import Method
@@ -21,6 +19,8 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.sequence import Attention, Sequence, Timings
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system.gpu import may_have_device
 from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.kinds import full_layers
@@ -23,21 +23,12 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from sparsekv_cli.models.decoder import Decoder
     from sparsekv_cli.models.weights import Weights
 
 OnCompile = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
 N_LOAD = 32  # rows that no prefill calls few
-
-
-def kernel_folder() -> Path | None:
-    """Where the kernels of the CPU are kept; None: nowhere."""
-    from sparsekv_cli.cpu.jit import kernel_cache
-
-    return kernel_cache.STORE.folder
 
 
 class CompileTask(NamedTuple):
@@ -245,18 +236,18 @@ def load_method_kernels(method: Method, specs: Sequence[LayerSpec], rows_dtype: 
 
     The first step of a method is then timed without the loading.
     """
+    for each in method.used():
+        load_method_kernels(each, specs, rows_dtype)
     for spec in specs:
-        _load_method_kernels(method, spec, rows_dtype)
+        (cache,) = trial_caches(method, [spec])
+        _load_layer_kernels(cache, spec, rows_dtype)
 
 
-def _load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> None:
+def _load_layer_kernels(cache: LayerCache, spec: LayerSpec, rows_dtype: str) -> None:
     import numpy as np
 
-    for each in method.used():
-        _load_method_kernels(each, spec, rows_dtype)
-    (cache,) = trial_caches(method, [spec])
     rng, n = np.random.default_rng(0), N_PROMPT
-    rows = []
+    rows: list[Any] = []
     for heads, d in (
         (spec.n_head, spec.head_dim),
         (spec.n_head_kv, spec.head_dim),
@@ -264,22 +255,15 @@ def _load_method_kernels(method: Method, spec: LayerSpec, rows_dtype: str) -> No
     ):
         rows.append(np.zeros((heads, n + 2, padded(d)), np.float32))
         rows[-1][..., :d] = rng.standard_normal((heads, n + 2, d))
-    q, k, v = (
-        _as_prefilled(array[:, :n, :d].copy(), rows_dtype)
-        for array, d in zip(rows, (spec.head_dim, spec.head_dim, spec.value_dim), strict=True)
-    )
+    sizes = (spec.head_dim, spec.head_dim, spec.value_dim)
+    q, k, v = (array[:, :n, :d].copy() for array, d in zip(rows, sizes, strict=True))
+    if rows_dtype == "bf16":  # as a prefill on the CPU gives them to a cache
+        q, k, v = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (q, k, v))
     attend_causal(q, cache.extend(AttnInput(q, k, v, q, k, 0)), spec)
     cache.finish_prefill()
     for pos in (n, n + 1):
         q, k, v = (array[:, pos : pos + 1].copy() for array in rows)
         cache.decode(AttnInput(q, k, v, q, k, pos))
-
-
-def _as_prefilled(rows: np.ndarray, rows_dtype: str) -> np.ndarray:
-    """Rows as a prefill on the CPU gives them to a cache."""
-    import numpy as np
-
-    return (rows.view(np.uint32) >> 16).astype(np.uint16) if rows_dtype == "bf16" else rows
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:
@@ -289,15 +273,10 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
     compiled.
     """
     full = [i for i, spec in enumerate(specs) if spec.kind == FULL]
-    method = replace(_smallest_budget(method), dense_layers=(full[0],) if len(full) > 1 else ())
-    return [method.layer(spec) for spec in specs]
-
-
-def _smallest_budget(method: Method) -> Method:
-    """Returns the method with a budget that leaves rows out even in a short trial."""
     if any(field.name == "budget" for field in fields(method)):
-        return replace(method, budget=Budget(tokens=8))  # type: ignore[call-arg]
-    return method
+        method = replace(method, budget=Budget(tokens=8))  # type: ignore[call-arg]
+    method = replace(method, dense_layers=(full[0],) if len(full) > 1 else ())
+    return [method.layer(spec) for spec in specs]
 
 
 def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:

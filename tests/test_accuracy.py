@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 from opened import open_sequence
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 from sparsekv_cli.evaluation.result import MethodResult
 from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.settings.config import SessionConfig
 
 pytestmark = pytest.mark.slow
 

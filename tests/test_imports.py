@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 # The empty name is sparsekv_cli/__init__.py.
-ANYONE = {"", "config", "errors", "files", "gpu", "memory", "option"}
+ANYONE = {"", "errors", "settings", "system"}
 ALLOWED |= {name: set() for name in ANYONE}
 
 

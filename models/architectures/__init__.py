@@ -1,4 +1,4 @@
-"""Supported architectures, one small file each; add a file and a line of ARCHITECTURES.
+"""Supported architectures, one small file each; add a file and its name to ARCHITECTURES.
 
 A file defines ``ARCHITECTURE``, an ``Architecture``. All architectures share the decoder
 (decoder.py). It has pre-norm layers with RMS norm and grouped-query attention with rotary
@@ -12,30 +12,12 @@ from importlib import import_module
 
 from sparsekv_cli.errors import UnsupportedModelError
 
-# general.architecture -> module of this package
-ARCHITECTURES = {
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma4": "gemma4",
-    "gpt-oss": "gpt_oss",
-    "granite": "granite",
-    "granitemoe": "granitemoe",
-    "lfm2": "lfm2",
-    "lfm2moe": "lfm2moe",
-    "llama": "llama",
-    "mistral3": "mistral3",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen2moe": "qwen2moe",
-    "qwen2vl": "qwen2vl",
-    "qwen3": "qwen3",
-    "qwen35": "qwen35",
-    "qwen35moe": "qwen35moe",
-    "qwen3moe": "qwen3moe",
-    "qwen3vl": "qwen3vl",
-    "qwen3vlmoe": "qwen3vlmoe",
-    "smollm3": "smollm3",
-}
+# general.architecture; a module of this package has the name, with _ for -.
+ARCHITECTURES = (
+    *("gemma2", "gemma3", "gemma4", "gpt-oss", "granite", "granitemoe", "lfm2", "lfm2moe"),
+    *("llama", "mistral3", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
+    *("qwen35moe", "qwen3moe", "qwen3vl", "qwen3vlmoe", "smollm3"),
+)
 
 
 @dataclass(frozen=True)
@@ -153,5 +135,5 @@ def architecture_of(name: str) -> Architecture:
         raise UnsupportedModelError(
             f"architecture {shown} is not supported; supported are {supported}"
         )
-    module = import_module(f"sparsekv_cli.models.architectures.{ARCHITECTURES[name]}")
+    module = import_module(f"sparsekv_cli.models.architectures.{name.replace('-', '_')}")
     return module.ARCHITECTURE

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import is_private, open_regular, replace_file, user_cache
 from sparsekv_cli.models.gguf.part import GGUFPart
+from sparsekv_cli.system.files import is_private, open_regular, replace_file, user_cache
 
 DIGITS = 32
 SMALL = 16 << 20  # bytes; a model of so few is read at once, and its hash is not remembered

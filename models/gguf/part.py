@@ -9,6 +9,7 @@ take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import stat
@@ -55,10 +56,7 @@ class TensorInfo:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for length in self.shape:
-            n *= length
-        return n
+        return math.prod(self.shape)
 
 
 class GGUFPart:
@@ -94,7 +92,7 @@ class GGUFPart:
             self.value_types: Mapping[str, str] = MappingProxyType(value_types)
             alignment = _read_alignment(cursor, metadata, value_types)
             self.tensors, self.data_offset = _read_tensors(cursor, n_tensors, alignment)
-            cut = _cut_tensors(self.tensors, size)
+            cut = [info for info in self.tensors.values() if info.offset + info.n_bytes > size]
             self.has_data = not cut
             if cut and not header_only:
                 end = cut[-1].offset + cut[-1].n_bytes
@@ -247,11 +245,6 @@ def _read_tensors(
     return tensors, base
 
 
-def _cut_tensors(tensors: Mapping[str, TensorInfo], size: int) -> list[TensorInfo]:
-    """Returns the tensors that do not lie within a file of ``size`` bytes."""
-    return [info for info in tensors.values() if info.offset + info.n_bytes > size]
-
-
 def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
     """One line of the tensor table; its offset still counts from the start of the data."""
     name = cursor.text(f"the name of {what}", MAX_NAME_BYTES)
@@ -263,11 +256,10 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
         raise cursor.fail(f"{what} has {n_dims} dimensions; 1 to {MAX_DIMS} are allowed")
     start = cursor.take(8 * n_dims, f"the shape of {what}")
     dims = struct.unpack_from(f"<{n_dims}q", cursor.buffer, start)
-    n_elements = 1
-    for length in dims:
-        if length < 1:
-            raise cursor.fail(f"{what} has a dimension of {length}; all must be 1 or more")
-        n_elements *= length
+    if min(dims) < 1:
+        least = next(length for length in dims if length < 1)
+        raise cursor.fail(f"{what} has a dimension of {least}; all must be 1 or more")
+    n_elements = math.prod(dims)
     number = cursor.u32(f"the type of {what}")
     try:
         kind = GGMLType(number)  # type: ignore[call-arg]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, check_whole_model, open_gguf
 from sparsekv_cli.models.hparams import read_architecture, read_hparams
 from sparsekv_cli.models.sources.folder import models_by_name
 from sparsekv_cli.models.sources.hub import cached_models
+from sparsekv_cli.models.sources.locate import packaged_models
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,19 @@ class ListedModel:
     problem: str | None = None
 
 
-def list_models(packaged: dict[str, Path]) -> Iterator[ListedModel]:
+# Where -> its models: names and files.
+SOURCES: dict[str, Callable[[], Iterable[tuple[str, Path]]]] = {
+    "folder": lambda: sorted(models_by_name().items()),
+    "hub cache": cached_models,
+    "package": lambda: packaged_models().items(),
+}
+
+
+def list_models() -> Iterator[ListedModel]:
     """Yields the models of the folder, of the hub's cache, and those that packages ship."""
-    for name, path in sorted(models_by_name().items()):
-        yield read_model(name, "folder", path)
-    for model in cached_models():
-        yield read_model(model.name, "hub cache", model.path)
-    for name, path in packaged.items():
-        yield read_model(name, "package", path)
+    for where, find in SOURCES.items():
+        for name, path in find():
+            yield read_model(name, where, path)
 
 
 def read_model(name: str, where: str, path: Path) -> ListedModel:

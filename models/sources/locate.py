@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import find_by_name, models_by_name
 from sparsekv_cli.models.sources.hub import fetch, is_hub_name
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.settings.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
 MAX_SHOWN = 8  # names in a line about one that is not known
@@ -61,6 +62,15 @@ def _unknown(name: str) -> str:
         f"{name}: no such file, nor a model known by name ({', '.join(names[:MAX_SHOWN])}{more})"
         f"{did_you_mean(name, names)}; 'sparsekv-cli models' lists them"
     )
+
+
+def packaged_models() -> dict[str, Path]:
+    """Returns the files of the models that installed packages ship, by name."""
+    found = {}
+    for name in PACKAGED_MODELS:
+        with contextlib.suppress(SparseKVError):  # it is not installed
+            found[name] = packaged_model(name)
+    return found
 
 
 def packaged_model(name: str) -> Path:

@@ -26,17 +26,8 @@ SPECIAL = UNKNOWN | CONTROL
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 EOT_TEXTS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOT]",
-    "<｜end▁of▁sentence｜>",
-    "<end_of_utterance>",
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
 )
 EOM_TEXTS = ("<|eom_id|>",)
 FIM_PAD_TEXTS = ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")
@@ -62,16 +53,8 @@ FIM_OTHERS = (  # old key, key, texts
 EOG_TEXTS = (
     *EOT_TEXTS,
     *EOM_TEXTS,
-    "<|return|>",
-    "<|call|>",
-    "<|flush|>",
-    "<|calls|>",
-    "</s>",
-    "[EOS]",
-    "<eos>",
-    "<turn|>",
-    "<|tool_response>",
-    "[e~[",
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "[EOS]", "<eos>", "<turn|>"),
+    *("<|tool_response>", "[e~["),
 )
 ALWAYS_SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss
 

@@ -52,8 +52,8 @@ class Ours:
         from sparsekv_cli.commands.bench import bench
         from sparsekv_cli.commands.bench.report import BenchTest
         from sparsekv_cli.commands.options.model import load_model
-        from sparsekv_cli.config import SessionConfig
         from sparsekv_cli.methods import build_method
+        from sparsekv_cli.settings.config import SessionConfig
 
         self._bench, self._test = bench, BenchTest
         method = build_method(setup["method"], setup["options"])

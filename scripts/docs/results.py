@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import results_pages
-from results_rows import PARTS, SIZES, TINY, Sizes
+from results_parts import PARTS, SIZES, TINY, Sizes
 from results_runner import ROOT, UNFINISHED, PartError, Runner
 
 MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import results_plots
-from results_rows import PARTS, PEERS, TABLE, Part
+from results_parts import PARTS, PEERS, TABLE, Part
 
 Row = Mapping[str, Any]
 Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds

@@ -20,7 +20,6 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.engine import DeviceEngine, open_device_engine
 from sparsekv_cli.device.host import HostCache
 from sparsekv_cli.methods import build_method
@@ -29,6 +28,7 @@ from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
+from sparsekv_cli.settings.config import SessionConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures" / "models"))
 

@@ -24,7 +24,6 @@ from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
 
 from sparsekv_cli.cache.spec import Budget
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.device.engine import DeviceEngine
 from sparsekv_cli.device.methods import device_cache
@@ -33,6 +32,7 @@ from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.sequence import Sequence, ledger_of
+from sparsekv_cli.settings.config import SessionConfig
 
 TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 LOGITS_OF = (

@@ -8,7 +8,7 @@ from typing import Protocol
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cpu.attention import rows
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.memory import available_memory
+from sparsekv_cli.system.memory import available_memory
 
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
 CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}

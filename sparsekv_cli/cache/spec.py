@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.option import MAX_WHOLE
+from sparsekv_cli.settings.option import MAX_WHOLE
 
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change

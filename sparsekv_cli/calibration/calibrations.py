@@ -33,9 +33,9 @@ from sparsekv_cli.calibration.sidecar import (
 )
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import user_cache
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.system.files import user_cache
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder

@@ -24,9 +24,9 @@ import numpy as np
 from sparsekv_cli import __version__
 from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import naming, open_regular, replacing
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.system.files import naming, open_regular, replacing
 
 FORMAT_VERSION = 5  # raised when the layout changes, or the arrays of a method or their meaning
 KIND = "sparsekv-calibration"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.options.prefix import DIRECTORY_OPTION
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
@@ -37,8 +36,7 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
     folder = _folder(cache_dir)
     prompts, n_bytes = prompts_of(folder)
     if as_json:
-        found = {"folder": str(folder.path), "bytes": n_bytes, "prompts": prompts}
-        click.echo(json.dumps(found, indent=2))
+        write_json({"folder": str(folder.path), "bytes": n_bytes, "prompts": prompts})
         return
     if prompts:
         rows: list[tuple[Any, ...]] = [

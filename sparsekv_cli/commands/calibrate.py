@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ from sparsekv_cli.commands.options.model import (
     verbose_option,
 )
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
-from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import say, write_text
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.commands.shared.prompt import file_option, read_prompt
+from sparsekv_cli.commands.shared.terminal import say, write_json
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import did_you_mean
 
 if TYPE_CHECKING:
     from sparsekv_cli.calibration.sidecar import Entry
@@ -35,43 +35,25 @@ if TYPE_CHECKING:
 ALL, AUTO = "all", "auto"
 
 
-def _machine_options(function: Any) -> Any:
-    return apply_options(function, MACHINE_OPTIONS)
-
-
 @click.command(cls=GroupedCommand, short_help="Measure what some methods must know about a model.")
 @MODEL_OPTION
 @click.option(
-    "--method",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default=ALL,
+    "--method", metavar="LIST", shell_complete=completers.methods, default=ALL,
     help="The methods, with commas between, or all that need it; auto: what each method loses, by "
     "which --method auto chooses. [default: all]",
-)
+)  # fmt: skip
+@file_option("Measure on this text instead of the built-in one; - is stdin.")
 @click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
-    help="Measure on this text instead of the built-in one; - is stdin.",
-)
-@click.option(
-    "--tokens",
-    "n_tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
-)
+)  # fmt: skip
 @click.option(
-    "--output",
-    metavar="FILE",
-    shell_complete=files,
+    "--output", metavar="FILE", shell_complete=files,
     help="Write here; runs find it with --calibration FILE. [default: beside the model, or in the "
     "user's cache directory where that cannot be written]",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@_machine_options
+@partial(apply_options, options=MACHINE_OPTIONS)
 @verbose_option
 def command(
     model: str | None,
@@ -97,7 +79,7 @@ def command(
     from sparsekv_cli.calibration.sidecar import check_place, write_entry
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
-    opened = load_model(path, _method("full"), config)
+    opened = load_model(path, build_method("full", {}), config)
     calibrations = opened.calibrations
     place = calibrations.place_to_write() if output is None else Path(output)
     check_place(place)
@@ -109,15 +91,14 @@ def command(
             if name == AUTO:
                 _, entry = measure_losses(opened, source, n)
             else:
-                entry = calibrations.calibrate(_method(name), source, n, progress)
+                entry = calibrations.calibrate(build_method(name, {}), source, n, progress)
             write_entry(place, name, calibrations.identity, entry)
             seconds = time.perf_counter() - begin
             progress(name, 1.0, f"{entry.n_tokens} tokens, {seconds:.1f} s, stored in {place}")
             rows.append(describe(name, entry, seconds))
     size = place.stat().st_size
     if as_json:
-        result = {"model": str(path), "path": str(place), "bytes": size, "methods": rows}
-        write_text(json.dumps(result, indent=2) + "\n")
+        write_json({"model": str(path), "path": str(place), "bytes": size, "methods": rows})
     else:
         say(f"{place}: {size / 2**20:.1f} MiB")
 
@@ -144,10 +125,6 @@ def choose_methods(text: str) -> list[str]:
                 f"{AUTO} is what all methods lose"
             )
     return names
-
-
-def _method(name: str) -> Any:
-    return build_method(name, {})
 
 
 def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:

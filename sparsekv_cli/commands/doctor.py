@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import click
 
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
-from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.commands.shared.terminal import write_json, write_text
 
 FOLDER = ("name", "path", "files", "size", "writable")
 MODEL = ("name", "where", "architecture", "size")
@@ -30,7 +29,7 @@ def command(as_json: bool) -> None:
 
     report = examine()
     if as_json:
-        write_text(json.dumps(report, indent=2) + "\n")
+        write_json(report)
     else:
         show(report)
 

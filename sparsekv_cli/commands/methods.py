@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ import click
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table
-from sparsekv_cli.commands.shared.terminal import write_text
-from sparsekv_cli.option import Allowed, did_you_mean
+from sparsekv_cli.commands.shared.terminal import write_json, write_text
+from sparsekv_cli.settings.option import Allowed, did_you_mean
 
 
 @click.command(short_help="List the KV-cache methods and their options.")
@@ -31,7 +30,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
             raise click.UsageError(f"no method {name!r}{close}; the methods are {listed}")
     chosen = [method for method in methods if not names or method["name"] in names]
     if as_json:
-        write_text(json.dumps(chosen, indent=2) + "\n")
+        write_json(chosen)
     elif names:
         for method in chosen:
             show(method)

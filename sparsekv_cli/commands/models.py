@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_text
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.commands.shared.terminal import say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.sources.listing import ListedModel
@@ -33,9 +30,9 @@ def command(as_json: bool) -> None:
     from sparsekv_cli.models.sources.folder import models_folder
     from sparsekv_cli.models.sources.listing import list_models
 
-    models = list(list_models(packaged_models()))
+    models = list(list_models())
     if as_json:
-        write_text(json.dumps([as_dict(model) for model in models], indent=2) + "\n")
+        write_json([as_dict(model) for model in models])
     elif models:
         show(models)
     else:
@@ -43,19 +40,6 @@ def command(as_json: bool) -> None:
             f"no models: put .gguf files into {models_folder()}, or name a repository of the "
             "Hugging Face hub with -m OWNER/REPO"
         )
-
-
-def packaged_models() -> dict[str, Path]:
-    """Returns the files of the models that installed packages ship, by name."""
-    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
-
-    found = {}
-    for name in PACKAGED_MODELS:
-        try:
-            found[name] = packaged_model(name)
-        except SparseKVError:  # it is not installed
-            continue
-    return found
 
 
 def as_dict(model: ListedModel) -> dict[str, Any]:

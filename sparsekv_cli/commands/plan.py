@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
@@ -20,7 +19,7 @@ from sparsekv_cli.commands.options.model import (
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgress
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_text
+from sparsekv_cli.commands.shared.terminal import say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.plan import Plan, PlannedMethod
@@ -30,17 +29,12 @@ ALL = "all"
 
 @click.command(cls=GroupedCommand, short_help="Forecast memory and speed of every method.")
 @click.option(
-    "--methods",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default=ALL,
+    "--methods", metavar="LIST", shell_complete=completers.methods, default=ALL,
     help="Methods with commas between, or all. [default: all]",
-)
+)  # fmt: skip
 @click.option(
-    "--measure",
-    is_flag=True,
-    help="Measure this machine again, for minutes and more exactly.",
-)
+    "--measure", is_flag=True, help="Measure this machine again, for minutes and more exactly.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
 @model_options(bench=True, seed=False, auto=False)
@@ -77,7 +71,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
             )  # fmt: skip
         plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from)
     if as_json:
-        write_text(json.dumps(plan.as_dict(), indent=2) + "\n")
+        write_json(plan.as_dict())
     else:
         show(plan)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
-from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
+    gathered,
     model_options,
     open_model,
+    prepare_methods,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, prefixes_maker
@@ -26,8 +28,6 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 
 if TYPE_CHECKING:
-    from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.model import Model
     from sparsekv_cli.serve.requests import Service
     from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -35,6 +35,22 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
 LEAST_OPEN_FILES = 64  # the model, the event loop, and a connection a client
 CLOSE_S = 5  # after --drain, for clients to be told that there is no answer
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the server listens, to whom, and for how many seconds it drains at its end."""
+
+    host: str
+    port: int
+    api_key: str | None
+    cors: tuple[str, ...]
+    drain: int
+
+    @property
+    def key(self) -> str:
+        """The key that requests must carry; empty: none."""
+        return os.environ.get(KEY, "") if self.api_key is None else self.api_key
 
 
 @click.command(short_help="Serve OpenAI's and Anthropic's protocols, and a page.")
@@ -83,14 +99,12 @@ CLOSE_S = 5  # after --drain, for clients to be told that there is no answer
 @model_options()
 @prefix_options
 @sampling_options
+@gathered("listen", lambda v: Listen(*(v.pop(each.name) for each in fields(Listen))), [])
 def command(
     options: ModelOptions,
     prefix: PrefixOptions,
     sampling: SamplingOptions,
-    host: str,
-    port: int,
-    api_key: str | None,
-    cors: tuple[str, ...],
+    listen: Listen,
     parallel: int,
     queue: int,
     kv_memory: float | None,
@@ -98,7 +112,6 @@ def command(
     timeout: float,
     max_body: float,
     prepare: str,
-    drain: int,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/completions, /v1/messages, and a page at /.
 
@@ -114,9 +127,8 @@ def command(
         raise click.UsageError("--session is for one prompt: leave it out")
     if sampling.grammar is not None:
         raise click.UsageError(f"--{sampling.grammar.kind} is a request's: leave it out")
-    key = os.environ.get(KEY, "") if api_key is None else api_key
-    if not key and not is_loopback(host):
-        say(f"warning: {host} is reached from other machines, and there is no --api-key")
+    if not listen.key and not is_loopback(listen.host):
+        say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
 
     from sparsekv_cli.serve.requests import RequestLimits, Service
     from sparsekv_cli.serve.rows import default_limit
@@ -138,16 +150,7 @@ def command(
     service = Service(
         model, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
     )
-    run(service, host, port, key, cors, drain, parallel + queue)
-
-
-def prepare_methods(model: Model, methods: Sequence[Method]) -> None:
-    """Compiles and calibrates methods, so that no request has to wait for that."""
-    from sparsekv_cli.commands.shared import progress
-
-    with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
-        for method in methods:
-            model.prepare(method, compiling, calibrating)
+    run(service, listen, parallel + queue)
 
 
 def check_open_files() -> None:
@@ -191,15 +194,7 @@ def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
     return Server(config)
 
 
-def run(
-    service: Service,
-    host: str,
-    port: int,
-    key: str,
-    origins: tuple[str, ...],
-    drain: int,
-    n_requests: int,
-) -> None:
+def run(service: Service, listen: Listen, n_requests: int) -> None:
     """Serves until the process is told to end; answers that have begun become whole first.
 
     n_requests: that may run or wait.
@@ -209,7 +204,9 @@ def run(
     from sparsekv_cli.serve.app import Access, make_app
     from sparsekv_cli.serve.wire.connections import BACKLOG, limited, most_connections
 
-    app = make_app(service, Access(key, origins, is_loopback(host)), lambda line: say(line))
+    host, port, drain = listen.host, listen.port, listen.drain
+    access = Access(listen.key, listen.cors, is_loopback(host))
+    app = make_app(service, access, lambda line: say(line))
     config = uvicorn.Config(
         app, host=host, port=port, log_level="critical", access_log=False, lifespan="off",
         http=limited(most_connections(n_requests)), backlog=BACKLOG, ws="none",

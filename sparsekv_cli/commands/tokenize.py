@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, read_stdin
+from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, file_option, read_stdin
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 
@@ -19,21 +18,14 @@ from sparsekv_cli.commands.shared.terminal import write_text
 @click.argument("text", required=False, metavar="[TEXT]")
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")
-@click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
-    help="File with the text, every byte; - is stdin.",
-)
+@file_option("File with the text, every byte; - is stdin.")
 @click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
 @click.option(
-    "--no-parse-special",
-    is_flag=True,
+    "--no-parse-special", is_flag=True,
     help="Take special tokens in the text, such as <|im_end|>, as plain text.",
-)
+)  # fmt: skip
 @verbose_option
 def command(
     text: str | None,

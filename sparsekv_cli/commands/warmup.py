@@ -13,9 +13,9 @@ import click
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.shared.terminal import say
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.settings.config import SessionConfig
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
 GPU_BATCHES = (2, 4, 8)  # sequences that decode together: the rows of a step
@@ -45,6 +45,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
+    from sparsekv_cli.cpu.jit import kernel_cache
     from sparsekv_cli.methods import METHODS, build_method
     from sparsekv_cli.model import load_model
 
@@ -74,7 +75,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
         )
     else:
         say(f"kernels of the methods {methods}: ready, tried on {path.name}")
-    say(f"{seconds:.1f} s; kept in {warmup.kernel_folder()}")
+    say(f"{seconds:.1f} s; kept in {kernel_cache.STORE.folder}")
 
 
 def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:

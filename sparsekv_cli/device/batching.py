@@ -11,7 +11,8 @@ after those of the sequences are padding. A padded row has parts of common tenso
 writes, and no cache. A sequence that joins takes its parts, so that no tensor moves. Then the step
 that was captured goes on. A sequence that leaves makes its row a padded one.
 
-What is planned for a step holds for the next ones, up to a number of rows that caches tell.
+The plan of a step holds for later steps too. The caches state the number of rows up to which it
+holds.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Run(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step launches. runs: of each layer, first and last of each ``Run`` on the device.
+    """The launches of a step. runs: for each layer, first and last of each ``Run`` on the device.
 
-    on_host: of each layer, the rows that the host attends to. n_padded: n of a padded row, whose
+    on_host: for each layer, the rows that the host attends to. n_padded: n of a padded row, whose
     budget is 1. The plan holds for ``n_more`` steps after it in which each sequence gets one row.
     """
 
@@ -59,14 +60,14 @@ class StepPlan(NamedTuple):
     n_more: int
 
     def runs_of(self, caches: Sequence[Sequence[LayerCache]]) -> list[list[Run]]:
-        """Of each layer, for the caches of B sequences."""
+        """Returns the runs of each layer, with the caches of B sequences."""
         return [
             [Run(first, last, caches[first][i]) for first, last in of_layer]  # type: ignore[arg-type]
             for i, of_layer in enumerate(self.runs)
         ]
 
     def owners(self, caches: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
-        """The caches of B sequences whose own memory the launches use, beside common tensors."""
+        """Returns the caches whose own memory the launches use, in addition to common tensors."""
         first = [run.cache for of_layer in self.runs_of(caches) for run in of_layer]
         on_host = [c for layers in caches for c in layers if isinstance(c, HostCache)]
         return [*first, *(cache for cache in on_host if cache.has_device_part)]
@@ -141,9 +142,9 @@ class Planner:
 
 
 def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
-    """The order of sequences in which those that may launch together follow each other.
+    """Returns the order of sequences in which those that may launch together follow each other.
 
-    Those of a method, the longest first; steps do not change it.
+    Within a method the longest sequence comes first. Steps do not change the order.
     """
     if len(positions) == 1:
         return [0]
@@ -160,10 +161,11 @@ def _kind(cache: LayerCache) -> Hashable:
 
 
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
-    """For each of the sequences of n rows the number of rows that launches are planned for.
+    """Returns for each sequence of n rows the number of rows for which its launches are planned.
 
-    That of the longest with which it shares them and, in common tensors, their width. It has at
-    most twice its rows, or few. Sequences that share them go on doing so.
+    This is the number of the longest sequence with which it shares launches and the width of common
+    tensors. The longest one has few rows, or at most twice as many as the sequence. Sequences that
+    share launches continue to share them.
     """
     found, longest = [0] * len(ns), 0
     for b in sorted(range(len(ns)), key=lambda b: -ns[b]):
@@ -266,7 +268,8 @@ def _leave_common(cache: DeviceCache) -> None:
 def _move_to_common(caches: Sequence[DeviceCache], n_rows: int) -> None:
     """Moves the caches' tensors into common ones of n_rows parts, in this order.
 
-    What lies there stays. The first cache's common tensors are used again, if the others fit.
+    The tensors keep their contents. The first cache's common tensors are used again, if the others
+    fit.
     """
     columns = zip(*(cache.tensors() for cache in caches), strict=True)
     common = [_common(parts, n_rows) for parts in columns]

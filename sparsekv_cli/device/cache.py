@@ -63,10 +63,9 @@ class DeviceInput(NamedTuple):
 
 
 def grid_bound(n: int) -> int:
-    """A bound of n for a graph's grids: larger by a quarter at most (LEAST_STEP for few rows).
+    """Returns a bound of n for a graph's grids: at most a quarter larger (LEAST_STEP for few rows).
 
-    It is chosen so that the next steps have the same bound just behind a power of two, where
-    measured contexts begin.
+    The steps that follow a power of two have the same bound. Measured contexts begin there.
     """
     n += AHEAD
     step = max(LEAST_STEP, 1 << max(0, n.bit_length() - 3))
@@ -173,7 +172,7 @@ class DeviceCache(LayerCache):
         """Called after ``begin_step`` on the first of the caches that decode together.
 
         It may allocate and launch. It returns the addresses that ``decode`` will use. n_rows: rows
-        of the launches. Those after the caches' are padding (``rows_of_padding``).
+        of the launches. The rows after those of the caches are padding (``rows_of_padding``).
         """
         return tuple((x.data_ptr(), x.shape) for x in self.tensors())
 

@@ -113,7 +113,7 @@ class DeviceDecoder(Forward):
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
     ) -> Generator[Progress, None, np.ndarray]:
-        """As Forward.forward_steps. At its end every cache has its rows, also those on the host."""
+        """Does Forward.forward_steps. At its end every cache has its rows, on the host too."""
         self._planner.forget()
         mine = self._known(caches)
         logits = yield from super().forward_steps(
@@ -180,9 +180,9 @@ class DeviceDecoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> list[Outcome]:
-        """``decode_batch``, but the tokens that samplers choose behind it: their logits stay here.
+        """Does ``decode_batch``, then samplers choose the tokens. The logits stay on the device.
 
-        samplers: of each sequence; None: its logits f32 (n_vocab,).
+        samplers: one for each sequence. A sequence without one gets its logits, f32 (n_vocab,).
         """
         are_chosen = [sampler is not None for sampler in samplers]
         found = self._run_step(
@@ -364,7 +364,7 @@ class DeviceDecoder(Forward):
 
 
 class _Choosing(NamedTuple):
-    """What becomes of a step's logits. drawing: None where no token is chosen on the device."""
+    """Says where a step's logits go. drawing: None where no token is chosen on the device."""
 
     drawing: Drawing | None
     downloads: bool  # whether the logits come to the host

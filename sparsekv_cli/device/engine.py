@@ -9,7 +9,6 @@ import torch
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
@@ -25,6 +24,7 @@ from sparsekv_cli.models.weights import Weights
 from sparsekv_cli.sampling.plain import Outcome, PlainSampler
 from sparsekv_cli.sequence import Sample
 from sparsekv_cli.sequence import Sequence as SequenceOfModel
+from sparsekv_cli.settings.config import SessionConfig
 
 GIB = 1 << 30
 CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
@@ -182,7 +182,10 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:
-    """About what a chunk takes beside weights and cache: a layer's bf16 matrices, and its rows."""
+    """Returns about the bytes that a chunk needs in addition to weights and cache.
+
+    These are a layer's bf16 matrices and the chunk's rows.
+    """
     n_embd, most = hparams.n_embd, 0
     for layer in hparams.layers:
         heads = (layer.n_head + layer.n_head_kv) * (layer.head_dim + layer.value_dim)

@@ -15,14 +15,11 @@ MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own int
 
 
 class Piece(NamedTuple):
-    """One piece of a step: host work, which waits for all earlier launches, or launches only.
-
-    beside: host work at the same time as the launches.
-    """
+    """One piece of a step: host work, which waits for all earlier launches, or launches only."""
 
     call: Call
     on_host: bool
-    beside: Call | None = None
+    beside: Call | None = None  # host work that runs at the same time as the launches
 
 
 class Steps:

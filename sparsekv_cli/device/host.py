@@ -68,8 +68,8 @@ class Buffer:
 class HostWorker:
     """The thread on which caches take the rows of a prefill, in order.
 
-    Rows come through a ring of buffers, so that a copy waits for what is read out of its buffer,
-    N_BUFFERS copies earlier, and for no copy.
+    Rows come through a ring of buffers. A copy waits until its buffer has been read, which was
+    filled N_BUFFERS copies earlier. It waits for no copy.
     """
 
     def __init__(self, device: torch.device) -> None:

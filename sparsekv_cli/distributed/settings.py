@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.settings.config import SessionConfig
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparsekv_cli.files import is_private, user_cache
 from sparsekv_cli.models.sources.folder import models_folder
 from sparsekv_cli.models.sources.hub import cache_folder
+from sparsekv_cli.system.files import is_private, user_cache
 
 #: Name -> its path; None where there is no home folder.
 FOLDERS: dict[str, Callable[[], Path | None]] = {

@@ -9,67 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.gpu import lacking_packages, may_have_device
-from sparsekv_cli.memory import available_memory, container_limit, physical_memory
+from sparsekv_cli.system.gpu import lacking_packages, may_have_device
+from sparsekv_cli.system.memory import available_memory, container_limit, physical_memory
 
 #: The packages that the program requires, by their names at PyPI.
 REQUIRED = (
-    "click",
-    "gguf",
-    "jinja2",
-    "llvmlite",
-    "numba",
-    "numpy",
-    "prompt-toolkit",
-    "pydantic",
-    "rich",
-    "sentencepiece",
-    "threadpoolctl",
-    "tokenizers",
+    *("click", "gguf", "jinja2", "llvmlite", "numba", "numpy", "prompt-toolkit", "pydantic"),
+    *("rich", "sentencepiece", "threadpoolctl", "tokenizers"),
 )
 #: The packages of the extras that users install.
 OPTIONAL = (
-    "huggingface-hub",
-    "llguidance",
-    "matplotlib",
-    "prometheus-client",
-    "ray",
-    "starlette",
-    "torch",
-    "triton",
-    "uvicorn",
+    *("huggingface-hub", "llguidance", "matplotlib", "prometheus-client", "ray", "starlette"),
+    *("torch", "triton", "uvicorn"),
 )
 #: The features, by LLVM's names, that the kernels in cpu/ ask the CPU for.
 FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512bw",
-    "avx512vbmi",
-    "avx512vnni",
-    "avx512bf16",
-    "avxvnni",
-    "amx-bf16",
-    "sse4a",
+    *("avx2", "avx512f", "avx512bw", "avx512vbmi", "avx512vnni", "avx512bf16", "avxvnni"),
+    *("amx-bf16", "sse4a"),
 )
 #: The environment variables that change what the program does. No secret is among them.
 VARIABLES = (
-    "SPARSEKV_MODEL",
-    "SPARSEKV_MODELS",
-    "SPARSEKV_NO_CACHE",
-    "XDG_CACHE_HOME",
-    "XDG_DATA_HOME",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "CUDA_VISIBLE_DEVICES",
-    "TRITON_INTERPRET",
-    "NUMBA_NUM_THREADS",
-    "NUMBA_THREADING_LAYER",
-    "NUMBA_DISABLE_JIT",
-    "NUMBA_CPU_NAME",
-    "NUMBA_CPU_FEATURES",
-    "OMP_NUM_THREADS",
-    "MALLOC_ARENA_MAX",
+    *("SPARSEKV_MODEL", "SPARSEKV_MODELS", "SPARSEKV_NO_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"),
+    *("NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER", "NUMBA_DISABLE_JIT", "NUMBA_CPU_NAME"),
+    *("NUMBA_CPU_FEATURES", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"),
 )
 DRIVER = Path("/proc/driver/nvidia/version")
 

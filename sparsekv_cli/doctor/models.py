@@ -3,43 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.sources.folder import models_by_name
-from sparsekv_cli.models.sources.hub import cached_models
-from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_model
 
 MOST_READ = 8  # headers; a large vocabulary takes a tenth of a second
-
-Named = Iterator[tuple[str, Path]]
-
-
-def _in_folder() -> Named:
-    yield from sorted(models_by_name().items())
-
-
-def _in_hub_cache() -> Named:
-    for model in cached_models():
-        yield model.name, model.path
-
-
-def _in_packages() -> Named:
-    for name in PACKAGED_MODELS:
-        try:
-            yield name, packaged_model(name)
-        except SparseKVError:  # it is not installed
-            continue
-
-
-#: Where -> its models; the words of ``sparsekv-cli models``.
-SOURCES: dict[str, Callable[[], Named]] = {
-    "folder": _in_folder,
-    "hub cache": _in_hub_cache,
-    "package": _in_packages,
-}
 
 
 def models(problems: list[str]) -> list[dict[str, Any]]:
@@ -48,10 +17,12 @@ def models(problems: list[str]) -> list[dict[str, Any]]:
     Only the first MOST_READ headers are read. The other models have None for architecture and
     bytes.
     """
+    from sparsekv_cli.models.sources.listing import SOURCES
+
     found = []
-    for where, list_models in SOURCES.items():
+    for where, find in SOURCES.items():
         try:
-            found += [(name, where, path) for name, path in list_models()]
+            found += [(name, where, path) for name, path in find()]
         except (OSError, RuntimeError, SparseKVError) as error:  # RuntimeError: no home folder
             problems.append(f"models of the {where}: {error}")
     read = [_read(*model) for model in found[:MOST_READ]]

@@ -25,7 +25,7 @@ from sparsekv_cli.evaluation.result import MethodResult, method_result
 from sparsekv_cli.evaluation.sweep import option_names, swept
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import did_you_mean
+from sparsekv_cli.settings.option import did_you_mean
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model

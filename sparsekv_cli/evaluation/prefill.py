@@ -13,10 +13,10 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.sequence import Attention, Sequence
+from sparsekv_cli.system.memory import available_memory
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import naming
+from sparsekv_cli.system.files import naming
 
 
 class Records(ABC):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.evaluation.intervals import drawn_means, equal_groups, interval
+from sparsekv_cli.evaluation.needles import Needle
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.methods.base import Method
 
@@ -20,7 +20,7 @@ from sparsekv_cli.methods.base import Method
 COMPARED = ("kld_mean", "top1_agreement", "decode_tps")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MethodResult:
     """One method of a comparison, in the words of the JSON contract.
 
@@ -35,11 +35,11 @@ class MethodResult:
     options: Mapping[str, Any]
     kld_mean: float
     top1_agreement: float
-    attn_mass_recall: float | None
-    oracle_mass_recall: float | None
-    topk_overlap: float | None
-    rows_attended_mean: float
-    rows_scored_mean: float
+    attn_mass_recall: float | None = None
+    oracle_mass_recall: float | None = None
+    topk_overlap: float | None = None
+    rows_attended_mean: float = 0.0
+    rows_scored_mean: float = 0.0
     bytes_host: int
     bytes_device: int
     index_bytes: int
@@ -81,25 +81,15 @@ def method_result(
     }
     samples = {figure: values for figure, values in samples.items() if len(values)}
     means: dict[str, Any] = {figure: float(values.mean()) for figure, values in samples.items()}
-
-    def total(part: Callable[[Memory], int]) -> int:
-        return sum(part(each) for each in memory)
-
+    means["decode_tps"] = 1 / means["decode_tps"]
     return MethodResult(
         spec=spec,
         name=spec.partition(":")[0],
         options=method.options(),
-        kld_mean=means["kld_mean"],
-        top1_agreement=means["top1_agreement"],
-        attn_mass_recall=means.get("attn_mass_recall"),
-        oracle_mass_recall=means.get("oracle_mass_recall"),
-        topk_overlap=means.get("topk_overlap"),
-        rows_attended_mean=means.get("rows_attended_mean", 0.0),
-        rows_scored_mean=means.get("rows_scored_mean", 0.0),
-        bytes_host=total(lambda m: m.host),
-        bytes_device=total(lambda m: m.device),
-        index_bytes=total(lambda m: m.index),
-        decode_tps=1 / means["decode_tps"],
+        **means,
+        bytes_host=sum(each.host for each in memory),
+        bytes_device=sum(each.device for each in memory),
+        index_bytes=sum(each.index for each in memory),
         ttft_s=prefill_s + measured.step_s[0],
         recall={
             layer: np.mean(masses, axis=0).tolist()
@@ -131,3 +121,33 @@ def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
         if not front or row.kld_mean < front[-1].kld_mean:
             front.append(row)
     return [row.spec for row in reversed(front)]
+
+
+def contents(
+    n_context: int,
+    n_steps: int,
+    rows: Sequence[MethodResult],
+    needles: Iterable[Needle] = (),
+    about: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns a comparison as one JSON object: ``--json`` prints it, a report shows it.
+
+    about: what the figures are of, such as the model and the machine. equal: methods whose figures
+    differ by noise. front: the methods of the Pareto front, fastest last. recall: mass by layer and
+    head, of the layers that choose rows.
+    """
+    return {
+        "context": n_context,
+        "steps": n_steps,
+        **(about or {}),
+        "methods": [_method(row) for row in rows],
+        "equal": equal_lines(rows),
+        "front": pareto_front(rows),
+        "needles": [asdict(needle) for needle in needles],
+    }
+
+
+def _method(row: MethodResult) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in row.__dataclass_fields__ if name != "samples"}
+    recall = {"layers": list(row.recall), "heads": list(row.recall.values())}
+    return {**values, "options": dict(row.options), "intervals": row.intervals(), "recall": recall}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparsekv_cli.methods import method_class
-from sparsekv_cli.option import did_you_mean, options_of
+from sparsekv_cli.settings.option import did_you_mean, options_of
 
 
 def option_names(spec: str) -> list[str]:

@@ -17,8 +17,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, create_model
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.generation.fields import FieldError, Fields, Many, Number, Text, Whole
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, allowed_values, options_of
 from sparsekv_cli.sampling.params import MAX_BREAKERS, MAX_SEED, SamplingParams
+from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, allowed_values, options_of
 
 ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}

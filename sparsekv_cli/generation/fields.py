@@ -16,7 +16,7 @@ from pydantic import model_validator as check_model
 from pydantic_core import ErrorDetails, from_json
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
+from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_FIELDS = 256  # of one object; each that is wrong takes a kilobyte

@@ -11,7 +11,12 @@ from typing import Any
 from sparsekv_cli.cache.spec import Budget, parse_layers
 from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import allowed_values, did_you_mean, options_of, parse_number_or_word
+from sparsekv_cli.settings.option import (
+    allowed_values,
+    did_you_mean,
+    options_of,
+    parse_number_or_word,
+)
 
 METHODS = {
     "full": "full:Full",

@@ -15,7 +15,7 @@ from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import check_options, option
+from sparsekv_cli.settings.option import check_options, option
 
 DENSE_HELP = (
     "layers that attend to everything, such as 0,1 or none; the default counts full layers only, "
@@ -26,7 +26,7 @@ _CACHE_TYPE_HELP = "type of {} in the cache; fasa, sals, freekv and faedkv: f16 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """An immutable KV-cache method; its fields are its options (sparsekv_cli/option.py).
+    """An immutable KV-cache method; its fields are its options (sparsekv_cli/settings/option.py).
 
     If options depend on each other, a method checks that in its own __post_init__, after calling
     this one.

@@ -48,7 +48,7 @@ from sparsekv_cli.cpu.faedkv.blocks import BlockSpectrum
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis
 from sparsekv_cli.cpu.faedkv.spectrum import Mark, Spectrum
 from sparsekv_cli.methods.base import DENSE_HELP, Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
 MOST = 1 << 20  # of exact rows

@@ -41,7 +41,7 @@ from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.cpu.fasa.step import FASAStep
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
 N_RECENT = 16  # last rows that are always attended

@@ -58,7 +58,7 @@ from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.methods.base import DENSE_HELP, Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 MOST = 1 << 30  # of sizes that are options
 

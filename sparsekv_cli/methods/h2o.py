@@ -35,7 +35,7 @@ from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 
 @dataclass(frozen=True)

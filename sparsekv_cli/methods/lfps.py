@@ -50,7 +50,7 @@ from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import Quest, QuestCache
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
 NO_HORIZON = 1 << 62

@@ -33,7 +33,7 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 LARGEST_PAGE = 4096
 

@@ -48,7 +48,7 @@ from sparsekv_cli.cpu.sals.step import SALSStep
 from sparsekv_cli.cpu.sals.values import BITS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 SINKS, WINDOW = 16, 64  # rows kept as they are
 SPARE = 16  # for rows that stay reconstructed, beyond those that are chosen

@@ -33,7 +33,7 @@ from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, 
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 N_ROOM = 256  # generated rows that fit before the store grows
 

@@ -23,7 +23,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 
 @dataclass(frozen=True)

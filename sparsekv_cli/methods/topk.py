@@ -16,7 +16,7 @@ from sparsekv_cli.cache.layer import LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec
 from sparsekv_cli.cpu.attention.select import select_rows
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 
 @dataclass(frozen=True)

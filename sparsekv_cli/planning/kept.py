@@ -15,14 +15,14 @@ from sparsekv_cli import __version__
 from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.calibration.sidecar import Entry
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import open_regular, replace_file, user_cache
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system.files import open_regular, replace_file, user_cache
 
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile

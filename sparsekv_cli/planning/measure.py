@@ -20,15 +20,15 @@ from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import padded, token_bytes
 from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.roofline import measure_bandwidth
 from sparsekv_cli.machine import open_engine
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.planning.speeds import DepthPoint, LayerPoint, MethodCurve, Speeds
 from sparsekv_cli.planning.stand_in import read_stand_in
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system.memory import available_memory
 from sparsekv_cli.warmup import OnCompile
 
 DEPTHS = (1024, 4096, 12288, 32768)

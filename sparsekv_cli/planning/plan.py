@@ -12,7 +12,6 @@ from typing import Any
 
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
@@ -21,6 +20,7 @@ from sparsekv_cli.planning.kept import method_key, why_not
 from sparsekv_cli.planning.measure import CHUNK
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds
 from sparsekv_cli.planning.stand_in import read_stand_in
+from sparsekv_cli.system.memory import available_memory
 
 SEARCHED = 1 << 18  # tokens up to which it is looked for where a method pays
 LOW = 1.5  # a ceiling below which sparse attention changes little

@@ -38,7 +38,7 @@ class StandInFile:
         self.check_types = file.check_types
         self._has_room = has_room
         self.tensors: Mapping[str, TensorInfo] = {
-            name: info if name not in OF_TOKENS else _first_rows(info, n_vocab)
+            name: _first_rows(info, n_vocab) if name in OF_TOKENS else info
             for name, info in file.tensors.items()
             if _layer_of(name) < n_layer
         }

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES
-from sparsekv_cli.files import open_regular
+from sparsekv_cli.system.files import open_regular
 
 BLOCK = 512  # tokens
 KIND = b"sparsekv rows "  # begins the files of all versions
@@ -146,7 +146,7 @@ def read_header(file: FileIO) -> BlockHeader:
     except (ValueError, RecursionError) as error:
         what = error.args[0] if isinstance(error, _FieldError) else "it is no JSON"
         raise DamagedError(f"its header cannot be read: {what}") from None
-    expected = _pieces_start(len(start) + length) + sum(header.piece_bytes)
+    expected = -(-(len(start) + length) // ALIGNMENT) * ALIGNMENT + sum(header.piece_bytes)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
         raise DamagedError(f"it has {size} bytes instead of {expected}")
@@ -198,10 +198,6 @@ def _header_of(values: Any) -> BlockHeader:
 def _are_counts(values: Any) -> bool:
     """Whether it is a list of whole numbers, none of them negative or too large."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
-
-
-def _pieces_start(header_end: int) -> int:
-    return -(-header_end // ALIGNMENT) * ALIGNMENT
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import is_private, open_regular, user_cache
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     BLOCK_NAME,
@@ -25,6 +24,7 @@ from sparsekv_cli.prefix.blocks import (
     is_own,
     read_header,
 )
+from sparsekv_cli.system.files import is_private, open_regular, user_cache
 
 HOUR = 3600  # seconds after which a file that is being written has been left behind
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
-from sparsekv_cli.files import open_regular
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.prefix.blocks import (
@@ -40,6 +39,7 @@ from sparsekv_cli.prefix.snapshots import (
     restore_snapshot,
     snapshot_headers,
 )
+from sparsekv_cli.system.files import open_regular
 
 LEAST = 512  # tokens that are worth a file, and worth finding
 # Tokens of which a multiple is reused: rows computed in chunks that begin at such a position have

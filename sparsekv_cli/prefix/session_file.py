@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root
 from sparsekv_cli.prefix.prompt_rows import Found, n_common
+from sparsekv_cli.system.files import open_regular
 
 
 class SessionFile(Prefixes):

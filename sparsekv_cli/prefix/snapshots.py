@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
-from sparsekv_cli.files import open_regular
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     SNAPSHOT,
@@ -26,6 +25,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import NONE
+from sparsekv_cli.system.files import open_regular
 
 SPREAD = 4  # ratio of the distances of two snapshots from the last one
 
@@ -64,7 +64,8 @@ def snapshot_headers(
 def latest_snapshot(folder: PrefixFolder, headers: Sequence[BlockHeader], n: int) -> int:
     """The largest length of at most n, of a prompt with these blocks, that has one; or 0."""
     for header in reversed(headers):
-        if _is_whole(header, n) and (folder.path / _name_of(header)).exists():
+        is_whole = len(header.tokens) == BLOCK and header.first + BLOCK <= n
+        if is_whole and (folder.path / _name_of(header)).exists():
             return header.first + BLOCK
     return 0
 
@@ -163,11 +164,6 @@ def _sizes(
             layers[i] = len(k), k.shape[2] * k.itemsize, v.shape[2] * v.itemsize
             rows[i] = k.shape[1]
     return tuple(layers), tuple(rows)
-
-
-def _is_whole(header: BlockHeader, n: int) -> bool:
-    """Whether a block is full and ends within n tokens."""
-    return len(header.tokens) == BLOCK and header.first + BLOCK <= n
 
 
 def _name_of(header: BlockHeader) -> str:

@@ -8,8 +8,7 @@ logits comes first. Tokens of probability zero take no part in typ_p. Draws come
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -120,9 +119,7 @@ def chain_step(
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None,
 ) -> ChainStep:
     """One sampler of the chain with its parameters bound."""
-    module, _, name = sampler.function.partition(":")
-    function = getattr(import_module(f"sparsekv_cli.sampling.{module}"), name)
-    values = [getattr(params, field) for field in sampler.fields]
+    function, values = FUNCTIONS[sampler.name], sampler.values(params)
     if sampler.takes == "vocabulary":
         n_last, *others = values
         texts = params.dry_sequence_breakers
@@ -327,6 +324,19 @@ def temperature(
         index = int(np.argmax(candidates.logits))
         return candidates.keep(slice(index, index + 1), is_sorted=True)
     return candidates._replace(logits=candidates.logits / np.float32(temp))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "penalties": penalties,
+    "dry": dry,
+    "top_n_sigma": top_n_sigma,
+    "top_k": top_k,
+    "typ_p": typical,
+    "top_p": top_p,
+    "min_p": min_p,
+    "xtc": xtc,
+    "temperature": temperature,
+}
 
 
 def best(candidates: Candidates) -> int:

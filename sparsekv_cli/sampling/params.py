@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
+from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
 MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
@@ -16,98 +16,60 @@ MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sampler of the chain.
+    """One sampler of the chain. chain.py has its function by name.
 
-    function: module:function of this package that applies it to candidates, called with the values
-    of ``fields`` in their order. takes: its further arguments. They are the last tokens of the
-    ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``. is_on: whether it can
-    change anything. aliases: other spellings that llama.cpp accepts in a sequence
-    (common/sampling.cpp). keeps_best: the most likely token stays the most likely.
+    is_on: whether it can change anything. fields: the parameters that its function is called with,
+    in their order; empty: the one with its name. takes: the function's further arguments. They are
+    the last tokens of the ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``.
+    aliases: other spellings that llama.cpp accepts in a sequence (common/sampling.cpp). keeps_best:
+    the most likely token stays the most likely.
     """
 
     name: str
-    function: str
-    fields: tuple[str, ...]
     is_on: Callable[[SamplingParams], bool]
+    fields: tuple[str, ...] = ()
     takes: str = ""
     aliases: tuple[str, ...] = ()
     keeps_best: bool = False
+
+    def values(self, params: SamplingParams) -> list[Any]:
+        """Returns the values of ``fields``."""
+        return [getattr(params, field) for field in self.fields or (self.name,)]
+
+
+def _penalises(p: SamplingParams) -> bool:
+    penalties = p.repeat_penalty, p.frequency_penalty, p.presence_penalty
+    return p.repeat_last_n != 0 and penalties != (1, 0, 0)
 
 
 # In llama.cpp's default order (common.h, common_params_sampling::samplers), after the logit bias.
 SAMPLERS = (
     Sampler(
-        "penalties",
-        "chain:penalties",
+        "penalties", _penalises,
         ("repeat_last_n", "repeat_penalty", "frequency_penalty", "presence_penalty"),
-        lambda p: (
-            p.repeat_last_n != 0
-            and (p.repeat_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0)
-        ),
         takes="history",
     ),
     Sampler(
-        "dry",
-        "chain:dry",
+        "dry", lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0,
         ("dry_penalty_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
-        lambda p: p.dry_multiplier > 0 and p.dry_penalty_last_n != 0,
         takes="vocabulary",
     ),
     Sampler(
-        "top_n_sigma",
-        "chain:top_n_sigma",
-        ("top_n_sigma",),
-        lambda p: p.top_n_sigma > 0,
-        aliases=("top-n-sigma",),
-        keeps_best=True,
+        "top_n_sigma", lambda p: p.top_n_sigma > 0, aliases=("top-n-sigma",), keeps_best=True,
+    ),
+    Sampler("top_k", lambda p: p.top_k > 0, aliases=("top-k",), keeps_best=True),
+    Sampler("typ_p", lambda p: p.typ_p < 1, aliases=("typical-p", "typical", "typ-p", "typ")),
+    Sampler("top_p", lambda p: p.top_p < 1, aliases=("top-p", "nucleus"), keeps_best=True),
+    Sampler("min_p", lambda p: p.min_p > 0, aliases=("min-p",), keeps_best=True),
+    Sampler(
+        "xtc", lambda p: p.xtc_probability > 0 and p.xtc_threshold <= 0.5,
+        ("xtc_probability", "xtc_threshold"), takes="chance",
     ),
     Sampler(
-        "top_k",
-        "chain:top_k",
-        ("top_k",),
-        lambda p: p.top_k > 0,
-        aliases=("top-k",),
-        keeps_best=True,
+        "temperature", lambda p: p.temp != 1 or p.dynatemp_range > 0,
+        ("temp", "dynatemp_range", "dynatemp_exponent"), aliases=("temp",), keeps_best=True,
     ),
-    Sampler(
-        "typ_p",
-        "chain:typical",
-        ("typ_p",),
-        lambda p: p.typ_p < 1,
-        aliases=("typical-p", "typical", "typ-p", "typ"),
-    ),
-    Sampler(
-        "top_p",
-        "chain:top_p",
-        ("top_p",),
-        lambda p: p.top_p < 1,
-        aliases=("top-p", "nucleus"),
-        keeps_best=True,
-    ),
-    Sampler(
-        "min_p",
-        "chain:min_p",
-        ("min_p",),
-        lambda p: p.min_p > 0,
-        aliases=("min-p",),
-        keeps_best=True,
-    ),
-    Sampler(
-        "xtc",
-        "chain:xtc",
-        ("xtc_probability", "xtc_threshold"),
-        lambda p: p.xtc_probability > 0 and p.xtc_threshold <= 0.5,
-        takes="chance",
-    ),
-    Sampler(
-        "temperature",
-        "chain:temperature",
-        ("temp", "dynatemp_range", "dynatemp_exponent"),
-        lambda p: p.temp != 1 or p.dynatemp_range > 0,
-        aliases=("temp",),
-        keeps_best=True,
-    ),
-)
+)  # fmt: skip
 SAMPLER_ORDER = tuple(sampler.name for sampler in SAMPLERS)
 
 
@@ -217,14 +179,8 @@ class SamplingParams:
 # Field of each key under general.sampling (llama.cpp, llama_model_meta_key_str).
 METADATA_PREFIX = "general.sampling."
 METADATA_FIELDS = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
-    "temp": "temp",
-    "penalty_last_n": "repeat_last_n",
-    "penalty_repeat": "repeat_penalty",
+    **{name: name for name in ("top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
+    **{"temp": "temp", "penalty_last_n": "repeat_last_n", "penalty_repeat": "repeat_penalty"},
 }
 
 

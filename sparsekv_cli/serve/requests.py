@@ -15,13 +15,13 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
-from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED
 from sparsekv_cli.serve.jobs import Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.schema import CompletionFields, ServedFields
 from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
+from sparsekv_cli.settings.option import options_of
 
 TOO_LONG = "context_length_exceeded"
 FORMAT, KWARGS = "response_format", "chat_template_kwargs"

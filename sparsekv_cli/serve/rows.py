@@ -18,11 +18,11 @@ from functools import cache
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
-from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found, n_common
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence
+from sparsekv_cli.system.memory import available_memory
 
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
 LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by

@@ -16,7 +16,7 @@ from sparsekv_cli import __version__
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text, as_texts, check_length
 from sparsekv_cli.methods import METHODS
-from sparsekv_cli.option import MAX_WHOLE
+from sparsekv_cli.settings.option import MAX_WHOLE
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024

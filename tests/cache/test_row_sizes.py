@@ -15,9 +15,9 @@ from sparsekv_cli.cache import row_sizes, store
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method, method_class
+from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.mark.parametrize(("k", "v"), list(product(CACHE_TYPES, repeat=2)))

@@ -12,8 +12,8 @@ from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.cache import state
 from sparsekv_cli.cache.state import Checkpoints, StateCache
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods.full import Full
+from sparsekv_cli.settings.config import SessionConfig
 
 END = SPECIAL_TOKENS.index("<|im_end|>")
 

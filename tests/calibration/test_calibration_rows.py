@@ -20,9 +20,9 @@ from sparsekv_cli.calibration.fasa import _attend_best
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.study import LEAST_SCORED, N_PREFIX, N_SCORED, Study
 from sparsekv_cli.calibration.trials import ROWS_AT_ONCE, Trial, Window, unchanged
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 N_LAYER = 6
 

@@ -18,9 +18,9 @@ from sparsekv_cli.calibration.faedkv import without
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.study import _window
 from sparsekv_cli.calibration.trials import Trial, Window, unchanged
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.faedkv import FAEDKV
+from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

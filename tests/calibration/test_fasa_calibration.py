@@ -17,10 +17,10 @@ from sparsekv_cli.calibration import fasa
 from sparsekv_cli.calibration.allocation import even_budgets, layer_count
 from sparsekv_cli.calibration.fasa import SHARES
 from sparsekv_cli.calibration.run import CalibrationRun
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.full import Full
+from sparsekv_cli.settings.config import SessionConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

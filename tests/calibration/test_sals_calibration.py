@@ -17,9 +17,9 @@ from sparsekv_cli.calibration import sals
 from sparsekv_cli.calibration.allocation import even_budgets, layer_count
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.sals import SHARES, study_keys
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.fixture(scope="module")

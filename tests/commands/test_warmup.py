@@ -17,7 +17,6 @@ from tiny_models import make_model
 
 from sparsekv_cli import warmup
 from sparsekv_cli.commands import warmup as warmup_command
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
@@ -29,6 +28,7 @@ from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
 from sparsekv_cli.models.weights import Linear
+from sparsekv_cli.settings.config import SessionConfig
 
 Invoke = Callable[..., Any]
 
@@ -217,7 +217,7 @@ def test_a_first_run_that_is_interrupted_ends_at_once(model: Path, tmp_path: Pat
 FIRST_STEPS = """
 import sys
 from pathlib import Path
-from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model

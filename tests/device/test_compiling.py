@@ -18,9 +18,9 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.commands import warmup
 from sparsekv_cli.commands.shared.progress import CompileProgress
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.batching import SIZES, Planner
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 
 def test_only_what_is_compiled_is_told_of(monkeypatch, capsys):

@@ -10,9 +10,9 @@ from sparsekv_cli.calibration.faedkv import without
 from sparsekv_cli.calibration.fasa import _attend_best
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, unchanged
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 
 def test_trials_give_what_they_give_on_the_cpu(tmp_path):

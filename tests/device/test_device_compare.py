@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
-from sparsekv_cli.evaluation.report.contents import contents
+from sparsekv_cli.evaluation.result import contents
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 IDS = [int(token) for token in np.random.default_rng(0).integers(3, 270, 84)]
 

@@ -15,12 +15,12 @@ from side_by_side import prepare
 from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.cache import DeviceInput, StepNumbers
 from sparsekv_cli.device.methods.freekv import DeviceFreeKV
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv import recall
 from sparsekv_cli.methods.freekv import FreeKV
+from sparsekv_cli.settings.config import SessionConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {"budget": Budget(tokens=44), "page": 8, "sinks": 8, "window": 10, "overlap": "true"}

@@ -10,9 +10,9 @@ from tiny_models import make_model
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.calibration.allocation import even_budgets
 from sparsekv_cli.calibration.sals import SHARES
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.sals import SALS
+from sparsekv_cli.settings.config import SessionConfig
 
 SMALL = {"sinks": 4, "window": 20, "budget": Budget(tokens=24)}  # all rows up to 48
 TIE = 0.06  # of an importance: what products of bytes on the host make of it

@@ -17,7 +17,6 @@ from tiny_models import make_model
 
 from sparsekv_cli import machine
 from sparsekv_cli.cache.spec import AttnInput
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
@@ -28,6 +27,7 @@ from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
 from sparsekv_cli.sequence import ledger_of
+from sparsekv_cli.settings.config import SessionConfig
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]
 SIZES = {"n_embd": 64, "n_ff": 64, "n_vocab": 400, "head_dim": 32}  # the interpreter is slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 from opened import decode_together, generated
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
@@ -19,6 +18,7 @@ from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Request
 from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.settings.config import SessionConfig
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 120)]
 # The interpreter is slow.

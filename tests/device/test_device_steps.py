@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from opened import open_sequence
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.settings.config import SessionConfig
 
 SIZES = {"n_embd": 32, "n_ff": 32, "n_vocab": 400, "head_dim": 32, "n_head": 2, "n_head_kv": 1}
 

@@ -8,11 +8,11 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.kernels.weights.packed import PACKABLE
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 torch = pytest.importorskip("torch")
 

@@ -13,7 +13,6 @@ import pytest
 from fake_ray import FakeRay
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.distributed import cluster as connection
 from sparsekv_cli.distributed.cluster import RayCluster, check_address
 from sparsekv_cli.distributed.settings import Room, room_of, settings_of
@@ -21,6 +20,7 @@ from sparsekv_cli.distributed.workers import Workers
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 
 def open_squares(settings: Any) -> Callable[[int], int]:

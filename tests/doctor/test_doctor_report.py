@@ -18,9 +18,9 @@ from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.cpu.jit.store import default_folder
 from sparsekv_cli.device import cuda
 from sparsekv_cli.doctor import folders, machine, models, report
-from sparsekv_cli.files import user_cache
 from sparsekv_cli.models.sources import locate
 from sparsekv_cli.prefix.folder import default_prefix_folder
+from sparsekv_cli.system.files import user_cache
 
 NEEDS_RIGHTS = pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 

@@ -14,7 +14,6 @@ from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Memory
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import compare as comparison
 from sparsekv_cli.evaluation import prefill as shared_prefill
@@ -31,6 +30,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models import decoder
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64, ctx_size=400)

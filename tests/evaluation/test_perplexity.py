@@ -13,7 +13,6 @@ from reference_decoder import log_softmax, reference_logits
 from tiny_models import make_model
 from tiny_tokenizer import BOS_ID
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import parse_methods
@@ -28,6 +27,7 @@ from sparsekv_cli.evaluation.perplexity.kld import (
 from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile, decode, encode, write_kld_file
 from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords, PerplexityRecords
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.settings.config import SessionConfig
 
 N_CTX = 41  # the second half begins at 20
 DATA = Path(__file__).parents[1] / "data"

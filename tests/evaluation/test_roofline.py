@@ -6,9 +6,9 @@ import pytest
 from opened import open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.settings.config import SessionConfig
 
 
 def test_bound_by_hand() -> None:

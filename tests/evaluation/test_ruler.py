@@ -9,7 +9,6 @@ import pytest
 from opened import open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import parse_methods
 from sparsekv_cli.evaluation.ruler.answers import answer_all
@@ -18,6 +17,7 @@ from sparsekv_cli.evaluation.ruler.samples import RulerPlan, make_prompt
 from sparsekv_cli.evaluation.ruler.scores import mean_score
 from sparsekv_cli.evaluation.ruler.tasks import DOTS, TASKS, score
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.settings.config import SessionConfig
 
 LENGTH = 4000  # bytes, which are tokens here
 CONFIGURATION = {"model": "m", "seed": 42}

@@ -16,7 +16,7 @@ from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import option
+from sparsekv_cli.settings.option import option
 
 NAME, MODULE = "fake", "sparsekv_cli.methods.fake"
 

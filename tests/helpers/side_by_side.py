@@ -15,7 +15,6 @@ from tiny_models import make_model
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.sals.latent import rotate_ref
 from sparsekv_cli.device.batching import prepare_runs
 from sparsekv_cli.device.cache import DeviceCache, DeviceInput, StepNumbers, grid_bound
@@ -23,6 +22,7 @@ from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.device.prefill import attend_causal
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.settings.config import SessionConfig
 
 Rows = tuple[np.ndarray, ...]  # q, k, v, q_nope, k_nope: f32 (heads, T, d)
 

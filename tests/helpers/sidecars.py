@@ -10,10 +10,10 @@ import pytest
 
 import sparsekv_cli.cpu  # noqa: F401 - chooses the kernel cache before tests move the user's cache
 from sparsekv_cli.calibration.sidecar import Entry, identify
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import read_hparams
+from sparsekv_cli.settings.config import SessionConfig
 
 N_LAYER, N_CTX = 3, 320
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from opened import OpenSequence, open_sequence
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 N_LAYER, N_HEAD, N_KV = 4, 6, 2
 SHAPE = {

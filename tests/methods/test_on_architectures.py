@@ -15,7 +15,6 @@ from tiny_sequences import CHUNK, decoded, tokens
 
 from sparsekv_cli.cache.layer import SelectingCache
 from sparsekv_cli.cache.spec import FULL, N_SINKS, Budget
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.methods.fasa import FASA
 from sparsekv_cli.methods.lfps import LFPS, LFPSCache
@@ -23,6 +22,7 @@ from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.methods.sals import SALS
 from sparsekv_cli.methods.streaming import Streaming
 from sparsekv_cli.methods.topk import TopK
+from sparsekv_cli.settings.config import SessionConfig
 
 SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.

@@ -20,7 +20,7 @@ from sparsekv_cli.methods import (
     stated_options,
 )
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.option import options_of
+from sparsekv_cli.settings.option import options_of
 
 NO_METHODS = {"__init__", "base", "depth"}
 FILES = {p.stem for p in Path(registry.__file__).parent.glob("*.py")} - NO_METHODS

@@ -21,12 +21,12 @@ from reference_records import (
 )
 from tiny_models import fingerprint, make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 IDS = long_prompt()
 N_DECODED = 40  # of the prompt's last tokens

@@ -25,12 +25,12 @@ from sweeps import sweep
 from tiny_models import fingerprint, make_model
 
 from sparsekv_cli.cache.layer import DenseCache
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder, forward
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 N_DECODED = 64  # positions of the default model that go through the fused path
 

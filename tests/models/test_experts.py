@@ -9,12 +9,12 @@ from test_weights import copy_with, read
 from tiny_architectures import TRAITS, Experts
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.architectures import ARCHITECTURES
 from sparsekv_cli.models.weights import ExpertWeights
+from sparsekv_cli.settings.config import SessionConfig
 
 SIZES = {"arch": "qwen2moe", "n_layer": 1, "n_embd": 64, "n_ff": 64, "tied": False}
 

@@ -9,9 +9,9 @@ from reference_records import LONG_CASES
 from tiny_models import make_model
 from tiny_sequences import tokens
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
+from sparsekv_cli.settings.config import SessionConfig
 
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32")
 

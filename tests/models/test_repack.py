@@ -11,11 +11,11 @@ from opened import open_sequence
 from split_models import split_model
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.weights import interleaved
 from sparsekv_cli.cpu.weights.formats import FORMATS
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import repack
+from sparsekv_cli.settings.config import SessionConfig
 
 SMAPS = Path("/proc/self/smaps")
 IDS = [5, 17, 3, 250, 99, 41, 7, 7, 123]

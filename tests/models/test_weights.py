@@ -9,13 +9,13 @@ from opened import open_sequence
 from reference_decoder import nmse
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import read_architecture, read_hparams
 from sparsekv_cli.models.weights import read_weights
+from sparsekv_cli.settings.config import SessionConfig
 
 IDS = list(range(3, 20))
 

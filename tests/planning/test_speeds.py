@@ -11,7 +11,6 @@ from opened import open_sequence
 from sidecars import entry
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.gguf.file import open_gguf
@@ -26,6 +25,7 @@ from sparsekv_cli.planning.speeds import (
     interpolate,
     middle,
 )
+from sparsekv_cli.settings.config import SessionConfig
 
 NAMES = ("full", "quest", "lfps", "freekv")
 FULL, QUEST, LFPS, FREEKV = (build_method(name, {}) for name in NAMES)

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict, replace
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 from tiny_tokenizer import byte_characters, tiny_vocabulary
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling import chain
-from sparsekv_cli.sampling.chain import Candidates, make_sampler
+from sparsekv_cli.sampling.chain import FUNCTIONS, Candidates, make_sampler
 from sparsekv_cli.sampling.dry import (
     common_beginnings,
     dry_penalties,
@@ -33,6 +31,7 @@ from sparsekv_cli.sampling.params import (
     SamplingParams,
     params_from_metadata,
 )
+from sparsekv_cli.settings.option import options_of
 
 RECORD = json.loads((Path(__file__).parents[1] / "data" / "samplers.json").read_text())
 LOGITS = {name: np.array(row, np.float32) for name, row in RECORD["logits"].items()}
@@ -340,13 +339,13 @@ def test_unknown_parameters_of_the_user_are_named():
 
 def test_the_table_names_functions_and_declared_fields():
     declared = options_of(SamplingParams)
-    used = [field for sampler in SAMPLERS for field in sampler.fields]
+    used = [field for sampler in SAMPLERS for field in sampler.fields or (sampler.name,)]
     assert sorted(used) == sorted(declared.keys() - {"seed"})
     for sampler in SAMPLERS:
-        module, _, name = sampler.function.partition(":")
-        function = getattr(import_module(f"sparsekv_cli.sampling.{module}"), name)
+        n_values = len(sampler.values(SamplingParams()))
         n_more = {"vocabulary": 1, "chance": 1}.get(sampler.takes, 0)
-        assert len(signature(function).parameters) == 1 + len(sampler.fields) + n_more
+        assert len(signature(FUNCTIONS[sampler.name]).parameters) == 1 + n_values + n_more
+    assert FUNCTIONS.keys() == set(SAMPLER_ORDER)
 
 
 def test_every_sampler_can_be_switched_off():

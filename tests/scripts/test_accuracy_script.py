@@ -10,12 +10,12 @@ import pytest
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import needles
 from sparsekv_cli.evaluation.compare import build_spec, parse_methods
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 LENGTH, STEPS = 150, 6
 CONFIG = SessionConfig(threads=1, prefill_dtype="f32", chunk=64)

@@ -16,7 +16,7 @@ from tiny_models import make_model
 
 script = load_script("bench/peer")
 pages = load_script("docs/results_pages.py")
-parts = sys.modules["results_rows"]
+parts = sys.modules["results_parts"]
 table, ik = sys.modules["peer_table"], sys.modules["peer_ik"]
 
 # What the real one prints around its figures; SPEED is (n_prompt, n_gen, depth, repack) -> t/s.

@@ -9,10 +9,10 @@ import pytest
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.planning import kept, measure
+from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.fixture

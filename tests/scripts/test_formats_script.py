@@ -17,10 +17,10 @@ from reference_decoder import ReferenceModel, log_softmax, model_logits, referen
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 formats = load_script("accuracy/formats")
 wider = sys.modules["formats_wider"]
@@ -138,7 +138,7 @@ def test_questions_are_answered_one_by_one(model):
 
     assert formats.count_found(evaluate, questions, tokenizer) == 3
     long = [n for n in read if n[0] > 1]
-    shared = formats.common(questions[0].ids, questions[1].ids)
+    shared = formats.n_common(questions[0].ids, questions[1].ids[:-1])
     assert long[0] == (len(questions[0].ids), 0) and long[1][1] == shared
     wrong = [q._replace(value="no") for q in questions]
     assert formats.count_found(evaluate, wrong, tokenizer) == 0

@@ -12,9 +12,9 @@ from gguf import GGUFReader
 from scripts_as_modules import load_script
 from tiny_architectures import Experts
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 script = load_script("random_model")
 SMALL = {"n_embd": 256, "n_head": 8, "n_head_kv": 2, "n_ff": 512, "n_vocab": 512, "n_ctx": 256}

@@ -12,15 +12,15 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 from sparsekv_cli.commands.eval.encode import encoder
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.evaluation.ruler.answers import answer_all
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.evaluation.ruler.tasks import TASKS
 from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
 
 real = load_script("accuracy/real")
 load_script("docs/results.py")
-parts = sys.modules["results_rows"]
+parts = sys.modules["results_parts"]
 METHODS = ["full", "streaming:budget=8;dense_layers=none"]
 LENGTH = 1400
 SIZES = ["--lengths", str(LENGTH), "--samples", "1", "--threads", "1"]
@@ -161,7 +161,8 @@ class FakeRunner:
     def cli(self, *arguments):
         self.commands.append(" ".join(arguments))
         test = {"n_prompt": 0, "n_gen": 4, "n_depth": 64, "n_seqs": 1, "n_threads": 2}
-        test |= {"samples_ts": [5.0], "ledger": dict.fromkeys(parts.HELD, 1), "fraction": None}
+        ledger = dict.fromkeys(parts.MEMORY_COUNTERS, 1)
+        test |= {"samples_ts": [5.0], "ledger": ledger, "fraction": None}
         return SimpleNamespace(stdout=json.dumps([{"method": "full", **test}]))
 
     def script(self, path, *arguments, may_end_with=0):

@@ -11,14 +11,14 @@ from scripts_as_modules import load_script
 from tiny_models import make_model
 
 results = load_script("docs/results.py")
-pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "rows"))
+pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "parts"))
 
 
 class FakePart(parts.Part):
     """A part whose rows need no run. make: makes them."""
 
     def __init__(self, make, needs=""):
-        super().__init__(quick=True, needs=needs)
+        super().__init__("fake", quick=True, needs=needs)
         object.__setattr__(self, "measure", make)
 
 
@@ -111,19 +111,19 @@ def test_usage(root, capsys):
 
 def test_every_part_has_a_place():
     for name, part in parts.PARTS.items():
-        assert bool(part.title) != bool(part.page) and (part.run or part.rows), name
+        assert bool(part.title) != bool(part.page) and (part.run or name in parts.MEASUREMENTS)
         assert bool(part.columns) != (name == "terminal"), name
         if part.page:
             text = (parts.ROOT / "docs" / part.page).read_text("utf-8")
             assert part.page.endswith(".svg") or f"<!-- {name} -->" in text
-    assert set(parts.OWN) == {part.rows for part in parts.PARTS.values() if part.rows}
+    assert parts.PARTS.keys() >= parts.MEASUREMENTS.keys()
 
 
 @pytest.mark.parametrize("name", parts.PARTS)
 def test_every_run_names_sizes_that_exist(name):
     run = parts.PARTS[name].run
     for line in [run] if isinstance(run, str) else run:
-        program, *words = parts.filled(line, {**parts.SIZES, "model": "a file.gguf"})
+        program, *words = parts.expand_arguments(line, {**parts.SIZES, "model": "a file.gguf"})
         assert program == "bench" or (parts.ROOT / "scripts" / program).is_file()
         assert "" not in words and not any("{" in word for word in words)
 

@@ -11,7 +11,7 @@ import pytest
 from scripts_as_modules import load_script
 
 results = load_script("docs/results.py")
-pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "rows"))
+pages, parts = (sys.modules[f"results_{name}"] for name in ("pages", "parts"))
 SIZES = {
     **parts.SIZES, "methods": "full,topk,lfps", "budget_shares": "2%,5%",
     "budget_lengths": "100,200",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.bench.lists import at_least_one, method_names, pairs_of_numbers
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
@@ -24,7 +23,12 @@ from sparsekv_cli.commands.options.model import (
     find_model,
     load_model,
     model_options,
+)
+from sparsekv_cli.commands.options.numbers import (
+    at_least_one,
+    name_list,
     number_list,
+    pairs_of_numbers,
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
@@ -45,85 +49,45 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
 
 @click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
 @click.option(
-    "-p",
-    "--n-prompt",
-    "n_prompts",
-    metavar="LIST",
-    default="512",
-    callback=number_list,
+    "-p", "--n-prompt", "n_prompts", metavar="LIST", default="512", callback=number_list,
     help="Prefill this many tokens; 0 leaves the test out. [default: 512]",
-)
+)  # fmt: skip
 @click.option(
-    "-n",
-    "--n-gen",
-    "n_gens",
-    metavar="LIST",
-    default="128",
-    callback=number_list,
+    "-n", "--n-gen", "n_gens", metavar="LIST", default="128", callback=number_list,
     help="Decode this many tokens; 0 leaves the test out. [default: 128]",
-)
+)  # fmt: skip
 @click.option(
-    "-pg",
-    "pairs",
-    metavar="PROMPT,GEN",
-    multiple=True,
-    callback=pairs_of_numbers,
+    "-pg", "pairs", metavar="PROMPT,GEN", multiple=True, callback=pairs_of_numbers,
     help="Prefill and decode, timed together; repeatable.",
-)
+)  # fmt: skip
 @click.option(
-    "-d",
-    "--n-depth",
-    "n_depths",
-    metavar="LIST",
-    default="0",
-    callback=number_list,
+    "-d", "--n-depth", "n_depths", metavar="LIST", default="0", callback=number_list,
     help="Tokens in the KV cache before the test begins (not timed). [default: 0]",
-)
+)  # fmt: skip
 @click.option(
-    "-b",
-    "--batch",
-    "n_seqs",
-    metavar="LIST",
-    default="1",
-    callback=at_least_one,
+    "-b", "--batch", "n_seqs", metavar="LIST", default="1", callback=at_least_one,
     help="Sequences that decode together, each with a cache of its own of that depth; t/s counts "
     "the tokens of all. Tests of prefill alone take one. [default: 1]",
-)
+)  # fmt: skip
 @click.option(
-    "--method",
-    "methods",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default="full",
-    callback=method_names,
-    help="KV-cache methods, with commas between. [default: full]",
-)
+    "--method", "methods", metavar="LIST", shell_complete=completers.methods, default="full",
+    callback=name_list, help="KV-cache methods, with commas between. [default: full]",
+)  # fmt: skip
 @click.option(
-    "-r",
-    "--repetitions",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=5,
+    "-r", "--repetitions", metavar="N", type=click.IntRange(min=1), default=5,
     help="Times each test is run. [default: 5]",
-)
+)  # fmt: skip
 @click.option(
-    "-O",
-    "--output",
-    type=click.Choice(list(REPORTS)),
-    default="md",
+    "-O", "--output", type=click.Choice(list(REPORTS)), default="md",
     help="Format on stdout. [default: md]",
-)
+)  # fmt: skip
 @click.option(
-    "--no-warmup",
-    is_flag=True,
-    help="Leave out the run ahead of each test that is not timed.",
-)
+    "--no-warmup", is_flag=True, help="Leave out the run ahead of each test that is not timed.",
+)  # fmt: skip
 @click.option(
-    "--cache-dir",
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
     help="Keep the rows of depths there, at most 16 GiB; other methods and later runs take them.",
-)
+)  # fmt: skip
 @model_options(bench=True)
 @click.pass_context
 def command(

@@ -8,71 +8,61 @@ from collections.abc import Iterable, Iterator
 import click
 
 from sparsekv_cli.commands.chat.commands import Chat, enter, respond, send
-from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation
+from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation, gather_settings
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import choose_method
-from sparsekv_cli.commands.options.model import Invocation, ModelOptions, model_options, open_model
+from sparsekv_cli.commands.options.model import (
+    Invocation,
+    ModelOptions,
+    gathered,
+    model_options,
+    open_model,
+)
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.shared.prompt import check_utf8, parse_special_option, think_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch
-from sparsekv_cli.generation.sampler import SamplingOptions
 
 
 @click.command(cls=GroupedCommand, short_help="Talk to a model; the KV cache is kept across turns.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
-    "-n",
-    "--n-predict",
-    metavar="N",
-    type=click.IntRange(min=-1),
-    default=-1,
+    "-n", "--n-predict", metavar="N", type=click.IntRange(min=-1), default=-1,
     help="Most tokens of one answer; -1: until it ends or the context is full. [default: -1]",
-)
+)  # fmt: skip
 @stop_option
 @parse_special_option
 @think_option
 @click.option(
-    "--drop-thinking",
-    is_flag=True,
+    "--drop-thinking", is_flag=True,
     help="Leave what the model thought out of later prompts; what follows it is then read again.",
-)
+)  # fmt: skip
 @click.option(
-    "--context-shift",
-    is_flag=True,
+    "--context-shift", is_flag=True,
     help="When the context is full, drop the oldest turns and read the others again; without it "
     "the answer ends and the chat says so.",
-)
+)  # fmt: skip
 @click.option(
-    "--keep",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=0,
+    "--keep", metavar="N", type=click.IntRange(min=0), default=0,
     help="With --context-shift: turns that begin within the first N tokens stay, as the system "
     "message always does; 1: the first turn. [default: 0]",
-)
+)  # fmt: skip
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
 @prefix_options
 @sampling_options
+@gathered("settings", gather_settings, [])
 @click.pass_context
 def command(
     context: click.Context,
     options: ModelOptions,
     prefix: PrefixOptions,
-    sampling: SamplingOptions,
+    settings: ChatSettings,
     prompt: str | None,
     system: str | None,
-    n_predict: int,
-    stop: tuple[str, ...],
-    parse_special: bool,
-    think: bool | None,
-    drop_thinking: bool,
-    context_shift: bool,
-    keep: int,
     stats: bool,
 ) -> None:
     """Talk to a model.
@@ -80,8 +70,8 @@ def command(
     /help lists the commands. If stdin is no terminal, every line of it is a message (or a command).
     The answers go to stdout, a line break after each. A model without a chat template gets ChatML.
     """
-    check_think_budget(context, sampling, think)
-    if keep and not context_shift:
+    check_think_budget(context, settings.sampling, settings.think)
+    if settings.keep and not settings.context_shift:
         raise click.UsageError("--keep needs --context-shift", context)
     prompt, system = (
         None if text is None else check_utf8(text, f"the text given with {source}")
@@ -89,20 +79,9 @@ def command(
     )
     model = open_model(options)
     model, options = choose_method(model, options)
-    settings = ChatSettings(
-        sampling,
-        seed=options.seed,
-        n_predict=n_predict,
-        stop=stop,
-        parse_special=parse_special,
-        think=think,
-        drop_thinking=drop_thinking,
-        context_shift=context_shift,
-        keep=keep,
-    )
     rows = open_prompt_rows(model, prefix, model.method)
     conversation = Conversation(model, settings, system, rows)
-    thinking_switch(conversation.template, think)
+    thinking_switch(conversation.template, settings.think)
     shows_stats = stats or context.ensure_object(Invocation).verbose
     chat = Chat(conversation, options, prefix, shows_stats)
     is_terminal = sys.stdin.isatty()

@@ -20,7 +20,7 @@ from sparsekv_cli.commands.shared.answer import PrefillInterrupted, ledger_line,
 from sparsekv_cli.commands.shared.terminal import one_line, say, write_text
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
-from sparsekv_cli.option import did_you_mean, options_of
+from sparsekv_cli.settings.option import did_you_mean, options_of
 
 # "/word" alone or before other words; a path such as /etc/hosts is something to say.
 COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)

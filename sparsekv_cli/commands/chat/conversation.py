@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.commands.shared.answer import stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
@@ -54,6 +54,12 @@ class ChatSettings:
     drop_thinking: bool = False
     context_shift: bool = False
     keep: int = 0
+
+
+def gather_settings(values: dict[str, Any]) -> ChatSettings:
+    """Takes the settings out of a command's values."""
+    names = {each.name for each in fields(ChatSettings)} - {"seed"}
+    return ChatSettings(**{name: values.pop(name) for name in names}, seed=values["options"].seed)
 
 
 class Conversation:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsekv_cli.commands.shared.prompt import decode_file
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import replace_file
+from sparsekv_cli.system.files import replace_file
 
 ROLES = ("system", "user", "assistant")
 

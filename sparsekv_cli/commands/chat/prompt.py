@@ -21,9 +21,9 @@ from prompt_toolkit.styles import Style
 from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
 from sparsekv_cli.commands.chat.settings import SETTINGS
 from sparsekv_cli.commands.shared.terminal import say
-from sparsekv_cli.files import replace_file
 from sparsekv_cli.methods import METHODS, method_class
-from sparsekv_cli.option import allowed_values, options_of
+from sparsekv_cli.settings.option import allowed_values, options_of
+from sparsekv_cli.system.files import replace_file
 
 QUOTES = '"""'
 LEAST_PASTE = 2000  # characters of a paste for which a few words stand in the line

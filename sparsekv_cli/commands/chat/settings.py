@@ -11,13 +11,13 @@ from sparsekv_cli.commands.chat.conversation import Conversation
 from sparsekv_cli.commands.options.sampling import NUMBERS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch
-from sparsekv_cli.option import TRUTH, did_you_mean, parse_number_or_word
 from sparsekv_cli.sampling.params import (
     MAX_SEED,
     SAMPLER_ORDER,
     SamplingParams,
     params_from_metadata,
 )
+from sparsekv_cli.settings.option import TRUTH, did_you_mean, parse_number_or_word
 
 DEFAULT = "default"
 SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
@@ -165,16 +165,6 @@ def _change_think_budget(conversation: Conversation, text: str) -> None:
         raise
 
 
-def _show_think_budget(conversation: Conversation) -> str:
-    budget = conversation.settings.sampling.think_budget
-    return DEFAULT if budget is None else str(budget)
-
-
-def _show_think(conversation: Conversation) -> str:
-    think = conversation.settings.think
-    return DEFAULT if think is None else "on" if think else "off"
-
-
 def _change_context(conversation: Conversation, text: str) -> None:
     model, sequence = conversation.model, conversation.sequence
     n = _whole("ctx", text, 0) or model.hparams.n_ctx_train
@@ -224,11 +214,14 @@ SETTINGS: dict[str, Setting] = {
     ),
     "parse_special": _switched("parse_special", "control tokens in messages are parsed"),
     "think": Setting(
-        "whether the model thinks first", _show_think, _change_think, ("on", "off", DEFAULT)
+        "whether the model thinks first",
+        lambda c: {None: DEFAULT, True: "on", False: "off"}[c.settings.think],
+        _change_think,
+        ("on", "off", DEFAULT),
     ),
     "think_budget": Setting(
         "most tokens that are thought ahead of an answer",
-        _show_think_budget,
+        lambda c: DEFAULT if (n := c.settings.sampling.think_budget) is None else str(n),
         _change_think_budget,
         (DEFAULT,),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,16 +19,13 @@ from sparsekv_cli.commands.options.model import (
     find_model,
     load_model,
     model_options,
-    number_list,
+    prepare_methods,
     warn_of_long_context,
 )
-from sparsekv_cli.commands.shared.progress import (
-    CalibrationProgress,
-    CompileProgress,
-    PrefillProgress,
-)
-from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.commands.options.numbers import number_list
+from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
+from sparsekv_cli.commands.shared.prompt import file_option, prompt_option, read_prompt
+from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
@@ -50,50 +46,31 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 
 
 @click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
-@click.option("-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any.")
-@click.option(
-    "-f",
-    "--file",
-    metavar="FILE",
-    shell_complete=files,
-    help="Read the prompt from FILE; - is stdin.",
-)
+@prompt_option
+@file_option("Read the prompt from FILE; - is stdin.")
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
-    "--methods",
-    metavar="LIST",
-    shell_complete=completers.methods,
-    default="full,topk,lfps",
+    "--methods", metavar="LIST", shell_complete=completers.methods, default="full,topk,lfps",
     help="Methods with commas between, each with its own options if it has any, as in "
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
-)
+)  # fmt: skip
 @click.option(
-    "--sweep",
-    "sweeps",
-    metavar="OPTION=LIST",
-    multiple=True,
+    "--sweep", "sweeps", metavar="OPTION=LIST", multiple=True,
     help="Each method once with each value of an option, as in budget=1%,2%,5%,10%; repeatable.",
-)
+)  # fmt: skip
 @click.option(
-    "--steps",
-    "n_steps",
-    metavar="N",
-    type=click.IntRange(min=4),
+    "--steps", "n_steps", metavar="N", type=click.IntRange(min=4),
     help=f"Tokens that every method decodes. [default: {DEFAULT_STEPS}]",
-)
+)  # fmt: skip
 @click.option(
-    "--continuation",
-    metavar="FILE",
+    "--continuation", metavar="FILE",
     help="Decode this text, instead of what the full model would write.",
-)
+)  # fmt: skip
 @click.option(
-    "--needles",
-    metavar="LIST",
-    default="",
-    callback=needle_lengths,
+    "--needles", metavar="LIST", default="", callback=needle_lengths,
     help="Also plant a fact at five depths in so many tokens of the document, as in 1024,2048, "
     "and ask every method for it.",
-)
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option(
     "--html", metavar="FILE", shell_complete=files, help="Write a report, one page, to FILE."
@@ -144,7 +121,7 @@ def command(
     warn_of_long_context(model)
     from sparsekv_cli.evaluation.compare import compare
     from sparsekv_cli.evaluation.needles import find_needles, plant_needles
-    from sparsekv_cli.evaluation.report.contents import contents
+    from sparsekv_cli.evaluation.result import contents
 
     ids = prompt_ids(model, text, raw)
     tokens = None
@@ -154,9 +131,7 @@ def command(
         )
     steps = count_steps(n_steps, tokens)
     prompts = plant_needles(model, text, needles, partial(prompt_ids, model, raw=raw))
-    with compiling, CalibrationProgress() as calibrating:
-        for method in chosen.values():
-            model.prepare(method, compiling, calibrating)
+    prepare_methods(model, chosen.values(), compiling)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(model, chosen, ids, steps, tokens, prefilling, decoding)
     with PrefillProgress("needles", "prompts") as planting:
@@ -164,7 +139,7 @@ def command(
     found = contents(len(ids), steps, rows, planted, about(model))
     write_reports(found, html, png)
     if as_json:
-        write_text(json.dumps(found, indent=2) + "\n")
+        write_json(found)
     else:
         print_table(found)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli import __version__
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.files import naming
+from sparsekv_cli.system.files import naming
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model

@@ -5,15 +5,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
 
+from sparsekv_cli.commands.eval.options import (
+    JSON_OPTION,
+    methods_option,
+    ray_option,
+    records_option,
+)
 from sparsekv_cli.commands.options.completers import files
-from sparsekv_cli.commands.options.model import apply_options
+from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.shared.progress import PrefillProgress
+from sparsekv_cli.commands.shared.prompt import file_option
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.chunks import Chunks
@@ -26,55 +34,52 @@ DEFAULT_CONTEXT = 512
 SCORED_BY = (
     "Decode the scored tokens with this method, in the syntax of 'compare --methods'; repeatable. "
 )
-TEXT_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option(
-        "-f",
-        "--file",
-        metavar="FILE",
-        shell_complete=files,
-        help="The text; - is stdin.",
-    ),
-    click.option(
-        "-c",
-        "--ctx-size",
-        "n_ctx",
-        metavar="N",
-        type=click.IntRange(min=4),
-        help=f"Tokens of a chunk, of which the second half is scored. [default: {DEFAULT_CONTEXT}]",
-    ),
-    click.option(
-        "--chunks",
-        "n_chunks",
-        metavar="N",
-        type=click.IntRange(min=1),
-        help="Chunks to score at most. [default: all]",
-    ),
-]
-RUN_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option(
-        "--jsonl",
-        "path",
-        metavar="FILE",
-        type=click.Path(dir_okay=False, path_type=Path),
-        shell_complete=files,
-        help="Keep a line a chunk and method there, and skip those that it has.",
-    ),
-    click.option(
-        "--ray",
-        metavar="ADDRESS|auto",
-        help="Score the chunks on the nodes of a Ray cluster (docs/distributed.md).",
-    ),
-]
 
 
-def text_options(function: Any) -> Any:
-    """``-f``, ``-c`` and ``--chunks``."""
-    return apply_options(function, TEXT_OPTIONS)
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What the user asked of ``eval perplexity`` or ``eval kld``. path: of the records."""
+
+    methods: tuple[str, ...]
+    file: str | None
+    n_ctx: int | None
+    n_chunks: int | None
+    base: Path | None
+    path: Path | None
+    ray: str | None
+    as_json: bool
 
 
-def run_options(function: Any) -> Any:
-    """``--jsonl`` and ``--ray``."""
-    return apply_options(function, RUN_OPTIONS)
+def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any]:
+    """Adds the options of both commands, and passes them as ``given``.
+
+    methods, base: the help of ``--method`` and of ``--kl-divergence-base``.
+    """
+    added = [
+        methods_option(SCORED_BY + methods),
+        file_option("The text; - is stdin."),
+        click.option(
+            "-c", "--ctx-size", "n_ctx", metavar="N", type=click.IntRange(min=4),
+            help="Tokens of a chunk, of which the second half is scored. "
+            f"[default: {DEFAULT_CONTEXT}]",
+        ),
+        click.option(
+            "--chunks", "n_chunks", metavar="N", type=click.IntRange(min=1),
+            help="Chunks to score at most. [default: all]",
+        ),
+        click.option(
+            "--kl-divergence-base", "base", metavar="FILE", shell_complete=files,
+            type=click.Path(dir_okay=False, path_type=Path), help=base,
+        ),
+        records_option("Keep a line a chunk and method there, and skip those that it has."),
+        ray_option("Score the chunks"),
+        JSON_OPTION,
+    ]  # fmt: skip
+
+    def gather(values: dict[str, Any]) -> ScoreOptions:
+        return ScoreOptions(**{each.name: values.pop(each.name) for each in fields(ScoreOptions)})
+
+    return gathered("given", gather, added)
 
 
 def digest(text: str) -> str:

@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.eval.chunks import (
     DEFAULT_CONTEXT,
-    SCORED_BY,
+    ScoreOptions,
     digest,
-    run_options,
     score,
+    score_options,
     shown,
     sizes,
-    text_options,
     title,
 )
 from sparsekv_cli.commands.eval.options import (
-    JSON_OPTION,
     chosen_ways,
     configuration_of,
     described,
-    methods_option,
     open_eval,
     read_text,
-    write_json,
 )
-from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, build_method, model_options
 from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.kld import Statistic
 
 
 @click.command(cls=GroupedCommand, short_help="Distance to a base, on a text.")
-@methods_option(SCORED_BY + "[default with a base file: none; chunks are prefilled]")
-@text_options
-@click.option(
-    "--kl-divergence-base",
-    "base",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    shell_complete=files,
-    help="What to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
+@score_options(
+    "[default with a base file: none; chunks are prefilled]",
+    "What to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
     "scored. [default: full, which decodes the text given with -f]",
 )
-@run_options
-@JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)
-def kld(
-    options: ModelOptions,
-    file: str | None,
-    methods: Sequence[str],
-    n_ctx: int | None,
-    n_chunks: int | None,
-    base: Path | None,
-    path: Path | None,
-    ray: str | None,
-    as_json: bool,
-) -> None:
+def kld(options: ModelOptions, given: ScoreOptions) -> None:
     """Distance of methods to a file of log-probabilities, or to dense attention.
 
     The statistics are llama-perplexity's. Q is the scored distribution, and KLD is KLD(base || Q).
@@ -76,33 +52,34 @@ def kld(
     from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords
     from sparsekv_cli.evaluation.perplexity.scores import PREFILL
 
-    ways = chosen_ways(methods, options, PREFILL)
-    if base is None and not methods:
+    base = given.base
+    ways = chosen_ways(given.methods, options, PREFILL)
+    if base is None and not given.methods:
         raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
-    if base is not None and (file is not None or n_ctx is not None):
+    if base is not None and (given.file is not None or given.n_ctx is not None):
         raise click.UsageError("--kl-divergence-base has its text and context: no -f, no -c")
-    if ray is not None:
-        check_address(ray)
+    if given.ray is not None:
+        check_address(given.ray)
     if base is None:
-        text, opened = read_text(file), None
+        text, opened = read_text(given.file), None
         ways = {"full": build_method("full", {}), **ways}
-        size = n_ctx or DEFAULT_CONTEXT
+        size = given.n_ctx or DEFAULT_CONTEXT
         of: dict[str, Any] = {"base": "full", "text_sha256": digest(text)}
     else:
         text, opened = "", KLDFile(base)
         size, of = opened.n_ctx, {"base": opened.digest}
     model = open_eval(options, list(ways.values()), size)
     if opened is None:
-        chunks = split_chunks(model.tokenizer, text, size, n_chunks)
+        chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
     else:
-        chunks = chunks_of(model, opened, n_chunks)
-    records = DivergenceRecords(path, configuration_of(model, **of, n_ctx=size))
-    score(model, ways, chunks, records, base="full" if opened is None else "", ray=ray)
+        chunks = chunks_of(model, opened, given.n_chunks)
+    records = DivergenceRecords(given.path, configuration_of(model, **of, n_ctx=size))
+    score(model, ways, chunks, records, base="full" if opened is None else "", ray=given.ray)
     n = len(chunks.tokens)
     found = {way: records.divergence(method, n) for way, method in ways.items()}
     read = {way: records.rows(method, n).mean for way, method in ways.items()}
     statistics = {way: each.statistics() for way, each in found.items()}
-    if as_json:
+    if given.as_json:
         rows = [
             {
                 **described(way, method),
@@ -116,7 +93,7 @@ def kld(
             for way, method in ways.items()
         ]
         told = "full" if base is None else str(base)
-        write_json({"base": told, **sizes(chunks), "methods": rows})
+        write_json({"base": told, **sizes(chunks), "methods": rows}, ensure_ascii=False)
         return
     lines = [
         (name, *(estimate(statistics[way][name], name) for way in ways))

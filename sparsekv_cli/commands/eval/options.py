@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.compare.compare import parse
 from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
     find_model,
     load_model,
+    prepare_methods,
     warn_of_long_context,
 )
-from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
+from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
@@ -36,13 +37,23 @@ JSON_OPTION = click.option(
 def methods_option(help_text: str) -> Callable[[Any], Any]:
     """``--method``, which may be repeated."""
     return click.option(
-        "--method",
-        "methods",
-        metavar="NAME[:OPTIONS]",
-        multiple=True,
-        shell_complete=completers.methods,
-        help=help_text,
+        "--method", "methods", metavar="NAME[:OPTIONS]", multiple=True,
+        shell_complete=completers.methods, help=help_text,
+    )  # fmt: skip
+
+
+def records_option(help_text: str) -> Callable[[Any], Any]:
+    """``--jsonl``: the file of the records."""
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.option(
+        "--jsonl", "path", metavar="FILE", type=kind, shell_complete=files, help=help_text
     )
+
+
+def ray_option(work: str) -> Callable[[Any], Any]:
+    """``--ray``. work: what the nodes do."""
+    where = "on the nodes of a Ray cluster (docs/distributed.md)."
+    return click.option("--ray", metavar="ADDRESS|auto", help=f"{work} {where}")
 
 
 def read_text(file: str | None) -> str:
@@ -81,10 +92,7 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
     compiling = CompileProgress()
     model = load_model(find_model(options.model), build_method("full", {}), config, compiling)
     warn_of_long_context(model)
-    with compiling, CalibrationProgress() as calibrating:
-        for method in methods:
-            if method is not None:
-                model.prepare(method, compiling, calibrating)
+    prepare_methods(model, filter(None, methods), compiling)
     return model
 
 
@@ -105,7 +113,3 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}
-
-
-def write_json(told: dict[str, Any]) -> None:
-    write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")

@@ -2,63 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import click
 
 from sparsekv_cli.commands.eval.chunks import (
     DEFAULT_CONTEXT,
-    SCORED_BY,
+    ScoreOptions,
     digest,
-    run_options,
     score,
+    score_options,
     shown,
     sizes,
-    text_options,
     title,
 )
 from sparsekv_cli.commands.eval.options import (
-    JSON_OPTION,
     chosen_ways,
     configuration_of,
     described,
-    methods_option,
     open_eval,
     read_text,
-    write_json,
 )
-from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, model_options
 from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_json
 
 
 @click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
-@methods_option(SCORED_BY + "[default: none; chunks are prefilled]")
-@text_options
-@click.option(
-    "--kl-divergence-base",
-    "base",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    shell_complete=files,
-    help="Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
+@score_options(
+    "[default: none; chunks are prefilled]",
+    "Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
 )
-@run_options
-@JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)
-def perplexity(
-    options: ModelOptions,
-    file: str | None,
-    methods: Sequence[str],
-    n_ctx: int | None,
-    n_chunks: int | None,
-    base: Path | None,
-    path: Path | None,
-    ray: str | None,
-    as_json: bool,
-) -> None:
+def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     """Perplexity of a text by llama-perplexity's algorithm.
 
     The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
@@ -72,21 +47,22 @@ def perplexity(
     from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
     from sparsekv_cli.evaluation.perplexity.scores import PREFILL
 
-    text = read_text(file)
-    ways = chosen_ways(methods, options, PREFILL)
-    if base is not None and len(ways) > 1:
+    text = read_text(given.file)
+    ways = chosen_ways(given.methods, options, PREFILL)
+    if given.base is not None and len(ways) > 1:
         raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
-    if base is not None and path is not None:
+    if given.base is not None and given.path is not None:
         raise click.UsageError("--kl-divergence-base is written in one go: leave --jsonl out")
-    if ray is not None:
-        check_address(ray)
-    size = n_ctx or DEFAULT_CONTEXT
+    if given.ray is not None:
+        check_address(given.ray)
+    size = given.n_ctx or DEFAULT_CONTEXT
     model = open_eval(options, list(ways.values()), size)
-    chunks = split_chunks(model.tokenizer, text, size, n_chunks)
-    records = PerplexityRecords(path, configuration_of(model, text_sha256=digest(text), n_ctx=size))
+    chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
+    configuration = configuration_of(model, text_sha256=digest(text), n_ctx=size)
+    records = PerplexityRecords(given.path, configuration)
     n_vocab = model.hparams.n_vocab
-    opened = None if base is None else write_kld_file(base, chunks.tokens, n_vocab)
-    score(model, ways, chunks, records, opened=opened, ray=ray)
+    opened = None if given.base is None else write_kld_file(given.base, chunks.tokens, n_vocab)
+    score(model, ways, chunks, records, opened=opened, ray=given.ray)
     rows = []
     for way, method in ways.items():
         n = len(chunks.tokens)
@@ -100,9 +76,9 @@ def perplexity(
                 "rows_attended_mean": records.rows(method, n).mean,
             }
         )
-    if as_json:
+    if given.as_json:
         first = {key: rows[0][key] for key in ("ppl", "ppl_stderr", "n_tokens")}
-        write_json({**first, **sizes(chunks), "methods": rows})
+        write_json({**first, **sizes(chunks), "methods": rows}, ensure_ascii=False)
     else:
         print_table(
             title(chunks),

@@ -16,14 +16,15 @@ from sparsekv_cli.commands.eval.options import (
     described,
     methods_option,
     open_eval,
-    write_json,
+    ray_option,
+    records_option,
 )
-from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions, model_options, number_list
+from sparsekv_cli.commands.options.model import ModelOptions, model_options
+from sparsekv_cli.commands.options.numbers import number_list
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_json
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.ruler.records import RulerRecords
@@ -49,64 +50,33 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
 @click.command(cls=GroupedCommand, short_help="RULER's tasks at any length.")
 @methods_option("A method, in the syntax of 'compare --methods'; repeatable. [default: full]")
 @click.option(
-    "--tasks",
-    metavar="LIST",
-    default="all",
-    callback=task_list,
+    "--tasks", metavar="LIST", default="all", callback=task_list,
     help="RULER's tasks with commas between, niah for those with needles. [default: all]",
-)
+)  # fmt: skip
 @click.option(
-    "--lengths",
-    metavar="LIST",
-    default="1024,2048,4096",
-    callback=number_list,
+    "--lengths", metavar="LIST", default="1024,2048,4096", callback=number_list,
     help="Tokens of a sample, prompt and answer together. [default: 1024,2048,4096]",
-)
+)  # fmt: skip
 @click.option(
-    "--samples",
-    "n_samples",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=5,
+    "--samples", "n_samples", metavar="N", type=click.IntRange(min=1), default=5,
     help="Samples of each task and length. [default: 5]",
-)
+)  # fmt: skip
 @click.option(
-    "-n",
-    "--n-predict",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "-n", "--n-predict", metavar="N", type=click.IntRange(min=1),
     help="Tokens of an answer at most. [default: the task's, 30 to 128]",
-)
+)  # fmt: skip
 @click.option(
-    "--question-by",
-    type=click.Choice(("prefill", "decode")),
-    default="prefill",
+    "--question-by", type=click.Choice(("prefill", "decode")), default="prefill",
     help="Whether the question is prefilled with the text or decoded token by token, by the "
     "method. [default: prefill]",
-)
+)  # fmt: skip
 @click.option("--raw", is_flag=True, help="No chat template.")
+@records_option("Keep a line a sample and method there, and skip those that it has.")
 @click.option(
-    "--jsonl",
-    "path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    shell_complete=files,
-    help="Keep a line a sample and method there, and skip those that it has.",
-)
-@click.option(
-    "-s",
-    "--seed",
-    "sample_seed",
-    metavar="N",
-    type=click.IntRange(min=0),
-    default=SEED,
+    "-s", "--seed", "sample_seed", metavar="N", type=click.IntRange(min=0), default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",
-)
-@click.option(
-    "--ray",
-    metavar="ADDRESS|auto",
-    help="Answer the samples on the nodes of a Ray cluster (docs/distributed.md).",
-)
+)  # fmt: skip
+@ray_option("Answer the samples")
 @JSON_OPTION
 @model_options(bench=True, sparse_from=False, seed=False)
 def ruler(
@@ -162,7 +132,7 @@ def ruler(
                 say(progress_line(records, settings, plan, length, task))
     found = results(records, settings, plan)
     if as_json:
-        write_json({"configuration": configuration, "results": found})
+        write_json({"configuration": configuration, "results": found}, ensure_ascii=False)
     else:
         print_scores(found, plan)
 

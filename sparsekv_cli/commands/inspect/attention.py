@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ from sparsekv_cli.commands.options.model import build_method, load_model
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import say, write_text
-from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.report.figures import check_matplotlib
+from sparsekv_cli.settings.config import SessionConfig
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.attention import AttentionMeasures, Suitability
@@ -57,7 +56,7 @@ def inspect_attention(
     if png is not None:
         draw(measures, judged, path.name, Path(png))
     if as_json:
-        write_text(json.dumps(as_dict(measures, judged, path, source.name), indent=2) + "\n")
+        write_json(as_dict(measures, judged, path, source.name))
     else:
         show(measures)
         say(judged.sentence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,9 @@ import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
+from sparsekv_cli.commands.shared.prompt import file_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
+from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -32,30 +33,18 @@ SPECIAL_ID_SUFFIX = "_token_id"
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor.")
 @click.option("--metadata", "list_metadata", is_flag=True, help="List every key (in JSON: always).")
 @click.option(
-    "--check-tensors",
-    is_flag=True,
+    "--check-tensors", is_flag=True,
     help="Read all tensors and fail if a float or a block's scale is NaN or infinite.",
-)
+)  # fmt: skip
 @click.option(
-    "--attention",
-    is_flag=True,
+    "--attention", is_flag=True,
     help="Show instead how the model attends to a text: what sparse attention can rely on.",
-)
+)  # fmt: skip
+@file_option("The text of --attention; - is stdin. [default: a built-in one]", "text")
 @click.option(
-    "-f",
-    "--file",
-    "text",
-    metavar="FILE",
-    shell_complete=completers.files,
-    help="The text of --attention; - is stdin. [default: a built-in one]",
-)
-@click.option(
-    "--tokens",
-    "n_tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
+    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
-)
+)  # fmt: skip
 @click.option("--png", metavar="FILE", shell_complete=completers.files, help="Draw --attention.")
 @verbose_option
 def command(
@@ -110,7 +99,7 @@ def command(
             unchecked = [kind.name for kind in result.unchecked]
             summary["check"] = {"tensors": result.n_tensors, "bad": 0, "unchecked_types": unchecked}
     if as_json:
-        click.echo(json.dumps(summary, indent=2, allow_nan=False))
+        write_json(summary, allow_nan=False)
     else:
         _show(summary, list_metadata)
     if problem is not None and not isinstance(problem, UnsupportedModelError):
@@ -172,7 +161,7 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
     n_weights: bytes of them. The context is None where the system does not tell what is free.
     """
     from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
-    from sparsekv_cli.memory import available_memory
+    from sparsekv_cli.system.memory import available_memory
 
     available = available_memory()
     types = {}

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from sparsekv_cli.option import allowed_values, options_of
+from sparsekv_cli.settings.option import allowed_values, options_of
 
 
 def files(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:

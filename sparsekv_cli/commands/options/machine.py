@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from sparsekv_cli.commands.options.numbers import FiniteRange
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import MAX_WHOLE, allowed_values, options_of
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import MAX_WHOLE, allowed_values, options_of
 
 
 def session_option(name: str) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sparsekv_cli.commands.options.model import Invocation, ModelOptions
+from sparsekv_cli.commands.options.model import Invocation, ModelOptions, prepare_methods
 from sparsekv_cli.commands.shared.progress import (
     CalibrationProgress,
     CompileProgress,
@@ -92,9 +92,7 @@ def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[
     from sparsekv_cli.planning import auto
 
     methods = auto.candidates(model)
-    with CompileProgress() as compiling, CalibrationProgress() as calibrating:
-        for method in methods:
-            model.prepare(method, compiling, calibrating)
+    prepare_methods(model, methods)
     with CalibrationProgress() as progress:
         return auto.measure_losses(
             model, methods, text, n_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,8 +14,8 @@ from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import MAX_WHOLE, options_of
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import MAX_WHOLE, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,14 +93,6 @@ def _key_values(
     return pairs
 
 
-def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """Callback of an option that takes numbers with commas between."""
-    numbers = [part.strip() for part in value.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")
-    return [int(number) for number in numbers]
-
-
 def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
     """``function`` with click options, in the order in which ``--help`` is to show them."""
     for option in reversed(options):
@@ -108,17 +100,30 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
     return function
 
 
+def gathered(
+    name: str, gather: Callable[[dict[str, Any]], Any], options: list[Callable[[Any], Any]]
+) -> Callable[[Callable[..., Any]], Any]:
+    """Adds ``options``; passes what ``gather`` takes out of a command's values as ``name``."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            found = gather(values)
+            return function(**{name: found}, **values)
+
+        return apply_options(call, options)
+
+    return decorate
+
+
 SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
 Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
 MODEL_OPTION = click.option(
-    "-m",
-    "--model",
-    metavar="FILE|NAME",
-    shell_complete=completers.models,
+    "-m", "--model", metavar="FILE|NAME", shell_complete=completers.models,
     help="GGUF file (any part of a split one), a name that 'sparsekv-cli models' lists, or "
     "OWNER/REPO[:QUANT] of the Hugging Face hub. [env: SPARSEKV_MODEL]",
-)
+)  # fmt: skip
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
@@ -128,80 +133,55 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     *MACHINE_OPTIONS,
     *map(session_option, CPU_AND_GPU_OPTIONS),
     click.option(
-        "-o",
-        "--method-opt",
-        "method_options",
-        metavar="KEY=VALUE",
-        multiple=True,
-        callback=_key_values,
-        shell_complete=completers.method_options,
+        "-o", "--method-opt", "method_options", metavar="KEY=VALUE", multiple=True,
+        callback=_key_values, shell_complete=completers.method_options,
         help="An option of the method; repeatable. See 'sparsekv-cli methods'.",
     ),
     click.option(
-        "--budget",
-        metavar="N|P%",
+        "--budget", metavar="N|P%",
         help="Tokens attended a step: a number, or a share of the context.",
     ),
     click.option(
-        "--dense-layers",
-        metavar="LIST",
+        "--dense-layers", metavar="LIST",
         help="Layers that attend to everything, such as 0,1 or none; lfps: see its pages_from.",
     ),
     click.option(
-        "-ctk",
-        "--cache-type-k",
-        metavar="TYPE",
+        "-ctk", "--cache-type-k", metavar="TYPE",
         help="Type of K in the cache: f16, q8_0, q5_1 or q4_0. [default: f16]",
     ),
     click.option(
-        "-ctv",
-        "--cache-type-v",
-        metavar="TYPE",
+        "-ctv", "--cache-type-v", metavar="TYPE",
         help="Type of V in the cache, which bears fewer bits than K. [default: f16]",
     ),
     click.option(
-        "--calibration",
-        metavar="FILE",
-        shell_complete=completers.files,
+        "--calibration", metavar="FILE", shell_complete=completers.files,
         help="Calibration of the method to use, written by 'calibrate --output FILE'.",
     ),
-]
+]  # fmt: skip
 
 SEED_OPTION = click.option(
-    "-s",
-    "--seed",
-    metavar="N",
-    type=click.IntRange(-1, 2**64 - 1),
-    default=-1,
+    "-s", "--seed", metavar="N", type=click.IntRange(-1, 2**64 - 1), default=-1,
     help="Seed of every random choice; -1 takes a random one. [default: -1]",
-)
+)  # fmt: skip
 
 CONTEXT_OPTION = session_option("ctx_size")
 
 SPARSE_FROM_OPTION = click.option(
-    "--sparse-from",
-    metavar="N",
-    type=click.IntRange(0, MAX_WHOLE),
+    "--sparse-from", metavar="N", type=click.IntRange(0, MAX_WHOLE),
     help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
     "at once. [default: where that pays, by the model's shape]",
-)
+)  # fmt: skip
 
 METHOD_OPTION = click.option(
-    "--method",
-    metavar="NAME",
-    default="full",
-    shell_complete=completers.methods,
+    "--method", metavar="NAME", default="full", shell_complete=completers.methods,
     help="KV-cache method (see 'sparsekv-cli methods'), or auto: the fastest that loses at most "
     "--max-loss. [default: full]",
-)
+)  # fmt: skip
 
 MAX_LOSS_OPTION = click.option(
-    "--max-loss",
-    metavar="KLD",
-    type=FiniteRange(min=0),
-    default=0.1,
+    "--max-loss", metavar="KLD", type=FiniteRange(min=0), default=0.1,
     help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
-)
+)  # fmt: skip
 
 
 def model_options(
@@ -213,19 +193,11 @@ def model_options(
     sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
     whether there is ``--seed``. auto: whether the method may be left to the program.
     """
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def gather(**values: Any) -> Any:
-            return function(options=_gather_model_options(values), **values)
-
-        own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
-        own += [SPARSE_FROM_OPTION] if sparse_from else []
-        own += [MAX_LOSS_OPTION] if sparse_from and auto else []
-        own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
-        return apply_options(gather, [MODEL_OPTION, *own, verbose_option])
-
-    return decorate
+    own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
+    own += [SPARSE_FROM_OPTION] if sparse_from else []
+    own += [MAX_LOSS_OPTION] if sparse_from and auto else []
+    own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
+    return gathered("options", _gather_model_options, [MODEL_OPTION, *own, verbose_option])
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
@@ -292,6 +264,20 @@ def open_model(options: ModelOptions) -> Model:
     model = load_model(find_model(options.model), method, options.config)
     warn_of_long_context(model)
     return model
+
+
+def prepare_methods(
+    model: Model, methods: Iterable[Method], compiling: CompileProgress | None = None
+) -> None:
+    """Calibrates and compiles methods, and says so. compiling: as ``load_model`` takes it."""
+    from sparsekv_cli.commands.shared import progress
+
+    with (
+        compiling or progress.CompileProgress() as compiling,
+        progress.CalibrationProgress() as calibrating,
+    ):
+        for method in methods:
+            model.prepare(method, compiling, calibrating)
 
 
 def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.options.model import Invocation, apply_options
+from sparsekv_cli.commands.options.model import Invocation, gathered
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.option import TRUTH
+from sparsekv_cli.settings.option import TRUTH
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
@@ -26,34 +25,26 @@ if TYPE_CHECKING:
 SWITCH = "SPARSEKV_NO_CACHE"
 
 DIRECTORY_OPTION = click.option(
-    "--cache-dir",
-    metavar="DIR",
-    type=click.Path(file_okay=False, path_type=Path),
+    "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
     help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
-)
+)  # fmt: skip
 
 OPTIONS: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
-        "--cache-limit",
-        metavar="GIB",
-        type=FiniteRange(min=0, min_open=True),
-        default=2.0,
+        "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True), default=2.0,
         help="Most that the folder takes; what was not used for longest goes. [default: 2]",
     ),
     click.option(
-        "--no-cache",
-        is_flag=True,
+        "--no-cache", is_flag=True,
         help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
     ),
     click.option(
-        "--session",
-        metavar="FILE",
-        type=click.Path(dir_okay=False, path_type=Path),
+        "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
         help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
         "folder; also those of other machines and methods.",
     ),
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,30 +57,27 @@ class PrefixOptions:
     session: Path | None
 
 
-def prefix_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options above; passes them as ``prefix``."""
+def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
+    from sparsekv_cli.prefix.folder import check_folder
 
-    @functools.wraps(function)
-    def gather(**values: Any) -> Any:
-        from sparsekv_cli.prefix.folder import check_folder
+    directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
+    is_off = values.pop("no_cache") or is_switched_off()
+    session = values.pop("session")
+    if session is not None:
+        check_session_file(session)
+        is_off = False  # it was asked for
+    elif directory is not None and not is_off:
+        check_folder(directory)
+    return PrefixOptions(directory, limit, is_off, session)
 
-        directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
-        is_off = values.pop("no_cache") or is_switched_off()
-        session = values.pop("session")
-        if session is not None:
-            check_session_file(session)
-            is_off = False  # it was asked for
-        elif directory is not None and not is_off:
-            check_folder(directory)
-        return function(prefix=PrefixOptions(directory, limit, is_off, session), **values)
 
-    return apply_options(gather, OPTIONS)
+prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
 
 
 def check_session_file(path: Path) -> None:
     """Raises SparseKVError for a file of another kind, or in no folder."""
-    from sparsekv_cli.files import naming, open_regular
     from sparsekv_cli.prefix.blocks import MAGIC
+    from sparsekv_cli.system.files import naming, open_regular
 
     if not path.parent.is_dir():
         raise SparseKVError(f"--session {path}: there is no folder {path.parent}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import Field
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options.completers import files
-from sparsekv_cli.commands.options.model import apply_options
+from sparsekv_cli.commands.options.model import gathered
 from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import options_of
 from sparsekv_cli.sampling.params import SAMPLER_ORDER, SamplingParams
+from sparsekv_cli.settings.option import options_of
 
 if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Grammar
@@ -65,13 +64,9 @@ def _breakers(
 
 
 stop_option = click.option(
-    "-r",
-    "--stop",
-    metavar="TEXT",
-    multiple=True,
-    callback=_stops,
+    "-r", "--stop", metavar="TEXT", multiple=True, callback=_stops,
     help="End the answer before this text; repeatable.",
-)
+)  # fmt: skip
 
 
 def _number(declared: Field[Any]) -> Callable[[Any], Any]:
@@ -86,74 +81,56 @@ FIELDS = (*NUMBERS, "dry_sequence_breakers", "logit_bias", "samplers")
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     *map(_number, NUMBERS.values()),
     click.option(
-        "--dry-sequence-breaker",
-        "dry_sequence_breakers",
-        metavar="TEXT",
-        multiple=True,
+        "--dry-sequence-breaker", "dry_sequence_breakers", metavar="TEXT", multiple=True,
         callback=_breakers,
         help="Text that ends a repetition, in place of the default ones; repeatable; none: no such "
         "text.",
     ),
     click.option(
-        "-l",
-        "--logit-bias",
-        metavar="ID(+/-)BIAS",
-        multiple=True,
-        callback=_logit_bias,
+        "-l", "--logit-bias", metavar="ID(+/-)BIAS", multiple=True, callback=_logit_bias,
         help="Add to the logit of a token, such as 15043+1 or 15043-inf; repeatable.",
     ),
     click.option(
-        "--samplers",
-        metavar="LIST",
-        callback=_samplers,
+        "--samplers", metavar="LIST", callback=_samplers,
         help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
     click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
     click.option(
-        "--json-schema",
-        metavar="FILE|TEXT",
-        shell_complete=files,
+        "--json-schema", metavar="FILE|TEXT", shell_complete=files,
         help="The answer is JSON that fits this JSON schema; {}: any JSON.",
     ),
     click.option(
-        "--grammar",
-        metavar="FILE",
-        shell_complete=files,
+        "--grammar", metavar="FILE", shell_complete=files,
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
     click.option(
-        "--think-budget",
-        metavar="N",
-        type=click.IntRange(min=0),
+        "--think-budget", metavar="N", type=click.IntRange(min=0),
         help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
         "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
     ),
-]
+]  # fmt: skip
 
 
-def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the sampling options; passes them as ``sampling``. A bad value is a usage error."""
+def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
+    """Takes the sampling options out of ``values``. A bad value is a usage error."""
+    given = {name: values.pop(name) for name in FIELDS}
+    explicit = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**explicit)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context()) from None
+    ignore_eos, grammar = values.pop("ignore_eos"), _gather_grammar(values)
+    if ignore_eos and grammar is not None:
+        raise click.UsageError(
+            f"--ignore-eos and --{grammar.kind} exclude each other: the answer ends where it "
+            "matches",
+            click.get_current_context(),
+        )
+    return SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
 
-    @functools.wraps(function)
-    def gather(**values: Any) -> Any:
-        given = {name: values.pop(name) for name in FIELDS}
-        explicit = {name: value for name, value in given.items() if value is not None}
-        try:
-            SamplingParams(**explicit)
-        except ValueError as error:
-            raise click.UsageError(str(error), click.get_current_context()) from None
-        ignore_eos, grammar = values.pop("ignore_eos"), _gather_grammar(values)
-        if ignore_eos and grammar is not None:
-            raise click.UsageError(
-                f"--ignore-eos and --{grammar.kind} exclude each other: the answer ends where it "
-                "matches",
-                click.get_current_context(),
-            )
-        sampling = SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
-        return function(sampling=sampling, **values)
 
-    return apply_options(gather, SAMPLING_OPTIONS)
+sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 
 
 def check_think_budget(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.commands.run.tasks import Task, read_task
-from sparsekv_cli.commands.shared.answer import full_context_line
+from sparsekv_cli.commands.run.lines import read_task
+from sparsekv_cli.commands.run.task import Task
+from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
@@ -75,14 +76,7 @@ class Line:
         answer = self.generation.finish()
         if line is not None:
             tell(f"line {self.number}: {line}")
-        result = {
-            "text": answer.text,
-            "thinking": answer.thinking,
-            "prompt_tokens": self.n_prompt,
-            "generated_tokens": len(answer.tokens),
-            "tokens": answer.tokens,
-            "stop_reason": answer.stop_reason,
-        }
+        result = answer_fields(answer, self.n_prompt)
         if self.generation.logprobs is not None:
             result["logprobs"] = self.generation.logprobs.of(answer)
         return with_id(self.number, self.task.id, result)

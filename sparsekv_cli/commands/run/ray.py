@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.run.jsonl import LineAnswers, Output
-from sparsekv_cli.commands.run.tasks import Task
+from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.distributed.settings import SessionSettings, room_of, settings_of
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
@@ -142,6 +142,18 @@ def full_context_line(
         f"prompt and {len(answer.tokens)} of the answer; raise --ctx-size (the model was trained "
         f"for {model.hparams.n_ctx_train})"
     )
+
+
+def answer_fields(answer: Answer, n_prompt: int) -> dict[str, Any]:
+    """Returns the fields of an answer in the JSON of ``run``. n_prompt: tokens of its prompt."""
+    return {
+        "text": answer.text,
+        "thinking": answer.thinking,
+        "prompt_tokens": n_prompt,
+        "generated_tokens": len(answer.tokens),
+        "tokens": [int(token) for token in answer.tokens],
+        "stop_reason": answer.stop_reason,
+    }
 
 
 def timing_line(timings: Timings) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -24,6 +25,11 @@ def say(text: str) -> None:
     """A remark of the program, on stderr; nobody hears it where stderr is closed."""
     with contextlib.suppress(BrokenPipeError):
         click.echo(text, err=True)
+
+
+def write_json(value: Any, **options: Any) -> None:
+    """What ``--json`` prints. options: json.dumps's."""
+    write_text(json.dumps(value, indent=2, **options) + "\n")
 
 
 def write_text(text: str, stream: TextIO | None = None) -> None:

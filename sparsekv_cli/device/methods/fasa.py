@@ -2,9 +2,8 @@
 
 Variant c keeps K and V whole in device memory, and a copy of the dominant dims
 (kernels/fasa/chunks.py says why). Variant m keeps the dominant dims only; V and the other dims of K
-lie in pinned memory of the host. Rows that a step attends to are fetched from there, once a kv
-head, and stay in a cache on the device (kernels/fasa/row_cache.py), so that only new ones cross the
-bus.
+lie in pinned memory of the host. A step fetches the rows that it attends to, once a kv head. They
+stay in a cache on the device (kernels/fasa/row_cache.py), so that only new rows cross the bus.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class DeviceFASA(DeviceSelecting):
         return self._plan_budget(n, n_max)
 
     def _plan_budget(self, n: int, n_max: int) -> CachePlan:
-        """Numbers of first and last rows always attended, and of rows beside the first ones."""
+        """Plans the numbers of first and last rows always attended, and of rows after the first."""
         rows, forced = self.method.budget.rows, self.method.forced
         self._n_sinks, self._n_recent = forced(rows(n))
         self._k_max = rows(n_max) - self._n_sinks

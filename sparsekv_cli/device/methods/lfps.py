@@ -1,12 +1,12 @@
 """LFPS with its tables and rows on the host, and the sinks' rows on the device too.
 
-As in the paper, the device attends to the sinks and the host to the other rows that it chose. One
-kernel attends to the sinks and merges the host's output by its log-sum-exp. The host scores the
-sinks too, in its own copy of their keys, because their mass decides whether a head is bypassed (eq
-6); it does not read their values.
+The paper's device attends to the sinks too, and its host to the other rows that it chose. One
+kernel attends to the sinks and merges the host's output by its log-sum-exp. The host has a copy of
+the sinks' keys and scores them, because their mass decides whether a head is bypassed (eq 6). It
+does not read their values.
 
-The output leaves the host first. What the step has taught (eq 10) and the candidates of the next
-one (eq 7, 8) are computed while the device goes on with the layer (``end_step``).
+The output leaves the host first. The host updates its tables (eq 10) and finds the candidates of
+the next step (eq 7, 8) while the device continues with the layer (``end_step``).
 """
 
 from __future__ import annotations

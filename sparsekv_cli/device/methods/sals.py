@@ -1,8 +1,8 @@
 """SALS on a device (methods/sals.py): latents and packed values are the only copy of old rows.
 
 While budget, sinks and window cover the context, and during a prefill, K and V lie whole in
-``store``. Otherwise every row has a latent and packed values, written when it comes; sinks and the
-last rows are kept exact as well, the latter in a ring.
+``store``. Otherwise every row has a latent and packed values, written when it comes. Exact copies
+of the sinks and of the last rows are kept as well, those of the last rows in a ring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
 
 
 class _Start(NamedTuple):
-    """What a cache holds when a prefill has ended, at n rows.
+    """The contents of a cache when a prefill has ended, at n rows.
 
     exact: copies of the exact keys and values; None while all rows are in ``store``. rows: these,
     once later steps have compressed them.
@@ -46,7 +46,7 @@ class _Start(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """What all sequences share. encode, score: the basis as matrices of products."""
+    """The matrices that all sequences share. encode, score: the basis as matrices of products."""
 
     basis: latent.DeviceBasis
     encode: PackedMatrix
@@ -230,7 +230,7 @@ class DeviceSALS(DeviceCache):
         self._exact = latent.Exact(*exact)
 
     def _exact_from(self, n: int) -> int:
-        """Position of the first row behind the latents, at ``n`` rows."""
+        """Returns the position of the first row after the latents, at ``n`` rows."""
         return max(n - self.method.window, self._ring_from, self._first)
 
     def decode(self, x: Any, out: torch.Tensor | None = None) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.files import naming, replacing
+from sparsekv_cli.system.files import naming, replacing
 
 MAGIC = b"_logits_"
 HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])

@@ -1,4 +1,4 @@
-"""The pictures of a comparison, drawn by matplotlib from its contents (contents.py)."""
+"""The pictures of a comparison, drawn by matplotlib from its contents (result.py)."""
 
 from __future__ import annotations
 

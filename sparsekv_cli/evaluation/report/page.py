@@ -26,6 +26,7 @@ COLUMNS = (
     ("decode_tps", "tokens/s", "{:.1f}"),
     ("ttft_s", "first token", "{:.2f} s"),
 )
+ABOUT = ("cpu", "device", "threads", "version", "date", "command")  # what was measured
 FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s"}
 
 
@@ -62,15 +63,6 @@ def headline(found: Contents) -> str:
     return f"{model}{found['context']} tokens, {found['steps']} steps"
 
 
-def about_lines(found: Contents) -> Sequence[tuple[str, str]]:
-    """Returns pairs that describe what was measured."""
-    return [
-        (key, str(found[key]))
-        for key in ("cpu", "device", "threads", "version", "date", "command")
-        if found.get(key)
-    ]
-
-
 def page(found: Contents) -> str:
     """Returns the page as text."""
     from jinja2 import Environment
@@ -94,6 +86,6 @@ def page(found: Contents) -> str:
         equal=equal_sentences(found),
         front=found["front"],
         pictures={name: themed(svg) for name, svg in svg_pictures(found).items()},
-        about=about_lines(found),
+        about=[(key, str(found[key])) for key in ABOUT if found.get(key)],
         n_needles=len(found["needles"]),
     )

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from sparsekv_cli.cli import cli
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
-from sparsekv_cli.config import SessionConfig
-from sparsekv_cli.option import options_of
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.settings.option import options_of
 
 
 def test_collector_is_off_within_and_on_after() -> None:

@@ -15,11 +15,11 @@ import pytest
 from sparsekv_cli.commands.options.model import ModelOptions, open_model
 from sparsekv_cli.commands.run import run as run_module
 from sparsekv_cli.commands.shared.answer import stream_answer
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.sampling.grammar import read_grammar
+from sparsekv_cli.settings.config import SessionConfig
 
 Invoke = Callable[..., Any]
 PERSON = {

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.commands.options.model import ModelOptions, open_model
-from sparsekv_cli.commands.run.tasks import Task, read_task
-from sparsekv_cli.config import SessionConfig
+from sparsekv_cli.commands.run.lines import read_task
+from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 Invoke = Callable[..., Any]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

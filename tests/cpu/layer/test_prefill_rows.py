@@ -10,13 +10,13 @@ import torch
 from opened import open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.layer import prefill as kernels
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS, gate_ref
 from sparsekv_cli.device.host import as_array, as_tensor
 from sparsekv_cli.device.prefill import TorchChunkSteps
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models.chunk_steps import FusedBF16ChunkSteps, FusedChunkSteps
+from sparsekv_cli.settings.config import SessionConfig
 
 # One step of bf16, as both sides round, and may round apart; and some of f32
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 4e-6}

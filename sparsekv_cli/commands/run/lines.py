@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import (
@@ -19,38 +20,7 @@ from sparsekv_cli.generation.fields import (
     read_object,
 )
 from sparsekv_cli.generation.messages import read_messages
-from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.option import MAX_WHOLE
-
-
-@dataclass(frozen=True)
-class Task:
-    """The request of one line. The command line's options are the defaults.
-
-    prompt: a text, or a conversation that the assistant is to continue. continue_final_message:
-    its last message is the beginning of the answer. add_generation_prompt: False: the template does
-    not begin one. thinks: whether anything may be thought ahead of the answer.
-    """
-
-    prompt: str | list[dict[str, Any]] = ""
-    id: Any = None
-    system: str | None = None
-    raw: bool = False
-    parse_special: bool = False
-    special: bool = False
-    think: bool | None = None
-    inline_thinking: bool = False
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    n_predict: int = -1
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    sampling: SamplingOptions = SamplingOptions({})
-
-    @property
-    def thinks(self) -> bool:
-        return not (self.raw or self.continue_final_message or self.add_generation_prompt is False)
+from sparsekv_cli.settings.option import MAX_WHOLE
 
 
 class LineFields(AnswerFields):

@@ -11,10 +11,9 @@ import torch
 from opened import generated, open_sequence
 from tiny_models import make_model
 
-from sparsekv_cli import gpu, machine
+from sparsekv_cli import machine
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.attention.decode import append_row
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
@@ -24,6 +23,8 @@ from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
+from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system import gpu
 
 N_VOCAB = 512
 

@@ -63,12 +63,10 @@ def available_memory() -> int | None:
     On Linux this is the memory that is free or can be freed. It counts the machine and the control
     groups of the process. Elsewhere it is all memory.
     """
-    rooms = [room for room in (_free_on_linux(), *_free_in_groups()) if room is not None]
+    rooms = [most - taken + left for most, taken, left in _groups() if taken is not None]
+    if (free := _counts(PROC / "meminfo", 1024).get("MemAvailable")) is not None:
+        rooms.append(free)
     return max(0, min(rooms)) if rooms else physical_memory()
-
-
-def _free_on_linux() -> int | None:
-    return _counts(PROC / "meminfo", 1024).get("MemAvailable")
 
 
 def container_limit() -> int | None:
@@ -76,13 +74,6 @@ def container_limit() -> int | None:
     least = min((most for most, _, _ in _groups()), default=None)
     physical = physical_memory()
     return None if least is None or (physical is not None and least >= physical) else least
-
-
-def _free_in_groups() -> Iterator[int]:
-    """Yields the bytes that each control group of the process leaves, its own group first."""
-    for most, taken, droppable in _groups():
-        if taken is not None:
-            yield most - taken + droppable
 
 
 def _groups() -> Iterator[tuple[int, int | None, int]]:

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsekv_cli import memory
-from sparsekv_cli.memory import MAPS, large_code, release_code
 from sparsekv_cli.serve.rows import default_limit
+from sparsekv_cli.system import memory
+from sparsekv_cli.system.memory import MAPS, large_code, release_code
 
 
 def resident(start: int) -> int:

@@ -1,7 +1,8 @@
-"""From the parts of results.toml to rows: flat dictionaries of figures.
+"""Measures the parts of results.toml. A part gives records: flat dictionaries of figures.
 
-A part's own function has its name, or what its ``rows`` says; it gets the Runner, the sizes and
-the rows of the part's ``run``. What ran is recorded, so that docs/benchmarks.md names the commands.
+A part runs the commands of its ``run``. If MEASUREMENTS has the part's name, that function gets the
+Runner, the sizes and the records of ``run``, and returns the part's records. The Runner remembers
+the commands, so that docs/benchmarks.md names them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from results_runner import ROOT, Runner
 
-Rows = list[dict[str, Any]]
+Records = list[dict[str, Any]]
 Sizes = Mapping[str, Any]
 
 TABLE = tomllib.loads(Path(__file__).with_name("results.toml").read_text(encoding="utf-8"))
@@ -30,8 +31,8 @@ TINY: Sizes = SIZES | TABLE["tiny"]
 TEXTS = ROOT / "scripts" / "accuracy" / "texts"
 DOCUMENT = "scripts/demo_document.txt"
 PEERS = ("llama.cpp", "ik_llama.cpp")
-HELD = ("bytes_host", "bytes_device", "index_bytes")
-TYPES_OF_K_AND_V = (
+MEMORY_COUNTERS = ("bytes_host", "bytes_device", "index_bytes")
+CACHE_TYPE_PAIRS = (
     ("q8_0", "q8_0"), ("q8_0", "q5_1"), ("q8_0", "q4_0"), ("q5_1", "q5_1"), ("q5_1", "q4_0"),
     ("q4_0", "q4_0"),
 )  # fmt: skip
@@ -41,10 +42,10 @@ TYPES_OF_K_AND_V = (
 class Part:
     """A table of results.toml, which says what its fields are."""
 
+    name: str
     title: str = ""
     about: str = ""
     run: str | Sequence[str] = ()
-    rows: str = ""
     quick: bool = False
     needs: str = ""
     may_fail: bool = False
@@ -56,21 +57,23 @@ class Part:
     def missing(self) -> bool:
         return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
-    def measure(self, run: Runner, sizes: Sizes) -> Rows:
-        rows: Rows = []
+    def measure(self, run: Runner, sizes: Sizes) -> Records:
+        records: Records = []
         for line in [self.run] if isinstance(self.run, str) else self.run:
-            program, *arguments = filled(line, sizes)
+            program, *arguments = expand_arguments(line, sizes)
             if program == "bench":
-                rows += speeds(run, sizes["model"], *arguments)
+                records += bench_speeds(run, sizes["model"], *arguments)
             else:
-                rows = run.script(program, *arguments, may_end_with=int(self.may_fail))
-        return OWN[self.rows](run, sizes, rows) if self.rows else rows
+                records = run.script(program, *arguments, may_end_with=int(self.may_fail))
+        change = MEASUREMENTS.get(self.name)
+        return records if change is None else change(run, sizes, records)
 
 
-def filled(line: str, sizes: Sizes) -> list[str]:
+def expand_arguments(line: str, sizes: Sizes) -> list[str]:
     """The words of a ``run``, with sizes for their names."""
-    given = {**sizes, "not_fast": without(sizes, *sizes["fast"].split(","))}
-    given |= {"not_h2o": without(sizes, "h2o"), "other_model": shlex.join(other_model(sizes))}
+    given = {**sizes, "other_model": shlex.join(model_option(sizes))}
+    given["not_fast"] = methods_except(sizes, *sizes["fast"].split(","))
+    given["not_h2o"] = methods_except(sizes, "h2o")
     words: list[str] = []
     for word in line.split():
         text = word.removeprefix("*").format_map(given)
@@ -78,115 +81,107 @@ def filled(line: str, sizes: Sizes) -> list[str]:
     return words
 
 
-def without(sizes: Sizes, *names: str) -> str:
+def methods_except(sizes: Sizes, *names: str) -> str:
     """The methods but these."""
     return ",".join(name for name in sizes["methods"].split(",") if name not in names)
 
 
-def other_model(sizes: Sizes) -> list[str]:
+def model_option(sizes: Sizes) -> list[str]:
     return [] if sizes["model"] == SIZES["model"] else ["-m", sizes["model"]]
 
 
-def speeds(run: Runner, model: str, *arguments: str) -> Rows:
+def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
     """``bench``: a row a test. of_full: the speed over that of ``full`` in the same test.
 
     Methods are sparse at every depth, because their own speed is wanted.
     """
     done = run.cli("bench", "-m", model, *arguments, "--sparse-from", "0", "-O", "json")
-    rows: Rows = []
+    records: Records = []
     for told in json.loads(done.stdout):
         samples = told["samples_ts"]
-        rows.append({
+        records.append({
             "method": told["method"], "n_prompt": told["n_prompt"], "n_gen": told["n_gen"],
             "depth": told["n_depth"], "n_seqs": told["n_seqs"], "threads": told["n_threads"],
             "tokens_per_s": statistics.median(samples), "least": min(samples), "most": max(samples),
-            "cache_mb": sum(told["ledger"][name] for name in HELD) / 1e6,
+            "cache_mb": sum(told["ledger"][name] for name in MEMORY_COUNTERS) / 1e6,
         })  # fmt: skip
         if told["fraction"] is not None:
-            rows[-1]["roofline_percent"] = 100 * told["fraction"]
+            records[-1]["roofline_percent"] = 100 * told["fraction"]
     key = ("n_prompt", "n_gen", "depth", "n_seqs", "threads")
-    full = {tuple(r[k] for k in key): r["tokens_per_s"] for r in rows if r["method"] == "full"}
-    for row in rows:
+    full = {tuple(r[k] for k in key): r["tokens_per_s"] for r in records if r["method"] == "full"}
+    for row in records:
         test = tuple(row[k] for k in key)
         if test in full:
             row["of_full"] = row["tokens_per_s"] / full[test]
-    return rows
+    return records
 
 
-def distances(run: Runner, sizes: Sizes, methods: str, lengths: str) -> Rows:
+def accuracy_records(run: Runner, sizes: Sizes, methods: str, lengths: str) -> Records:
     """``scripts/accuracy/measure``, where a line that fails (status 1) is a figure like others."""
     names = ("steps", "texts", "needles")
     sized = [word for name in names for word in (f"--{name}", str(sizes[name]))]
     told = run.script("accuracy/measure", "--methods", methods, "--lengths", lengths, *sized,
-                      *other_model(sizes), may_end_with=1)  # fmt: skip
-    rows = []
+                      *model_option(sizes), may_end_with=1)  # fmt: skip
+    records = []
     for row in told:
         kept = ("method", "tokens", "kld", "top1", "needles", "overlap", "mass", "dots", "attended")
         of_texts = [text["kld"] for text in row["texts"]]
-        rows.append({name: row[name] for name in kept})
-        rows[-1] |= {"kld_least": min(of_texts), "kld_most": max(of_texts)}
-        rows[-1] |= {"needles_of": sizes["needles"]}
-    return rows
+        records.append({name: row[name] for name in kept})
+        records[-1] |= {"kld_least": min(of_texts), "kld_most": max(of_texts)}
+        records[-1] |= {"needles_of": sizes["needles"]}
+    return records
 
 
-def accuracy(run: Runner, sizes: Sizes, _: Rows) -> Rows:
-    return distances(run, sizes, without(sizes, "full"), sizes["length"])
-
-
-def accuracy_all(run: Runner, sizes: Sizes, _: Rows) -> Rows:
-    return distances(run, sizes, "default", sizes["lengths"])
-
-
-def accuracy_rows(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def accuracy_at_equal_rows(run: Runner, sizes: Sizes, _: Records) -> Records:
     """All methods attend to as many rows."""
-    names = without(sizes, "full").split(",")
+    names = methods_except(sizes, "full").split(",")
     methods = ",".join(f"{name}:budget={sizes['rows']}" for name in names)
-    rows = distances(run, sizes, methods, sizes["lengths"].split(",")[-1])
-    return [row | {"method": row["method"].partition(":")[0]} for row in rows]
+    records = accuracy_records(run, sizes, methods, sizes["lengths"].split(",")[-1])
+    return [row | {"method": row["method"].partition(":")[0]} for row in records]
 
 
-def cache_types(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def cache_types(run: Runner, sizes: Sizes, _: Records) -> Records:
     """Pairs of types with ``full``, and one type of both with the other methods that read it.
 
     At the least and the greatest length, without needles: a type by itself changes little.
     """
-    pairs = [("full", k, v) for k, v in TYPES_OF_K_AND_V]
+    pairs = [("full", k, v) for k, v in CACHE_TYPE_PAIRS]
     pairs += [(name, x, x) for name in sizes["readers"].split(",") for x in ("f16", "q8_0", "q4_0")]
     specs = ",".join(f"{name}:cache_type_k={k};cache_type_v={v}" for name, k, v in pairs)
     first, *_others, last = sizes["lengths"].split(",")
-    rows = distances(run, {**sizes, "needles": 0}, specs, f"{first},{last}")
-    for row in rows:
+    records = accuracy_records(run, {**sizes, "needles": 0}, specs, f"{first},{last}")
+    for row in records:
         name, _, options = row["method"].partition(":")
         types = dict(option.split("=") for option in options.split(";") if option)
         k, v = (types.get(f"cache_type_{x}", "f16") for x in "kv")
         row |= {"method": name, "k": k, "v": v}
-    return rows
+    return records
 
 
-def percent(run: Runner, sizes: Sizes, rows: Rows) -> Rows:
-    return [row | {"percent": 100 * abs(row["ratio"] - 1)} for row in rows]
+def ratio_in_percent(run: Runner, sizes: Sizes, records: Records) -> Records:
+    return [row | {"percent": 100 * abs(row["ratio"] - 1)} for row in records]
 
 
-def memory(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def peak_memory(run: Runner, sizes: Sizes, _: Records) -> Records:
     """A document is read and some tokens answered: the peak of the process, method by method."""
-    rows = []
+    records = []
     for method in sizes["methods"].split(","):
         done = run.cli("run", "-m", sizes["model"], "--raw", "-f", sizes["text"], "-n", "16",
                        "--method", method, "--json")  # fmt: skip
         told = json.loads(done.stdout)
-        rows.append({
+        records.append({
             "method": method, "prompt_tokens": told["prompt_tokens"], "seconds": done.seconds,
             "peak_mb": done.peak_bytes / 1e6,
-            "cache_mb": sum(told["ledger"][name] for name in HELD) / 1e6,
+            "cache_mb": sum(told["ledger"][name] for name in MEMORY_COUNTERS) / 1e6,
             "prefill_tps": told["timings"]["prefill_tps"],
         })  # fmt: skip
     run.commands[1:] = [f"# and so on with --method {sizes['methods'].replace(',', ', ')}"]
-    return rows
+    return records
 
 
-def terminal(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def terminal_session(run: Runner, sizes: Sizes, _: Records) -> Records:
     """What README's picture shows: the demo, or of another model a comparison."""
-    if not other_model(sizes):
+    if not model_option(sizes):
         done = run.program("scripts/demo")
         said = "A document" + done.stdout.partition("A document")[2]
     else:
@@ -196,38 +191,39 @@ def terminal(run: Runner, sizes: Sizes, _: Rows) -> Rows:
     return [{"command": run.commands[-1], "output": said.rstrip()}]
 
 
-def caches(run: Runner, sizes: Sizes, told: Any) -> Rows:
-    rows = []
+def cache_memory(run: Runner, sizes: Sizes, told: Any) -> Records:
+    records = []
     for name, row in told.items():
         said = sum(row["said"].values())
-        rows.append({
+        records.append({
             "method": name, "formula_mb": sum(row["formula"].values()) / 1e6,
             "cache_mb": said / 1e6, "resident_mb": row["resident"] / 1e6,
             "of_full_percent": 100 * said / row["rows"],
         })  # fmt: skip
-    return rows
+    return records
 
 
-def far(run: Runner, sizes: Sizes, told: Rows) -> Rows:
+def attention_by_depth(run: Runner, sizes: Sizes, told: Records) -> Records:
     """of_full: attention of ``full`` over the method's."""
-    kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb")
-    rows = [{name: row[name] for name in (*kept, "rows_scored", "rows_attended")} for row in told]
-    full = {row["depth"]: row["attention_ms"] for row in rows if row["method"] == "full"}
-    return [row | {"of_full": full[row["depth"]] / row["attention_ms"]} for row in rows]
+    kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb",
+            "rows_scored", "rows_attended")  # fmt: skip
+    records = [{name: row[name] for name in kept} for row in told]
+    full = {row["depth"]: row["attention_ms"] for row in records if row["method"] == "full"}
+    return [row | {"of_full": full[row["depth"]] / row["attention_ms"]} for row in records]
 
 
-def calibration(run: Runner, sizes: Sizes, _: Rows) -> Rows:
-    rows = []
+def calibration_time(run: Runner, sizes: Sizes, _: Records) -> Records:
+    records = []
     with tempfile.TemporaryDirectory() as folder:
         for method in ("fasa", "sals", "faedkv"):
             file = str(Path(folder) / method)
             done = run.cli("calibrate", "-m", sizes["model"], "--method", method, "--output", file)
             run.commands[-1] = run.commands[-1].replace(f" --output {file}", "")
-            rows.append({"method": method, "seconds": done.seconds})
-    return rows
+            records.append({"method": method, "seconds": done.seconds})
+    return records
 
 
-def random_model(run: Runner, shape: str, wtype: str, path: Path, shown: str) -> None:
+def make_random_model(run: Runner, shape: str, wtype: str, path: Path, shown: str) -> None:
     """A model with random weights, whose file lies at ``path`` and is called ``shown``."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,108 +236,114 @@ def random_model(run: Runner, shape: str, wtype: str, path: Path, shown: str) ->
     run.commands.append(f"scripts/random_model {shape} {wtype} {shown}")
 
 
-def shape(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def random_model_speed(run: Runner, sizes: Sizes, _: Records) -> Records:
     with tempfile.TemporaryDirectory() as folder:
         shown = f"{sizes['shape']}.gguf"
         path = Path(folder) / shown
-        random_model(run, sizes["shape"], "q4_k_m", path, shown)
+        make_random_model(run, sizes["shape"], "q4_k_m", path, shown)
         line = "-p 256 -n {tokens} -d {depths} --method {fast} -r 3"
-        rows = speeds(run, str(path), *filled(line, sizes))
+        records = bench_speeds(run, str(path), *expand_arguments(line, sizes))
     run.commands[-1] = run.commands[-1].replace(str(path), shown)
-    return rows
+    return records
 
 
-def peer(run: Runner, sizes: Sizes, _: Rows) -> Rows:
-    return against_peers(run, sizes["model"], sizes["peer"].split())
-
-
-def peer_models(run: Runner, models: str) -> Rows:
+def peers_of_models(run: Runner, models: str) -> Records:
     """Models as in the size ``larger``, which are made once in build/models."""
-    rows = []
+    records = []
     for each in filter(None, models.split(";")):
         shape, wtype, *arguments = each.split()
         model = f"build/models/{shape}-{wtype}.gguf"
-        random_model(run, shape, wtype, ROOT / model, model)
-        found = against_peers(run, model, arguments)
-        rows += [{"model": f"{shape} {wtype.upper()}", **row} for row in found]
-    return rows
+        make_random_model(run, shape, wtype, ROOT / model, model)
+        found = peer_records(run, model, arguments)
+        records += [{"model": f"{shape} {wtype.upper()}", **row} for row in found]
+    return records
 
 
-def against_peers(run: Runner, model: str, arguments: Sequence[str]) -> Rows:
+def peer_records(run: Runner, model: str, arguments: Sequence[str]) -> Records:
     ik = ["--ik", run.ik] if run.ik else []
     told = run.script("bench/peer", "-m", model, *arguments, *ik)
     if run.ik:
         run.commands[-1] = run.commands[-1].replace(shlex.quote(run.ik), "llama-bench")
-    rows = []
+    records = []
     for row in told["rows"]:
-        rows.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
+        records.append({"test": row["test"], "unit": row["unit"], "ratio": row["ratio"]})
         of_peers = {name: row["peers"][name] for name in PEERS if name in row["peers"]}
         for name, spread in {"sparsekv-cli": row["sparsekv_cli"], **of_peers}.items():
-            rows[-1] |= {f"{name} {x}": spread[x] for x in ("median", "min", "max")}
+            records[-1] |= {f"{name} {x}": spread[x] for x in ("median", "min", "max")}
         for name in of_peers:
-            rows[-1][f"{name} version"] = told["programs"].get(name, {}).get("version", "")
-    return rows
+            records[-1][f"{name} version"] = told["programs"].get(name, {}).get("version", "")
+    return records
 
 
-def trained(run: Runner, sizes: Sizes, measure: Callable[[str], Rows]) -> Rows:
-    """Returns the rows of ``measure`` for each trained model. Commands name the file, no folder."""
-    rows: Rows = []
+def for_trained_models(run: Runner, sizes: Sizes, measure: Callable[[str], Records]) -> Records:
+    """Returns the records of ``measure`` for each trained model.
+
+    Commands name the file without its folder.
+    """
+    records: Records = []
     for model in sizes["trained"].split() or [sizes["model"]]:
-        rows += [{**row, "model": Path(model).stem} for row in measure(model)]
+        records += [{**row, "model": Path(model).stem} for row in measure(model)]
         shown = (line.replace(model, Path(model).name) for line in run.commands)
         run.commands[:] = [line.replace(f"{run.unfinished}/", "") for line in shown]
-    return rows
+    return records
 
 
-def real_speed(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def trained_speed(run: Runner, sizes: Sizes, _: Records) -> Records:
     line = "-p 0 -n {tokens} -d {real_depths} --method {methods} -r 3 --cache-dir"
-    words = [*filled(line, sizes), str(run.unfinished / "prompts")]
-    return trained(run, sizes, lambda model: speeds(run, model, *words))
+    words = [*expand_arguments(line, sizes), str(run.unfinished / "prompts")]
+    return for_trained_models(run, sizes, lambda model: bench_speeds(run, model, *words))
 
 
-def real_prefill(run: Runner, sizes: Sizes, _: Rows) -> Rows:
-    words = filled("-p {real_prompts} -n 0 --method full -r 3", sizes)
-    return trained(run, sizes, lambda model: speeds(run, model, *words))
+def trained_prefill(run: Runner, sizes: Sizes, _: Records) -> Records:
+    words = expand_arguments("-p {real_prompts} -n 0 --method full -r 3", sizes)
+    return for_trained_models(run, sizes, lambda model: bench_speeds(run, model, *words))
 
 
-def real_accuracy(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def trained_choice(run: Runner, sizes: Sizes, _: Records) -> Records:
+    words = ["--methods", sizes["choice_methods"], *sizes["choice"].split()]
+    return for_trained_models(
+        run, sizes, lambda model: run.script("accuracy/real", "-m", model, "--half", "choose", *words)
+    )
+
+
+def trained_accuracy(run: Runner, sizes: Sizes, _: Records) -> Records:
     """First what takes many samples, then the rest."""
 
-    def measure(model: str) -> Rows:
-        rows: dict[Any, dict[str, Any]] = {}
+    def measure(model: str) -> Records:
+        records: dict[Any, dict[str, Any]] = {}
         for methods, size in (("real_methods", "real_choice"), ("methods", "real_all")):
             words = ["--methods", sizes[methods], *sizes[size].split()]
             for row in run.script("accuracy/real", "-m", model, "--half", "held", *words):
                 key = row["length"], row["spec"]
-                rows[key] = row | rows.get(key, {})
-        return list(rows.values())
+                records[key] = row | records.get(key, {})
+        return list(records.values())
 
-    return trained(run, sizes, measure)
+    return for_trained_models(run, sizes, measure)
 
 
-def budgets(run: Runner, sizes: Sizes, _: Rows) -> Rows:
+def budget_sweep(run: Runner, sizes: Sizes, _: Records) -> Records:
     """RULER's tasks at all budgets and lengths, then ``compare`` on a text at each length.
 
     It is long, so what it has is kept in ``run.unfinished`` until it is whole: samples of ``eval
     ruler`` by its own file, ``compare`` by a file a length. A run that was stopped goes on there.
     """
     run.unfinished.mkdir(parents=True, exist_ok=True)
-    names, shares = without(sizes, "full").split(","), sizes["budget_shares"].split(",")
+    names, shares = methods_except(sizes, "full").split(","), sizes["budget_shares"].split(",")
     methods = ",".join(["full", *(f"{name}:budget={x}" for name in names for x in shares)])
     line = """eval ruler -m {model} --method {methods} --tasks {ruler_tasks} --lengths
         {budget_lengths} --samples {ruler_samples} -n {ruler_tokens} --json --jsonl"""
-    words = filled(line, {**sizes, "methods": methods})
+    words = expand_arguments(line, {**sizes, "methods": methods})
     done = run.cli(*words, str(run.unfinished / "ruler.jsonl"))
     scores = {
         (row["length"], row["spec"]): row["average"] for row in json.loads(done.stdout)["results"]
     }
-    rows: Rows = []
+    records: Records = []
     for length in map(int, sizes["budget_lengths"].split(",")):
-        told = compared(run, sizes, methods, length)
+        told = compare_at_length(run, sizes, methods, length)
         full = next(row for row in told["methods"] if row["spec"] == "full")
         for row in told["methods"]:
             score = scores[length, row["spec"]]
-            rows.append({
+            records.append({
                 "length": length, "spec": row["spec"], "method": row["name"],
                 "ruler": score["score"], "ruler_low": score["low"], "ruler_high": score["high"],
                 "ruler_samples": score["n"], "kld": row["kld_mean"],
@@ -351,10 +353,10 @@ def budgets(run: Runner, sizes: Sizes, _: Rows) -> Rows:
                 "compared_tokens": told["context"],
             })  # fmt: skip
     run.commands[:] = [text.replace(f"{run.unfinished}/", "") for text in run.commands]
-    return rows
+    return records
 
 
-def compared(run: Runner, sizes: Sizes, methods: str, length: int) -> Any:
+def compare_at_length(run: Runner, sizes: Sizes, methods: str, length: int) -> Any:
     """What ``compare`` says after about ``length`` tokens of the texts laid end to end."""
     kept, text = run.unfinished / f"compare-{length}.json", run.unfinished / f"text-{length}.txt"
     said = ["compare", "-m", sizes["model"], "-f", str(text), "--raw", "--methods", methods,
@@ -364,14 +366,14 @@ def compared(run: Runner, sizes: Sizes, methods: str, length: int) -> Any:
         if told["said"] == said:
             run.commands.append(told["command"])
             return told
-    text.write_text(first_tokens(run, sizes, length), encoding="utf-8")
+    text.write_text(text_of_length(run, sizes, length), encoding="utf-8")
     told = json.loads(run.cli(*said).stdout)
     told |= {"said": said, "command": run.commands[-1]}
     kept.write_text(json.dumps(told), encoding="utf-8")
     return told
 
 
-def first_tokens(run: Runner, sizes: Sizes, length: int) -> str:
+def text_of_length(run: Runner, sizes: Sizes, length: int) -> str:
     """So much of the texts as has about ``length`` tokens, by their mean length."""
     texts = sorted(TEXTS.glob("*.txt"))
     whole = "\n\n".join(path.read_text(encoding="utf-8") for path in texts)
@@ -382,13 +384,28 @@ def first_tokens(run: Runner, sizes: Sizes, length: int) -> str:
     return whole[: int(len(whole) * length / len(ids["ids"]))]
 
 
-OWN: Mapping[str, Callable[[Runner, Sizes, Any], Rows]] = {
-    each.__name__: each
-    for each in (accuracy, accuracy_all, accuracy_rows, budgets, cache_types, calibration, caches,
-                 far, memory, peer, percent, real_accuracy, real_prefill, real_speed, shape,
-                 terminal)
-} | {
-    "peer_larger": lambda run, sizes, _: peer_models(run, sizes["larger"]),
-    "peer_types": lambda run, sizes, _: peer_models(run, sizes["types"]),
-}  # fmt: skip
-PARTS: Mapping[str, Part] = {name: Part(**told) for name, told in TABLE["parts"].items()}
+# The parts that measure more than their ``run``, or change its records, by name.
+MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
+    "accuracy": lambda run, sizes, _: accuracy_records(
+        run, sizes, methods_except(sizes, "full"), sizes["length"]
+    ),
+    "accuracy_all": lambda run, sizes, _: accuracy_records(run, sizes, "default", sizes["lengths"]),
+    "accuracy_rows": accuracy_at_equal_rows,
+    "budgets": budget_sweep,
+    "cache_types": cache_types,
+    "caches": cache_memory,
+    "calibration": calibration_time,
+    "far": attention_by_depth,
+    "memory": peak_memory,
+    "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"].split()),
+    "peer_larger": lambda run, sizes, _: peers_of_models(run, sizes["larger"]),
+    "peer_types": lambda run, sizes, _: peers_of_models(run, sizes["types"]),
+    "perplexity": ratio_in_percent,
+    "real_accuracy": trained_accuracy,
+    "real_choice": trained_choice,
+    "real_prefill": trained_prefill,
+    "real_speed": trained_speed,
+    "shape": random_model_speed,
+    "terminal": terminal_session,
+}
+PARTS: Mapping[str, Part] = {name: Part(name, **told) for name, told in TABLE["parts"].items()}

@@ -19,7 +19,7 @@ from sparsekv_cli.commands.run.jsonl import resume
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
 from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
-from sparsekv_cli.files import AppendedFile, open_regular, replace_file, replacing
+from sparsekv_cli.system.files import AppendedFile, open_regular, replace_file, replacing
 
 FULL = Path("/dev/full")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from sparsekv_cli.option import (
+from sparsekv_cli.settings.option import (
     Allowed,
     allowed_values,
     check_options,

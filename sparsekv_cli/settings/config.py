@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparsekv_cli.option import check_options, option
+from sparsekv_cli.settings.option import check_options, option
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Settings: how an option is declared, and how a session runs."""
