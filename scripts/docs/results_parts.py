@@ -275,50 +275,45 @@ def peer_records(run: Runner, model: str, arguments: Sequence[str]) -> Records:
     return records
 
 
-def for_trained_models(run: Runner, sizes: Sizes, measure: Callable[[str], Records]) -> Records:
-    """Returns the records of ``measure`` for each trained model.
+def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[..., Records]:
+    """The records of ``measure`` for each trained model. Commands name a file without its folder."""
 
-    Commands name the file without its folder.
-    """
-    records: Records = []
-    for model in sizes["trained"].split() or [sizes["model"]]:
-        records += [{**row, "model": Path(model).stem} for row in measure(model)]
-        shown = (line.replace(model, Path(model).name) for line in run.commands)
-        run.commands[:] = [line.replace(f"{run.unfinished}/", "") for line in shown]
-    return records
+    def measured(run: Runner, sizes: Sizes, _: Records) -> Records:
+        records: Records = []
+        for model in sizes["trained"].split() or [sizes["model"]]:
+            records += [{**row, "model": Path(model).stem} for row in measure(run, sizes, model)]
+            shown = (line.replace(model, Path(model).name) for line in run.commands)
+            run.commands[:] = [line.replace(f"{run.unfinished}/", "") for line in shown]
+        return records
+
+    return measured
 
 
-def trained_speed(run: Runner, sizes: Sizes, _: Records) -> Records:
+def trained_speed(run: Runner, sizes: Sizes, model: str) -> Records:
     line = "-p 0 -n {tokens} -d {real_depths} --method {methods} -r 3 --cache-dir"
-    words = [*expand_arguments(line, sizes), str(run.unfinished / "prompts")]
-    return for_trained_models(run, sizes, lambda model: bench_speeds(run, model, *words))
+    kept = str(run.unfinished / "prompts")
+    return bench_speeds(run, model, *expand_arguments(line, sizes), kept)
 
 
-def trained_prefill(run: Runner, sizes: Sizes, _: Records) -> Records:
-    words = expand_arguments("-p {real_prompts} -n 0 --method full -r 3", sizes)
-    return for_trained_models(run, sizes, lambda model: bench_speeds(run, model, *words))
+def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
+    line = "-p {real_prompts} -n 0 --method full -r 3"
+    return bench_speeds(run, model, *expand_arguments(line, sizes))
 
 
-def trained_choice(run: Runner, sizes: Sizes, _: Records) -> Records:
-    words = ["--methods", sizes["choice_methods"], *sizes["choice"].split()]
-    return for_trained_models(
-        run, sizes, lambda model: run.script("accuracy/real", "-m", model, "--half", "choose", *words)
-    )
+def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
+    words = ["--half", "choose", "--methods", sizes["choice_methods"], *sizes["choice"].split()]
+    return run.script("accuracy/real", "-m", model, *words)
 
 
-def trained_accuracy(run: Runner, sizes: Sizes, _: Records) -> Records:
+def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
     """First what takes many samples, then the rest."""
-
-    def measure(model: str) -> Records:
-        records: dict[Any, dict[str, Any]] = {}
-        for methods, size in (("real_methods", "real_choice"), ("methods", "real_all")):
-            words = ["--methods", sizes[methods], *sizes[size].split()]
-            for row in run.script("accuracy/real", "-m", model, "--half", "held", *words):
-                key = row["length"], row["spec"]
-                records[key] = row | records.get(key, {})
-        return list(records.values())
-
-    return for_trained_models(run, sizes, measure)
+    records: dict[Any, dict[str, Any]] = {}
+    for methods, size in (("real_methods", "real_choice"), ("methods", "real_all")):
+        words = ["--half", "held", "--methods", sizes[methods], *sizes[size].split()]
+        for row in run.script("accuracy/real", "-m", model, *words):
+            key = row["length"], row["spec"]
+            records[key] = row | records.get(key, {})
+    return list(records.values())
 
 
 def budget_sweep(run: Runner, sizes: Sizes, _: Records) -> Records:
@@ -401,10 +396,10 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "peer_larger": lambda run, sizes, _: peers_of_models(run, sizes["larger"]),
     "peer_types": lambda run, sizes, _: peers_of_models(run, sizes["types"]),
     "perplexity": ratio_in_percent,
-    "real_accuracy": trained_accuracy,
-    "real_choice": trained_choice,
-    "real_prefill": trained_prefill,
-    "real_speed": trained_speed,
+    "real_accuracy": of_trained(trained_accuracy),
+    "real_choice": of_trained(trained_choice),
+    "real_prefill": of_trained(trained_prefill),
+    "real_speed": of_trained(trained_speed),
     "shape": random_model_speed,
     "terminal": terminal_session,
 }

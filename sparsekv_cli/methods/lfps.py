@@ -123,9 +123,7 @@ class LFPS(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scout and self.sigma != "cov":
-            raise ValueError(
-                f"scout = {self.scout}: needs sigma=cov, whose covariance it uses; 0 needs none"
-            )
+            raise ValueError(f"scout = {self.scout}: needs sigma=cov; with ratio take scout=0")
 
     @property
     def n_queried(self) -> int:

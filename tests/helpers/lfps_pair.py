@@ -22,9 +22,11 @@ HEADS_A_READ = 4  # heads that score a key while it is in registers
 class CountedLFPS(NaiveLFPS):
     """The naive form; of the last step it also knows what a search must read.
 
-    n_bounds: bounds of blocks. n_entries: least entries of tables, those of blocks that hold a
-    candidate. n_codes: rows of which the scout read a code, of all heads. n_scouted: heads that it
-    searched for. c1: candidates and active heads of each head group that is not bypassed as a whole.
+    n_bounds: bounds of blocks.
+    n_entries: least entries of tables, those of blocks that hold a candidate.
+    n_codes: rows of which the scout read a code, of all heads.
+    n_scouted: heads that it searched for.
+    c1: candidates and active heads of each head group that is not bypassed as a whole.
     """
 
     def select(self) -> list[Choice]:
