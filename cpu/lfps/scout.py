@@ -30,7 +30,7 @@ from sparsekv_cli.cpu.lfps.history import SINKS
 PART = 128  # rows of which one is found
 _ROW_BITS = 7
 _TILES = 4  # whose sums are in registers together
-DIRECTIONS = 8  # a direction for so many dims of a head
+DIRECTIONS = 4  # a direction for so many dims of a head
 MOST = 3.0  # standard deviations that a code reaches
 RIDGE = 0.05  # of the mean variance of the queries: what is added to that of every direction
 CODED_AT_ONCE = 16  # parts

@@ -18,7 +18,7 @@ Departures; docs/methods.md has their reasons and figures:
 (2) The slash table is indexed by distance, so that nothing is shifted.
 (3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
-(5) a is .3, the paper's .2.
+(5) a is .3 and epsilon .95, the paper's .2 and .85.
 (6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.
 (7) The budget is at most 256 rows.
 (8) The mean of eq 8 is over at most ``horizon`` entries.
@@ -82,6 +82,7 @@ class LFPS(Method):
             "a": 0.2,
             "horizon": 0,
             "sigma": "ratio",
+            "epsilon": 0.85,
             "scout": 0,
             "dense_layers": (),
         },
@@ -112,7 +113,7 @@ class LFPS(Method):
     decay: float = option(0.95, "r: decay of the tables a step (eq 10)", above=0, below=1)
     window: int = option(32, "s: prefill queries that start the tables (eq 4)", at_least=1)
     epsilon: float = option(
-        0.85, "sink share above which a head is bypassed; 1 = never (eq 6)", above=0, at_most=MOST
+        0.95, "sink share above which a head is bypassed; 1 = never (eq 6)", above=0, at_most=MOST
     )
     sigma: str = option(
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
