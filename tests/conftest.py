@@ -6,6 +6,7 @@ kernels run in its interpreter, which has to be chosen before any of them is imp
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -42,6 +43,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Triton's own functions are what the variable says now, also where a test is first to delete it.
 import_module("triton")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen() -> Iterator[None]:
+    """A collection of garbage takes seconds with all that pytest and the libraries hold."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()  # or Triton's bindings say at the end that objects are left
 
 
 @pytest.fixture(scope="session")
