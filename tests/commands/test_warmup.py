@@ -145,10 +145,7 @@ def test_a_model_after_it_says_nothing(markers: Path, model: Path, invoke: Invok
 
 
 def test_without_a_model(
-    markers: Path,
-    compiled: list[tuple[Any, ...]],
-    invoke: Invoke,
-    monkeypatch: pytest.MonkeyPatch,
+    markers: Path, compiled: list[tuple[Any, ...]], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(name: str | None) -> Path:
         raise SparseKVError("no model")

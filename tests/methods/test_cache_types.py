@@ -63,8 +63,7 @@ class AllOfContext(Budget):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), *TYPES])
 @pytest.mark.parametrize(
-    ("name", "budget"),
-    [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)],
+    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)]
 )
 def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""
