@@ -33,6 +33,7 @@ if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
 
 import torch
 
+gc.disable()  # while modules are imported and tests are collected; ``frozen`` enables it
 os.environ["SPARSEKV_NO_CACHE"] = "1"  # no test leaves prompts in the user's folder
 
 # Tests interrupt this process and their children, who inherit it if a shell that started the tests
@@ -50,6 +51,7 @@ def frozen() -> Iterator[None]:
     """A collection of garbage takes seconds with all that pytest and the libraries hold."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     yield
     gc.unfreeze()  # or Triton's bindings say at the end that objects are left
 
@@ -149,7 +151,7 @@ def quicken_interpreter() -> None:
     interpreter._patch_lang, interpreter._get_np_dtype = exchange_once, numpy_type
 
 
-INTERPRETED = tuple(Path(__file__).parent / folder for folder in ("device", "kernels"))
+INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
 SLOW_SHARE = 4
 
 
@@ -165,7 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if not torch.cuda.is_available():
         for item in items:
-            if any(folder in item.path.parents for folder in INTERPRETED):
+            if str(item.path).startswith(INTERPRETED):
                 item.add_marker(pytest.mark.slow)
     if config.getoption("--all") or any("::" in name for name in config.args):
         return
