@@ -21,7 +21,7 @@ from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
-from sparsekv_cli.cpu.weights import dot, interleaved
+from sparsekv_cli.cpu.weights import dot, formats, interleaved
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.cpu.weights.integer import activation_planes
 from sparsekv_cli.errors import SparseKVError
@@ -117,8 +117,12 @@ def test_an_unfinished_step_is_taken_again(
     assert not list(markers.glob("*"))
 
 
-def test_a_model_after_it_says_nothing(markers: Path, model: Path, invoke: Invoke) -> None:
-    """The real thing, with the kernels from the disk cache of the machine."""
+def test_a_model_after_it_says_nothing(
+    markers: Path, model: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real thing, for two formats, with the kernels from the disk cache of the machine."""
+    few = {FORMATS[name].code: FORMATS[name] for name in ("F32", "Q8_0")}
+    monkeypatch.setattr(formats, "FORMAT_OF_CODE", few)
     said: list[tuple[Any, ...]] = []
     config = SessionConfig(ctx_size=80, threads=1)
 
