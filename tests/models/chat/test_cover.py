@@ -325,7 +325,7 @@ def test_a_template_that_is_not_valid_is_one_line(
 def test_no_template_makes_covering_slow(template: str) -> None:
     start = time.thread_time()
     Cover(CONTROLS, template, []).text("<a<b" * 50000)
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 10  # and not minutes
 
 
 @pytest.mark.skipif(VECTORS is None, reason="SPARSEKV_TEMPLATE_VECTORS names no folder")
