@@ -62,8 +62,11 @@ def results(path: Path, names: list[str]) -> dict[str, MethodResult]:
 
 
 @pytest.fixture(scope="module")
-def rows(default_model):
-    return results(default_model, MEASURED)
+def rows(request, default_model):
+    """Of the methods that are tested."""
+    tests = [item for item in request.session.items if item.parent is request.node]
+    chosen = [test.callspec.params["name"] for test in tests if hasattr(test, "callspec")]
+    return results(default_model, chosen)
 
 
 @pytest.mark.parametrize("name", MEASURED)
