@@ -271,25 +271,14 @@ def test_defaults_are_llama_cpps():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temp", math.nan),
-        ("temp", "hot"),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-        ("top_k", 1.5),
-        ("top_k", -2),
-        ("repeat_penalty", 0.0),
-        ("repeat_last_n", -2),
-        ("dry_base", 0.5),
-        ("dry_sequence_breakers", ("",)),
-        ("dry_sequence_breakers", "abc"),
-        ("logit_bias", {-1: 0.0}),
-        ("logit_bias", {1: math.nan}),
-        ("samplers", ("top_k", "mirostat")),
-        ("samplers", ("top_k", "top-k")),
-        ("seed", True),
+        ("temp", math.nan), ("temp", "hot"), ("top_p", 1.5), ("min_p", -0.1), ("top_k", 1.5),
+        ("top_k", -2), ("repeat_penalty", 0.0), ("repeat_last_n", -2), ("dry_base", 0.5),
+        ("dry_sequence_breakers", ("",)), ("dry_sequence_breakers", "abc"),
+        ("logit_bias", {-1: 0.0}), ("logit_bias", {1: math.nan}),
+        ("samplers", ("top_k", "mirostat")), ("samplers", ("top_k", "top-k")), ("seed", True),
         ("seed", 2**64),
     ],
-)
+)  # fmt: skip
 def test_bad_values_are_named(field, value):
     with pytest.raises(ValueError, match=f"^{field} = "):
         SamplingParams(**{field: value})

@@ -70,16 +70,9 @@ JSON = (
     "{{ messages | map(attribute='content') | join('<|im_end|>') }}"
 )
 TEMPLATES = {
-    "ChatML": CHATML,
-    "Llama 3": LLAMA_3,
-    "Qwen": QWEN,
-    "Qwen Coder": QWEN_CODER,
-    "Mistral": MISTRAL,
-    "Gemma": GEMMA,
-    "Phi": PHI_4_MINI,
-    "Nemotron": NEMOTRON,
-    "JSON": JSON,
-}
+    "ChatML": CHATML, "Llama 3": LLAMA_3, "Qwen": QWEN, "Qwen Coder": QWEN_CODER,
+    "Mistral": MISTRAL, "Gemma": GEMMA, "Phi": PHI_4_MINI, "Nemotron": NEMOTRON, "JSON": JSON,
+}  # fmt: skip
 CONTROLS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "<end_of_turn>"),
     *("<|user|>", "<|end|>"),
