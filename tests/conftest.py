@@ -6,6 +6,7 @@ kernels run in its interpreter, which has to be chosen before any of them is imp
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -47,13 +48,12 @@ import_module("triton")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen() -> Iterator[None]:
+def frozen() -> None:
     """A collection of garbage takes seconds with all that pytest and the libraries hold."""
     gc.collect()
     gc.freeze()
     gc.enable()
-    yield
-    gc.unfreeze()  # or Triton's bindings say at the end that objects are left
+    atexit.register(gc.unfreeze)  # or Triton's bindings say at the end that objects are left
 
 
 @pytest.fixture(scope="session")

@@ -44,13 +44,15 @@ def full(logits: np.ndarray) -> Candidates:
     return Candidates(np.arange(len(logits)), logits, len(logits), is_full=True)
 
 
+TOKENS, TYPES, _ = tiny_vocabulary(512)
+BYTES = {character: value for value, character in enumerate(byte_characters())}
+
+
 def piece(token: int) -> bytes:
     """Text of a token of the tiny models' vocabulary of 512."""
-    tokens, types, _ = tiny_vocabulary(512)
-    if types[token] != 1:
-        return tokens[token].encode()
-    values = {character: value for value, character in enumerate(byte_characters())}
-    return bytes(values[character] for character in tokens[token])
+    if TYPES[token] != 1:
+        return TOKENS[token].encode()
+    return bytes(BYTES[character] for character in TOKENS[token])
 
 
 VOCABULARY = pieces_of(512, piece)
