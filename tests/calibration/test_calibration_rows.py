@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference_decoder import log_softmax
 from tiny_sequences import SHAPE, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
@@ -166,8 +167,3 @@ def test_likely_tokens_alone_are_compared(model, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_allclose(window.score(changed)[0], expected, rtol=1e-3, atol=1e-6)
         found.append((expected, answers))
     assert found[0][0].min() > 1e-5 and not np.allclose(found[0][0], found[1][0], rtol=1e-3)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
