@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -45,11 +46,15 @@ PARTS = {
 }
 FILES = [path for files in PARTS.values() for path in files]
 TEXTS = {path: path.read_text("utf-8") for path in FILES}
-TREES = {
-    path: ast.parse(text)
-    for path, text in TEXTS.items()
-    if path.suffix == ".py" or text.startswith(PYTHON)
-}
+
+
+@cache  # and not at import: every process that collects tests would parse 100 000 lines
+def trees() -> dict[Path, ast.Module]:
+    return {
+        path: ast.parse(text)
+        for path, text in TEXTS.items()
+        if path.suffix == ".py" or text.startswith(PYTHON)
+    }
 
 
 def shown(path: Path) -> str:
@@ -74,13 +79,13 @@ def too_long() -> Iterator[str]:
 
 def too_many_parameters() -> Iterator[str]:
     """Functions that are no kernel, by file and name."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = node.args
                 count = len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs)
-                is_kernel = any(KERNEL.match(ast.unparse(each)) for each in node.decorator_list)
-                if count > MOST["parameters"] and not is_kernel:
+                marks = map(ast.unparse, node.decorator_list)
+                if count > MOST["parameters"] and not any(map(KERNEL.match, marks)):
                     yield f"{shown(path)}: {node.name}"
 
 
@@ -120,10 +125,10 @@ def test_lines(part: str) -> None:
 
 def test_scripts_import_each_other_in_no_circle() -> None:
     """They import by plain names; ``if TYPE_CHECKING`` counts too."""
-    scripts = {path.stem: path for path in PARTS["scripts"] if path in TREES}
+    scripts = {path.stem: path for path in PARTS["scripts"] if path in trees()}
     arrows: dict[str, set[str]] = {}
     for name, path in scripts.items():
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees()[path]):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             arrows.setdefault(name, set()).update(scripts.keys() & set(names) - {name})

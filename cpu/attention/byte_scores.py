@@ -15,7 +15,7 @@ from llvmlite import ir
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import I8, I16, I32, I64, LANES, const, load, shuffle, splat, vec
 from sparsekv_cli.cpu.weights import vnni
-from sparsekv_cli.cpu.weights.integer import pair_products
+from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 
 PAIR = 2 * LANES  # rows of two tiles
 LINE = 4 * LANES  # bytes of a word of a tile
@@ -23,10 +23,21 @@ MAX_QUERIES = 9 if llvm.has_feature("avx512f") else 3  # whose sums over two til
 ZERO = 128  # the unsigned byte that stands for 0
 
 
-def _add_products(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value) -> ir.Value:
-    """total <16 x i32> + products of a word of sixteen rows <64 x u8> with a query <16 x i32>."""
+def _add_products(
+    b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value, *, seven_bits: bool
+) -> ir.Value:
+    """total <16 x i32> + products of a word of sixteen rows <64 x u8> with a query <16 x i32>.
+
+    seven_bits: no byte of the rows is above 127, so that two products fit an i16.
+    """
     if vnni.is_available():
         return vnni.dot_bytes(b, total, rows, query)
+    if seven_bits and llvm.has_feature("avx2"):
+        query, ones, parts = b.bitcast(query, vec(I8, LINE)), const(I16, 1), []
+        for lanes in (range(PAIR), range(PAIR, LINE)):
+            pairs = byte_products(b, *(shuffle(b, each, each, lanes) for each in (rows, query)))
+            parts.append(pair_products(b, pairs, ones))
+        return b.add(total, shuffle(b, parts[0], parts[1], range(LANES)))
     halves, eight = vec(I16, PAIR), const(I16, 8, PAIR)
     rows, query = b.bitcast(rows, halves), b.bitcast(query, halves)
     even = b.and_(rows, const(I16, 255, PAIR)), b.ashr(b.shl(query, eight), eight)
@@ -47,11 +58,13 @@ def emit_products(
     query_word: int,
     tiles: Sequence[ir.Value],
     n_words: ir.Value,
+    *,
+    seven_bits: bool = False,
 ) -> list[list[ir.Value]]:
     """For each query its sums over each of ``tiles``, <16 x i32>; a query's begin at ``starts``.
 
     query: address of the first query's first word; query_row, query_word: bytes to the next query
-    and word. tiles: addresses.
+    and word. tiles: addresses. seven_bits: no byte of the rows is above 127.
     """
 
     def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -61,7 +74,7 @@ def emit_products(
         for m in range(len(starts)):
             factors = splat(b, load(b, I32, b.add(place, b.mul(query_row, I64(m)))))
             for i, row in enumerate(rows, len(rows) * m):
-                new[i] = _add_products(b, new[i], row, factors)
+                new[i] = _add_products(b, new[i], row, factors, seven_bits=seven_bits)
         return new
 
     first = [splat(b, start) for start in starts for _ in tiles]

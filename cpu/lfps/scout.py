@@ -1,6 +1,6 @@
 """LFPS' scout finds rows that history cannot know, by codes of all keys.
 
-A key's code is its part along the few directions that matter most to scores, a byte each. A step
+A key's code is its part along the few directions that matter most to scores, 7 bits each. A step
 scores the codes of a slice of all rows; each step takes the next slice. The best row of each part
 of the slice becomes a candidate. Its exact score then decides.
 
@@ -19,7 +19,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
-from sparsekv_cli.cpu.attention.byte_scores import LINE, ZERO
+from sparsekv_cli.cpu.attention.byte_scores import LINE
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
@@ -29,8 +29,9 @@ from sparsekv_cli.cpu.lfps.history import SINKS
 
 PART = 128  # rows of which one is found
 _ROW_BITS = 7
+_LARGEST = 127  # of a rounded query
 _TILES = 4  # whose sums are in registers together
-DIRECTIONS = 4  # a direction for so many dims of a head
+ZERO = 64  # the code that stands for 0
 MOST = 3.0  # standard deviations that a code reaches
 RIDGE = 0.05  # of the mean variance of the queries: what is added to that of every direction
 CODED_AT_ONCE = 16  # parts
@@ -51,8 +52,8 @@ class Scout:
     """The codes of one layer's keys; d is padded to a multiple of 16."""
 
     def __init__(self, n_kv_head: int, d: int) -> None:
-        self.n_words = -(-d // (4 * DIRECTIONS))
-        r = 4 * self.n_words
+        r = n_directions(d)
+        self.n_words = r // 4
         self.encode = np.zeros((n_kv_head, d, r), np.float32)
         self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
         self.mean = np.zeros((n_kv_head, 1, d), np.float32)
@@ -102,12 +103,17 @@ class Scout:
         return sum(array.nbytes for array in arrays)
 
 
+def n_directions(d: int) -> int:
+    """Returns the number of directions for heads of d dims: 16, and more for large heads."""
+    return 4 * max(4, -(-d // 32))
+
+
 def choose_directions(
     queries: np.ndarray, covariance: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """E, D f32 (G, d, count): of all products of that rank (q D) . (k E) is nearest to q . k.
 
-    queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a byte of E k
+    queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a code of E k
     reaches MOST standard deviations. With the queries' moments C = L L' the eigenvectors U are the
     leading ones of L' covariance L. Then E = L U and D = L'^-1 U.
     """
@@ -140,7 +146,7 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
     query f32 (d,); codes uint8 (parts, 8, words, 16, 4) and directions f16 (r, d) of its kv head.
     """
     projected = directions.astype(np.float32) @ query
-    projected *= (ZERO - 1) / max(np.abs(projected).max(), TINY)
+    projected *= _LARGEST / max(np.abs(projected).max(), TINY)
     rows = codes.swapaxes(2, 3).reshape(len(codes), PART, -1).astype(np.int64)
     scores = rows @ np.rint(projected).astype(np.int64)
     best = PART - 1 - scores[:, ::-1].argmax(1)
@@ -157,7 +163,9 @@ def _best_of_part(typingctx, query, part, n_words):
         lanes = llvm.ir.Constant(VI, list(range(LANES)))
         for first in range(0, PART // LANES, _TILES):
             tiles = [b.add(part, b.mul(tile_bytes, I64(first + i))) for i in range(_TILES)]
-            (sums,) = byte_scores.emit_products(b, [I32(0)], query, I64(0), 4, tiles, n_words)
+            (sums,) = byte_scores.emit_products(
+                b, [I32(0)], query, I64(0), 4, tiles, n_words, seven_bits=True
+            )
             for i, total in enumerate(sums):
                 place = b.add(lanes, const(I32, LANES * (first + i)))
                 key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)
@@ -182,7 +190,7 @@ def find_rows(query, codes, kv_head, first, last, found):
     for j in range(r):
         largest = max(largest, abs(projected[j]))
     for j in range(r):
-        rounded[j] = np.int8(np.rint(projected[j] * (np.float32(ZERO - 1) / largest)))
+        rounded[j] = np.int8(np.rint(projected[j] * (np.float32(_LARGEST) / largest)))
     at = codes.at + kv_head * codes.head_bytes
     for part in range(first, last):
         place = _best_of_part(rounded.ctypes.data, at + part * PART * r, r // 4)

@@ -92,15 +92,10 @@ def nested(members: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        huge,
-        nested,
-        changed_about(n_tokens=float("inf")),
-        changed_about(text_name=["x"]),
-        changed_about(tensors=7),
-        changed_about(tensors=["../a"]),
-        changed_about(model=None),
+        huge, nested, changed_about(n_tokens=float("inf")), changed_about(text_name=["x"]),
+        changed_about(tensors=7), changed_about(tensors=["../a"]), changed_about(model=None),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_says_what_it_must_not(change, model, tmp_path):
     path, identity = tmp_path / "s.npz", identity_of(model)
     write_entry(path, "fasa", identity, entry())

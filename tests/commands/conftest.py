@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -216,7 +217,8 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
-    """Runs ``main`` with arguments and bytes on stdin in this process."""
+    """Runs ``main`` with arguments and bytes on stdin in this process; its objects stay frozen."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
     def run(*arguments: str, stdin: bytes = b"") -> Result:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))

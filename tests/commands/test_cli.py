@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from sparsekv_cli.errors import SparseKVError
 
 PROGRAM = [sys.executable, "-m", "sparsekv_cli"]
 HEAVY = ("torch", "numba", "gguf", "rich", "numpy", "jinja2", "tokenizers", "sentencepiece")
+MOST_MODULES = 200  # Python's own and click are 130, which take a tenth of a second
 
 
 def test_help_lists_every_command_and_imports_none(invoke: Callable[..., Any]) -> None:
@@ -39,27 +39,12 @@ def test_help_and_version_are_light(argument: str) -> None:
     code = (
         "import sys\nfrom sparsekv_cli.cli import main\n"
         f"try:\n    main([{argument!r}])\nexcept SystemExit as error:\n    assert not error.code\n"
-        f"print([m for m in {HEAVY} if m in sys.modules])\n"
+        f"print([m for m in {HEAVY} if m in sys.modules], len(sys.modules) < {MOST_MODULES})\n"
         "print([m for m in sys.modules if m.startswith('sparsekv_cli.commands.run')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-2:] == ["[]", "[]"]
-
-
-def _children_seconds() -> float:
-    """CPU time of the children that have ended; other programs on the machine do not change it."""
-    used = os.times()
-    return used.children_user + used.children_system
-
-
-def test_version_is_quick() -> None:
-    best = float("inf")
-    for _ in range(3):
-        start = _children_seconds()
-        done = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
-        best = min(best, _children_seconds() - start)
-    assert __version__ in done.stdout
-    assert best < 0.3
+    assert done.stdout.splitlines()[-2:] == ["[] True", "[]"]
+    assert argument == "--help" or __version__ in done.stdout
 
 
 @pytest.mark.parametrize(

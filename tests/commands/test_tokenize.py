@@ -75,10 +75,7 @@ def test_every_byte_counts(vocabulary: Path, tmp_path: Path, invoke: Any, data: 
 def test_not_utf8(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"ab\xff")
-    for result in (
-        invoke("tokenize", "-f", str(path)),
-        invoke("tokenize", stdin=b"ab\xff"),
-    ):
+    for result in (invoke("tokenize", "-f", str(path)), invoke("tokenize", stdin=b"ab\xff")):
         assert result.code == 1 and result.out == ""
         assert "is not UTF-8: byte 0xff at offset 2" in result.err and result.err.count("\n") == 1
     result = invoke("tokenize", "ab\udcff")

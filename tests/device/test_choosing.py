@@ -54,15 +54,11 @@ def test_device_and_host_draw_the_same(n_vocab, device):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repeat_penalty": 1.1},
-        {"logit_bias": {3: 1.0}},
-        {"typ_p": 0.9},
-        {"dynatemp_range": 0.2},
-        {"temp": 0.0, "dynatemp_range": 0.2},
-        {"temp": 0.0, "xtc_probability": 0.5},
+        {"repeat_penalty": 1.1}, {"logit_bias": {3: 1.0}}, {"typ_p": 0.9}, {"dynatemp_range": 0.2},
+        {"temp": 0.0, "dynatemp_range": 0.2}, {"temp": 0.0, "xtc_probability": 0.5},
         {"samplers": ("temperature", "top_k")},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_other_chains_are_the_hosts(options):
     assert not isinstance(make_sampler(SamplingParams(**options)), PlainSampler)

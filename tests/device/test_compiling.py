@@ -67,7 +67,8 @@ def test_every_method_is_tried_on_the_gpu(tmp_path, monkeypatch, capsys):
         return begin(planner, positions, caches)
 
     monkeypatch.setattr(Planner, "begin", begun)
-    path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_vocab=259, head_dim=32)
+    sizes = {"n_layer": 1, "n_embd": 64, "n_ff": 64, "n_vocab": 259, "head_dim": 32}
+    path = make_model(tmp_path / "m.gguf", **sizes)
     made = {name: methods.build_method(name, {}) for name in methods.METHODS}
     assert warmup.try_on_gpu(path, made) == 128
     assert tried == 3 * ["Full"] + 3 * ["TopK"]

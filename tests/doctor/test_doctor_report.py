@@ -173,13 +173,9 @@ def test_broken_models(home: Path, tiny_model: Callable[..., Path]) -> None:
     problems: list[str] = []
     found = by_name(models.models(problems))
     assert found["whole"] == {
-        "name": "whole",
-        "where": "folder",
-        "path": str(folder / "whole.gguf"),
-        "architecture": "llama",
-        "file_bytes": len(whole),
-        "problem": None,
-    }
+        "name": "whole", "where": "folder", "path": str(folder / "whole.gguf"),
+        "architecture": "llama", "file_bytes": len(whole), "problem": None,
+    }  # fmt: skip
     assert found["cut"]["problem"].startswith("7 bytes are missing: ")
     assert [each.partition(": ")[0] for each in problems] == [
         "model cut",

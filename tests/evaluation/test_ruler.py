@@ -50,14 +50,10 @@ def test_a_sample_is_as_long_as_fits(task):
 @pytest.mark.parametrize(
     ("task", "n_keys", "n_values", "n_references"),
     [
-        ("niah_single_1", 1, 1, 1),
-        ("niah_single_2", 1, 1, 1),
-        ("niah_single_3", 1, 1, 1),
-        ("niah_multikey_1", 4, 1, 1),
-        ("niah_multivalue", 1, 4, 4),
-        ("niah_multiquery", 4, 1, 4),
+        ("niah_single_1", 1, 1, 1), ("niah_single_2", 1, 1, 1), ("niah_single_3", 1, 1, 1),
+        ("niah_multikey_1", 4, 1, 1), ("niah_multivalue", 1, 4, 4), ("niah_multiquery", 4, 1, 4),
     ],
-)
+)  # fmt: skip
 def test_needles(task, n_keys, n_values, n_references):
     sample = prompt_of(task).sample
     facts = [line for line in sample.context.split(". ") if "One of the special magic" in line]

@@ -16,10 +16,7 @@ def calibration_of(geometry: Geometry, layer: int = 2) -> dict[str, np.ndarray]:
     n_chunk = (g.n_rot or g.d) // 2
     rank = np.stack([rng.permutation(n_chunk) for _ in range(g.n_head_kv)]).astype(np.uint8)
     frequencies = {name: of_layers[layer] for name, of_layers in of_frequencies().items()}
-    even = {
-        "tip_budget": even_budgets(fasa.SHARES),
-        "rank_budget": even_budgets(sals.SHARES),
-    }
+    even = {"tip_budget": even_budgets(fasa.SHARES), "rank_budget": even_budgets(sals.SHARES)}
     return {"dom_var": rank, "dom_ca": rank, **even, **frequencies, **bases(geometry)}
 
 

@@ -63,8 +63,7 @@ class AllOfContext(Budget):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), *TYPES])
 @pytest.mark.parametrize(
-    ("name", "budget"),
-    [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)],
+    ("name", "budget"), [("topk", AllButSinks), ("streaming", AllButSinks), ("quest", AllOfContext)]
 )
 def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monkeypatch):
     """The sparse path itself, layer by layer; LFPS' is in tests/cpu/lfps/test_history.py."""
@@ -218,14 +217,10 @@ def test_quest_summarises_the_stored_keys(summary, key_type):
 @pytest.mark.parametrize(
     ("types", "row_bytes"),
     [
-        (("f16", "f16"), 256),
-        (("q8_0", "q8_0"), 136),
-        (("q8_0", "f16"), 196),
-        (("f16", "q8_0"), 196),
-        (("q5_1", "q4_0"), 84),
-        (("q4_0", "q4_0"), 72),
+        (("f16", "f16"), 256), (("q8_0", "q8_0"), 136), (("q8_0", "f16"), 196),
+        (("f16", "q8_0"), 196), (("q5_1", "q4_0"), 84), (("q4_0", "q4_0"), 72),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", [name for name in READERS if name != "h2o"])  # it keeps copies
 def test_bytes(name, types, row_bytes, sequence_of):
     sequence = sequence_of(name, budget="100%", dense_layers="none", types=types)

@@ -196,8 +196,7 @@ def test_presets():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("metric", "cos"), ("force", "all"), ("variant", "x"), ("n_tip", "-1")],
+    ("option", "value"), [("metric", "cos"), ("force", "all"), ("variant", "x"), ("n_tip", "-1")]
 )
 def test_a_bad_value_names_the_option(option, value):
     with pytest.raises(ValueError, match=f"{option} = '?{value}'?: must be"):

@@ -132,12 +132,7 @@ def test_a_limit_that_an_i32_just_holds(scored_by):
 
 @pytest.mark.parametrize(
     "others",
-    [
-        {},
-        {"scored_by": "head"},
-        {"candidates": 60},
-        {"candidates": 60, "expand": "filtered"},
-    ],
+    [{}, {"scored_by": "head"}, {"candidates": 60}, {"candidates": 60, "expand": "filtered"}],
     ids=str,
 )
 @pytest.mark.parametrize("case", [*CASES[1:], Case(Geometry(3, 1, 64), 1500)], ids=str)

@@ -79,11 +79,7 @@ def test_threads_change_no_bit(preset):
 # --- limiting cases -------------------------------------------------------------------------------
 
 
-WHOLE_LAYERS = [
-    PLAIN,
-    Geometry(8, 1, 80, n_rot=80),
-    Geometry(4, 4, 64, n_rot=48, rope_scale=1.25),
-]
+WHOLE_LAYERS = [PLAIN, Geometry(8, 1, 80, n_rot=80), Geometry(4, 4, 64, n_rot=48, rope_scale=1.25)]
 HALF_STEP = 2.0**-11 / np.sqrt(3)  # of f16: the largest standard deviation of relative rounding
 
 

@@ -147,14 +147,11 @@ def test_output_of_many_rows_crosses_the_vocabulary_step(tmp_path):
 
 
 def test_mixed_weight_types_and_partial_rotation(tmp_path):
-    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.0.attn_q.weight": "Q4_K", "output.weight": "Q6_K"}
+    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.0.attn_q.weight": "Q2_K", "output.weight": "Q6_K"}
     path = make_model(
-        tmp_path / "model.gguf",
-        wtype="Q5_0",
-        tied=False,
-        wtypes=kinds,
+        tmp_path / "model.gguf", wtype="Q4_1", tied=False, wtypes=kinds,
         metadata={"llama.rope.dimension_count": 32},
-    )
+    )  # fmt: skip
     sequence = open_model(path, chunk=9)
     assert sequence.model.hparams.n_rot == 32 and sequence.model.hparams.head_dim == 64
     expected = reference_logits(path, REFERENCE_IDS, kv_f16=True)

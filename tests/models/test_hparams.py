@@ -197,14 +197,10 @@ def test_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "context_length",
-        "embedding_length",
-        "block_count",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.layer_norm_rms_epsilon",
+        "context_length", "embedding_length", "block_count", "feed_forward_length",
+        "attention.head_count", "attention.layer_norm_rms_epsilon",
     ],
-)
+)  # fmt: skip
 def test_missing_and_mistyped(tmp_path: Path, name: str) -> None:
     assert f"llama.{name} is missing" in failure(tmp_path, name)
     changes = {name: string(f"llama.{name}", "3")}
@@ -284,16 +280,11 @@ def test_per_layer_array_of_floats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "attention.layer_norm_rms_epsilon",
-        "rope.freq_base",
-        "rope.scaling.factor",
-        "rope.scale_linear",
-        "rope.scaling.attn_factor",
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
+        "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor",
+        "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     ],
-)
+)  # fmt: skip
 def test_non_finite_and_negative_numbers(tmp_path: Path, name: str, value: float) -> None:
     message = failure(tmp_path, **{name: float32(f"llama.{name}", value)})
     assert f"llama.{name} is {value:g}; it must be" in message

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from opened import open_sequence
 from split_models import split_model
+from sweeps import sweep
 from tiny_models import make_model
 
 from sparsekv_cli.cpu.weights import interleaved
@@ -31,7 +32,7 @@ def open_model(path, choice: str):
     not interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP),
     reason="this CPU does not repack",
 )
-@pytest.mark.parametrize("wtype", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"])
+@pytest.mark.parametrize("wtype", sweep(["Q4_1", "Q4_0", "Q5_0", "Q5_1", "IQ4_NL"]))
 def test_decode_is_the_same_but_for_rounding(wtype, tmp_path):
     path = tmp_path / "tiny.gguf"
     make_model(path, wtype=wtype)

@@ -146,18 +146,10 @@ def test_norms_may_be_of_half_precision(kind, tmp_path):
         ),
     ],
     ids=[
-        "ffn",
-        "norm",
-        "bias",
-        "unknown",
-        "output bias",
-        "zero freqs",
-        "extra layer",
-        "shape",
-        "rope_freqs",
-        "type",
+        "ffn", "norm", "bias", "unknown", "output bias", "zero freqs", "extra layer", "shape",
+        "rope_freqs", "type",
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(edit, found, tmp_path):
     path = copy_with(
         make_model(tmp_path / "model.gguf", arch="qwen2"), tmp_path / "edited.gguf", edit

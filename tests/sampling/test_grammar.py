@@ -217,17 +217,12 @@ A, B, C = BPE.encode_within("abc")
 @pytest.mark.parametrize(
     "params",
     [
-        {"temp": 0},
-        {"top_k": 1},
-        {"temp": 0.01, "top_k": 0},
-        {"top_p": 0.01},
-        {"min_p": 0.99},
-        {"top_n_sigma": 0.1},
-        {"temp": 0, "repeat_penalty": 1.01},
+        {"temp": 0}, {"top_k": 1}, {"temp": 0.01, "top_k": 0}, {"top_p": 0.01}, {"min_p": 0.99},
+        {"top_n_sigma": 0.1}, {"temp": 0, "repeat_penalty": 1.01},
         {"temp": 0, "logit_bias": {C: 99.0}},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_chain_sees_what_may_follow_only(params: dict[str, Any]) -> None:
     best = {C: 30.0, B: 20.0, A: 15.0, END: 10.0}
     assert sampled("[ab]{3}", {"seed": 1, **params}, best, 3) == "bbb"

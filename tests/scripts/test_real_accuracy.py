@@ -183,13 +183,8 @@ def test_parts_of_several_models(tmp_path):
     rows = parts.PARTS["real_accuracy"].measure(run, sizes)
     assert run.models == [f"/some/{x}.gguf" for x in "aabb"] and len(rows) == 2
     assert rows[1] == {
-        "length": 8192,
-        "spec": "full",
-        "rows": 20,
-        "vt": 100,
-        "cwe": 25,
-        "model": "b",
-    }
+        "length": 8192, "spec": "full", "rows": 20, "vt": 100, "cwe": 25, "model": "b",
+    }  # fmt: skip
     assert not any("/some" in line for line in run.commands) and "--half held" in run.commands[0]
     alone = parts.PARTS["real_accuracy"].measure(FakeRunner(tmp_path), parts.TINY)
     assert [row["model"] for row in alone] == ["smollm2"]

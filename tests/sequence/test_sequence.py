@@ -158,17 +158,11 @@ def test_file_that_is_cut_while_in_use(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("ctx_size", -1),
-        ("threads", -2),
-        ("chunk", 0),
-        ("device", "gpu"),
-        ("prefill_dtype", "f16"),
-        ("kv", "disk"),
-        ("gpu_weights", "q4"),
-        ("vram_limit", -1.0),
+        ("ctx_size", -1), ("threads", -2), ("chunk", 0), ("device", "gpu"),
+        ("prefill_dtype", "f16"), ("kv", "disk"), ("gpu_weights", "q4"), ("vram_limit", -1.0),
         ("vram_limit", float("nan")),
     ],
-)
+)  # fmt: skip
 def test_configuration_names_the_field(field, value):
     with pytest.raises(ValueError, match=field) as error:
         SessionConfig(**{field: value})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
-import anthropic
 import pytest
 
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -14,23 +14,29 @@ CALL = r'I add\.<tool_call>\{"name": "add", "arguments": \{"a": 1\}\}</tool_call
 
 
 @pytest.fixture(scope="module")
-def client(serve: Callable[..., Any]) -> Iterator[anthropic.Anthropic]:
+def anthropic() -> Any:
+    """Imported when it is needed: it takes two seconds."""
+    return import_module("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(serve: Callable[..., Any], anthropic: Any) -> Iterator[Any]:
     url = serve().url
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
         yield client
 
 
-def ask(client: anthropic.Anthropic, **options: Any) -> Any:
+def ask(client: Any, **options: Any) -> Any:
     return client.messages.create(**{"model": "any", "max_tokens": 8, "messages": ASKED, **options})
 
 
-def streamed(client: anthropic.Anthropic, **options: Any) -> Any:
+def streamed(client: Any, **options: Any) -> Any:
     given = {"model": "any", "max_tokens": 8, "messages": ASKED, **options}
     with client.messages.stream(**given) as stream:
         return stream.get_final_message()
 
 
-def test_a_stream_has_the_text_of_the_whole(client: anthropic.Anthropic) -> None:
+def test_a_stream_has_the_text_of_the_whole(client: Any) -> None:
     whole = ask(client, system="be brief")
     again = streamed(client, system=[{"type": "text", "text": "be brief"}])
     assert [block.text for block in whole.content] == [block.text for block in again.content]
@@ -39,7 +45,7 @@ def test_a_stream_has_the_text_of_the_whole(client: anthropic.Anthropic) -> None
     assert whole.usage.output_tokens == 8
 
 
-def test_tools_and_thinking(client: anthropic.Anthropic) -> None:
+def test_tools_and_thinking(client: Any) -> None:
     calls = {"regex": CALL, "think_budget": 0}
     options: dict[str, Any] = {"tools": [TOOL], "extra_body": calls, "max_tokens": 90}
     for answer in (ask(client, **options), streamed(client, **options)):
@@ -56,7 +62,7 @@ def test_tools_and_thinking(client: anthropic.Anthropic) -> None:
         assert (answer.content[0].thinking, answer.content[1].text) == ("well", "yes")
 
 
-def test_stops_counts_and_errors(client: anthropic.Anthropic) -> None:
+def test_stops_counts_and_errors(client: Any, anthropic: Any) -> None:
     stopped = ask(client, stop_sequences=["!"], extra_body={"regex": "yes!"})
     assert stopped.stop_reason == "stop_sequence" and stopped.content[0].text == "yes"
     assert stopped.stop_sequence == "!" and ask(client).stop_sequence is None

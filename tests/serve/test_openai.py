@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -23,17 +23,23 @@ def server(serve: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> Iterator[openai.OpenAI]:
+def openai() -> Any:
+    """Imported when it is needed: it takes two seconds."""
+    return import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Any, openai: Any) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def chat(client: openai.OpenAI, **options: Any) -> Any:
+def chat(client: Any, **options: Any) -> Any:
     given = {"model": "any", "messages": ASKED, "max_tokens": 8, **options}
     return client.chat.completions.create(**given)
 
 
-def test_a_stream_has_the_text_of_the_whole(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_text_of_the_whole(client: Any) -> None:
     whole = chat(client)
     chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -45,7 +51,7 @@ def test_a_stream_has_the_text_of_the_whole(client: openai.OpenAI) -> None:
     assert usage.total_tokens == 8 + usage.prompt_tokens
 
 
-def test_choices_seeds_and_log_probabilities(client: openai.OpenAI) -> None:
+def test_choices_seeds_and_log_probabilities(client: Any) -> None:
     options: dict[str, Any] = {"n": 3, "seed": 5, "temperature": 1.5, "logprobs": True}
     first, again = (chat(client, top_logprobs=2, **options) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
@@ -59,7 +65,7 @@ def test_choices_seeds_and_log_probabilities(client: openai.OpenAI) -> None:
     assert sum(len(each.content) for each in told) == 8
 
 
-def test_bias_stops_and_formats(client: openai.OpenAI, server: Any) -> None:
+def test_bias_stops_and_formats(client: Any, server: Any) -> None:
     letter = server.service.tokenizer.encode("q", add_bos=False, add_eos=False)[0]
     biased = chat(client, logit_bias={str(letter): 100}).choices[0].message.content
     assert biased == "q" * 8
@@ -72,7 +78,7 @@ def test_bias_stops_and_formats(client: openai.OpenAI, server: Any) -> None:
     assert {choice.message.content for choice in yes.choices} <= {"yes!", "no!"}
 
 
-def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
+def test_calls_of_tools_and_thinking(client: Any) -> None:
     calls = {"regex": CALL, "think_budget": 0}
     options: dict[str, Any] = {"tools": [TOOL], "extra_body": calls, "max_tokens": 64}
     choice = chat(client, **options).choices[0]
@@ -93,7 +99,7 @@ def test_calls_of_tools_and_thinking(client: openai.OpenAI) -> None:
     assert plain[1] > plain[0]
 
 
-def test_calls_that_are_asked_for(client: openai.OpenAI) -> None:
+def test_calls_that_are_asked_for(client: Any, openai: Any) -> None:
     one = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
     one |= {"additionalProperties": False, "$defs": {"n": {"enum": [7, 8]}}}
     named = {"type": "function", "function": {"name": "pick", "parameters": one}}
@@ -112,7 +118,7 @@ def test_calls_that_are_asked_for(client: openai.OpenAI) -> None:
         chat(client, tools=[bad], tool_choice="required")
 
 
-def test_a_method_of_its_own_and_its_rows(client: openai.OpenAI, server: Any) -> None:
+def test_a_method_of_its_own_and_its_rows(client: Any, server: Any) -> None:
     asked = [{"role": "user", "content": "many words " * 30}]
     ours = {
         "method": "topk",
@@ -131,7 +137,7 @@ def test_a_method_of_its_own_and_its_rows(client: openai.OpenAI, server: Any) ->
     assert rows.shape == (4, 10) and 0 < rows.mean() < 50 and len(events) == 3
 
 
-def test_completions_and_models(client: openai.OpenAI, server: Any) -> None:
+def test_completions_and_models(client: Any, server: Any) -> None:
     given: dict[str, Any] = {"model": "any", "max_tokens": 4}
     both = client.completions.create(prompt=["hello", "one two"], **given)
     alone = client.completions.create(prompt="one two", logprobs=1, **given)
@@ -162,13 +168,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "words"), BAD, ids=[next(iter(f)) for f, _ in BAD])
-def test_what_is_no_request(client: openai.OpenAI, fields: dict[str, Any], words: str) -> None:
+def test_what_is_no_request(client: Any, openai: Any, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError) as info:
         chat(client, extra_body=fields)
     assert words in info.value.message and "\n" not in info.value.message
 
 
-def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
+def test_a_prompt_that_is_too_long(client: Any, openai: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="context of this server holds 512") as info:
         chat(client, messages=[{"role": "user", "content": "long " * 600}])
     assert info.value.code == "context_length_exceeded"

@@ -96,8 +96,13 @@ def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> None:
-    """Texts are those of sequences that run alone; no place and no memory is lost."""
+def test_a_thousand_requests_with_aborts(
+    start: Callable[..., Scheduler], pytestconfig: pytest.Config
+) -> None:
+    """Texts are those of sequences that run alone; no place and no memory is lost. (300 of them
+    without ``--all``.)
+    """
+    n_requests = 1000 if pytestconfig.getoption("--all") else 300
     rng, alone = np.random.RandomState(3), start(n_parallel=1)
     kinds = [
         (tokens(int(rng.randint(1, 90)), seed), int(rng.randint(1, 9)), METHODS[seed % 3])
@@ -111,7 +116,7 @@ def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> Non
     kv_bytes = 6 * bytes_of_rows(alone, 100)
     scheduler = start(kv_bytes=kv_bytes)
     asked, n_aborted, most = [], 0, 0
-    for i in range(1000):
+    for i in range(n_requests):
         which = int(rng.randint(len(kinds)))
         ids, n, method = kinds[which]
         each = Asked(scheduler, ids, n, method=method)
@@ -127,7 +132,8 @@ def test_a_thousand_requests_with_aborts(start: Callable[..., Scheduler]) -> Non
         else:
             assert each.job.is_aborted
             n_aborted += 1
-    assert scheduler.stats.n_answers == 1000 - n_aborted > 500 and n_aborted > 50
+    assert scheduler.stats.n_answers == n_requests - n_aborted > n_requests // 2
+    assert n_aborted > n_requests // 20
     assert scheduler.stats.n_failed == 0 and most <= kv_bytes
     assert (scheduler.n_waiting, scheduler.n_running) == (0, 0)
     assert all(job.generation is None for job in (each.job for _, each in asked))

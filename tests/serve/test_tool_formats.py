@@ -46,12 +46,7 @@ TEXTS = [
     (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
     (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
     (HERMES, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", "", 1),
-    (
-        HERMES,
-        "<tool_call><function=f>?</function>",
-        "<tool_call><function=f>?</function>",
-        0,
-    ),
+    (HERMES, "<tool_call><function=f>?</function>", "<tool_call><function=f>?</function>", 0),
     (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}<|eom_id|>', "", 1),
     (LLAMA3, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", 2),
     (LLAMA3, '{"no": "call"}<|eot_id|>', '{"no": "call"}', 0),

@@ -23,11 +23,11 @@ import numpy as np
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.lfps.scout import (
-    DIRECTIONS,
     PART,
     choose_directions,
     encoded,
     find_rows_ref,
+    n_directions,
 )
 from sparsekv_cli.methods.naive.base import FORCED, NEVER, Choice, Naive, best, softmax
 
@@ -99,7 +99,7 @@ class NaiveLFPS(Naive):
         wider = d - queries.shape[2]
         q = np.pad(queries, ((0, 0), (0, 0), (0, wider))).reshape(self.n_kv, -1, d)
         covariance = np.pad(self.covariance, ((0, 0), (0, wider), (0, wider)))
-        n_codes = 4 * -(-d // (4 * DIRECTIONS))
+        n_codes = n_directions(d)
         encode, decode = choose_directions(q.astype(np.float32), covariance, n_codes)
         self.encode = encode[:, : queries.shape[2]]
         decode = decode[:, : queries.shape[2]]

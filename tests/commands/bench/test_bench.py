@@ -108,14 +108,10 @@ def test_order_of_tests_and_labels(models: list[Any], invoke: Invoke) -> None:
 @pytest.mark.parametrize(
     ("test", "before"),
     [
-        (BenchTest(8, 0, 0), 0),
-        (BenchTest(0, 4, 0), 1),
-        (BenchTest(8, 0, 200), 200),
-        (BenchTest(0, 4, 200), 200),
-        (BenchTest(8, 4, 200), 200),
-        (BenchTest(0, 4, 1), 1),
+        (BenchTest(8, 0, 0), 0), (BenchTest(0, 4, 0), 1), (BenchTest(8, 0, 200), 200),
+        (BenchTest(0, 4, 200), 200), (BenchTest(8, 4, 200), 200), (BenchTest(0, 4, 1), 1),
     ],
-)
+)  # fmt: skip
 def test_depth_of_what_is_timed(
     test: BenchTest, before: int, can_rewind_within: bool, n_last: int, fake: Any
 ) -> None:

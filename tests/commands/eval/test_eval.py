@@ -151,17 +151,8 @@ def test_on_a_gpu(tmp_path, invoke, few_programs):
     text = tmp_path / "text"
     text.write_text("a quick brown fox")
     arguments = [
-        "-f",
-        str(text),
-        "-c",
-        "6",
-        "--chunks",
-        "1",
-        "--method",
-        "full",
-        "--method",
-        "topk",
-    ]
+        "-f", str(text), "-c", "6", "--chunks", "1", "--method", "full", "--method", "topk",
+    ]  # fmt: skip
     found = [
         evaluated(invoke, "perplexity", str(model), *arguments, "--device", device)
         for device in ("cuda", "cpu")

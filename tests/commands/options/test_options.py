@@ -40,15 +40,11 @@ def test_triton_does_not_complain_at_the_end() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("run", "--temp", "-1"),
-        ("chat", "--top-n-sigma", "-2"),
-        ("run", "--max-loss", "nan"),
-        ("bench", "--vram-limit", "inf"),
-        ("serve", "--kv-memory", "inf"),
-        ("serve", "--timeout", "nan"),
-        ("run", "--cache-limit", "inf"),
+        ("run", "--temp", "-1"), ("chat", "--top-n-sigma", "-2"), ("run", "--max-loss", "nan"),
+        ("bench", "--vram-limit", "inf"), ("serve", "--kv-memory", "inf"),
+        ("serve", "--timeout", "nan"), ("run", "--cache-limit", "inf"),
     ],
-)
+)  # fmt: skip
 def test_a_value_without_a_meaning_is_refused(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*arguments, "-m", "none.gguf"])
     assert result.exit_code == 2 and arguments[-1] in result.output

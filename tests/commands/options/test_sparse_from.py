@@ -24,8 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "depth"),
-    [([], LFPS), (["--sparse-from", "0"], 0), (["--sparse-from", "9"], 9)],
+    ("arguments", "depth"), [([], LFPS), (["--sparse-from", "0"], 0), (["--sparse-from", "9"], 9)]
 )
 def test_run(arguments: list[str], depth: int, model: str, invoke: Invoke) -> None:
     """Rows are left out where the context is longer than the depth, which --json and -v tell."""

@@ -165,9 +165,7 @@ def test_a_model_that_was_trained(schema: Any, question: str, default_model: Pat
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
     model = open_model(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
     constraint = new_constraint(
-        model,
-        SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))),
-        None,
+        model, SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))), None
     )
     template = model.gguf.metadata["tokenizer.chat_template"]
     ids = encode_messages(model.tokenizer, template, [{"role": "user", "content": question}])

@@ -136,30 +136,21 @@ def test_json(fake: Any, invoke: Invoke) -> None:
         },
         "method": {"name": "full", "options": {"budget": "5%"}, "sparse_from": 0},
         "ledger": {
-            "rows_total": 12,
-            "rows_scored": 0,
-            "rows_attended": 3,
-            "bytes_host": 10,
-            "bytes_device": 0,
-            "bytes_moved": 0,
-            "index_bytes": 1,
+            "rows_total": 12, "rows_scored": 0, "rows_attended": 3, "bytes_host": 10,
+            "bytes_device": 0, "bytes_moved": 0, "index_bytes": 1,
         },
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arguments", "text", "reason", "n_tokens"),
     [
-        (["-n", "3"], "abc", "length", 3),
-        (["-n", "0"], "", "length", 0),
-        ([], "abcdefgh", "eos", 8),
-        (["-r", "def"], "abc", "stop", 6),
-        (["-r", "hx", "-r", "cd"], "ab", "stop", 4),
-        (["-r", "efx"], "abcdefgh", "eos", 8),
-        (["-r", "ghi"], "abcdefgh", "eos", 8),
-        (["-r", "bcdx", "-r", "cde"], "ab", "stop", 5),
+        (["-n", "3"], "abc", "length", 3), (["-n", "0"], "", "length", 0),
+        ([], "abcdefgh", "eos", 8), (["-r", "def"], "abc", "stop", 6),
+        (["-r", "hx", "-r", "cd"], "ab", "stop", 4), (["-r", "efx"], "abcdefgh", "eos", 8),
+        (["-r", "ghi"], "abcdefgh", "eos", 8), (["-r", "bcdx", "-r", "cde"], "ab", "stop", 5),
     ],
-)
+)  # fmt: skip
 def test_how_an_answer_ends(
     arguments: list[str], text: str, reason: str, n_tokens: int, fake: Any, invoke: Invoke
 ) -> None:

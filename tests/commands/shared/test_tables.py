@@ -19,14 +19,10 @@ def test_a_pipe_gets_columns(capsys: pytest.CaptureFixture[str]) -> None:
     print_pairs("", [("file", "f"), ("size", None), ("architecture", "llama")])
     print_pairs("nothing", [("size", None)])
     assert capsys.readouterr().out.splitlines() == [
-        "things:",
-        "  name                n  value",
-        "  a [red]b            7  0.1234568",
-        r"  long name\x1b[2J\n     " + "x" * 200,
-        "file          f",
-        "architecture  llama",
+        "things:", "  name                n  value", "  a [red]b            7  0.1234568",
+        r"  long name\x1b[2J\n     " + "x" * 200, "file          f", "architecture  llama",
         "nothing:",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_terminal_gets_richs(

@@ -52,14 +52,10 @@ def reference(q: np.ndarray, store: KVStore, scale: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("n_head", "n_kv", "d", "d_v"),
     [
-        (9, 3, 64, 64),
-        (4, 4, 80, 80),
-        (8, 1, 128, 128),
-        (4, 2, 48, 24),
-        (2, 1, 96, 96),
+        (9, 3, 64, 64), (4, 4, 80, 80), (8, 1, 128, 128), (4, 2, 48, 24), (2, 1, 96, 96),
         (5, 1, 6, 7),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize(("n_new", "n"), [(1, 1), (5, 5), (63, 63), (97, 1000), (256, 257)])
 def test_against_f64(n_head, n_kv, d, d_v, n_new, n, types):
     q = random(0, n_head, n_new, d)

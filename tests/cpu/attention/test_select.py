@@ -98,14 +98,10 @@ def test_select_largest_of_fewer_takes_all():
 @pytest.mark.parametrize(
     ("n", "n_sinks", "n_recent", "k"),
     [
-        (100, 4, 16, 30),
-        (100, 4, 16, 16),
-        (100, 4, 96, 96),
-        (100, 0, 1, 1),
-        (65, 4, 1, 61),
+        (100, 4, 16, 30), (100, 4, 16, 16), (100, 4, 96, 96), (100, 0, 1, 1), (65, 4, 1, 61),
         (6, 4, 1, 2),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("n_list", [1, 3])
 def test_select_rows(n, n_sinks, n_recent, k, n_list):
     rng = np.random.default_rng(n + k)

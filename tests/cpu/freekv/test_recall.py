@@ -11,13 +11,7 @@ from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.freekv import choice, recall
-from sparsekv_cli.cpu.freekv.pages import (
-    CORRECTED,
-    HIT,
-    OFFLOADED,
-    RECALLED,
-    SCORED,
-)
+from sparsekv_cli.cpu.freekv.pages import CORRECTED, HIT, OFFLOADED, RECALLED, SCORED
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 

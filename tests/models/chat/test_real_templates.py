@@ -71,11 +71,7 @@ TOOLS = [
 
 
 def call(name: str, arguments: Any, identity: str) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "id": identity,
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"type": "function", "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
 def calls(*each: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -9,15 +9,7 @@ import gguf
 import gguf_formats  # noqa: F401
 import numpy as np
 import pytest
-from gguf_bytes import (
-    Builder,
-    Tensor,
-    failure,
-    string,
-    strings,
-    uint32,
-    write_raw,
-)
+from gguf_bytes import Builder, Tensor, failure, string, strings, uint32, write_raw
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, REMOVED_TYPES
 from sparsekv_cli.models.gguf.file import GGMLType, StringArray, open_gguf

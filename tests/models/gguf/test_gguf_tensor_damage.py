@@ -209,12 +209,11 @@ def _fuzz_base() -> bytes:
 
 
 def test_fuzz(tmp_path: Path) -> None:
-    """Random damage ends in SparseKVError or success, never in anything else."""
+    """Random damage ends in SparseKVError or success, never in anything else, and soon."""
     rng = random.Random(20240607)
     base = _fuzz_base()
     header = len(base) - 256
     outcomes = {True: 0, False: 0}
-    start = time.thread_time()
     for _ in range(3000):
         data = bytearray(base)
         for _ in range(rng.choice((1, 1, 2, 5))):
@@ -232,7 +231,7 @@ def test_fuzz(tmp_path: Path) -> None:
                 del data[position : position + rng.randrange(1, 9)]
         if rng.random() < 0.2:
             del data[rng.randrange(len(data)) :]
-        path = write_raw(tmp_path, bytes(data))
+        path, start = write_raw(tmp_path, bytes(data)), time.thread_time()
         try:
             with open_gguf(path, vocab_only_ok=True) as file:
                 for info in file.tensors.values():
@@ -244,6 +243,6 @@ def test_fuzz(tmp_path: Path) -> None:
         except SparseKVError as error:
             assert "\n" not in str(error)
             outcomes[False] += 1
+        assert time.thread_time() - start < 2
     assert outcomes[False] > 1000
     assert outcomes[True] > 50
-    assert time.thread_time() - start < 15

@@ -94,12 +94,7 @@ def test_a_missing_part(parts: list[Path]) -> None:
         (1, "cb", [], ["tensor 'b' is in m-00001-of-00003.gguf too"]),
         (1, "c", [], ["hold 5 tensors, but split.tensors.count is 6"]),
         (2, "efg", [], ["hold 7 tensors, but split.tensors.count is 6"]),
-        (
-            1,
-            "cd",
-            [string("general.architecture", "qwen2")],
-            ["is 'qwen2', but 'llama' in m-"],
-        ),
+        (1, "cd", [string("general.architecture", "qwen2")], ["is 'qwen2', but 'llama' in m-"]),
         (1, "cd", [uint32("u", 8)], ["'u' is 8, but 7 in m-00001-of-00003.gguf"]),
         (2, "ef", [strings("t", ["a", "c"])], ["'t' is not what it is in m-00001"]),
     ],
@@ -138,11 +133,7 @@ def test_a_wrong_count(pairs: list[bytes], words: str, parts: list[Path], tmp_pa
 @pytest.mark.parametrize(
     ("name", "pairs", "words"),
     [
-        (
-            "m.gguf",
-            split_pairs(1, 3, 6),
-            "is part 2 of 3 of a split model by its metadata",
-        ),
+        ("m.gguf", split_pairs(1, 3, 6), "is part 2 of 3 of a split model by its metadata"),
         ("m-00001-of-00003.gguf", split_pairs(1, 3, 6), "must end in -00002-of-00003.gguf"),
         ("m.gguf", split_pairs(3, 3, 6), "split.no is 3; 0 to 2 were expected"),
         ("m.gguf", [uint16("split.count", 2), string("split.no", "0")], "split.no is of type str"),

@@ -7,17 +7,10 @@ import pytest
 from sparsekv_cli.models.sources.naming import choose, is_model, quant_of, split_name, whole_models
 
 FILES = [
-    "README.md",
-    "imatrix.gguf",
-    "mmproj-F16.gguf",
-    "BF16/m-BF16-00001-of-00002.gguf",
-    "BF16/m-BF16-00002-of-00002.gguf",
-    "m-IQ4_XS.gguf",
-    "m-Q2_K.gguf",
-    "m-Q4_K_S.gguf",
-    "m-UD-Q4_K_XL.gguf",
-    "m.F16.gguf",
-]
+    "README.md", "imatrix.gguf", "mmproj-F16.gguf", "BF16/m-BF16-00001-of-00002.gguf",
+    "BF16/m-BF16-00002-of-00002.gguf", "m-IQ4_XS.gguf", "m-Q2_K.gguf", "m-Q4_K_S.gguf",
+    "m-UD-Q4_K_XL.gguf", "m.F16.gguf",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -58,17 +51,11 @@ def test_whole_models() -> None:
 @pytest.mark.parametrize(
     ("quant", "chosen"),
     [
-        ("Q4_K_S", ["m-Q4_K_S.gguf"]),
-        ("q4_k_xl", ["m-UD-Q4_K_XL.gguf"]),
-        ("UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
-        ("F16", ["m.F16.gguf"]),
-        ("BF16", FILES[3:5]),
-        ("Q4_K", []),
-        ("Q4_K_M", []),
-        (".*", []),
-        (None, FILES[3:5]),
+        ("Q4_K_S", ["m-Q4_K_S.gguf"]), ("q4_k_xl", ["m-UD-Q4_K_XL.gguf"]),
+        ("UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]), ("F16", ["m.F16.gguf"]), ("BF16", FILES[3:5]),
+        ("Q4_K", []), ("Q4_K_M", []), (".*", []), (None, FILES[3:5]),
     ],
-)
+)  # fmt: skip
 def test_choose(quant: str | None, chosen: list[str]) -> None:
     assert choose(FILES, quant) == chosen
 

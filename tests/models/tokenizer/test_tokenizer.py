@@ -16,11 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vocabularies import (
-    NORMAL,
-    bpe_metadata,
-    spm_metadata,
-)
+from tiny_vocabularies import NORMAL, bpe_metadata, spm_metadata
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import open_gguf
