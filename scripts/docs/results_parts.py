@@ -276,7 +276,7 @@ def peer_records(run: Runner, model: str, arguments: Sequence[str]) -> Records:
 
 
 def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[..., Records]:
-    """The records of ``measure`` for each trained model. Commands name a file without its folder."""
+    """The records of ``measure`` for each trained model. Commands name no folder."""
 
     def measured(run: Runner, sizes: Sizes, _: Records) -> Records:
         records: Records = []

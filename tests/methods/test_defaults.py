@@ -31,7 +31,8 @@ DEFAULTS = {
     "lfps": {
         "dense_layers": [0], "pages_from": 4096, "preset": "tuned", "budget": "5% (64 to 256 rows)",
         "scored_by": "auto", "expand": "plain", "recent": 32, "candidates": 2048, "a": 0.3,
-        "horizon": 6144, "decay": 0.95, "window": 32, "epsilon": 0.95, "sigma": "cov", "scout": 8192,
+        "horizon": 6144, "decay": 0.95, "window": 32, "epsilon": 0.95, "sigma": "cov",
+        "scout": 8192,
     },
     "fasa": {
         "dense_layers": [0, 1], "preset": "tuned", "budget": "256", "n_tip": 0,
