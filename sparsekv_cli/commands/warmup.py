@@ -45,7 +45,6 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
-    from sparsekv_cli.cpu.jit import kernel_cache
     from sparsekv_cli.methods import METHODS, build_method
     from sparsekv_cli.model import load_model
 
@@ -75,7 +74,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
         )
     else:
         say(f"kernels of the methods {methods}: ready, tried on {path.name}")
-    say(f"{seconds:.1f} s; kept in {kernel_cache.STORE.folder}")
+    say(f"{seconds:.1f} s; kept in {warmup.kernel_folder()}")
 
 
 def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:

@@ -17,7 +17,7 @@ def models(problems: list[str]) -> list[dict[str, Any]]:
     Only the first MOST_READ headers are read. The other models have None for architecture and
     bytes.
     """
-    from sparsekv_cli.models.sources.listing import SOURCES
+    from sparsekv_cli.models.sources.locate import SOURCES
 
     found = []
     for where, find in SOURCES.items():

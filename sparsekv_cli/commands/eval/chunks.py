@@ -38,7 +38,7 @@ SCORED_BY = (
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What the user asked of ``eval perplexity`` or ``eval kld``. path: of the records."""
+    """The user's options of ``eval perplexity`` or ``eval kld``. path: of the records."""
 
     methods: tuple[str, ...]
     file: str | None

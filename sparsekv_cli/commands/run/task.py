@@ -1,4 +1,4 @@
-"""What ``run`` is asked for: by the command line, and with --jsonl by each line."""
+"""The task of ``run``: asked for by the command line, and with --jsonl by each line."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 def write_json(value: Any, **options: Any) -> None:
-    """What ``--json`` prints. options: json.dumps's."""
+    """Prints ``value`` for ``--json``. options: json.dumps's."""
     write_text(json.dumps(value, indent=2, **options) + "\n")
 
 
