@@ -236,17 +236,6 @@ def make_random_model(run: Runner, shape: str, wtype: str, path: Path, shown: st
     run.commands.append(f"scripts/random_model {shape} {wtype} {shown}")
 
 
-def random_model_speed(run: Runner, sizes: Sizes, _: Records) -> Records:
-    with tempfile.TemporaryDirectory() as folder:
-        shown = f"{sizes['shape']}.gguf"
-        path = Path(folder) / shown
-        make_random_model(run, sizes["shape"], "q4_k_m", path, shown)
-        line = "-p 256 -n {tokens} -d {depths} --method {fast} -r 3"
-        records = bench_speeds(run, str(path), *expand_arguments(line, sizes))
-    run.commands[-1] = run.commands[-1].replace(str(path), shown)
-    return records
-
-
 def peers_of_models(run: Runner, models: str) -> Records:
     """Models as in the size ``larger``, which are made once in build/models."""
     records = []
@@ -400,7 +389,6 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(trained_speed),
-    "shape": random_model_speed,
     "terminal": terminal_session,
 }
 PARTS: Mapping[str, Part] = {name: Part(name, **told) for name, told in TABLE["parts"].items()}
