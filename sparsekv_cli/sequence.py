@@ -122,7 +122,8 @@ class Engine(Protocol):
     ) -> list[list[Outcome]]:
         """Adds new tokens to B sequences: ``rows`` has one or several tokens a sequence.
 
-        All rows share every load of a weight. Returns an outcome after each token: logits f32
+        All rows share every load of a weight. ``Sequence.keep`` can take back all rows of a
+        sequence but the first. Returns an outcome after each token: logits f32
         (n_vocab,), or the next token. A device can choose the next token where ``samples`` has a
         PlainSampler for the sequence. Raises SparseKVError as ``prefill`` does. After an exception
         every sequence has the tokens that it had, or none if its method cannot go back.
@@ -188,6 +189,8 @@ class Sequence:
         was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
+        for cache in self.caches:
+            cache.keep(cache.n)
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
             return
         at, reached = self.checkpoint, reachable(self.caches, n)
@@ -198,6 +201,21 @@ class Sequence:
                     self.checkpoint = None
                 return
         self.reset()
+
+    def most_rows(self, n: int) -> int:
+        """How many of the next n rows can come in one step, so that all but the first go back."""
+        n = min(n, self.n_ctx - len(self.tokens))
+        return min((cache.most_rows(n) for cache in self.caches), default=n)
+
+    def keep(self, n: int) -> None:
+        """Keeps the first n tokens. The others are of the last step, and not its first.
+
+        All is then as if they had never come.
+        """
+        self.timings.decode_tokens -= self.caches[0].n - n
+        for cache in self.caches:
+            cache.keep(n)
+        del self.tokens[n:]
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
         """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.
