@@ -178,7 +178,7 @@ class Decoder(Forward):
         """Embeds the tokens and projects the inputs of layer 0."""
         n_rows = len(tokens)
         if n_rows > self._step.capacity:
-            self._step = self._new_step(n_rows)
+            self._step = self._new_step(max(n_rows, 2 * self._step.capacity))
         step = self._step
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):

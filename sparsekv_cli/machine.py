@@ -9,7 +9,7 @@ from sparsekv_cli import warmup
 from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
 from sparsekv_cli.config import SessionConfig
 from sparsekv_cli.engine import DecoderEngine, HostEngine
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.gpu import lacking_packages, may_have_device
 from sparsekv_cli.memory import available_memory
 from sparsekv_cli.methods.base import Method
@@ -58,6 +58,10 @@ def open_engine(
     else:
         device, note = find_device(config.device)
     if device is not None:
+        if config.speculate != "off":
+            raise OptionError(
+                f"--speculate {config.speculate} works on the CPU only so far: take --device cpu"
+            )
         from sparsekv_cli.device.engine import open_device_engine
 
         return open_device_engine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +52,28 @@ class Attention(NamedTuple):
 
 
 @dataclass
+class Speculation:
+    """Drafts so far, and what came of them."""
+
+    source: str = "off"
+    steps: int = 0  # decode steps with a draft
+    drafted: int = 0  # tokens
+    accepted: int = 0  # tokens of drafts that are in the answer
+    draft_s: float = 0.0  # seconds in which drafts were made
+    verify_s: float = 0.0  # seconds of the steps
+
+    def add(self, other: Speculation) -> None:
+        self.source = other.source
+        for name in ("steps", "drafted", "accepted", "draft_s", "verify_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields and ``mean_length``, the tokens that a step with a draft brings."""
+        mean = 1 + self.accepted / self.steps if self.steps else 0.0
+        return {**vars(self), "mean_length": mean}
+
+
+@dataclass
 class Timings:
     """Seconds and tokens so far. ``reset`` keeps the load time."""
 
@@ -62,13 +84,16 @@ class Timings:
     decode_tokens: int = 0
     cached_tokens: int = 0  # tokens of prompts whose rows were not computed
     ttft_s: float = 0.0  # from a prompt to its first token
+    speculation: Speculation = field(default_factory=Speculation)
 
     def reset(self) -> None:
+        self.speculation = Speculation(self.speculation.source)
         self.prefill_s = self.decode_s = self.ttft_s = 0.0
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the timings of an answer, in the words of the JSON contract."""
+        drafts = self.speculation
         return {
             "load_s": self.load_s,
             "prefill_s": self.prefill_s,
@@ -76,6 +101,7 @@ class Timings:
             "ttft_s": self.ttft_s,
             "decode_s": self.decode_s,
             "decode_tps": speed(self.decode_tokens, self.decode_s),
+            **({} if drafts.source == "off" else {"speculation": drafts.as_dict()}),
         }
 
     def add(self, other: Timings) -> None:
@@ -85,6 +111,7 @@ class Timings:
         self.decode_s += other.decode_s
         self.decode_tokens += other.decode_tokens
         self.cached_tokens += other.cached_tokens
+        self.speculation.add(other.speculation)
 
 
 class Engine(Protocol):

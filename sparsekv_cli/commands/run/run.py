@@ -29,6 +29,7 @@ from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
     full_context_line,
     ledger_line,
+    speculation_line,
     stream_answer,
     timing_line,
 )
@@ -230,6 +231,8 @@ def command(
         say(timing_line(sequence.timings))
         if context.ensure_object(Invocation).verbose:
             say(ledger_line(sequence, options.method))
+            if line := speculation_line(sequence.timings):
+                say(line)
     if answer.stop_reason == STOP_INTERRUPT:
         raise KeyboardInterrupt
 

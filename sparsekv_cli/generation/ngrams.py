@@ -22,16 +22,21 @@ class NgramDrafts:
         self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
         self._before: list[int] = []  # of each place: an older one with the same tokens, or -1
 
-    def draft(self, tokens: Sequence[int], most: int = MOST) -> list[int]:
-        """Returns at most ``most`` tokens that may follow ``tokens``, which begin as before."""
-        self._grow(tokens)
-        place, length = self._longest_match()
-        return self._tokens[place : place + min(length, most)]
+    def draft(self, tokens: Sequence[int], last: int, most: int = MOST) -> list[int]:
+        """Returns at most ``most`` tokens that may follow ``tokens`` and then ``last``.
 
-    def _grow(self, tokens: Sequence[int]) -> None:
+        The text begins as in the call before.
+        """
+        self._grow(tokens, last)
+        place, length = self._longest_match()
+        repeated = self._tokens[place:]  # it ends where it began if the text repeats itself
+        return [repeated[i % len(repeated)] for i in range(min(length, most))]
+
+    def _grow(self, tokens: Sequence[int], last: int) -> None:
         """Adds the places of new tokens."""
         known, text = len(self._tokens), self._tokens
-        text.extend(tokens[known:])
+        if known <= len(tokens):
+            text += [*tokens[known:], last]
         for end in range(known + 1, len(text) + 1):
             self._before.append(-1)
             if end >= LEAST:
