@@ -57,8 +57,8 @@ class SessionConfig:
         "follow from the model's shape (methods/depth.py).", at_least=-1
     )  # fmt: skip
     speculate: str = option(
-        "off", "Drafts of the answer, of which one step checks all tokens. The text stays the same. "
-        "ngram: what followed the same tokens in the prompt and the answer.",
+        "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
+        "same. ngram: what followed the same tokens in the prompt and the answer.",
         choices=("off", "ngram"),
     )  # fmt: skip
     checkpoints: int = option(

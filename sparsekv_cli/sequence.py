@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Generator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -61,6 +62,13 @@ class Speculation:
     accepted: int = 0  # tokens of drafts that are in the answer
     draft_s: float = 0.0  # seconds in which drafts were made
     verify_s: float = 0.0  # seconds of the steps
+
+    def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        """A step with a draft has been decoded, and its tokens are checked."""
+        self.steps += 1
+        self.drafted += n_drafted
+        self.accepted += n_accepted
+        self.verify_s += seconds
 
     def add(self, other: Speculation) -> None:
         self.source = other.source
@@ -239,10 +247,12 @@ class Sequence:
 
         All is then as if they had never come.
         """
+        started = time.perf_counter()
         self.timings.decode_tokens -= self.caches[0].n - n
         for cache in self.caches:
             cache.keep(n)
         del self.tokens[n:]
+        self.timings.decode_s += time.perf_counter() - started
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
         """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.

@@ -147,7 +147,9 @@ class PageCache:
         """Returns all that the next step changes."""
         pages, row = self.pages, self._row(self.n)
         tables = tuple(table.copy() for table in pages[TABLES:])
-        return SavedPages(self.offloaded, self.n, pages, pages.k[row].copy(), pages.v[row].copy(), tables)
+        return SavedPages(
+            self.offloaded, self.n, pages, pages.k[row].copy(), pages.v[row].copy(), tables
+        )
 
     def take_back(self, saved: SavedPages) -> None:
         """Makes the pages what they were. Pages that have left their slots come from the pool."""

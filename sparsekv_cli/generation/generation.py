@@ -99,6 +99,7 @@ class Generation:
             raise ValueError("the sequence does not end with a prefill")
         self.outcomes = [at.logits.copy()]
         self._draft: list[int] = []  # the last rows of the last step
+        self._verify_s = 0.0  # seconds of that step
         self._ngrams = NgramDrafts()
 
     def rows(self) -> list[int]:
@@ -110,17 +111,14 @@ class Generation:
         most = min(MOST, n_left - 1) if self._n_predict >= 0 else MOST
         most = sequence.most_rows(1 + most) - 1
         draft = self._ngrams.draft(sequence.tokens, self.token, most)
-        sequence.timings.speculation.draft_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        sequence.timings.decode_s += seconds
+        sequence.timings.speculation.draft_s += seconds
         return [self.token, *draft]
 
     def take(self, draft: list[int], outcomes: list[Outcome], seconds: float) -> None:
         """Takes what a step has brought: an outcome after the chosen token, and after a draft's."""
-        self.outcomes, self._draft = outcomes, draft
-        if draft:
-            speculation = self.sequence.timings.speculation
-            speculation.steps += 1
-            speculation.drafted += len(draft)
-            speculation.verify_s += seconds
+        self.outcomes, self._draft, self._verify_s = outcomes, draft, seconds
 
     def choose(self) -> bool:
         """Chooses the next tokens by ``outcomes``. Returns whether the answer is done.
@@ -141,7 +139,8 @@ class Generation:
         finally:
             if draft:
                 self.sequence.keep(len(tokens))
-                self.sequence.timings.speculation.accepted += len(tokens) - n
+                speculation = self.sequence.timings.speculation
+                speculation.add_step(len(draft), len(tokens) - n, self._verify_s)
                 self._draft = []
         return is_done
 

@@ -306,7 +306,8 @@ class LFPSCache(LayerCache):
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
             width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
-            self.attended = np.empty((spec.n_head, width), np.int32), np.zeros(spec.n_head, np.int64)
+            attended = np.empty((spec.n_head, width), np.int32)
+            self.attended = attended, np.zeros(spec.n_head, np.int64)
             self._step.trace(*self.attended)
         self._n_indexed = self._marked = self._n_pending = 0  # should the step be interrupted
         try:

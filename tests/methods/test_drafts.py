@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_states import differing, state_of
-from reference_records import LONG_CASES
 from tiny_sequences import CHUNK, decoded, tokens
 
 from sparsekv_cli.methods import METHODS, method_class
