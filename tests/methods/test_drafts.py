@@ -9,10 +9,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_states import differing, state_of
+from reference_records import LONG_CASES
 from tiny_sequences import CHUNK, decoded, tokens
 
+from sparsekv_cli.cache.state import StateCache
+from sparsekv_cli.cache.window import WindowCache
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.sequence import Sequence
+
+pytestmark = pytest.mark.slow
 
 PROMPT, ANSWER, DRAFT = tokens(20 * CHUNK), tokens(200, 1), tokens(64, 2)
 CASES = {name: (name, {}) for name in METHODS} | {
@@ -88,3 +93,44 @@ def test_rows_that_are_taken_back_leave_no_trace(case, budget, sequence_of):
 def test_quantised_rows(name, types, sequence_of):
     used, plain = (sequence_of(name, budget="12", types=types) for _ in range(2))
     assert compare(used, plain, PROMPT, ANSWER[:90]) > 50
+
+
+# Windows whose rows move within a draft, and recurrent layers that keep checkpoints often.
+SMALL_STEPS = {"window.N_SPARE": 8, "window.window_rows": lambda n: n + 24, "state.STEP": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for i, case in enumerate(LONG_CASES)
+        for j, name in enumerate(METHODS)
+        if (i + j) % 11 == 0 or case in ("qwen35", "lfm2", "gemma3", "gemma4", "gpt-oss")
+    ],
+)
+def test_on_architectures(name, case, sequence_of, monkeypatch):
+    for place, value in SMALL_STEPS.items():
+        monkeypatch.setattr(f"sparsekv_cli.cache.{place}", value)
+    shape = {**LONG_CASES[case], "n_ctx": 420, "attention_gain": 3.0}
+    used, plain = (sequence_of(name, budget="12", shape=shape) for _ in range(2))
+    assert compare(used, plain, PROMPT, ANSWER[:90]) > 20
+
+
+def test_windows_move_and_states_are_kept_in_steps_with_drafts(sequence_of, monkeypatch):
+    """The test above would be easy if they did not."""
+    for place, value in SMALL_STEPS.items():
+        monkeypatch.setattr(f"sparsekv_cli.cache.{place}", value)
+    moves, kept = [], []
+    move, keep = WindowCache._move, StateCache._keep
+    monkeypatch.setattr(
+        WindowCache, "_move", lambda cache, *a: (moves.append(len(cache._saved)), move(cache, *a))
+    )
+    monkeypatch.setattr(
+        StateCache, "_keep", lambda cache: (kept.append(len(cache._saved)), keep(cache))
+    )
+    for case in ("gemma3", "lfm2"):
+        sequence = sequence_of("full", shape={**LONG_CASES[case], "n_ctx": 420})
+        sequence.prefill(PROMPT)
+        for at in range(0, 80, 10):
+            draft(sequence, ANSWER[at], ANSWER[at + 1 : at + 10], 4)
+    assert max(moves) > 0 and max(kept) == 0 and len(kept) > 4
