@@ -1,8 +1,8 @@
 """Drafts of an answer: what followed where the last tokens stand in the text already.
 
-The text is the prompt and the answer so far. Tables of hashes lead from the last LEAST tokens to
-the places where the same tokens end, as in LZ77: the newest place, and from each place the one
-before it. The place with the longest match counts.
+The text is the prompt and the answer so far. A table leads from the last LEAST tokens to the newest
+place where the same tokens end. A list leads from each place to the one before it, as in LZ77. The
+place with the longest match counts.
 """
 
 from __future__ import annotations

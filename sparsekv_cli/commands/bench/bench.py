@@ -136,9 +136,7 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
 )
 @session_option("speculate")
 @model_options(bench=True)
-@click.pass_context
 def command(
-    context: click.Context,
     options: ModelOptions,
     n_prompts: list[int],
     n_gens: list[int],
@@ -164,7 +162,8 @@ def command(
     shapes += [(prompt, gen, seqs) for prompt, gen in pairs for seqs in n_seqs]
     tests = [BenchTest(prompt, gen, depth, n) for depth in n_depths for prompt, gen, n in shapes]
     if not tests:
-        raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
+        nothing = "nothing to measure: -p and -n are 0 and there is no -pg"
+        raise click.UsageError(nothing, click.get_current_context())
     built = [
         (name, build_for_bench("full" if name == AUTO else name, methods, options))
         for name in methods

@@ -14,15 +14,15 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
 
 if TYPE_CHECKING:
-    from sparsekv_cli.engine import DecoderEngine
     from sparsekv_cli.model import Model
-    from sparsekv_cli.sequence import Sequence
+    from sparsekv_cli.sequence import Engine, Sequence
 
 
 def check_text(text: Path | None, speculate: str) -> None:
     """Raises click.UsageError for drafts of random tokens."""
     if speculate != "off" and text is None:
-        raise click.UsageError(f"--speculate {speculate} needs a text: add -f FILE")
+        needs = f"--speculate {speculate} needs a text: add -f FILE"
+        raise click.UsageError(needs, click.get_current_context(silent=True))
 
 
 def tokens_of(model: Model, text: Path | None, n_seqs: int, seed: int) -> list[list[int]]:
@@ -42,9 +42,7 @@ def tokens_of(model: Model, text: Path | None, n_seqs: int, seed: int) -> list[l
     return [ids[:n]] * n_seqs
 
 
-def decode_texts(
-    engine: DecoderEngine, sequences: Ids[Sequence], texts: Ids[Ids[int]], last: int
-) -> None:
+def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]], last: int) -> None:
     """Decodes each sequence up to ``last`` tokens of its text, which is given.
 
     A draft is accepted as far as the text goes on like it.
