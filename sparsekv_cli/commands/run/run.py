@@ -282,6 +282,8 @@ def _answer_lines(
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             say(timing_line(answers.timings))
+            if told := speculation_line(answers.timings):
+                say(told)
     if n_failed:
         raise SparseKVError(f"{n_failed} of {n_failed + n_answered} lines have no answer")
 
