@@ -44,8 +44,8 @@ class Tables(NamedTuple):
         """Returns tables of ``capacity`` entries in whole blocks. New entries are 0."""
         n_blocks = -(-capacity // BLOCK)
         sizes = [n_blocks * BLOCK] * 2 + [n_blocks] * 2
-        grown = [_grown(old, n) for old, n in zip(self[:4], sizes, strict=True)]
-        return Tables(*grown, self.sums, self.gain)
+        ver, dist, *bounds = (_grown(old, n) for old, n in zip(self[:4], sizes, strict=True))
+        return Tables(ver, dist, bounds[0], bounds[1], self.sums, self.gain)
 
 
 def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:

@@ -44,6 +44,9 @@ def state_of(cache: LayerCache) -> dict[str, Any]:
     found["counters"].pop("us_waited", None)
     fields = {name: value for name, value in vars(cache).items() if name not in SKIPPED}
     fields["ledger"] = cache.ledger.counts
+    if cache.attended is not None:
+        rows, counts = cache.attended
+        fields["attended"] = counts, [of[:n] for of, n in zip(rows, counts, strict=True)]
     if isinstance(cache, QuestCache):
         for name in ("_hi", "_lo"):
             fields[name] = fields[name][:, : cache._n_page]
@@ -121,7 +124,8 @@ def _blocks(spectrum: BlockSpectrum) -> dict[str, Any]:
 
 def _scout(codes: Scout) -> dict[str, Any]:
     known = codes.codes[:, : codes.n_parts]
-    return {"codes": known, "aim": (codes.encode, codes.directions, codes.mean)}
+    is_aimed = bool(codes.encode.any())
+    return {"codes": known, "aim": (codes.encode, codes.directions, codes.mean) if is_aimed else ()}
 
 
 # What is known of a class; the attributes of the others count.
