@@ -122,3 +122,25 @@ def test_a_gpu_is_refused(model: str, invoke: Invoke, monkeypatch: pytest.Monkey
     with pytest.raises(OptionError, match="take --device cpu"):
         load(model, device="cuda", speculate="ngram")
     assert invoke("run", "-m", model, "-p", "a", "--speculate", "some").code == 2
+
+
+def test_a_session_file_and_a_context_that_shifts(
+    model: str, invoke: Invoke, tmp_path: Path
+) -> None:
+    outputs = []
+    for source in SOURCES:
+        session = str(tmp_path / f"{source}.session")
+        given = ["run", "-m", model, *GREEDY, "--session", session, "--json", "-n", "40"]
+        asked = [
+            json.loads(told(invoke, *given, "--speculate", source, "-p", text).out)
+            for text in (TEXT * 2, TEXT * 2 + "and so on")
+        ]
+        assert asked[1]["cached_tokens"] > 0
+        given = ["chat", "-m", model, *GREEDY, "-c", "300", "-n", "150", "--context-shift"]
+        stdin = f"{TEXT[:250]}\nand now?\n".encode()
+        chat = told(invoke, *given, "--speculate", source, stdin=stdin)
+        parts = [(each["tokens"], each["cached_tokens"], each["ledger"]) for each in asked]
+        outputs.append((parts, chat.out, chat.err))
+        has_drafts = [each["timings"].get("speculation", {"accepted": 0}) for each in asked]
+        assert all((each["accepted"] > 5) == (source == "ngram") for each in has_drafts)
+    assert outputs[0] == outputs[1] and len(outputs[0][1]) > 200
