@@ -144,3 +144,4 @@ def test_a_session_file_and_a_context_that_shifts(
         has_drafts = [each["timings"].get("speculation", {"accepted": 0}) for each in asked]
         assert all((each["accepted"] > 5) == (source == "ngram") for each in has_drafts)
     assert outputs[0] == outputs[1] and len(outputs[0][1]) > 200
+    assert "context shift: " in outputs[0][2]
