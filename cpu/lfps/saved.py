@@ -6,6 +6,8 @@ small arrays. ``rescale`` changes all entries, once in some hundred steps; then 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, Tables
@@ -21,16 +23,16 @@ class SavedTables:
         self._fixed = [(each, each.copy()) for each in (tables.sums, tables.gain, *others)]
         rescales = bool((tables.gain * decay < RESCALE_BELOW).any())
         self._whole = (tables.ver.copy(), tables.dist.copy()) if rescales else None
-        # Of each table: columns int64 (H, m), and the entries f32 (H, m) there.
+        # Of each table: columns int32 (H, m), and the entries f32 (H, m) there.
         self._entries: list[tuple[np.ndarray, np.ndarray]] = []
 
     def keep_entries(self, tables: Tables, pending: PendingUpdate, n: int) -> None:
         """Copies the entries that ``pending``, the update of a step to n rows, will change."""
         if self._whole is None:
             # A list may end with rows of earlier steps. Their entries stay, so they do no harm.
-            rows = np.minimum(pending.rows[:, : pending.sizes.max()], n - 1).astype(np.int64)
+            rows = np.minimum(pending.rows[:, : pending.sizes.max()], n - 1)
             for table, columns in ((tables.ver, rows), (tables.dist, n - 1 - rows)):
-                entries = table.reshape(-1).take(_flat(table, columns))
+                entries = table.reshape(-1).take(columns + _starts(*table.shape))
                 self._entries.append((columns, entries))
 
     def restore(self, tables: Tables) -> None:
@@ -40,7 +42,7 @@ class SavedTables:
             for table, before in zip(arrays, self._whole, strict=True):
                 _put_first(table, before)
         for table, (columns, entries) in zip(arrays, self._entries, strict=False):
-            table.reshape(-1)[_flat(table, columns)] = entries
+            table.reshape(-1)[columns + _starts(*table.shape)] = entries
         bounds = tables.ver_bounds, tables.dist_bounds
         for array, before in zip(bounds, self._bounds, strict=True):
             _put_first(array, before)
@@ -48,9 +50,10 @@ class SavedTables:
             array[:] = before
 
 
-def _flat(table: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns the places of columns (H, m) in a table (H, n) that is one line."""
-    return columns + np.arange(len(table))[:, None] * table.shape[1]
+@lru_cache(8)
+def _starts(n_head: int, n: int) -> np.ndarray:
+    """Returns the places of the first columns of a table (H, n) that is one line: (H, 1)."""
+    return np.arange(n_head)[:, None] * n
 
 
 def _put_first(array: np.ndarray, before: np.ndarray) -> None:

@@ -346,9 +346,12 @@ class LFPSStep:
         record["taus"], record["bits"] = address(self._taus), address(self._bits)
         record["n_kept"], record["n_bit_words"] = k_budget, n_words
 
-    def update_tables(self) -> None:
-        """Updates the tables by the last step (eq 10)."""
+    def update_tables(self, n_threads: int = 0) -> None:
+        """Updates the tables by the last step (eq 10), on all threads or on so many."""
+        all_threads = int(self.record["n_threads"])
+        self.record["n_threads"] = n_threads or all_threads
         lfps_task(self._at, UPDATE)
+        self.record["n_threads"] = all_threads
 
     def mark(self) -> None:
         """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""

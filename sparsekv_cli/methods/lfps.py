@@ -318,7 +318,7 @@ class LFPSCache(LayerCache):
         store.n = n
         if is_draft:  # what the update changes is copied ahead of it
             self._saved[-1][1].keep_entries(self._tables, self._step.pending, n)
-            self._step.update_tables()
+            self._step.update_tables(n_threads=1)  # others would be waited for longer than it takes
         self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
         return store.v_type.rotated(out)
 
