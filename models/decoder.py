@@ -156,7 +156,8 @@ class Decoder(Forward):
         """``decode`` of B rows, which share every load of a weight: logits f32 (B, n_vocab).
 
         caches: for each row those of its sequence, one a layer. Rows of one sequence follow each
-        other in the order of their positions. A row's logits have the same bits as alone.
+        other in the order of their positions. Caches can take back all of these but the first. A
+        row's logits have the same bits as alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
         for i, layer_caches in enumerate(zip(*caches, strict=True)):
@@ -165,7 +166,8 @@ class Decoder(Forward):
                 x: Any = (
                     StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
                 )
-                out = cache.decode(x)
+                is_draft = b > 0 and layer_caches[b - 1] is cache
+                out = cache.decode_draft(x) if is_draft else cache.decode(x)
                 cache.end_step(positions[b] + 1)
                 goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
                 attended.append(out.copy() if goes_on else out)
@@ -176,7 +178,7 @@ class Decoder(Forward):
         """Embeds the tokens and projects the inputs of layer 0."""
         n_rows = len(tokens)
         if n_rows > self._step.capacity:
-            self._step = self._new_step(n_rows)
+            self._step = self._new_step(max(n_rows, 2 * self._step.capacity))
         step = self._step
         self.rope.reserve(max(positions) + 1)
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):

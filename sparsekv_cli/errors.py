@@ -18,3 +18,7 @@ class LostModelError(SparseKVError):
 
 class UnsupportedModelError(SparseKVError):
     """The file is in order, but this program cannot run such a model."""
+
+
+class OptionError(SparseKVError):
+    """An option does not go with another one, or with the machine."""

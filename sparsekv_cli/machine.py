@@ -8,7 +8,7 @@ from typing import Any
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
 from sparsekv_cli.engine import DecoderEngine, HostEngine
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -58,6 +58,10 @@ def open_engine(
     else:
         device, note = find_device(config.device)
     if device is not None:
+        if config.speculate != "off":
+            raise OptionError(
+                f"--speculate {config.speculate} works on the CPU only so far: take --device cpu"
+            )
         from sparsekv_cli.device.engine import open_device_engine
 
         return open_device_engine(

@@ -18,7 +18,7 @@ from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import read_weights
-from sparsekv_cli.sequence import Attention, Sequence, Timings
+from sparsekv_cli.sequence import Attention, Sequence, Speculation, Timings
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.gpu import may_have_device
 from sparsekv_cli.warmup import OnCompile
@@ -71,9 +71,8 @@ class Model:
 
     def sequence(self, attention: Attention | None = None) -> Sequence:
         """Returns a sequence without tokens."""
-        return Sequence(
-            self.engine, attention or self._default, timings=Timings(load_s=self.load_s)
-        )
+        timings = Timings(load_s=self.load_s, speculation=Speculation(self.config.speculate))
+        return Sequence(self.engine, attention or self._default, timings=timings)
 
     def using(self, attention: Attention) -> Model:
         """Returns the model with another default way to attend, whose kernels are loaded."""

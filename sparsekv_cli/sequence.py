@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Generator, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,6 +53,35 @@ class Attention(NamedTuple):
 
 
 @dataclass
+class Speculation:
+    """Drafts so far, and what came of them."""
+
+    source: str = "off"
+    steps: int = 0  # decode steps with a draft
+    drafted: int = 0  # tokens
+    accepted: int = 0  # tokens of drafts that are in the answer
+    draft_s: float = 0.0  # seconds in which drafts were made
+    verify_s: float = 0.0  # seconds of the steps
+
+    def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        """A step with a draft has been decoded, and its tokens are checked."""
+        self.steps += 1
+        self.drafted += n_drafted
+        self.accepted += n_accepted
+        self.verify_s += seconds
+
+    def add(self, other: Speculation) -> None:
+        self.source = other.source
+        for name in ("steps", "drafted", "accepted", "draft_s", "verify_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields and ``mean_length``, the tokens that a step with a draft brings."""
+        mean = 1 + self.accepted / self.steps if self.steps else 0.0
+        return {**vars(self), "mean_length": mean}
+
+
+@dataclass
 class Timings:
     """Seconds and tokens so far. ``reset`` keeps the load time."""
 
@@ -62,13 +92,16 @@ class Timings:
     decode_tokens: int = 0
     cached_tokens: int = 0  # tokens of prompts whose rows were not computed
     ttft_s: float = 0.0  # from a prompt to its first token
+    speculation: Speculation = field(default_factory=Speculation)
 
     def reset(self) -> None:
+        self.speculation = Speculation(self.speculation.source)
         self.prefill_s = self.decode_s = self.ttft_s = 0.0
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """Returns the timings of an answer, in the words of the JSON contract."""
+        drafts = self.speculation
         return {
             "load_s": self.load_s,
             "prefill_s": self.prefill_s,
@@ -76,6 +109,7 @@ class Timings:
             "ttft_s": self.ttft_s,
             "decode_s": self.decode_s,
             "decode_tps": speed(self.decode_tokens, self.decode_s),
+            **({} if drafts.source == "off" else {"speculation": drafts.as_dict()}),
         }
 
     def add(self, other: Timings) -> None:
@@ -85,6 +119,7 @@ class Timings:
         self.decode_s += other.decode_s
         self.decode_tokens += other.decode_tokens
         self.cached_tokens += other.cached_tokens
+        self.speculation.add(other.speculation)
 
 
 class Engine(Protocol):
@@ -122,7 +157,8 @@ class Engine(Protocol):
     ) -> list[list[Outcome]]:
         """Adds new tokens to B sequences: ``rows`` has one or several tokens a sequence.
 
-        All rows share every load of a weight. Returns an outcome after each token: logits f32
+        All rows share every load of a weight. ``Sequence.keep`` can take back all rows of a
+        sequence but the first. Returns an outcome after each token: logits f32
         (n_vocab,), or the next token. A device can choose the next token where ``samples`` has a
         PlainSampler for the sequence. Raises SparseKVError as ``prefill`` does. After an exception
         every sequence has the tokens that it had, or none if its method cannot go back.
@@ -188,6 +224,8 @@ class Sequence:
         was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
+        for cache in self.caches:
+            cache.keep(cache.n)
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
             return
         at, reached = self.checkpoint, reachable(self.caches, n)
@@ -198,6 +236,23 @@ class Sequence:
                     self.checkpoint = None
                 return
         self.reset()
+
+    def most_rows(self, n: int) -> int:
+        """How many of the next n rows can come in one step, so that all but the first go back."""
+        n = min(n, self.n_ctx - len(self.tokens))
+        return min((cache.most_rows(n) for cache in self.caches), default=n)
+
+    def keep(self, n: int) -> None:
+        """Keeps the first n tokens. The others are of the last step, and not its first.
+
+        All is then as if they had never come.
+        """
+        started = time.perf_counter()
+        self.timings.decode_tokens -= self.caches[0].n - n
+        for cache in self.caches:
+            cache.keep(n)
+        del self.tokens[n:]
+        self.timings.decode_s += time.perf_counter() - started
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
         """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.

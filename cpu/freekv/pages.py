@@ -52,6 +52,20 @@ class HostPages(NamedTuple):
     statistics: np.ndarray  # int64 (G, N_STATISTICS)
 
 
+TABLES = HostPages._fields.index("slot_of")  # the first of the arrays that a step changes anywhere
+
+
+class SavedPages(NamedTuple):
+    """The pages of a layer ahead of a step, which adds a row in place of an old one."""
+
+    offloaded: int
+    n: int  # rows
+    pages: HostPages  # the step may go on with larger arrays
+    k: np.ndarray  # the old row, uint64 (G, d / 4)
+    v: np.ndarray  # uint64 (G, d_v / 4)
+    tables: tuple[np.ndarray, ...]  # copies of ``pages`` from TABLES on
+
+
 class PageCache:
     """One layer's pages, made from the rows of a KVStore.
 
@@ -128,6 +142,33 @@ class PageCache:
             hnd = self.pages.pool.view(np.float16)[:n_pool, :, of_unit : of_unit + p * d]
             yield in_pool.transpose(1, 0, 2, 3), hnd.reshape(n_pool, n_kv_head, p, d)
             of_unit += p * d
+
+    def save(self) -> SavedPages:
+        """Returns all that the next step changes."""
+        pages, row = self.pages, self._row(self.n)
+        tables = tuple(table.copy() for table in pages[TABLES:])
+        return SavedPages(
+            self.offloaded, self.n, pages, pages.k[row].copy(), pages.v[row].copy(), tables
+        )
+
+    def take_back(self, saved: SavedPages) -> None:
+        """Makes the pages what they were. Pages that have left their slots come from the pool."""
+        self.offloaded, self.n, pages, k, v, tables = saved
+        row, first_slot = self._row(self.n), self.n_sink + self.n_ring
+        pages.k[row], pages.v[row] = k, v
+        before, now = tables[HostPages._fields.index("page_in") - TABLES], pages.page_in
+        for g, slot in np.argwhere((before != now) & (before >= 0)):
+            unit, at = pages.pool[before[g, slot] - self.n_sink, g], first_slot + slot
+            of_keys = pages.k[at, :, g].size
+            pages.k[at, :, g] = unit[:of_keys].reshape(self.page, -1)
+            pages.v[at, :, g] = unit[of_keys:].reshape(self.page, -1)
+        for table, held in zip(pages[TABLES:], tables, strict=True):
+            table[:] = held
+        self.pages = pages
+
+    def _row(self, n: int) -> tuple[int, int]:
+        """Returns the place of the row at position n in the window's ring: page, row."""
+        return self.n_sink + n // self.page % self.n_ring, n % self.page
 
     def make_room(self, n_page: int, n_slot: int) -> None:
         """Room for pages below ``n_page`` in the pool, and for n_slot cached pages a kv head.

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.attention.tile import max_of
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
+from sparsekv_cli.cpu.jit.pointers import on_lines
 
 SINKS = 4
 BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
@@ -38,6 +39,21 @@ class Tables(NamedTuple):
     dist_bounds: np.ndarray  # f32 (H, capacity / 64)
     sums: np.ndarray  # f64 (H, 2, 4): power sums of ver and dist
     gain: np.ndarray  # f64 (H,)
+
+    def with_room(self, capacity: int) -> Tables:
+        """Returns tables of ``capacity`` entries in whole blocks. New entries are 0."""
+        n_blocks = -(-capacity // BLOCK)
+        sizes = [n_blocks * BLOCK] * 2 + [n_blocks] * 2
+        ver, dist, *bounds = (_grown(old, n) for old, n in zip(self[:4], sizes, strict=True))
+        return Tables(ver, dist, bounds[0], bounds[1], self.sums, self.gain)
+
+
+def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
+    """f32 (rows of ``old``, n_columns): ``old``, cut or continued with zeros."""
+    new = on_lines((len(old), n_columns), np.float32, zeros=True)
+    kept = min(old.shape[1], n_columns)
+    new[:, :kept] = old[:, :kept]
+    return new
 
 
 @njit(cache=True, nogil=True)

@@ -261,6 +261,12 @@ def lfps_task(step_at, task):
     _run_task(step_at, task, 0, 0)
 
 
+def _pending_update(n_head: int, n: int) -> PendingUpdate:
+    """Returns room for an update by n rows a head."""
+    rows, weights = (on_lines((n_head, n), each, zeros=True) for each in (np.int32, np.float32))
+    return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
+
+
 class LFPSStep:
     """The step of one layer's LFPS cache, which finds its arrays by address.
 
@@ -291,6 +297,7 @@ class LFPSStep:
         self._sinks = np.full(len(raised), -np.inf, np.float32)
         self._sinks[: len(sinks)] = sinks
         record["sinks"] = address(self._sinks)
+        self.pending = _pending_update(len(raised), 0)  # of the last step that left its update
 
     def use_tables(self, tables: Tables) -> None:
         record = self.record
@@ -322,9 +329,10 @@ class LFPSStep:
         """
         self.record["lse"] = address(lse)
 
-    def update_later(self) -> None:
-        """From now on a step leaves the update of its tables to ``update_tables``."""
-        self.record["n_kept"] = 1
+    def update_later(self, later: bool) -> None:
+        """Sets whether steps leave the update of their tables to ``update_tables``."""
+        n_kept = self.pending.rows.shape[1]
+        self.record["n_kept"] = max(1, n_kept) if later else 0
 
     def _keep(self, k_budget: int) -> None:
         """Makes room for what is kept between the tasks: |C2| rows a head, and its C0."""
@@ -332,18 +340,18 @@ class LFPSStep:
         n_words = int(record["n_entries"]) // BLOCK + 2
         if record["n_kept"] >= k_budget and record["n_bit_words"] >= n_words:
             return
-        self._pending = PendingUpdate(
-            on_lines((n_head, k_budget), np.int32), on_lines((n_head, k_budget), np.float32),
-            np.zeros(n_head, np.int64), np.zeros(n_head),
-        )  # fmt: skip
+        self.pending = _pending_update(n_head, k_budget)
         self._taus, self._bits = np.zeros((n_head, 2)), on_lines((n_head, n_words), np.uint64)
-        record["pending"] = addresses_of(self._pending)
+        record["pending"] = addresses_of(self.pending)
         record["taus"], record["bits"] = address(self._taus), address(self._bits)
         record["n_kept"], record["n_bit_words"] = k_budget, n_words
 
-    def update_tables(self) -> None:
-        """Updates the tables by the last step (eq 10)."""
+    def update_tables(self, n_threads: int = 0) -> None:
+        """Updates the tables by the last step (eq 10), on all threads or on so many."""
+        all_threads = int(self.record["n_threads"])
+        self.record["n_threads"] = n_threads or all_threads
         lfps_task(self._at, UPDATE)
+        self.record["n_threads"] = all_threads
 
     def mark(self) -> None:
         """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""

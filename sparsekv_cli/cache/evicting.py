@@ -22,7 +22,7 @@ class EvictingCache(LayerCache):
     """``store`` holds some rows of the sequence, equally many a kv head; decode attends to these.
 
     ``n`` counts the rows of the sequence, ``store.n`` the rows held. A method implements
-    ``positions`` and calls ``keep`` with its choice.
+    ``positions`` and calls ``keep_slots`` with its choice.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -38,7 +38,7 @@ class EvictingCache(LayerCache):
     def positions(self) -> np.ndarray:
         """Returns the absolute positions of the held rows, int32 (G, store.n)."""
 
-    def keep(self, slots: np.ndarray, n_room: int) -> None:
+    def keep_slots(self, slots: np.ndarray, n_room: int) -> None:
         """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
 
         n_room: number of further rows that the new memory has room for.

@@ -51,6 +51,7 @@ class LayerCache(ABC):
         self.records_attended = False  # whether ``attended`` must be kept
         # Rows of the last decode step, int32 (H or G, m) with counts int64; None: all of them.
         self.attended: tuple[np.ndarray, np.ndarray] | None = None
+        self._saved: list[Any] = []  # for each row of a draft that can be taken back, of ``save``
 
     @property
     def n(self) -> int:
@@ -74,6 +75,37 @@ class LayerCache(ABC):
 
         Caches on a device take and return what device/cache.py says.
         """
+
+    def decode_draft(self, x: Any) -> Any:
+        """Adds a row as ``decode`` does. ``keep`` can take the row back."""
+        self._saved.append(self.save())
+        return self.decode(x)
+
+    def most_rows(self, n: int) -> int:
+        """How many of the next n rows can come in one step: all but the first one are a draft."""
+        return n
+
+    def keep(self, n: int) -> None:
+        """Takes back the rows of the last draft after the first n rows. The others stay for good.
+
+        Every table, index and counter is then as if the rows had never come.
+        """
+        while self._saved:
+            saved = self._saved.pop()
+            if self.n > n:
+                self.take_back(saved)
+
+    def save(self) -> Any:
+        """Returns all that the next step changes.
+
+        Rows that a step adds after the others need not be in it.
+        """
+        return self.store, self.store.n, dict(self.ledger.counts), self.attended
+
+    def take_back(self, saved: Any) -> None:
+        """Takes back the last row. saved: of ``save`` ahead of its step."""
+        self.store, self.store.n, counts, self.attended = saved
+        self.ledger.counts = Counter(counts)
 
     def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
         """Called after ``decode`` of row n - 1, when its output has left.
@@ -216,6 +248,16 @@ class BoundedCache(LayerCache):
         for n in sorted(self._snapshot_lengths):
             if first < n <= last and self._on_snapshot is not None:
                 self._on_snapshot(n, self.snapshot(n))
+
+
+def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
+    """How many of the steps to first .. first + n - 1 rows attend as the first one does.
+
+    A step attends to all rows or chooses among them. Where the rows are many it chooses.
+    """
+    if n < 2 or is_dense_at(first) == is_dense_at(first + n - 1):
+        return n
+    return next(i for i in range(n) if not is_dense_at(first + i))
 
 
 def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:

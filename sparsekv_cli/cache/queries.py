@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import Any
 
@@ -45,6 +46,12 @@ class PastQueries:
         self._n = 0  # rows when the prefill had ended
         self._steps: deque[np.ndarray] = deque(maxlen=size)  # (H, 1, d), the last is of row n - 1
         self._n_stepped = 0  # rows after the last recorded step
+
+    def copy(self) -> PastQueries:
+        """Returns the same, to which other steps come. No prefill may be under way."""
+        new = copy.copy(self)
+        new._steps = self._steps.copy()
+        return new
 
     def extend(self, q: Any) -> None:
         """q (H, T, d) of the next chunk of a prefill, as AttnInput has it."""

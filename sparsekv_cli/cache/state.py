@@ -205,6 +205,20 @@ class StateCache(BoundedCache):
             self._keep()
         return self._out
 
+    def most_rows(self, n: int) -> int:
+        """See LayerCache. A draft ends ahead of a checkpoint, which cannot be taken back."""
+        left = STEP - self._n % STEP
+        return n if left == 1 else min(n, left - 1)
+
+    def save(self) -> Any:
+        return super().save(), self._n, [array.copy() for array in self._state]
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, self._n, arrays = saved
+        super().take_back(of_rows)
+        for array, before in zip(self._state, arrays, strict=True):
+            array[:] = before
+
     def reserve(self, n: int) -> None:
         """Does nothing: the state grows with no row."""
 

@@ -57,6 +57,13 @@ class WindowCache(BoundedCache):
         self.ledger.counts["bytes_read"] += self.spec.n_head_kv * n * self.store.row_bytes
         return attend_dense(x.q[:, 0], self.store, self.spec)
 
+    def save(self) -> Any:
+        return super().save(), self.first, self._marks.copy()  # rows move to another store
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, self.first, self._marks = saved
+        super().take_back(of_rows)
+
     def reserve(self, n: int) -> None:
         self.store.reserve(min(n, self._capacity))
 

@@ -142,6 +142,7 @@ class HostCache(LayerCache):
         self._worker = worker
         self._rows: DeviceStore | None = None  # K and V on the device, during a prefill
         self._next = 0  # position at which the next chunk of a prefill begins
+        self._saved = []
 
     def extend(self, x: AttnInput) -> DeviceStore:
         """The rows on the device; the cache takes its own in while the device goes on."""

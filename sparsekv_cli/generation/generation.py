@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING
 
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
 from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ class Generation:
     """An answer that grows by tokens of a sequence, from the end of its prefill.
 
     Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
+
+    A step may add a draft after the chosen token. The sampler sees the same logits and tokens in
+    the same order as without drafts, so that it chooses the same tokens. The rows of a draft stay
+    as long as it chooses the draft's tokens.
     """
 
     def __init__(
@@ -68,7 +74,8 @@ class Generation:
         self._write, self._write_thinking = write, write_thinking
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
         self._shown_ids: frozenset[int] = frozenset()
-        self.outcome: Outcome = -1  # of the last step or prefill
+        self.outcomes: list[Outcome] = []  # of the last step or prefill, one after each row
+        self.drafts = sequence.timings.speculation.source != "off"  # whether steps have drafts
         self.resume()
         if constraint is not None:
             n_room = sequence.n_ctx - len(sequence.tokens)
@@ -90,13 +97,56 @@ class Generation:
         at = self.sequence.checkpoint
         if at is None or at.n != len(self.sequence.tokens):
             raise ValueError("the sequence does not end with a prefill")
-        self.outcome = at.logits.copy()
+        self.outcomes = [at.logits.copy()]
+        self._draft: list[int] = []  # the last rows of the last step
+        self._verify_s = 0.0  # seconds of that step
+        self._ngrams = NgramDrafts()
+
+    def rows(self) -> list[int]:
+        """Returns the tokens of the next step: the one that was chosen last, and a draft."""
+        if not self.drafts:
+            return [self.token]
+        started, sequence = time.perf_counter(), self.sequence
+        n_left = self._n_predict - len(self.answer.tokens)
+        most = min(MOST, n_left - 1) if self._n_predict >= 0 else MOST
+        most = sequence.most_rows(1 + most) - 1
+        draft = self._ngrams.draft(sequence.tokens, self.token, most)
+        seconds = time.perf_counter() - started
+        sequence.timings.decode_s += seconds
+        sequence.timings.speculation.draft_s += seconds
+        return [self.token, *draft]
+
+    def take(self, draft: list[int], outcomes: list[Outcome], seconds: float) -> None:
+        """Takes what a step has brought: an outcome after the chosen token, and after a draft's."""
+        self.outcomes, self._draft, self._verify_s = outcomes, draft, seconds
 
     def choose(self) -> bool:
-        """Chooses the next token by ``outcome``. Returns whether the answer is done."""
+        """Chooses the next tokens by ``outcomes``. Returns whether the answer is done.
+
+        The last one is not decoded yet. The others are in the draft.
+        """
         if self._n_predict == 0:
             return True
-        outcome, sequence = self.outcome, self.sequence
+        draft, tokens, is_done = self._draft, self.sequence.tokens, False
+        del tokens[len(tokens) - len(draft) :]
+        n = len(tokens)
+        try:
+            for i, outcome in enumerate(self.outcomes):
+                is_done = self._choose(outcome)
+                if is_done or i == len(draft) or self.token != draft[i]:
+                    return is_done
+                tokens.append(self.token)
+        finally:
+            if draft:
+                self.sequence.keep(len(tokens))
+                speculation = self.sequence.timings.speculation
+                speculation.add_step(len(draft), len(tokens) - n, self._verify_s)
+                self._draft = []
+        return is_done
+
+    def _choose(self, outcome: Outcome) -> bool:
+        """Chooses a token. Returns whether the answer ends with it."""
+        sequence = self.sequence
         if isinstance(outcome, int):
             self.token = outcome
         else:
@@ -160,11 +210,10 @@ def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> boo
 
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:
-    """Decodes the tokens that were chosen, all in one step."""
-    outcomes = engine.decode(
-        [each.sequence for each in generations],
-        [[each.token] for each in generations],
-        [each.sample for each in generations],
-    )
-    for each, (outcome,) in zip(generations, outcomes, strict=True):
-        each.outcome = outcome
+    """Decodes the tokens that were chosen, and drafts, all in one step."""
+    rows = [each.rows() for each in generations]
+    sequences, started = [each.sequence for each in generations], time.perf_counter()
+    outcomes = engine.decode(sequences, rows, [each.sample for each in generations])
+    seconds = time.perf_counter() - started
+    for each, of_each, new in zip(generations, rows, outcomes, strict=True):
+        each.take(of_each[1:], new, seconds)

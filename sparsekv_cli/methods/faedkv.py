@@ -283,6 +283,16 @@ class FAEDKVCache(LayerCache):
         self.ledger.step(spec.n_head * self.n, rows, rows, n_bytes, True)
         return out
 
+    def most_rows(self, n: int) -> int:
+        """See LayerCache. A draft ends ahead of a transform, which cannot be taken back."""
+        method, least = self.method, self._most_waiting()
+        if self._share >= 1:
+            return n
+        if method.budget.tokens is not None and not self._share:
+            least = max(least, 2 * method.budget.tokens)
+        n_aged = self.store.n + 1 - method.recent - method.sinks
+        return 1 if n_aged >= least else min(n, least - n_aged)
+
     def truncate(self, n: int) -> int:
         """Also goes back over rows that came after the last one was transformed."""
         self._whole = None

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.calibration.allocation import layer_count
@@ -168,6 +168,9 @@ class FASACache(LayerCache):
             n_moved = chunks.count_distinct(rows, spec.group, n)
             self.ledger.counts["bytes_moved"] += n_moved * row_bytes
         return out
+
+    def most_rows(self, n: int) -> int:
+        return rows_alike(self.method.is_dense_at, self.store.n + 1, n)
 
     def memory(self) -> Memory:
         """With variant m Kdom counts as the device's memory, Krest and V as its host's.

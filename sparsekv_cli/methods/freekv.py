@@ -40,7 +40,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.freekv.pages import (
@@ -311,6 +311,22 @@ class FreeKVCache(LayerCache):
         self._ahead = None
 
     # --- the rest ---------------------------------------------------------------------------------
+
+    def most_rows(self, n: int) -> int:
+        n_sink = None if self._cache is None else self._cache.n_sink
+        return rows_alike(lambda rows: self.method.plan(rows, n_sink) is None, self.n + 1, n)
+
+    def save(self) -> Any:
+        self._wait()
+        pages = None if self._cache is None else self._cache.save()
+        return super().save(), pages, self._previous.copy(), self._previous_n
+
+    def take_back(self, saved: Any) -> None:
+        self._wait()
+        of_rows, pages, self._previous[:], self._previous_n = saved
+        super().take_back(of_rows)
+        if self._cache is not None:
+            self._cache.take_back(pages)
 
     def truncate(self, n: int) -> int:
         if n < self.n:

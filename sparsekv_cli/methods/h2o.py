@@ -128,7 +128,7 @@ class H2OCache(EvictingCache):
             select_rows(scores, n, 0, 0, limit, slots)
             self._positions = np.take_along_axis(self._positions, slots, 1)
             self._mass = np.take_along_axis(self._mass, slots, 1)
-            self.keep(slots, 1)
+            self.keep_slots(slots, 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
         if self._start is None:
@@ -151,6 +151,14 @@ class H2OCache(EvictingCache):
             store.truncate(n - 1)
             self._n_dropped += 1
         return out
+
+    def save(self) -> Any:
+        return super().save(), self._held(), self._n_dropped, self._n_settled, self._start
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, held, self._n_dropped, self._n_settled, self._start = saved
+        super().take_back(of_rows)
+        _, self.store, self._positions, self._mass = held
 
     def _held(self) -> _Held:
         n = self.store.n

@@ -20,11 +20,10 @@ Departures; docs/methods.md has their reasons and figures:
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3 and epsilon .95, the paper's .2 and .85.
 (6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.
-(7) The budget is at most 256 rows.
-(8) The mean of eq 8 is over at most ``horizon`` entries.
-(9) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
-(10) A scout makes candidates of rows that history does not know, by codes of their keys.
-``preset=paper`` undoes 3 to 10.
+(7) The budget is at most 256 rows. The mean of eq 8 is over at most ``horizon`` entries.
+(8) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
+(9) A scout makes candidates of rows that history does not know, by codes of their keys.
+``preset=paper`` undoes 3 to 9.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.attend import score_rows
-from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.layer import DenseCache, LayerCache, rows_alike
 from sparsekv_cli.cache.queries import PastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.attention.rows import K, V
-from sparsekv_cli.cpu.jit.pointers import on_lines
-from sparsekv_cli.cpu.lfps import history, scout, search
+from sparsekv_cli.cpu.lfps import scout, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import make_moments, mean_and_covariance
 from sparsekv_cli.cpu.lfps.history import Tables
+from sparsekv_cli.cpu.lfps.saved import SavedTables
 from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
@@ -186,16 +185,14 @@ class LFPSCache(LayerCache):
             make_moments(n_kv, width, covariance=method.sigma == "cov"),
             make_moments(n_kv, padded(spec.value_dim), covariance=False),
         )
-        each, most = SHARED
-        self._a_of_group = float(method.a * (1 + each * min(spec.group - 1, most)))
+        self._a_of_group = float(method.a * (1 + SHARED[0] * min(spec.group - 1, SHARED[1])))
         self._rules = search.Rules(
             float(spec.scale), n_kv, method.recent, float(method.a), method.horizon or NO_HORIZON,
             float(method.decay), float(method.epsilon), method.expand == "filtered",
             by_group=False, softcap=float(spec.softcap),
         )  # fmt: skip
-        none = np.zeros((spec.n_head, 0), np.float32)
-        sums, gain = np.zeros((spec.n_head, 2, 4)), np.ones(spec.n_head)
-        self._tables = Tables(none, none, none, none, sums, gain)
+        none, sums = np.zeros((spec.n_head, 0), np.float32), np.zeros((spec.n_head, 2, 4))
+        self._tables = Tables(none, none, none, none, sums, np.ones(spec.n_head))
         self._raised = np.ones(spec.n_head)
         self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
         self._n_indexed = 0  # rows that the tables know; 0: none
@@ -221,7 +218,6 @@ class LFPSCache(LayerCache):
     def update_later(self) -> None:
         """From now on ``decode`` leaves eq 10 to ``end_step``, and eq 7 and 8 of the next step."""
         self._updates_later = True
-        self._step.update_later()
 
     def end_step(self, n: int) -> None:
         if not self._n_pending:
@@ -234,13 +230,7 @@ class LFPSCache(LayerCache):
 
     def _allocate(self, capacity: int) -> None:
         """Makes tables of ``capacity`` entries in whole blocks; keeps entries, new ones are 0."""
-        old, blocks = self._tables, -(-capacity // history.BLOCK)
-        self._tables = old._replace(
-            ver=_grown(old.ver, blocks * history.BLOCK),
-            dist=_grown(old.dist, blocks * history.BLOCK),
-            ver_bounds=_grown(old.ver_bounds, blocks),
-            dist_bounds=_grown(old.dist_bounds, blocks),
-        )
+        self._tables = self._tables.with_room(capacity)
         self._step.use_tables(self._tables)
 
     def extend(self, x: AttnInput) -> Any:
@@ -310,13 +300,14 @@ class LFPSCache(LayerCache):
         if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
-        k = self.method.budget.rows(n)
+        k, is_draft = self.method.budget.rows(n), bool(self._saved)
+        self._step.update_later(is_draft or self._updates_later)
         self._prepare(n, k, is_marked=self._marked == n)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
             width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
-            self.attended = (attended, np.zeros(spec.n_head, np.int64))
+            self.attended = attended, np.zeros(spec.n_head, np.int64)
             self._step.trace(*self.attended)
         self._n_indexed = self._marked = self._n_pending = 0  # should the step be interrupted
         try:
@@ -325,10 +316,10 @@ class LFPSCache(LayerCache):
         finally:
             self._step.untrace()
         store.n = n
-        if self._updates_later:
-            self._n_pending = n
-        else:
-            self._n_indexed = n
+        if is_draft:  # what the update changes is copied ahead of it
+            self._saved[-1][1].keep_entries(self._tables, self._step.pending, n)
+            self._step.update_tables(n_threads=1)  # others would be waited for longer than it takes
+        self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
         return store.v_type.rotated(out)
 
     def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
@@ -348,6 +339,22 @@ class LFPSCache(LayerCache):
     def _scores_by_group(self, n: int) -> bool:
         """Whether the heads of a kv group score each other's candidates in a step to n rows."""
         return {"auto": n > GROUP_ROWS, "group": True, "head": False}[self.method.scored_by]
+
+    def most_rows(self, n: int) -> int:
+        return rows_alike(self._is_dense_at, self.store.n + 1, n)
+
+    def save(self) -> Any:
+        tables = SavedTables(self._tables, self.method.decay, self._raised, self._statistics)
+        n_parts = self._scout.n_parts if self._scout else 0
+        return super().save(), tables, self._queries.copy(), self._n_indexed, n_parts
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, tables, self._queries, self._n_indexed, n_parts = saved
+        super().take_back(of_rows)
+        tables.restore(self._tables)
+        if self._scout and self._scout.n_parts > n_parts:
+            self._scout.n_parts = n_parts
+            self._step.use_scout(self._scout, self.method.scout)
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
@@ -384,17 +391,10 @@ class LFPSCache(LayerCache):
             counts["codes_read"] += codes
             counts["bytes_read"] += len(directions) * codes
             counts["bytes_read"] += directions.nbytes * int(total[search.SCOUTING])
-        counts["heads_stepped"] += int(total[search.HEAD_STEPS])
-        counts["heads_tested"] += int(total[search.TESTED])
-        counts["heads_bypassed"] += int(total[search.BYPASSED])
-        counts["bounds_read"] += int(total[search.BOUNDS_READ])
-        counts["entries_read"] += int(total[search.ENTRIES_READ])
+        for name, column in (
+            ("heads_stepped", search.HEAD_STEPS), ("heads_tested", search.TESTED),
+            ("heads_bypassed", search.BYPASSED), ("bounds_read", search.BOUNDS_READ),
+            ("entries_read", search.ENTRIES_READ),
+        ):  # fmt: skip
+            counts[name] += int(total[column])
         return counts
-
-
-def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
-    """f32 (rows of ``old``, n_columns): ``old``, cut or continued with zeros."""
-    new = on_lines((len(old), n_columns), np.float32, zeros=True)
-    kept = min(old.shape[1], n_columns)
-    new[:, :kept] = old[:, :kept]
-    return new

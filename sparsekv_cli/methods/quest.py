@@ -23,7 +23,7 @@ Departures; docs/methods.md has their reasons:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -120,6 +120,13 @@ class QuestCache(SelectingCache):
     def bytes_to_select(self, n: int) -> int:
         n_page = (n - 1) // self.method.page
         return self.spec.n_head_kv * n_page * (self._hi.strides[1] + self._lo.strides[1])
+
+    def save(self) -> Any:
+        return super().save(), self._n_page
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, self._n_page = saved
+        super().take_back(of_rows)
 
     def truncate(self, n: int) -> int:
         self._n_page = min(self._n_page, n // self.method.page)

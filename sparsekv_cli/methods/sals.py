@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.allocation import layer_count
@@ -319,6 +319,30 @@ class SALSCache(LayerCache):
         """The whole context, which is still as ``full`` keeps it."""
         self.store.append_row(x.k, x.v)
         return self.attend_all(x.q)
+
+    def most_rows(self, n: int) -> int:
+        return n if self._latents else rows_alike(self.method.is_dense_at, self.store.n + 1, n)
+
+    def save(self) -> Any:
+        saved = super().save()
+        if self._latents is None:
+            return saved, None
+        slot, rows = self._slots[self._n % self._ring], self._rows
+        exact = self._exact.k[:, slot].copy(), self._exact.v[:, slot].copy()
+        made = rows, rows.k.copy(), rows.v.copy(), self._kept.copy()
+        return saved, (self._n, self._latents.n, self._ring_from, exact, made)
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, sparse = saved
+        super().take_back(of_rows)
+        if sparse is None:
+            return
+        assert self._latents is not None
+        self._n, self._latents.n, self._ring_from, exact, made = sparse
+        slot = self._slots[self._n % self._ring]
+        self._exact.k[:, slot], self._exact.v[:, slot] = exact
+        self._rows, k, v, self._kept = made
+        self._rows.k[:], self._rows.v[:] = k, v
 
     def truncate(self, n: int) -> int:
         """Also goes back by up to UNDO rows, while the rows of the window there are still exact."""

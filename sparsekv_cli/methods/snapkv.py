@@ -98,7 +98,7 @@ class SnapKVCache(EvictingCache):
         slots = np.empty((spec.n_head_kv, n_kept), np.int32)
         select_rows(scores, n, 0, 0, n_kept, slots)
         kept = np.take_along_axis(self.positions(), slots, 1)
-        self.keep(slots, N_ROOM)
+        self.keep_slots(slots, N_ROOM)
         self._kept = kept
 
     def decode(self, x: AttnInput) -> np.ndarray:

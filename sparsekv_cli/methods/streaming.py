@@ -64,6 +64,16 @@ class _StreamingCache(SelectingCache):
         n_kv = self.spec.n_head_kv
         return np.tile(rows, (n_kv, 1)), np.full(n_kv, len(rows)), 0
 
+    def save(self) -> Any:
+        sinks = self.store.k[:, : self.method.sinks]
+        return super().save(), self._sink_keys, sinks.copy() if self.method.reposition else None
+
+    def take_back(self, saved: Any) -> None:
+        of_rows, self._sink_keys, sinks = saved
+        super().take_back(of_rows)
+        if sinks is not None:
+            self.store.k[:, : self.method.sinks] = sinks
+
     def truncate(self, n: int) -> int:
         self._turn_sinks_back()
         return super().truncate(n)

@@ -62,6 +62,8 @@ class Metrics:
             ("aborts", "Answers that nobody waited for, or that took too long.", stats.n_aborted),
             ("steps", "Decode steps.", stats.n_steps),
             ("step_tokens", "Tokens of decode steps.", stats.step_tokens),
+            ("drafted_tokens", "Tokens of drafts.", stats.drafted_tokens),
+            ("accepted_tokens", "Tokens of drafts that are in answers.", stats.accepted_tokens),
             ("step_seconds", "Time of decode steps.", stats.step_s),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)

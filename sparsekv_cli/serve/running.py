@@ -12,7 +12,7 @@ from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
-from sparsekv_cli.sequence import Sequence, ledger_since
+from sparsekv_cli.sequence import Sequence, Speculation, ledger_since
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
 N_KEPT = 10_000  # times that wait for the next look of the metrics
@@ -35,12 +35,19 @@ class Stats:
     n_steps: int = 0
     step_s: float = 0.0
     step_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of drafts
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
 
     def add_step(self, n_tokens: int, seconds: float) -> None:
         self.n_steps += 1
         self.step_tokens += n_tokens
         self.step_s += seconds
+
+    def add_drafts(self, of_answer: Speculation) -> None:
+        self.drafted_tokens += of_answer.drafted
+        self.accepted_tokens += of_answer.accepted
+        self.step_tokens += of_answer.accepted
 
     def add_answer(self, n_tokens: int, ledger: Mapping[str, int]) -> None:
         self.n_answers += 1
@@ -78,6 +85,9 @@ class Running:
         )
         for cache in sequence.caches:
             cache.records_attended = self._tells_rows(job)
+        if self._tells_rows(job):  # those of one step a token
+            job.generation.drafts = False
+        sequence.timings.reset()
         job.counted = sequence.ledger()
         self.jobs.append(job)
 
@@ -101,6 +111,7 @@ class Running:
         sequence = job.end()
         for cache in sequence.caches:
             cache.records_attended = False
+        self._stats.add_drafts(sequence.timings.speculation)
         self._park(sequence)
 
     def _tells_rows(self, job: Job) -> bool:

@@ -56,6 +56,11 @@ class SessionConfig:
         0, "Tokens up to which a method that keeps all rows attends to all of them; -1: as many as "
         "follow from the model's shape (methods/depth.py).", at_least=-1
     )  # fmt: skip
+    speculate: str = option(
+        "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
+        "same. ngram: what followed the same tokens in the prompt and the answer.",
+        choices=("off", "ngram"),
+    )  # fmt: skip
     checkpoints: int = option(
         8, "States of recurrent layers that are kept at most: another answer, or one to a changed "
         "message, begins at one; and most snapshots of a prompt on disk. Other models need none.",

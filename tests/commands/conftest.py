@@ -96,7 +96,7 @@ class FakeModel:
         )
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
-        self.config = SimpleNamespace(sparse_from=0)
+        self.config = SimpleNamespace(sparse_from=0, speculate="off")
         self.method: Any = SimpleNamespace(options=lambda: {"budget": "5%"})
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None

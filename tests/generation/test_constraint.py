@@ -20,7 +20,7 @@ from sparsekv_cli.generation.sampler import MakeConstraint, SamplingOptions, con
 from sparsekv_cli.models.chat.thinking import CHANNEL_MARKS, MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
-from sparsekv_cli.sequence import Checkpoint
+from sparsekv_cli.sequence import Checkpoint, Timings
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
@@ -89,7 +89,8 @@ def answered(
 def ended(prompt: Sequence[int], n: int) -> Any:
     """A sequence that ends with a prefill of ``prompt``, with room for n tokens."""
     at = Checkpoint(len(prompt), np.zeros(1, np.float32))
-    return SimpleNamespace(tokens=list(prompt), n_ctx=len(prompt) + n, checkpoint=at)
+    n_ctx, timings = len(prompt) + n, Timings()
+    return SimpleNamespace(tokens=list(prompt), n_ctx=n_ctx, checkpoint=at, timings=timings)
 
 
 def unused(logits: np.ndarray, tokens: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from reference_records import (
     top1_agreement,
 )
 from sweeps import sweep
-from tiny_models import fingerprint, make_model
+from tiny_models import WEIGHT_TYPES, fingerprint, make_model
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cpu.jit import bf16
@@ -36,11 +36,12 @@ N_DECODED = 64  # positions of the default model that go through the fused path
 
 
 def open_model(
-    path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16"
+    path, *, prefill_dtype="f32", threads=1, chunk=512, activations="16", repack="auto"
 ) -> OpenSequence:
     config = SessionConfig(
-        prefill_dtype=prefill_dtype, threads=threads, chunk=chunk, activations=activations
-    )
+        prefill_dtype=prefill_dtype, threads=threads, chunk=chunk, activations=activations,
+        repack=repack,
+    )  # fmt: skip
     return open_sequence(path, Full(), config)
 
 
@@ -195,6 +196,25 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
         logits = sequence.model.decoder.decode_batch(tokens, positions, caches)
         np.testing.assert_array_equal(logits, [rows[step] for rows in expected])
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
+
+
+@pytest.mark.parametrize(("repack", "activations"), [("on", "16"), ("off", "16"), ("off", "8")])
+@pytest.mark.parametrize("wtype", WEIGHT_TYPES)
+def test_rows_of_a_draft_give_the_bits_of_single_steps(wtype, repack, activations, tmp_path):
+    """As many rows as a step can have, and numbers that do not fill the kernels' tiles."""
+    path = make_model(tmp_path / "model.gguf", wtype=wtype, n_embd=256, n_layer=1, n_vocab=300)
+    config = {"threads": 2, "repack": repack, "activations": activations}
+    sequence = open_model(path, **config)
+    ids = [3 + i * i % 290 for i in range(70)]
+    sequence.prefill(ids[:2])
+    expected = [sequence.decode(token) for token in ids[2:67]]
+    for n_rows in (2, 3, 7, 12, 33, 65):
+        sequence.rewind(2)
+        ((*logits,),) = sequence.engine.decode([sequence], [ids[2 : 2 + n_rows]])
+        np.testing.assert_array_equal(logits, expected[:n_rows])
+        sequence.keep(3)
+        np.testing.assert_array_equal(sequence.decode(ids[3]), expected[1])
+    sequence.model.gguf.close()
 
 
 @pytest.mark.parametrize("can_prefill_in_parts", [True, False])

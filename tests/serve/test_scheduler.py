@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Asked:
         self.began, self.ended = threading.Event(), threading.Event()
         seconds = options.pop("seconds", 60.0)
         method = options.pop("method", FULL)
-        request = Request(ids, method, 0, n, GREEDY, **options)
+        request = Request(ids, method, 0, n, options.pop("sampling", GREEDY), **options)
         self.job = Job(request, self._tell, seconds)
         scheduler.submit([self.job])
 
@@ -93,6 +94,36 @@ def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
 def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
     """Bytes of the rows of n tokens."""
     return sequence_bytes(FULL, scheduler.model.decoder.layer_specs(), n)
+
+
+def test_drafts_change_no_text(model: Model) -> None:
+    """Answers of few different tokens, together; a client that asks for rows gets no drafts."""
+    likely = dict.fromkeys(range(40, 44), 30.0)
+    sampling = SamplingOptions({"temp": 0.0, "logit_bias": likely}, ignore_eos=True)
+    texts, stats = [], []
+    for source in ("off", "ngram"):
+        config = replace(model.config, speculate=source)
+        scheduler = Scheduler(
+            replace(model, config=config), n_parallel=3, n_queue=9, kv_bytes=1 << 30
+        )
+        scheduler.start()
+        asked = [
+            Asked(
+                scheduler, tokens(60 + 9 * i, i % 4), 50, method=METHODS[i % 3], sampling=sampling
+            )
+            for i in range(8)
+        ]
+        asked.append(Asked(scheduler, tokens(80), 50, sampling=sampling, n_bins=4))
+        texts.append([each.text for each in asked])
+        scheduler.stop()
+        stats.append(scheduler.stats)
+        news = [event for event in asked[-1].events if isinstance(event, NewToken)]
+        assert len(news) == 49 and all(event.rows for event in news)
+    assert texts[0] == texts[1]
+    off, drafted = stats
+    assert off.drafted_tokens == 0 < 20 < drafted.accepted_tokens <= drafted.drafted_tokens
+    assert drafted.n_steps < off.n_steps and drafted.step_tokens == off.step_tokens
+    assert (off.rows_total, off.rows_attended) == (drafted.rows_total, drafted.rows_attended)
 
 
 @pytest.mark.slow

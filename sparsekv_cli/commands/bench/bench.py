@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult, BenchTest
+from sparsekv_cli.commands.bench.texts import check_text, decode_texts, draft_counts, tokens_of
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
@@ -88,10 +90,14 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
     "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
     help="Keep the rows of depths there, at most 16 GiB; other methods and later runs take them.",
 )  # fmt: skip
+@click.option(
+    "-f", "--file", "text", metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Take the tokens of this text in place of random ones. --speculate needs it.",
+)  # fmt: skip
+@session_option("speculate")
 @model_options(bench=True)
-@click.pass_context
 def command(
-    context: click.Context,
     options: ModelOptions,
     n_prompts: list[int],
     n_gens: list[int],
@@ -103,25 +109,28 @@ def command(
     output: str,
     no_warmup: bool,
     cache_dir: Path | None,
+    text: Path | None,
 ) -> None:
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
-    Tokens are random, with a fixed seed. Loading, filling the cache up to the depth and a short run
-    ahead of each test are not timed. An option given with -o goes to those of the methods that have
-    it. The method auto is chosen for the largest test, and shown by its name. The speed that memory
-    allows (the roofline) is told for tests that only decode.
+    Tokens are random, with a fixed seed, or a text's. Loading, filling the cache up to the depth
+    and a short run ahead of each test are not timed. An option given with -o goes to those of the
+    methods that have it. The method auto is chosen for the largest test, and shown by its name. The
+    speed that memory allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
     shapes += [(prompt, gen, seqs) for prompt, gen in pairs for seqs in n_seqs]
     tests = [BenchTest(prompt, gen, depth, n) for depth in n_depths for prompt, gen, n in shapes]
     if not tests:
-        raise click.UsageError("nothing to measure: -p and -n are 0 and there is no -pg", context)
+        nothing = "nothing to measure: -p and -n are 0 and there is no -pg"
+        raise click.UsageError(nothing, click.get_current_context())
     built = [
         (name, build_for_bench("full" if name == AUTO else name, methods, options))
         for name in methods
     ]
     check_sparse_from(options.config, [method for _, method in built])
+    check_text(text, options.config.speculate)
     path = find_model(options.model)
     config = replace(options.config, ctx_size=context_size(tests))
     seed = DEFAULT_SEED if options.seed is None else options.seed
@@ -135,7 +144,7 @@ def command(
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
-            if bandwidth is None and any(decodes_only(test) for test in tests):
+            if bandwidth is None and any(test.decodes_only for test in tests):
                 bandwidth = measure_bandwidth(model.n_threads)
             rows: PromptRows | None = None
             if cache_dir is not None:
@@ -143,8 +152,9 @@ def command(
                     model.method
                 )
                 model.gguf.content.wait()  # prompts on disk are known by the model's hash
+            ids = tokens_of(model, text, max(test.n_seqs for test in tests), seed)
             for test, samples, ledger in run_tests(
-                model, tests, repetitions, seed, warm_up=not no_warmup, rows=rows
+                model, tests, repetitions, ids, warm_up=not no_warmup, rows=rows
             ):
                 method_options = model.method.options()
                 report.row(
@@ -197,31 +207,30 @@ def run_tests(
     model: Model,
     tests: Ids[BenchTest],
     repetitions: int,
-    seed: int,
+    ids: Ids[Ids[int]],
     *,
     warm_up: bool = True,
     rows: PromptRows | None = None,
 ) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
     """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
 
-    warm_up: begin each test with a run of its kind that does not count. rows: see prefill_to_depth.
+    ids: the tokens of each sequence. warm_up: begin each test with a run of its kind that does not
+    count. rows: see prefill_to_depth.
     """
-    import numpy as np
-
-    most = max(test.n_seqs for test in tests)
-    generator = np.random.default_rng(seed)
-    ids = generator.integers(0, model.hparams.n_vocab, size=(most, model.n_ctx)).tolist()
-    sequences = [model.sequence() for _ in range(most)]
+    sequences = [model.sequence() for _ in ids]
     for test in tests:
         samples: list[int] = []
         ledger: dict[str, Any] = {}
         first = sequences[: test.n_seqs]
         if warm_up:
             run_once(model, first, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)), rows)
+        for sequence in first:
+            sequence.timings.reset()
         for _ in range(repetitions):
             nanoseconds, before = run_once(model, first, ids, test, rows)
             samples.append(nanoseconds)
             ledger = add_ledger(ledger, before, ledger_of_all(first))
+        ledger |= draft_counts(first)
         yield test, samples, ledger
 
 
@@ -263,8 +272,8 @@ def prefill_to_depth(
     starts from one token, because a method sees a prefill ahead of its first decode.
     rows: finds and keeps the rows of the depth on disk.
     """
-    n_decoded = min(n_last, test.n_depth - 1) if decodes_only(test) and test.n_depth > 1 else 0
-    n_prefill = max(test.n_depth - n_decoded, int(decodes_only(test)))
+    n_decoded = min(n_last, test.n_depth - 1) if test.decodes_only and test.n_depth > 1 else 0
+    n_prefill = max(test.n_depth - n_decoded, int(test.decodes_only))
     from sparsekv_cli.sequence import N_REFRESH, N_WHOLE
 
     missing = sequence.keep_common(ids[:n_prefill])
@@ -286,13 +295,11 @@ def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: 
     """Nanoseconds of one repetition: each sequence's prefill, then all decode together."""
     start = len(sequences[0].tokens)
     first = start + test.n_prompt
-    generated = [row[first : first + test.n_gen] for row in ids[: len(sequences)]]
     begin = time.perf_counter_ns()
     if test.n_prompt:
         for sequence, row in zip(sequences, ids, strict=False):
             sequence.prefill(row[start:first])
-    for tokens in zip(*generated, strict=True):
-        model.engine.decode(sequences, [[token] for token in tokens])
+    decode_texts(model.engine, sequences, ids, first + test.n_gen)
     return time.perf_counter_ns() - begin
 
 
@@ -308,10 +315,6 @@ def add_ledger(
     }
 
 
-def decodes_only(test: BenchTest) -> bool:
-    return test.n_prompt == 0
-
-
 def roofline_of(
     model: Model,
     test: BenchTest,
@@ -324,7 +327,7 @@ def roofline_of(
     Sequences that decode together read the weights once for all of them; of experts, those that
     any of them chooses.
     """
-    if bandwidth is None or not decodes_only(test):
+    if bandwidth is None or not test.decodes_only:
         return None
     weight_bytes = model.decoder.weights.bytes_a_step(test.n_seqs) // test.n_seqs
     return decode_roofline(weight_bytes, ledger, repetitions * test.n_gen * test.n_seqs, bandwidth)

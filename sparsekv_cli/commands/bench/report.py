@@ -47,6 +47,10 @@ class BenchTest:
         return f"{label} @ d{self.n_depth}" if self.n_depth else label
 
     @property
+    def decodes_only(self) -> bool:
+        return self.n_prompt == 0
+
+    @property
     def n_tokens(self) -> int:
         """Tokens of one sequence that are timed."""
         return self.n_prompt + self.n_gen

@@ -16,7 +16,12 @@ from sparsekv_cli.commands.chat.settings import change_setting, show_settings
 from sparsekv_cli.commands.options.model import ModelOptions, build_method
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.shared import progress
-from sparsekv_cli.commands.shared.answer import PrefillInterrupted, ledger_line, timing_line
+from sparsekv_cli.commands.shared.answer import (
+    PrefillInterrupted,
+    ledger_line,
+    speculation_line,
+    timing_line,
+)
 from sparsekv_cli.commands.shared.terminal import one_line, say, write_text
 from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
@@ -215,6 +220,8 @@ def _stats(chat: Chat, _argument: str) -> None:
     sequence = chat.conversation.sequence
     say(timing_line(sequence.timings))
     say(ledger_line(sequence, chat.method))
+    if line := speculation_line(sequence.timings):
+        say(line)
 
 
 def _method(chat: Chat, argument: str) -> None:

@@ -14,6 +14,7 @@ from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
+from sparsekv_cli.errors import OptionError
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import MAX_WHOLE, options_of
 
@@ -126,6 +127,7 @@ MODEL_OPTION = click.option(
 )  # fmt: skip
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
+ANSWERING = ("speculate", "checkpoints")  # options of commands that write answers
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
@@ -193,7 +195,7 @@ def model_options(
     sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
     whether there is ``--seed``. auto: whether the method may be left to the program.
     """
-    own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, session_option("checkpoints")]
+    own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, *map(session_option, ANSWERING)]
     own += [SPARSE_FROM_OPTION] if sparse_from else []
     own += [MAX_LOSS_OPTION] if sparse_from and auto else []
     own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
@@ -318,7 +320,10 @@ def load_model(
     ):
         from sparsekv_cli import model
 
-        loaded = model.load_model(path, method, config, compiling, calibrating)
+        try:
+            loaded = model.load_model(path, method, config, compiling, calibrating)
+        except OptionError as error:
+            raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
     if loaded.engine.note:
         click.echo(loaded.engine.note, err=True)
     return loaded

@@ -187,6 +187,9 @@ class LineAnswers:
             )
             self._output.put(line.number, line.result(is_cut, self._output.tell))
         self._active.remove(line)
+        timings = generation.sequence.timings
+        self.timings.decode_tokens += timings.decode_tokens
+        self.timings.speculation.add(timings.speculation)
 
     def _step(self) -> None:
         """Decodes the tokens that were chosen."""
@@ -194,7 +197,6 @@ class LineAnswers:
             started = time.perf_counter()
             step(self._model.engine, [line.generation for line in self._active])
             self.timings.decode_s += time.perf_counter() - started
-            self.timings.decode_tokens += len(self._active)
 
 
 def resume(path: Path) -> int:

@@ -33,6 +33,7 @@ from sparsekv_cli.commands.shared.answer import (
     answer_fields,
     full_context_line,
     ledger_line,
+    speculation_line,
     stream_answer,
     timing_line,
 )
@@ -194,6 +195,8 @@ def command(
         say(timing_line(sequence.timings))
         if context.ensure_object(Invocation).verbose:
             say(ledger_line(sequence, options.method))
+            if line := speculation_line(sequence.timings):
+                say(line)
     if answer.stop_reason == STOP_INTERRUPT:
         raise KeyboardInterrupt
 
@@ -239,6 +242,8 @@ def _answer_lines(
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             say(timing_line(answers.timings))
+            if told := speculation_line(answers.timings):
+                say(told)
     if n_failed:
         raise SparseKVError(f"{n_failed} of {n_failed + n_answered} lines have no answer")
 

@@ -172,6 +172,17 @@ def timing_line(timings: Timings) -> str:
     return " | ".join(parts) or "nothing was computed"
 
 
+def speculation_line(timings: Timings) -> str:
+    """One line about drafts and what came of them; empty if there were none."""
+    told = timings.speculation.as_dict()
+    if not told["steps"]:
+        return ""
+    return (
+        f"{told['source']} drafts: {told['accepted']} of {told['drafted']} tokens accepted in "
+        f"{told['steps']} steps, {told['mean_length']:.1f} tokens a step with a draft"
+    )
+
+
 def ledger_line(sequence: Sequence, method: str) -> str:
     """One line about the KV rows that decoding touched and the memory they take."""
     ledger = sequence.ledger()

@@ -1,0 +1,62 @@
+"""Drafts of an answer: what followed where the last tokens stand in the text already.
+
+The text is the prompt and the answer so far. A table leads from the last LEAST tokens to the newest
+place where the same tokens end. A list leads from each place to the one before it, as in LZ77. The
+place with the longest match counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+LEAST = 3  # tokens of the shortest match
+MOST = 64  # tokens of the longest match that is told from a longer one, and of a draft
+N_PLACES = 64  # places that are compared: newer ones first
+
+
+class NgramDrafts:
+    """The places of all n-grams of a text that grows. A draft is as long as the match, at most."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
+        self._before: list[int] = []  # of each place: an older one with the same tokens, or -1
+
+    def draft(self, tokens: Sequence[int], last: int, most: int = MOST) -> list[int]:
+        """Returns at most ``most`` tokens that may follow ``tokens`` and then ``last``.
+
+        The text begins as in the call before.
+        """
+        self._grow(tokens, last)
+        place, length = self._longest_match()
+        repeated = self._tokens[place:]  # it ends where it began if the text repeats itself
+        return [repeated[i % len(repeated)] for i in range(min(length, most))]
+
+    def _grow(self, tokens: Sequence[int], last: int) -> None:
+        """Adds the places of new tokens."""
+        known, text = len(self._tokens), self._tokens
+        if known <= len(tokens):
+            text += [*tokens[known:], last]
+        for end in range(known + 1, len(text) + 1):
+            self._before.append(-1)
+            if end >= LEAST:
+                key = tuple(text[end - LEAST : end])
+                self._before[-1] = self._newest.get(key, -1)
+                self._newest[key] = end
+
+    def _longest_match(self) -> tuple[int, int]:
+        """Returns where the longest earlier match of the text's end ends, and its length; or 0."""
+        text, n, best, length = self._tokens, len(self._tokens), 0, 0
+        place = self._before[-1] if n else -1
+        for _ in range(N_PLACES):
+            if place < 0 or length == MOST:
+                break
+            # A longer match also has the token that is one ahead of the best one.
+            if length == 0 or (place > length and text[place - 1 - length] == text[n - 1 - length]):
+                found = 0
+                while found < min(place, MOST) and text[place - 1 - found] == text[n - 1 - found]:
+                    found += 1
+                if found > length:
+                    best, length = place, found
+            place = self._before[place - 1]
+        return best, length

@@ -1,0 +1,70 @@
+"""Drafts from n-grams of the text, against a search through the whole text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparsekv_cli.generation import ngrams
+from sparsekv_cli.generation.ngrams import LEAST, MOST, NgramDrafts
+
+
+def naive_draft(text: list[int], most: int = MOST) -> list[int]:
+    """What follows the longest match of the text's end; of equal ones the newest."""
+    n, best, length = len(text), 0, 0
+    for place in range(n - 1, LEAST - 1, -1):
+        found = 0
+        while found < min(place, MOST) and text[place - 1 - found] == text[n - 1 - found]:
+            found += 1
+        if found >= LEAST and found > length:
+            best, length = place, found
+    draft: list[int] = []
+    for i in range(min(length, most)):
+        draft.append([*text, *draft][best + i])
+    return draft
+
+
+@pytest.mark.parametrize("n_kinds", [2, 5, 30])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_drafts_of_a_growing_text(n_kinds, seed, monkeypatch):
+    """Random tokens with copies of earlier stretches; tokens come one or several at a time."""
+    monkeypatch.setattr(ngrams, "N_PLACES", 10**6)
+    rng, drafts = np.random.default_rng(seed), NgramDrafts()
+    text: list[int] = rng.integers(0, n_kinds, 50).tolist()
+    n_drafts = 0
+    while len(text) < 700:
+        if rng.random() < 0.2:
+            start, size = rng.integers(0, len(text)), rng.integers(1, 90)
+            text += text[start : start + size]
+        else:
+            text += rng.integers(0, n_kinds, rng.integers(1, 4)).tolist()
+        most = int(rng.integers(0, MOST + 1))
+        found = drafts.draft(text[:-1], text[-1], most)
+        assert found == naive_draft(text, most)
+        assert drafts.draft(text[:-1], text[-1], most) == found  # a step that is taken again
+        n_drafts += len(found) > 0
+    assert n_drafts > 5
+
+
+def test_a_text_that_repeats_itself_goes_on_so():
+    drafts = NgramDrafts()
+    assert drafts.draft([7, 8, 9, 7, 8, 9, 7, 8], 9) == [7, 8, 9, 7, 8, 9]
+    assert NgramDrafts().draft([4] * 9, 4) == [4] * 9
+    assert NgramDrafts().draft([4] * 100, 4) == [4] * MOST
+
+
+@pytest.mark.parametrize("text", [[], [1], [1, 2, 1, 2], [1, 2, 3, 4, 5]])
+def test_no_match(text):
+    assert NgramDrafts().draft(text, 9) == []
+
+
+def test_a_longer_match_gives_a_longer_draft_than_a_newer_one():
+    long, short = [1, 2, 3, 4, 5, 6, 70, 71, 72, 73, 74, 75], [4, 5, 6, 80, 81, 82]
+    text = [*long, *short, 1, 2, 3, 4, 5, 6]
+    assert NgramDrafts().draft(text[:-1], text[-1]) == [70, 71, 72, 73, 74, 75]
+
+
+def test_the_oldest_of_many_places_is_not_looked_at():
+    monotone = [1, 2, 3, 10] + [1, 2, 3, 20] * ngrams.N_PLACES
+    text = [0, *monotone, 9, 1, 2, 3]
+    assert NgramDrafts().draft(text[:-1], text[-1])[0] == 20
