@@ -23,8 +23,9 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     verbose_option,
 )
+from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
-from sparsekv_cli.commands.shared.prompt import file_option, read_prompt
+from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import did_you_mean

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
-from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, file_option, read_stdin
+from sparsekv_cli.commands.options.prompt import file_option
+from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, read_stdin
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 

@@ -204,8 +204,10 @@ def test_quest_summarises_the_stored_keys(summary, key_type):
             for i in range(n):
                 decode(cache, rows, i)
         n_page = cache._n_page
-        assert n_page == (cache.n - 1) // 16
-        expected = page_summaries_ref(cache.store.keys(), 16, summary == "meanstd", N_SINKS)
+        assert n_page == (cache.n - 1) // cache.method.page
+        expected = page_summaries_ref(
+            cache.store.keys(), method.page, summary == "meanstd", N_SINKS
+        )
         for bits, values in zip((cache._hi, cache._lo), expected, strict=True):
             found = bits[:, :n_page].view(np.float16).astype(np.float32)
             np.testing.assert_allclose(found, values[:, :n_page], rtol=1.5e-3, atol=2e-3)

@@ -19,8 +19,9 @@ from sparsekv_cli.commands.options.model import (
     open_model,
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
+from sparsekv_cli.commands.options.prompt import parse_special_option, think_option
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
-from sparsekv_cli.commands.shared.prompt import check_utf8, parse_special_option, think_option
+from sparsekv_cli.commands.shared.prompt import check_utf8
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch

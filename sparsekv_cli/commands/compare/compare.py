@@ -23,8 +23,9 @@ from sparsekv_cli.commands.options.model import (
     warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import number_list
+from sparsekv_cli.commands.options.prompt import file_option, prompt_option
 from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
-from sparsekv_cli.commands.shared.prompt import file_option, prompt_option, read_prompt
+from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of

@@ -20,8 +20,8 @@ from sparsekv_cli.commands.eval.options import (
 )
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.model import gathered
+from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.progress import PrefillProgress
-from sparsekv_cli.commands.shared.prompt import file_option
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.chunks import Chunks

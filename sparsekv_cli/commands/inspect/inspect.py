@@ -12,7 +12,7 @@ import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
-from sparsekv_cli.commands.shared.prompt import file_option
+from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError

@@ -26,6 +26,12 @@ from sparsekv_cli.commands.options.model import (
     open_model,
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
+from sparsekv_cli.commands.options.prompt import (
+    file_option,
+    parse_special_option,
+    prompt_option,
+    think_option,
+)
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
 from sparsekv_cli.commands.run.task import Task, gather_task
 from sparsekv_cli.commands.shared.answer import (
@@ -37,14 +43,7 @@ from sparsekv_cli.commands.shared.answer import (
     stream_answer,
     timing_line,
 )
-from sparsekv_cli.commands.shared.prompt import (
-    check_utf8,
-    file_option,
-    parse_special_option,
-    prompt_option,
-    read_prompt,
-    think_option,
-)
+from sparsekv_cli.commands.shared.prompt import check_utf8, read_prompt
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer

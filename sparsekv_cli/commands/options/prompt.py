@@ -1,0 +1,34 @@
+"""The options by which commands get a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from sparsekv_cli.commands.options import completers
+
+prompt_option = click.option(
+    "-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any."
+)
+
+parse_special_option = click.option(
+    "--parse-special", is_flag=True,
+    help="Parse control tokens such as <|im_end|> in messages, too. By default only those that the "
+    "chat template writes are parsed, so that no message can begin a turn.",
+)  # fmt: skip
+
+think_option = click.option(
+    "--think", type=click.Choice(("on", "off")),
+    callback=lambda _context, _parameter, value: None if value is None else value == "on",
+    help="Whether the model thinks ahead of its answer, if its chat template has that choice. "
+    "[default: the template's]",
+)  # fmt: skip
+
+
+def file_option(help_text: str, name: str = "file") -> Callable[[Any], Any]:
+    """``-f``: the file of a text. name: the parameter's."""
+    return click.option(
+        "-f", "--file", name, metavar="FILE", shell_complete=completers.files, help=help_text
+    )
