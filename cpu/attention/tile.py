@@ -69,19 +69,15 @@ def _add_products(b, sums, left, n_left, right, n_right):
 
     left, right: functions that load a vector. The fewer vectors stay in registers.
     """
-    sums = list(sums)
-    if n_left < n_right:
-        lefts = [left(i) for i in range(n_left)]
-        for j in range(n_right):
-            vector = right(j)
-            for i, other in enumerate(lefts):
-                sums[i * n_right + j] = llvm.fma(b, vector, other, sums[i * n_right + j])
-        return sums
-    rights = [right(j) for j in range(n_right)]
-    for i in range(n_left):
-        vector = left(i)
-        for j, other in enumerate(rights):
-            sums[i * n_right + j] = llvm.fma(b, other, vector, sums[i * n_right + j])
+    few, n_few, many, n_many, to_few, to_many = left, n_left, right, n_right, n_right, 1
+    if n_right <= n_left:
+        few, n_few, many, n_many, to_few, to_many = right, n_right, left, n_left, 1, n_right
+    sums, kept = list(sums), [few(i) for i in range(n_few)]
+    for j in range(n_many):
+        vector = many(j)
+        for i, other in enumerate(kept):
+            at = to_few * i + to_many * j
+            sums[at] = llvm.fma(b, vector, other, sums[at])
     return sums
 
 

@@ -23,7 +23,7 @@ class SavedTables:
         self._fixed = [(each, each.copy()) for each in (tables.sums, tables.gain, *others)]
         rescales = bool((tables.gain * decay < RESCALE_BELOW).any())
         self._whole = (tables.ver.copy(), tables.dist.copy()) if rescales else None
-        # Of each table: columns int32 (H, m), and the entries f32 (H, m) there.
+        # A pair a table: columns int32 (H, m), and the entries f32 (H, m) there.
         self._entries: list[tuple[np.ndarray, np.ndarray]] = []
 
     def keep_entries(self, tables: Tables, pending: PendingUpdate, n: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from opened import OpenSequence, open_sequence
 
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -18,6 +18,20 @@ N_LAYER, N_HEAD, N_KV = 4, 6, 2
 SHAPE = {
     "n_layer": N_LAYER, "n_head": N_HEAD, "n_head_kv": N_KV, "head_dim": 64, "n_embd": 128,
     "n_ff": 128, "attention_gain": 4.0,
+}  # fmt: skip
+# Every method, and what else of a method knows of the past: name and options.
+CASES = {name: (name, {}) for name in METHODS} | {
+    "lfps, paper": ("lfps", {"preset": "paper"}),
+    "lfps, scout": ("lfps", {"scout": "128"}),
+    "freekv, ahead": ("freekv", {"overlap": "true"}),
+    "freekv, pages of 16": ("freekv", {"page": "16", "summary": "minmax"}),
+    "streaming, repositioned": ("streaming", {"reposition": "true"}),
+    "fasa, m": ("fasa", {"variant": "m"}),
+    "sals, paper": ("sals", {"preset": "paper"}),
+    "sals, a window of 8": ("sals", {"window": "8", "sinks": "4"}),
+    "faedkv, additive": ("faedkv", {"update": "additive"}),
+    "faedkv, blocks of 16": ("faedkv", {"block": "16", "recent": "10"}),
+    "h2o, window": ("h2o", {"window": "16"}),
 }  # fmt: skip
 CHUNK = 16  # prompts that are split at multiples of it are computed alike to the last bit
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiny_sequences
 from cache_states import differing, state_of
 from reference_records import LONG_CASES
 from tiny_sequences import CHUNK, decoded, tokens
@@ -20,22 +21,11 @@ from sparsekv_cli.sequence import Sequence
 pytestmark = pytest.mark.slow
 
 PROMPT, ANSWER, DRAFT = tokens(20 * CHUNK), tokens(200, 1), tokens(64, 2)
-CASES = {name: (name, {}) for name in METHODS} | {
-    "lfps, paper": ("lfps", {"preset": "paper"}),
-    "lfps, scout": ("lfps", {"scout": "128"}),
+CASES = tiny_sequences.CASES | {
     "lfps, by group": ("lfps", {"scored_by": "group"}),
     "lfps, pages": ("lfps", {"pages_from": "200"}),
     "lfps, fast decay": ("lfps", {"decay": "0.5"}),  # tables are multiplied out every 20 steps
-    "freekv, ahead": ("freekv", {"overlap": "true"}),
-    "freekv, pages of 16": ("freekv", {"page": "16", "summary": "minmax"}),
-    "streaming, repositioned": ("streaming", {"reposition": "true"}),
-    "fasa, m": ("fasa", {"variant": "m"}),
-    "sals, paper": ("sals", {"preset": "paper"}),
-    "sals, a window of 8": ("sals", {"window": "8", "sinks": "4"}),
-    "faedkv, additive": ("faedkv", {"update": "additive"}),
-    "faedkv, blocks of 16": ("faedkv", {"block": "16", "recent": "10"}),
-    "h2o, window": ("h2o", {"window": "16"}),
-}  # fmt: skip
+}
 KEPT = ((4, 0), (4, 2), (1, 0), (9, 9), (30, 11), (64, 1), (64, 40))  # rows of a draft, kept ones
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Ids
 import numpy as np
 import pytest
 from opened import generated
-from tiny_sequences import CHUNK, decoded, greedy, tokens
+from tiny_sequences import CASES, CHUNK, decoded, greedy, tokens
 
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.sequence import Sequence
@@ -19,20 +19,6 @@ from sparsekv_cli.sequence import Sequence
 pytestmark = pytest.mark.slow
 
 PROMPT = tokens(20 * CHUNK)
-# Every method with a small budget, and what else of a method knows of the past.
-CASES = {name: (name, {}) for name in METHODS} | {
-    "lfps, paper": ("lfps", {"preset": "paper"}),
-    "lfps, scout": ("lfps", {"scout": "128"}),
-    "freekv, ahead": ("freekv", {"overlap": "true"}),
-    "freekv, pages of 16": ("freekv", {"page": "16", "summary": "minmax"}),
-    "streaming, repositioned": ("streaming", {"reposition": "true"}),
-    "fasa, m": ("fasa", {"variant": "m"}),
-    "sals, paper": ("sals", {"preset": "paper"}),
-    "sals, a window of 8": ("sals", {"window": "8", "sinks": "4"}),
-    "faedkv, additive": ("faedkv", {"update": "additive"}),
-    "faedkv, blocks of 16": ("faedkv", {"block": "16", "recent": "10"}),
-    "h2o, window": ("h2o", {"window": "16"}),
-}  # fmt: skip
 # Methods that drop rows, or keep old ones roughly, do not go back to every row.
 FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
 KEPT = (20 * CHUNK + 3, 10 * CHUNK)  # tokens to go back to: in the answer, in the prompt
