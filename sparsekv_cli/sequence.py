@@ -70,6 +70,10 @@ class Speculation:
         self.accepted += n_accepted
         self.verify_s += seconds
 
+    def reset(self) -> None:
+        self.steps = self.drafted = self.accepted = 0
+        self.draft_s = self.verify_s = 0.0
+
     def add(self, other: Speculation) -> None:
         self.source = other.source
         for name in ("steps", "drafted", "accepted", "draft_s", "verify_s"):
@@ -95,7 +99,7 @@ class Timings:
     speculation: Speculation = field(default_factory=Speculation)
 
     def reset(self) -> None:
-        self.speculation = Speculation(self.speculation.source)
+        self.speculation.reset()
         self.prefill_s = self.decode_s = self.ttft_s = 0.0
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 

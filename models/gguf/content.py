@@ -89,10 +89,10 @@ class ModelContent:
             self._failure = f"cannot be read: {getattr(error, 'strerror', None) or error}"
             return
         if all(part.is_unchanged() for part in self._parts):
-            self._digest = _joined(found)
             if not is_small and all(part.changed < now - SETTLED for part in self._parts):
                 marks = [part.mark for part in self._parts]
                 _remember(dict(zip(marks, found, strict=True)))
+            self._digest = _joined(found)
 
 
 def _hash_of(part: GGUFPart) -> str:

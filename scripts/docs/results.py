@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,14 @@ def busy_cores(seconds: float = 2.0) -> float | None:
     return round((os.cpu_count() or 1) * share, 2)
 
 
+def without_folders(sizes: Sizes) -> Sizes:
+    """The sizes with the names of files in place of their paths."""
+    return {
+        name: re.sub(r"(?<!\S)\S*/", "", size) if name in ("model", "trained") else size
+        for name, size in sizes.items()
+    }
+
+
 def is_there(path: Path, about: dict[str, Any]) -> bool:
     """Whether ``path`` holds a part of this commit, this machine and these sizes."""
     if not path.is_file() or about["commit"].endswith("+"):
@@ -115,7 +124,7 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str)
 def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, ik: str) -> int:
     """1 when a part failed; the others are measured nevertheless."""
     status = 0
-    about = {"machine": machine(), "commit": commit(), "sizes": sizes}
+    about = {"machine": machine(), "commit": commit(), "sizes": without_folders(sizes)}
     begin = time.perf_counter()
     left = [n for n in names if again or not is_there(data / f"{n}.json", about)]
     for name in sorted(set(names) - set(left)):

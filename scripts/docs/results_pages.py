@@ -167,7 +167,7 @@ def trained_results(data: Data) -> list[str]:
         row |= {f"mb {d}": each["cache_mb"] for d, each in speeds[row["method"]].items()}
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
     columns += f" | MB at {depths[-1]} = mb {depths[-1]} | KLD = kld_code:3"
-    tasks = {"vt": "vt", "niah_multikey_2": "multikey 2", "code": "code"}
+    tasks = {"vt": "vt", "niah_multikey_2": "multikey_2", "code": "code"}
     columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
     n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
     return [

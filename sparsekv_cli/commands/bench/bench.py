@@ -225,7 +225,7 @@ def run_tests(
         if warm_up:
             run_once(model, first, ids, replace(test, n_gen=min(test.n_gen, WARM_UP_TOKENS)), rows)
         for sequence in first:
-            sequence.timings.reset()
+            sequence.timings.speculation.reset()
         for _ in range(repetitions):
             nanoseconds, before = run_once(model, first, ids, test, rows)
             samples.append(nanoseconds)
