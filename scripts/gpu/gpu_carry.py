@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import tarfile
 import zipfile
 from importlib.util import find_spec
@@ -11,12 +13,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRY = ROOT / "build" / "gpu-carry"
+ENVIRONMENT = ROOT / "build" / "gpu-environment"  # of the other machine's Python, made by pack
 MODEL = CARRY / "model.gguf"
 KERNELS = CARRY / "kernels.tar.xz"
 MANIFEST = CARRY / "manifest.json"
 # Triton's cache, where kernels are compiled and used: its files name each other by whole paths.
 CACHE = Path("/tmp/sparsekv-cli-triton")
 KEPT = (".cubin", ".json")  # of a compiled kernel: what is needed to launch it
+
+
+def run_in(environment: Path) -> None:
+    """Starts this command again with the environment's Python, unless that runs it already."""
+    python = environment / "bin" / "python"
+    if Path(sys.prefix).resolve() != environment.resolve() and python.exists():
+        os.execv(python, [str(python), *sys.argv])
 
 
 def library_hash() -> str:
