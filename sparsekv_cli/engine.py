@@ -35,6 +35,7 @@ class DecoderEngine(ABC):
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
     records_attended: bool  # whether caches can keep which rows a step attended to
+    takes_drafts: bool  # whether a step can have several rows of a sequence
 
     def __init__(
         self,
@@ -171,6 +172,7 @@ class HostEngine(DecoderEngine):
     shares_prefill = True
     first_steps = 1
     records_attended = True
+    takes_drafts = True
 
     def __init__(
         self,

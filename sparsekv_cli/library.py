@@ -138,7 +138,7 @@ class LanguageModel:
         for stream in list(self._streams):
             stream.close()
         self._sequence.reset()
-        self._model.gguf.close()
+        self._model.close()
 
     def tokenize(
         self, text: str, *, add_bos: bool = False, parse_special: bool = False

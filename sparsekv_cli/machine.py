@@ -58,10 +58,9 @@ def open_engine(
     else:
         device, note = find_device(config.device)
     if device is not None:
-        if config.speculate != "off":
-            raise OptionError(
-                f"--speculate {config.speculate} works on the CPU only so far: take --device cpu"
-            )
+        if config.speculate not in ("auto", "off") or config.draft_model:
+            what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
+            raise OptionError(f"{what} works on the CPU only so far: take --device cpu")
         from sparsekv_cli.device.engine import open_device_engine
 
         return open_device_engine(

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import warmup
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
+from sparsekv_cli.drafts.sources import new_drafts
 from sparsekv_cli.engine import DecoderEngine
+from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.machine import open_engine
-from sparsekv_cli.methods import depth
+from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.sources.locate import resolve_model
+from sparsekv_cli.models.tokenizer.vocab import PREFIX as TOKENIZER
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.sequence import Attention, Sequence, Speculation, Timings
 from sparsekv_cli.settings.config import SessionConfig
@@ -43,6 +47,7 @@ class Model:
     load_s: float  # seconds
     load_tokenizer: Callable[[], Tokenizer]  # reads it once
     attention: Attention | None = None  # of sequences that are not told how to attend
+    draft: Model | None = None  # the smaller model that drafts for sequences
 
     @property
     def tokenizer(self) -> Any:
@@ -71,8 +76,16 @@ class Model:
 
     def sequence(self, attention: Attention | None = None) -> Sequence:
         """Returns a sequence without tokens."""
-        timings = Timings(load_s=self.load_s, speculation=Speculation(self.config.speculate))
-        return Sequence(self.engine, attention or self._default, timings=timings)
+        source = self.config.speculate if self.engine.takes_drafts else "off"
+        drafts = new_drafts(source, None if self.draft is None else self.draft.sequence())
+        timings = Timings(load_s=self.load_s, speculation=Speculation(source))
+        return Sequence(self.engine, attention or self._default, timings=timings, drafts=drafts)
+
+    def close(self) -> None:
+        """Closes the files of the model and of the one that drafts."""
+        self.gguf.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def using(self, attention: Attention) -> Model:
         """Returns the model with another default way to attend, whose kernels are loaded."""
@@ -140,11 +153,14 @@ def load_model(
 
     started = time.perf_counter()
     file = open_gguf(path)
+    draft: Model | None = None
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
         method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
+        if config.draft_model:
+            draft = _load_draft(file, replace(config, ctx_size=n_ctx), on_compile, on_calibrate)
         weights = read_weights(file, hparams, architecture, n_ctx)
         if config.device != "cpu" and may_have_device():
             warmup.compile_for_gpus_host(path, method, config.kv == "host")
@@ -163,9 +179,39 @@ def load_model(
             lambda text: tokenizer().encode(text, add_eos=False, parse_special=False),
             Path(config.calibration) if config.calibration else None,
         )
-        model = Model(file, hparams, config, engine, calibrations, n_threads, 0.0, tokenizer)
+        model = Model(
+            file, hparams, config, engine, calibrations, n_threads, 0.0, tokenizer, draft=draft
+        )
         model = model.using(model.attention_of(method, None, on_compile, on_calibrate))
         return replace(model, load_s=time.perf_counter() - started)
     except BaseException:
         file.close()
+        if draft is not None:
+            draft.close()
         raise
+
+
+def _load_draft(
+    file: GGUFFile,
+    config: SessionConfig,
+    on_compile: OnCompile | None,
+    on_calibrate: OnCalibrate | None,
+) -> Model:
+    """Opens the model that drafts for the one in ``file``. config: that of the other model.
+
+    Raises SparseKVError for another vocabulary, OptionError for a method that does not exist.
+    """
+    path = resolve_model(config.draft_model)
+    try:
+        method = build_method(config.draft_method, {})
+    except ValueError as error:
+        raise OptionError(f"--draft-method: {error}") from None
+    with open_gguf(path) as other:
+        for key in ("model", "tokens"):
+            if file.metadata.get(f"{TOKENIZER}{key}") != other.metadata.get(f"{TOKENIZER}{key}"):
+                raise SparseKVError(
+                    f"{path}: has another vocabulary than {file.path}: a draft model needs the same"
+                )
+        n_ctx = min(config.ctx_size, read_hparams(other).n_ctx_train)
+    alone = replace(config, speculate="off", draft_model="", calibration="", ctx_size=n_ctx)
+    return load_model(path, method, alone, on_compile, on_calibrate)

@@ -126,6 +126,24 @@ class Timings:
         self.speculation.add(other.speculation)
 
 
+class Drafts(Protocol):
+    """Guesses the next tokens of a sequence."""
+
+    alone: bool  # whether it drafts only where no other sequence is decoded in the same step
+
+    def begin(self, tokens: Ids[int]) -> None:
+        """An answer to ``tokens`` begins. They may differ from those of the last call."""
+
+    def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
+        """Returns at most ``most`` tokens that may follow ``tokens`` and then ``last``.
+
+        ``tokens`` begin as in the call before.
+        """
+
+    def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        """A step has been decoded, with a draft of ``n_drafted`` tokens, which may be 0."""
+
+
 class Engine(Protocol):
     """Computes the rows of sequences, on a CPU and on a GPU alike."""
 
@@ -180,6 +198,7 @@ class Sequence:
     checkpoint: Checkpoint | None = None  # the end of the last prefill, if it is still there
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
+    drafts: Drafts | None = None  # the source of drafts of its answers
 
     def __post_init__(self) -> None:
         self.n_ctx = self.n_ctx or self.engine.n_ctx

@@ -26,20 +26,22 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
     "warmup": {"cache", "cpu", "methods", "models"},
     "sequence": {"cache", "methods", "models", "prefix", "sampling"},
+    "drafts": {"prefix", "sequence"},
     "engine": {"cache", "methods", "models", "prefix", "sampling", "sequence", "warmup"},
     "device": {"cache", "cpu", "engine", "kernels", "methods", "models", "sampling", "sequence"},
     "machine": {"cache", "cpu", "device", "engine", "methods", "models", "warmup"},
-    "model": {"cache", "calibration", "cpu", "engine", "machine", "methods", "models", "sequence"}
-    | {"warmup"},
+    "model": {"cache", "calibration", "cpu", "drafts", "engine", "machine", "methods", "models"}
+    | {"sequence", "warmup"},
     "evaluation": {"cache", "cpu", "device", "methods", "model", "models", "sequence", "warmup"},
     "distributed": {"cache", "calibration", "cpu", "methods", "model", "models"},
-    "generation": {"model", "models", "sampling", "sequence"},
+    "generation": {"drafts", "model", "models", "sampling", "sequence"},
     "planning": {"cache", "calibration", "cpu", "evaluation", "machine", "methods", "model"}
     | {"models", "warmup"},
     "serve": {"cache", "generation", "methods", "model", "models", "prefix", "sampling"}
     | {"sequence"},
-    "commands": {"cache", "calibration", "distributed", "doctor", "evaluation", "generation"}
+    "commands": {"cache", "calibration", "distributed", "doctor", "drafts", "evaluation"}
     | {
+        "generation",
         "methods",
         "model",
         "models",

@@ -64,7 +64,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
             config = SessionConfig(ctx_size=TRIAL_CONTEXT)
             for method in made.values():
                 loaded = load_model(path, method, config, progress, calibrating)
-                loaded.gguf.close()
+                loaded.close()
     seconds = time.perf_counter() - begin
     say(f"kernels of all weight formats: ready, {n_compiled} compiled")
     if path is None:
@@ -106,7 +106,7 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
                 except SparseKVError as error:
                     say(f"{name}: kernels for {n_rows} tokens and more are left out: {error}")
                     break
-        loaded.gguf.close()
+        loaded.close()
     return max(planned, default=len(ids))
 
 
@@ -122,7 +122,7 @@ def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[in
             path, build_method("full", {}), SessionConfig(device="cuda", ctx_size=n_ctx), progress
         )
         if loaded.engine.note and planned:  # it does not fit
-            loaded.gguf.close()
+            loaded.close()
             continue
         break
     return loaded, planned

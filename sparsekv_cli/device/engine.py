@@ -40,6 +40,7 @@ class DeviceEngine(DecoderEngine):
 
     decoder: DeviceDecoder
     shares_prefill = False
+    takes_drafts = False
     first_steps = 3  # run as it is, captured, replayed for the first time
     records_attended = False
 

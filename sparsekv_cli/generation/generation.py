@@ -8,9 +8,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING
 
+from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
 from sparsekv_cli.generation.logprobs import LogProbs
-from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Generation:
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
         self._shown_ids: frozenset[int] = frozenset()
         self.outcomes: list[Outcome] = []  # of the last step or prefill, one after each row
-        self.drafts = sequence.timings.speculation.source != "off"  # whether steps have drafts
+        self.drafts = sequence.drafts  # None: steps have no drafts
         self.resume()
         if constraint is not None:
             n_room = sequence.n_ctx - len(sequence.tokens)
@@ -99,18 +99,25 @@ class Generation:
             raise ValueError("the sequence does not end with a prefill")
         self.outcomes = [at.logits.copy()]
         self._draft: list[int] = []  # the last rows of the last step
+        self._is_told = False  # whether ``drafts`` had a part in it
         self._verify_s = 0.0  # seconds of that step
-        self._ngrams = NgramDrafts()
+        if self.drafts is not None:
+            self.drafts.begin(self.sequence.tokens)
 
-    def rows(self) -> list[int]:
-        """Returns the tokens of the next step: the one that was chosen last, and a draft."""
-        if not self.drafts:
+    def rows(self, is_alone: bool) -> list[int]:
+        """Returns the tokens of the next step: the one that was chosen last, and a draft.
+
+        is_alone: whether no other sequence is decoded in this step.
+        """
+        drafts = self.drafts
+        self._is_told = drafts is not None and (is_alone or not drafts.alone)
+        if drafts is None or not self._is_told:
             return [self.token]
         started, sequence = time.perf_counter(), self.sequence
         n_left = self._n_predict - len(self.answer.tokens)
-        most = min(MOST, n_left - 1) if self._n_predict >= 0 else MOST
+        most = min(MOST_DRAFTED, n_left - 1) if self._n_predict >= 0 else MOST_DRAFTED
         most = sequence.most_rows(1 + most) - 1
-        draft = self._ngrams.draft(sequence.tokens, self.token, most)
+        draft = drafts.draft(sequence.tokens, self.token, most)
         seconds = time.perf_counter() - started
         sequence.timings.decode_s += seconds
         sequence.timings.speculation.draft_s += seconds
@@ -141,7 +148,9 @@ class Generation:
                 self.sequence.keep(len(tokens))
                 speculation = self.sequence.timings.speculation
                 speculation.add_step(len(draft), len(tokens) - n, self._verify_s)
-                self._draft = []
+            if self._is_told and self.drafts is not None:
+                self.drafts.checked(len(draft), len(tokens) - n, self._verify_s)
+            self._draft, self._is_told = [], False
         return is_done
 
     def _choose(self, outcome: Outcome) -> bool:
@@ -211,7 +220,7 @@ def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> boo
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:
     """Decodes the tokens that were chosen, and drafts, all in one step."""
-    rows = [each.rows() for each in generations]
+    rows = [each.rows(len(generations) == 1) for each in generations]
     sequences, started = [each.sequence for each in generations], time.perf_counter()
     outcomes = engine.decode(sequences, rows, [each.sample for each in generations])
     seconds = time.perf_counter() - started

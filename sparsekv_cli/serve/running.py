@@ -86,7 +86,7 @@ class Running:
         for cache in sequence.caches:
             cache.records_attended = self._tells_rows(job)
         if self._tells_rows(job):  # those of one step a token
-            job.generation.drafts = False
+            job.generation.drafts = None
         sequence.timings.reset()
         job.counted = sequence.ledger()
         self.jobs.append(job)

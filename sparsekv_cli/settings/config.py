@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from sparsekv_cli.settings.option import check_options, option
 
+WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` with which a draft model has a part
+
 
 @dataclass(frozen=True)
 class SessionConfig:
@@ -58,9 +60,16 @@ class SessionConfig:
     )  # fmt: skip
     speculate: str = option(
         "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
-        "same. ngram: what followed the same tokens in the prompt and the answer.",
-        choices=("off", "ngram"),
+        "same. ngram: what followed the same tokens in the prompt and the answer. draft-model: "
+        "what a smaller model would write. auto: the one that pays, or none.",
+        choices=("auto", "ngram", "draft-model", "off"),
     )  # fmt: skip
+    draft_model: str = option(
+        "", "A smaller model with the same vocabulary, for drafts.", metavar="FILE|NAME"
+    )
+    draft_method: str = option(
+        "quest", "How the draft model attends. See 'sparsekv-cli methods'.", metavar="NAME"
+    )
     checkpoints: int = option(
         8, "States of recurrent layers that are kept at most: another answer, or one to a changed "
         "message, begins at one; and most snapshots of a prompt on disk. Other models need none.",
@@ -69,3 +78,10 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.draft_model and self.speculate not in WITH_MODEL:
+            raise ValueError(
+                f"draft_model has no part in speculate = {self.speculate!r}: take auto or "
+                "draft-model"
+            )
+        if self.speculate == "draft-model" and not self.draft_model:
+            raise ValueError("speculate = 'draft-model' needs draft_model")

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from cache_states import differing, state_of
 from tiny_models import make_model
 
-from sparsekv_cli.generation import generation as module
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.sampling.grammar import read_grammar
-from sparsekv_cli.sequence import Sequence, Speculation
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
 N_CTX = 420
@@ -29,8 +28,19 @@ PROMPT = [3 + i * i % 400 for i in range(150)]
 class Knowing:
     """Drafts of a known text. A draft at the end of n tokens has a mistake after n % 7 tokens."""
 
-    truth: ClassVar[list[int]] = []
-    n_drafted = 0
+    alone = False
+
+    def __init__(self, truth: list[int]) -> None:
+        self.truth = truth
+        self.told: list[tuple[int, int]] = []  # tokens of each draft, and those accepted
+        self.n_begun = 0
+
+    def begin(self, tokens: list[int]) -> None:
+        self.n_begun += 1
+
+    def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        assert n_drafted == self.last_drafted and seconds > 0
+        self.told.append((n_drafted, n_accepted))
 
     def draft(self, tokens: list[int], last: int, most: int) -> list[int]:
         n = len(tokens) + 1
@@ -38,7 +48,7 @@ class Knowing:
         draft = self.truth[n : n + min(most, 12)]
         if len(draft) > n % 7:
             draft[n % 7] = (draft[n % 7] + 1) % 500
-        Knowing.n_drafted += len(draft)
+        self.last_drafted = len(draft)
         return draft
 
 
@@ -60,7 +70,9 @@ def model(path: Path) -> Iterator[Model]:
     loaded.gguf.close()
 
 
-def begun(model: Model, source: str, seed: int, sampling: dict[str, Any], **given: Any) -> Any:
+def begun(
+    model: Model, drafts: Knowing | None, seed: int, sampling: dict[str, Any], **given: Any
+) -> Any:
     """A generation after PROMPT, and the pieces of its text."""
     grammar = given.pop("grammar", None)
     options = SamplingOptions(
@@ -70,7 +82,7 @@ def begun(model: Model, source: str, seed: int, sampling: dict[str, Any], **give
     )
     constraint = new_constraint(model, options, None)
     sequence = model.sequence()
-    sequence.timings.speculation = Speculation(source)
+    sequence.drafts = drafts
     sequence.prefill(given.pop("prompt", PROMPT))
     pieces: list[str] = []
     generation = Generation(
@@ -80,9 +92,11 @@ def begun(model: Model, source: str, seed: int, sampling: dict[str, Any], **give
     return generation, pieces
 
 
-def answered(model: Model, source: str, *arguments: Any, **given: Any) -> tuple[Any, Sequence]:
+def answered(
+    model: Model, drafts: Knowing | None, *arguments: Any, **given: Any
+) -> tuple[Any, Sequence]:
     """All that an answer tells, and its sequence."""
-    generation, pieces = begun(model, source, *arguments, **given)
+    generation, pieces = begun(model, drafts, *arguments, **given)
     while not generation.choose():
         step(model.engine, [generation])
     answer = generation.finish()
@@ -98,19 +112,18 @@ def assert_alike(one: Sequence, other: Sequence) -> None:
         assert differing(state_of(a), state_of(b)) == []
 
 
-def compare(model: Model, monkeypatch: Any, *arguments: Any, **given: Any) -> Sequence:
+def compare(model: Model, *arguments: Any, **given: Any) -> Sequence:
     """The same answer without drafts and with drafts; the sequence with them."""
-    first, plain = answered(model, "off", *arguments, **given)
+    first, plain = answered(model, None, *arguments, **given)
     answer = first[0][0]["tokens"]
     prompt = given.get("prompt", PROMPT)
-    monkeypatch.setattr(Knowing, "truth", [*prompt, *answer, *[5] * 100])
-    monkeypatch.setattr(Knowing, "n_drafted", 0)
-    monkeypatch.setattr(module, "NgramDrafts", Knowing)
-    again, drafted = answered(model, "ngram", *arguments, **given)
+    drafts = Knowing([*prompt, *answer, *[5] * 100])
+    again, drafted = answered(model, drafts, *arguments, **given)
     assert again == first
     assert_alike(drafted, plain)
     told = drafted.timings.speculation
-    assert told.drafted == Knowing.n_drafted and 0 <= told.accepted <= told.drafted
+    assert told.drafted == sum(n for n, _ in drafts.told) and drafts.n_begun == 1
+    assert told.accepted == sum(n for _, n in drafts.told) <= told.drafted
     assert plain.timings.speculation.as_dict()["steps"] == 0
     return drafted
 
@@ -132,9 +145,9 @@ LETTERS = ("regex", "[a-z ]{40}")
         (WARM, {"special": True}),
     ],
 )
-def test_an_answer_with_drafts_is_the_same(sampling, given, model, monkeypatch):
+def test_an_answer_with_drafts_is_the_same(sampling, given, model):
     given = {"ignore_eos": "grammar" not in given, "n_predict": 120, **given}
-    drafted = compare(model, monkeypatch, 7, sampling, **given)
+    drafted = compare(model, 7, sampling, **given)
     told = drafted.timings.speculation
     assert told.accepted > 10 and told.drafted - told.accepted > 5
     assert told.steps + told.accepted <= drafted.timings.decode_tokens
@@ -142,32 +155,32 @@ def test_an_answer_with_drafts_is_the_same(sampling, given, model, monkeypatch):
 
 
 @pytest.mark.parametrize("n_predict", [0, 1, 2, 3, 17])
-def test_a_draft_ends_with_the_answer(n_predict, model, monkeypatch):
-    drafted = compare(model, monkeypatch, 7, WARM, n_predict=n_predict, ignore_eos=True)
+def test_a_draft_ends_with_the_answer(n_predict, model):
+    drafted = compare(model, 7, WARM, n_predict=n_predict, ignore_eos=True)
     assert len(drafted.tokens) == len(PROMPT) + max(0, n_predict - 1)
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 9, 30])
-def test_a_draft_ends_with_the_context(room, path, monkeypatch):
+def test_a_draft_ends_with_the_context(room, path):
     model = opened(path, n_ctx=len(PROMPT) + room)
-    drafted = compare(model, monkeypatch, 7, WARM, ignore_eos=True)
+    drafted = compare(model, 7, WARM, ignore_eos=True)
     assert drafted.is_full
     model.gguf.close()
 
 
-def test_a_stop_string_and_an_end_within_a_draft(model, monkeypatch):
-    (told, _), _ = answered(model, "off", 3, WARM, n_predict=60, ignore_eos=True)
+def test_a_stop_string_and_an_end_within_a_draft(model):
+    (told, _), _ = answered(model, None, 3, WARM, n_predict=60, ignore_eos=True)
     text = told[1]
     for start in range(10, 40, 3):
         drafted = compare(
-            model, monkeypatch, 3, WARM, n_predict=60, ignore_eos=True,
+            model, 3, WARM, n_predict=60, ignore_eos=True,
             stops=(text[start : start + 3],),
         )  # fmt: skip
         assert len(drafted.tokens) < len(PROMPT) + 59
     ended = 0
     for seed in range(12):  # a likely end token ends some answers early
         ends = {int(token): 2.0 for token in model.tokenizer.eog_ids}
-        drafted = compare(model, monkeypatch, seed, {**WARM, "logit_bias": ends}, n_predict=60)
+        drafted = compare(model, seed, {**WARM, "logit_bias": ends}, n_predict=60)
         ended += 5 < len(drafted.tokens) - len(PROMPT) < 59
     assert ended > 3
 
@@ -182,30 +195,23 @@ def test_a_stop_string_and_an_end_within_a_draft(model, monkeypatch):
         ("quest", {"budget": "32"}),
     ],
 )
-def test_methods(name, options, path, monkeypatch):
+def test_methods(name, options, path):
     model = opened(path, name, **options)
-    drafted = compare(model, monkeypatch, 7, WARM, n_predict=120, ignore_eos=True)
+    drafted = compare(model, 7, WARM, n_predict=120, ignore_eos=True)
     assert drafted.timings.speculation.accepted > 20
     model.gguf.close()
 
 
-def test_sequences_that_draft_and_one_that_does_not(model, monkeypatch):
+def test_sequences_that_draft_and_one_that_does_not(model):
     """One of them is left in the middle."""
     seeds, expected = (1, 2, 3), []
     for seed in seeds:
-        expected.append(answered(model, "off", seed, WARM, n_predict=50, ignore_eos=True))
-    truths = iter([*PROMPT, *told[0][0]["tokens"], *[5] * 100] for (told, _) in expected)
-
-    def knowing() -> Knowing:
-        drafts = Knowing()
-        drafts.truth = next(truths, [])  # the last one makes no drafts
-        return drafts
-
-    monkeypatch.setattr(module, "NgramDrafts", knowing)
-    sources = ("ngram", "off", "ngram")
+        expected.append(answered(model, None, seed, WARM, n_predict=50, ignore_eos=True))
+    truths = [[*PROMPT, *told[0][0]["tokens"], *[5] * 100] for (told, _) in expected]
+    drafts = [Knowing(truths[0]), None, Knowing(truths[2])]
     running = [
-        begun(model, source, seed, WARM, n_predict=50, ignore_eos=True)[0]
-        for source, seed in zip(sources, seeds, strict=True)
+        begun(model, each, seed, WARM, n_predict=50, ignore_eos=True)[0]
+        for each, seed in zip(drafts, seeds, strict=True)
     ]
     generations, n_steps = list(running), 0
     while generations:
@@ -228,7 +234,7 @@ def test_sequences_that_draft_and_one_that_does_not(model, monkeypatch):
         model.tokenizer, left.sequence,
         new_sampler(model, SamplingOptions(WARM, ignore_eos=True), 3), n_predict=50,
     )  # fmt: skip
-    again.drafts = False
+    again.drafts = None
     while not again.choose():
         step(model.engine, [again])
     assert again.finish().tokens == told[0][0]["tokens"]
@@ -238,11 +244,9 @@ def test_sequences_that_draft_and_one_that_does_not(model, monkeypatch):
 def test_a_step_that_is_interrupted(name, path, monkeypatch):
     """The sequence is then at the tokens that it had, or goes back to its prompt."""
     model = opened(path, name, **({} if name == "full" else {"budget": "12"}))
-    _, plain = answered(model, "off", 7, WARM, n_predict=40, ignore_eos=True)
+    _, plain = answered(model, None, 7, WARM, n_predict=40, ignore_eos=True)
     truth = [*plain.tokens, *[5] * 100]
-    monkeypatch.setattr(Knowing, "truth", truth)
-    monkeypatch.setattr(module, "NgramDrafts", Knowing)
-    generation, _ = begun(model, "ngram", 7, WARM, n_predict=40, ignore_eos=True)
+    generation, _ = begun(model, Knowing(truth), 7, WARM, n_predict=40, ignore_eos=True)
     for _ in range(2):
         assert not generation.choose()
         step(model.engine, [generation])

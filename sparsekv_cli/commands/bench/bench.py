@@ -96,6 +96,8 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
     help="Take the tokens of this text in place of random ones. --speculate needs it.",
 )  # fmt: skip
 @session_option("speculate")
+@session_option("draft_model")
+@session_option("draft_method")
 @model_options(bench=True)
 def command(
     options: ModelOptions,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from sparsekv_cli.commands.shared.prompt import decode_file
+from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -47,39 +47,42 @@ def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]],
 
     A draft is accepted as far as the text goes on like it.
     """
-    sources = {sequence.timings.speculation.source for sequence in sequences}
-    drafts = [None if sources == {"off"} else NgramDrafts() for _ in sequences]
+    for sequence in sequences:
+        if sequence.drafts is not None:
+            sequence.drafts.begin(sequence.tokens)
     left = list(range(len(sequences)))
     while left := [b for b in left if len(sequences[b].tokens) < last]:
-        rows = [rows_of_step(sequences[b], texts[b], drafts[b], last) for b in left]
+        rows = [rows_of_step(sequences[b], texts[b], last, len(left) == 1) for b in left]
         started = time.perf_counter()
         engine.decode([sequences[b] for b in left], rows)
         seconds = time.perf_counter() - started
         for b, row in zip(left, rows, strict=True):
-            if len(row) > 1:
-                accept(sequences[b], texts[b], row, seconds)
+            accept(sequences[b], texts[b], row, seconds, len(left) == 1)
 
 
-def rows_of_step(
-    sequence: Sequence, text: Ids[int], drafts: NgramDrafts | None, last: int
-) -> list[int]:
+def rows_of_step(sequence: Sequence, text: Ids[int], last: int, is_alone: bool) -> list[int]:
     """Returns the next token of a text, and a draft."""
-    started, n = time.perf_counter(), len(sequence.tokens)
-    if drafts is None:
+    started, n, drafts = time.perf_counter(), len(sequence.tokens), sequence.drafts
+    if drafts is None or (drafts.alone and not is_alone):
         return [text[n]]
-    most = sequence.most_rows(min(1 + MOST, last - n)) - 1
+    most = sequence.most_rows(min(1 + MOST_DRAFTED, last - n)) - 1
     draft = drafts.draft(sequence.tokens, text[n], most)
     sequence.timings.speculation.draft_s += time.perf_counter() - started
     return [text[n], *draft]
 
 
-def accept(sequence: Sequence, text: Ids[int], row: Ids[int], seconds: float) -> None:
+def accept(
+    sequence: Sequence, text: Ids[int], row: Ids[int], seconds: float, is_alone: bool
+) -> None:
     """Keeps the tokens of the last step that are those of the text."""
     n, n_kept = len(sequence.tokens) - len(row), 1
     while n_kept < len(row) and row[n_kept] == text[n + n_kept]:
         n_kept += 1
-    sequence.keep(n + n_kept)
-    sequence.timings.speculation.add_step(len(row) - 1, n_kept - 1, seconds)
+    if len(row) > 1:
+        sequence.keep(n + n_kept)
+        sequence.timings.speculation.add_step(len(row) - 1, n_kept - 1, seconds)
+    if sequence.drafts is not None and (is_alone or not sequence.drafts.alone):
+        sequence.drafts.checked(len(row) - 1, n_kept - 1, seconds)
 
 
 def draft_counts(sequences: Ids[Sequence]) -> dict[str, int]:

@@ -25,7 +25,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
                  "logit_bias", "samplers"),
     "Prompts on disk": ("cache_dir", "cache_limit", "no_cache", "session"),
     "Device": ("device", "prefill_dtype", "repack", "activations", "kv", "gpu_weights",
-               "vram_limit", "speculate"),
+               "vram_limit"),
+    "Drafts": ("speculate", "draft_model", "draft_method"),
 }  # fmt: skip
 WIDE = 70  # columns; on a narrower page the names of options get a third of it
 BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")  # click's: the help says them where they matter

@@ -20,11 +20,13 @@ def session_option(name: str) -> Callable[[Any], Any]:
     kind: Any = FiniteRange(min=least)
     if allowed.choices:
         kind = click.Choice(allowed.choices)
+    elif isinstance(default, str):
+        kind = str
     elif isinstance(default, int):
         kind = click.IntRange(None if least is None else int(least), MAX_WHOLE)
     shown = default if isinstance(default, str) else f"{default:g}"
     return click.option(
         *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,
         default=default, metavar=declared.metadata["metavar"],
-        help=f"{declared.metadata['help']} [default: {shown}]",
+        help=declared.metadata["help"] + (f" [default: {shown}]" if shown else ""),
     )  # fmt: skip

@@ -127,7 +127,8 @@ MODEL_OPTION = click.option(
 )  # fmt: skip
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
-ANSWERING = ("speculate", "checkpoints")  # options of commands that write answers
+# Options of commands that write answers.
+ANSWERING = ("speculate", "draft_model", "draft_method", "checkpoints")
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
@@ -205,13 +206,18 @@ def model_options(
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     """Takes the options above out of ``values``."""
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
-    return ModelOptions(
-        model=values.pop("model"),
-        config=SessionConfig(
-            **{name: values.pop(name) for name in set(values) & SESSION},
+    settings = {name: values.pop(name) for name in set(values) & SESSION}
+    try:
+        config = SessionConfig(
+            **settings,
             calibration=values.pop("calibration") or "",
             sparse_from=-1 if sparse_from is None else sparse_from,
-        ),
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+    return ModelOptions(
+        model=values.pop("model"),
+        config=config,
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
         method_options=values.pop("method_options"),

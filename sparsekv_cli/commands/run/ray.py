@@ -82,7 +82,7 @@ def answer_lines(
 
     settings = LineSettings(settings_of(model, method), prefix, task, n_parallel)
     room = room_of(model, n_parallel)
-    model.gguf.close()
+    model.close()
     n_answered = n_failed = 0
     started = time.monotonic()
     with workers_at(address, room, open_answers, settings, say) as workers:

@@ -9,28 +9,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparsekv_cli.prefix.prompt_rows import n_common
+
 LEAST = 3  # tokens of the shortest match
-MOST = 64  # tokens of the longest match that is told from a longer one, and of a draft
+LONGEST = 64  # tokens of the longest match that is told from a longer one
 N_PLACES = 64  # places that are compared: newer ones first
 
 
 class NgramDrafts:
     """The places of all n-grams of a text that grows. A draft is as long as the match, at most."""
 
+    alone = False
+
     def __init__(self) -> None:
+        self.n_matched = 0  # tokens of the match that the last draft followed
         self._tokens: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
         self._before: list[int] = []  # of each place: an older one with the same tokens, or -1
 
-    def draft(self, tokens: Sequence[int], last: int, most: int = MOST) -> list[int]:
-        """Returns at most ``most`` tokens that may follow ``tokens`` and then ``last``.
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Forgets the text after what it has in common with ``tokens``."""
+        text, newest = self._tokens, self._newest
+        for end in range(len(text), n_common(text, tokens), -1):
+            before = self._before.pop()
+            if end >= LEAST:
+                key = tuple(text[end - LEAST :])
+                if before < 0:
+                    del newest[key]
+                else:
+                    newest[key] = before
+            text.pop()
 
-        The text begins as in the call before.
-        """
+    def draft(self, tokens: Sequence[int], last: int, most: int) -> list[int]:
+        """See Drafts."""
         self._grow(tokens, last)
         place, length = self._longest_match()
+        self.n_matched = length
         repeated = self._tokens[place:]  # it ends where it began if the text repeats itself
         return [repeated[i % len(repeated)] for i in range(min(length, most))]
+
+    def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        """Nothing to do: the length of a draft depends on the match."""
 
     def _grow(self, tokens: Sequence[int], last: int) -> None:
         """Adds the places of new tokens."""
@@ -49,12 +68,14 @@ class NgramDrafts:
         text, n, best, length = self._tokens, len(self._tokens), 0, 0
         place = self._before[-1] if n else -1
         for _ in range(N_PLACES):
-            if place < 0 or length == MOST:
+            if place < 0 or length == LONGEST:
                 break
             # A longer match also has the token that is one ahead of the best one.
             if length == 0 or (place > length and text[place - 1 - length] == text[n - 1 - length]):
                 found = 0
-                while found < min(place, MOST) and text[place - 1 - found] == text[n - 1 - found]:
+                while (
+                    found < min(place, LONGEST) and text[place - 1 - found] == text[n - 1 - found]
+                ):
                     found += 1
                 if found > length:
                     best, length = place, found

@@ -1,0 +1,124 @@
+"""Drafts where they pay: by measured seconds of steps, and by how often tokens were accepted.
+
+A step of one token takes ``step_s`` seconds, and each row of a draft ``row_s`` more. A token with
+the chance p to be accepted saves p step_s. So a draft goes on while p > row_s / step_s. The chance
+of the i-th token of an n-gram draft is c^i, where c is the share of accepted tokens among drafts
+with a match of about the same length.
+
+What drafts may lose is limited: a share of all decode seconds, and what earlier drafts have saved.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence as Ids
+from statistics import median
+
+from sparsekv_cli.drafts import MOST_DRAFTED
+from sparsekv_cli.drafts.draft_model import ModelDrafts
+from sparsekv_cli.drafts.ngrams import NgramDrafts
+
+LOSS = 0.02  # of the seconds of all steps: what drafts may lose
+N_SECONDS = 9  # measurements of which the median counts
+ROW_SHARE = 0.3  # of a step's seconds: what a further row takes, until it is measured
+MOST_SAVED = 20  # steps: what earlier drafts have saved counts up to here
+MEMORY = 0.8  # the weight of earlier drafts, as often as a new one comes
+PRIOR = 3.0  # tokens that stand for the chance at first
+# The chance of a token at first, by the bit length of the match's length: 2 or 3 tokens, 4 to 7,
+# 8 to 15, 16 to 31, and more.
+CHANCES = (0.5, 0.6, 0.8, 0.9, 0.95)
+
+
+class AutoDrafts:
+    """Chooses the source and the length of each draft. Often it chooses none.
+
+    It works for a sequence that is decoded alone. Several share the weights' reads already.
+    """
+
+    alone = True
+
+    def __init__(self, ngrams: NgramDrafts, model: ModelDrafts | None = None) -> None:
+        self._ngrams, self._model = ngrams, model
+        self._steps_s: deque[float] = deque(maxlen=N_SECONDS)  # of steps without a draft
+        self._rows_s: deque[float] = deque(maxlen=N_SECONDS)  # of each row of a draft
+        self._tokens_s: deque[float] = deque(maxlen=N_SECONDS)  # of each token of the draft model
+        self._left_s = 0.0  # what drafts may lose now
+        self._draft_s = 0.0  # of the last draft
+        self._of_match = -1  # the entry of ``_counts`` that it belongs to; -1: the draft model's
+        # Tokens that were accepted and tokens that were checked, by the length of the match.
+        self._counts = [(PRIOR * chance, PRIOR) for chance in CHANCES]
+
+    def begin(self, tokens: Ids[int]) -> None:
+        self._ngrams.begin(tokens)
+        if self._model is not None:
+            self._model.begin(tokens)
+
+    def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
+        """See Drafts. There is none until a step without a draft has been measured."""
+        self._draft_s = 0.0
+        if not self._steps_s:
+            return []
+        started, step_s = time.perf_counter(), median(self._steps_s)
+        row_s = median(self._rows_s) if self._rows_s else ROW_SHARE * step_s
+        most = min(most, self._n_allowed(row_s))
+        if most <= 0:
+            return []
+        draft = self._ngrams.draft(tokens, last, most)
+        self._of_match = min(self._ngrams.n_matched.bit_length() - 2, len(CHANCES) - 1)
+        if draft:
+            accepted, checked = self._counts[self._of_match]
+            draft = draft[: n_worth(accepted / checked, row_s / step_s)]
+        if not draft and self._model is not None:
+            draft, self._of_match = self._by_model(tokens, last, most, row_s, step_s), -1
+        self._draft_s = time.perf_counter() - started
+        return draft
+
+    def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        self._left_s += LOSS * seconds - self._draft_s
+        if not n_drafted:
+            self._steps_s.append(seconds)
+            if len(self._steps_s) == 1:  # a first draft is short
+                self._left_s += seconds / 2
+            return
+        step_s = median(self._steps_s)
+        self._rows_s.append(max(0.0, seconds - step_s) / n_drafted)
+        self._left_s += (1 + n_accepted) * step_s - seconds
+        self._left_s = min(self._left_s, MOST_SAVED * step_s)
+        if self._of_match >= 0:
+            accepted, checked = (MEMORY * count for count in self._counts[self._of_match])
+            n_checked = min(n_accepted + 1, n_drafted)
+            self._counts[self._of_match] = accepted + n_accepted, checked + n_checked
+
+    def _n_allowed(self, row_s: float) -> int:
+        """The most rows of which all may be lost."""
+        return (
+            MOST_DRAFTED
+            if row_s * MOST_DRAFTED <= self._left_s
+            else int(max(0.0, self._left_s) / row_s)
+        )
+
+    def _by_model(
+        self, tokens: Ids[int], last: int, most: int, row_s: float, step_s: float
+    ) -> list[int]:
+        assert self._model is not None
+        token_s = median(self._tokens_s) if self._tokens_s else ROW_SHARE * step_s
+        least_chance = (row_s + token_s) / step_s
+        most = min(most, self._n_allowed(row_s + token_s))
+        if most <= 0 or least_chance >= 1:
+            return []
+        started = time.perf_counter()
+        draft = self._model.draft(tokens, last, most, least_chance)
+        # The token that ended the draft was computed, too.
+        self._tokens_s.append((time.perf_counter() - started) / (len(draft) + 1))
+        return draft
+
+
+def n_worth(chance: float, cost: float) -> int:
+    """The largest i with chance^i > cost: tokens of a draft that save more than they cost."""
+    if chance >= 1 or cost <= 0:
+        return MOST_DRAFTED
+    if chance <= cost:
+        return 0
+    return min(MOST_DRAFTED, math.ceil(math.log(cost) / math.log(chance)) - 1)

@@ -1,0 +1,24 @@
+"""The sources of drafts by their names, the values of ``--speculate``."""
+
+from __future__ import annotations
+
+from sparsekv_cli.drafts.auto import AutoDrafts
+from sparsekv_cli.drafts.draft_model import ModelDrafts
+from sparsekv_cli.drafts.ngrams import NgramDrafts
+from sparsekv_cli.sequence import Drafts, Sequence
+
+
+def new_drafts(name: str, of_model: Sequence | None) -> Drafts | None:
+    """Returns a source for one sequence; None for ``off``.
+
+    of_model: a sequence of the draft model, if there is one.
+    """
+    if name == "off":
+        return None
+    if name == "ngram":
+        return NgramDrafts()
+    model = None if of_model is None else ModelDrafts(of_model)
+    if name == "auto":
+        return AutoDrafts(NgramDrafts(), model)
+    assert model is not None, name
+    return model
