@@ -20,7 +20,6 @@ from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.models.tokenizer.vocab import PREFIX as TOKENIZER
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.sequence import Attention, Sequence, Speculation, Timings
 from sparsekv_cli.settings.config import SessionConfig
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
     from sparsekv_cli.cache.spec import LayerSpec
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+
+TOKENS = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Model:
     def sequence(self, attention: Attention | None = None) -> Sequence:
         """Returns a sequence without tokens."""
         source = self.config.speculate if self.engine.takes_drafts else "off"
-        drafts = new_drafts(source, None if self.draft is None else self.draft.sequence())
+        of_model = None if self.draft is None else self.draft.sequence()
+        drafts = new_drafts(source, of_model, self.hparams.n_vocab)
         timings = Timings(load_s=self.load_s, speculation=Speculation(source))
         return Sequence(self.engine, attention or self._default, timings=timings, drafts=drafts)
 
@@ -207,11 +209,12 @@ def _load_draft(
     except ValueError as error:
         raise OptionError(f"--draft-method: {error}") from None
     with open_gguf(path) as other:
-        for key in ("model", "tokens"):
-            if file.metadata.get(f"{TOKENIZER}{key}") != other.metadata.get(f"{TOKENIZER}{key}"):
-                raise SparseKVError(
-                    f"{path}: has another vocabulary than {file.path}: a draft model needs the same"
-                )
+        tokens, its_tokens = ([*each.metadata.get(TOKENS, ())] for each in (file, other))
+        n = min(len(tokens), len(its_tokens))  # a vocabulary may end with tokens of no meaning
+        if not n or tokens[:n] != its_tokens[:n]:
+            raise SparseKVError(
+                f"{path}: has another vocabulary than {file.path}: a draft model needs the same"
+            )
         n_ctx = min(config.ctx_size, read_hparams(other).n_ctx_train)
     alone = replace(config, speculate="off", draft_model="", calibration="", ctx_size=n_ctx)
     return load_model(path, method, alone, on_compile, on_calibrate)

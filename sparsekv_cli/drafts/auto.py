@@ -20,7 +20,8 @@ from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
 
-LOSS = 0.02  # of the seconds of all steps: what drafts may lose
+LOSS = 0.015  # of the seconds of all steps: what drafts may lose
+FIRST_LOSS = 1.5  # steps: what the first drafts may lose
 N_SECONDS = 9  # measurements of which the median counts
 ROW_SHARE = 0.3  # of a step's seconds: what a further row takes, until it is measured
 MOST_SAVED = 20  # steps: what earlier drafts have saved counts up to here
@@ -65,7 +66,7 @@ class AutoDrafts:
         most = min(most, self._n_allowed(row_s))
         if most <= 0:
             return []
-        draft = self._ngrams.draft(tokens, last, most)
+        draft = self._ngrams.following(tokens, last, most)
         self._of_match = min(self._ngrams.n_matched.bit_length() - 2, len(CHANCES) - 1)
         if draft:
             accepted, checked = self._counts[self._of_match]
@@ -79,8 +80,8 @@ class AutoDrafts:
         self._left_s += LOSS * seconds - self._draft_s
         if not n_drafted:
             self._steps_s.append(seconds)
-            if len(self._steps_s) == 1:  # a first draft is short
-                self._left_s += seconds / 2
+            if len(self._steps_s) == 1:
+                self._left_s += FIRST_LOSS * seconds
             return
         step_s = median(self._steps_s)
         self._rows_s.append(max(0.0, seconds - step_s) / n_drafted)

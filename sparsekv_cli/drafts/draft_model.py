@@ -10,7 +10,6 @@ from sparsekv_cli.prefix.prompt_rows import n_common
 from sparsekv_cli.sequence import Sequence
 
 MOST = 16  # tokens of a draft
-LEAST_CHANCE = 0.4  # of a draft's last token to be accepted, by the draft model
 LONG = 64  # new tokens that are prefilled; fewer are decoded
 
 
@@ -21,21 +20,24 @@ class ModelDrafts:
     """
 
     alone = False
+    least_chance = 0.4  # of a draft's last token to be accepted, by the draft model
 
-    def __init__(self, sequence: Sequence) -> None:
-        self._sequence = sequence
+    def __init__(self, sequence: Sequence, n_vocab: int) -> None:
+        """n_vocab: only the first tokens of the draft model's vocabulary are drafted."""
+        self._sequence, self._n_vocab = sequence, n_vocab
         self._n_same = 0  # tokens that both sequences have in common for certain
 
     def begin(self, tokens: Ids[int]) -> None:
         self._n_same = n_common(tokens, self._sequence.tokens)
 
     def draft(
-        self, tokens: Ids[int], last: int, most: int, least_chance: float = LEAST_CHANCE
+        self, tokens: Ids[int], last: int, most: int, least_chance: float | None = None
     ) -> list[int]:
         """See Drafts. A draft ends before a token whose chance is below ``least_chance``.
 
         The chance is the product of the draft model's probabilities from the draft's begin.
         """
+        least_chance = self.least_chance if least_chance is None else least_chance
         sequence, text = self._sequence, [*tokens, last]
         most = min(most, MOST, sequence.n_ctx - len(text))
         if most <= 0:
@@ -44,6 +46,7 @@ class ModelDrafts:
         draft: list[int] = []
         chance = 1.0
         while True:
+            logits = logits[: self._n_vocab]
             token = int(np.argmax(logits))
             chance /= float(np.sum(np.exp(logits - logits[token])))
             if chance < least_chance:

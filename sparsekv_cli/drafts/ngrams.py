@@ -17,12 +17,12 @@ N_PLACES = 64  # places that are compared: newer ones first
 
 
 class NgramDrafts:
-    """The places of all n-grams of a text that grows. A draft is as long as the match, at most."""
+    """The places of all n-grams of a text that grows. A draft is at most as long as the match."""
 
     alone = False
 
     def __init__(self) -> None:
-        self.n_matched = 0  # tokens of the match that the last draft followed
+        self.n_matched = 0  # tokens of the match that was found last
         self._tokens: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
         self._before: list[int] = []  # of each place: an older one with the same tokens, or -1
@@ -42,11 +42,16 @@ class NgramDrafts:
 
     def draft(self, tokens: Sequence[int], last: int, most: int) -> list[int]:
         """See Drafts."""
+        return self.following(tokens, last, most)[: self.n_matched]
+
+    def following(self, tokens: Sequence[int], last: int, most: int) -> list[int]:
+        """Returns ``most`` tokens that follow the longest match; none if there is no match."""
         self._grow(tokens, last)
-        place, length = self._longest_match()
-        self.n_matched = length
-        repeated = self._tokens[place:]  # it ends where it began if the text repeats itself
-        return [repeated[i % len(repeated)] for i in range(min(length, most))]
+        place, self.n_matched = self._longest_match()
+        if not self.n_matched:
+            return []
+        repeated = self._tokens[place : place + most]  # short if the text repeats itself
+        return [repeated[i % len(repeated)] for i in range(most)]
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """Nothing to do: the length of a draft depends on the match."""

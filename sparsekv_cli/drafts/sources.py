@@ -8,16 +8,16 @@ from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.sequence import Drafts, Sequence
 
 
-def new_drafts(name: str, of_model: Sequence | None) -> Drafts | None:
+def new_drafts(name: str, of_model: Sequence | None, n_vocab: int) -> Drafts | None:
     """Returns a source for one sequence; None for ``off``.
 
-    of_model: a sequence of the draft model, if there is one.
+    of_model: a sequence of the draft model, if there is one. n_vocab: tokens that may be drafted.
     """
     if name == "off":
         return None
     if name == "ngram":
         return NgramDrafts()
-    model = None if of_model is None else ModelDrafts(of_model)
+    model = None if of_model is None else ModelDrafts(of_model, n_vocab)
     if name == "auto":
         return AutoDrafts(NgramDrafts(), model)
     assert model is not None, name
