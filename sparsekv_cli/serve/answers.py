@@ -37,6 +37,7 @@ class Told(NamedTuple):
     logprobs: list[dict[str, Any]]
     rows: list[list[int]] | None = None
     end: Finished | None = None
+    n_tokens: int = 0  # of NewToken
 
 
 class Answers:
@@ -94,8 +95,10 @@ class Answers:
             self._n_open -= 1
             parts += reader.flush()
             end = event
-        rows = event.rows if isinstance(event, NewToken) else None
-        return Told(index, [*joined(parts)], event.logprobs, rows, end)
+        rows, n_tokens = None, 0
+        if isinstance(event, NewToken):
+            rows, n_tokens = event.rows, event.n_tokens
+        return Told(index, [*joined(parts)], event.logprobs, rows, end, n_tokens)
 
     async def whole(self) -> list[Told]:
         """All of each choice, when all are done."""

@@ -51,17 +51,18 @@ class Compiling(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """A token was chosen.
+    """A token was chosen; after a draft, several.
 
     text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
-    were asked for. rows: for the last step, by layer, the percentage of the rows attended to in
-    each bin.
+    were asked for. rows: for the last row before the last token, by layer, the percentage of the
+    rows attended to in each bin. n_tokens: how many are new; all but the last one are of a draft.
     """
 
     text: str
     thinking: str
     logprobs: list[dict[str, Any]]
     rows: list[list[int]] | None = None
+    n_tokens: int = 1
 
 
 class Finished(NamedTuple):

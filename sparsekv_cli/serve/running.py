@@ -85,8 +85,6 @@ class Running:
         )
         for cache in sequence.caches:
             cache.records_attended = self._tells_rows(job)
-        if self._tells_rows(job):  # those of one step a token
-            job.generation.drafts = None
         sequence.timings.reset()
         job.counted = sequence.ledger()
         self.jobs.append(job)
@@ -119,22 +117,30 @@ class Running:
         return job.request.n_bins > 0 and self._model.engine.records_attended
 
     def _choose(self, job: Job) -> None:
-        """Chooses the next token of an answer, which ends with it or has it decoded."""
-        assert job.generation is not None
+        """Chooses the next tokens of an answer, which ends with them or has the last decoded."""
+        generation = job.generation
+        assert generation is not None
         try:
-            is_done = job.generation.choose()
+            n = len(generation.answer.tokens)
+            is_done = generation.choose()
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
+            rows = self._rows(job, generation.sequence)
+            if rows or not is_done:
+                job.emit(NewToken(*job.told(), rows, len(generation.answer.tokens) - n))
             if is_done:
-                self._finish(job, job.generation)
-                return
+                self._finish(job, generation)
         except Exception as error:
             self.leave(job)
             self.fail(job, error)
-            return
-        if not self._tells_rows(job):
-            job.emit(NewToken(*job.told()))
+
+    def _rows(self, job: Job, sequence: Sequence) -> list[list[int]] | None:
+        """What NewToken tells of the rows of the last step that is kept, if the client asks."""
+        n, n_bins = len(sequence.tokens), job.request.n_bins
+        if not self._tells_rows(job) or n <= len(job.request.ids):
+            return None
+        return [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
 
     def _decode(self, jobs: Ids[Job]) -> None:
         """Decodes the tokens that were chosen, together; each alone where that fails."""
@@ -152,13 +158,6 @@ class Running:
                     self.jobs.remove(job)
                     job.end()
                     self.fail(job, error)
-            return
-        for job, generation in zip(jobs, generations, strict=True):
-            if self._tells_rows(job):
-                sequence = generation.sequence
-                n, n_bins = len(sequence.tokens), job.request.n_bins
-                bins = [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
-                job.emit(NewToken(*job.told(), bins))
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()

@@ -59,9 +59,9 @@ class SessionConfig:
         "follow from the model's shape (methods/depth.py).", at_least=-1
     )  # fmt: skip
     speculate: str = option(
-        "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
+        "auto", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
         "same. ngram: what followed the same tokens in the prompt and the answer. draft-model: "
-        "what a smaller model would write. auto: the one that pays, or none.",
+        "what a smaller model would write. auto: what pays, or none.",
         choices=("auto", "ngram", "draft-model", "off"),
     )  # fmt: skip
     draft_model: str = option(

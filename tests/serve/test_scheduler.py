@@ -97,10 +97,11 @@ def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
 
 
 def test_drafts_change_no_text(model: Model) -> None:
-    """Answers of few different tokens, together; a client that asks for rows gets no drafts."""
+    """Answers of few different tokens, together; a client that asks for rows gets them a step."""
     likely = dict.fromkeys(range(40, 44), 30.0)
     sampling = SamplingOptions({"temp": 0.0, "logit_bias": likely}, ignore_eos=True)
     texts, stats = [], []
+    n_steps, last_rows = [], []
     for source in ("off", "ngram"):
         config = replace(model.config, speculate=source)
         scheduler = Scheduler(
@@ -118,8 +119,12 @@ def test_drafts_change_no_text(model: Model) -> None:
         scheduler.stop()
         stats.append(scheduler.stats)
         news = [event for event in asked[-1].events if isinstance(event, NewToken)]
-        assert len(news) == 49 and all(event.rows for event in news)
-    assert texts[0] == texts[1]
+        assert sum(event.n_tokens for event in news) == 50
+        assert news[0].rows is None and all(event.rows for event in news[1:])
+        n_steps.append(len(news) - 1)
+        last_rows.append(news[-1].rows)
+    assert texts[0] == texts[1] and last_rows[0] == last_rows[1]
+    assert n_steps[0] == 49 > n_steps[1]
     off, drafted = stats
     assert off.drafted_tokens == 0 < 20 < drafted.accepted_tokens <= drafted.drafted_tokens
     assert drafted.n_steps < off.n_steps and drafted.step_tokens == off.step_tokens

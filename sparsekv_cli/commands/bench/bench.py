@@ -93,9 +93,9 @@ WARM_UP_TOKENS = 3  # decoded by a run that is not timed
 @click.option(
     "-f", "--file", "text", metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Take the tokens of this text in place of random ones. --speculate needs it.",
+    help="Take the tokens of this text in place of random ones. Drafts are made of a text only.",
 )  # fmt: skip
-@session_option("speculate")
+@session_option("speculate", default="off")
 @session_option("draft_model")
 @session_option("draft_method")
 @model_options(bench=True)

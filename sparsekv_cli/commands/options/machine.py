@@ -12,10 +12,13 @@ from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import MAX_WHOLE, allowed_values, options_of
 
 
-def session_option(name: str) -> Callable[[Any], Any]:
-    """Returns the click option of an option that SessionConfig declares."""
+def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """Returns the click option of an option that SessionConfig declares.
+
+    default: that of a command which has another one.
+    """
     declared = options_of(SessionConfig)[name]
-    allowed, default = allowed_values(declared), declared.default
+    allowed, default = allowed_values(declared), declared.default if default is None else default
     least = allowed.at_least
     kind: Any = FiniteRange(min=least)
     if allowed.choices:
