@@ -131,6 +131,10 @@ class Drafts(Protocol):
 
     alone: bool  # whether it drafts only where no other sequence is decoded in the same step
 
+    @property
+    def caches(self) -> Ids[LayerCache]:
+        """The caches of the draft model; none for a source without one."""
+
     def begin(self, tokens: Ids[int]) -> None:
         """An answer to ``tokens`` begins. They may differ from those of the last call."""
 
@@ -313,8 +317,14 @@ class Sequence:
             self.prefill(tokens[n:])
 
     def ledger(self) -> dict[str, int]:
-        """Returns the counts of all layers, in the words of the JSON contract."""
-        return ledger_of(self.caches)
+        """Returns the counts of all layers, in the words of the JSON contract.
+
+        bytes_host has the memory of the draft model's caches, too.
+        """
+        ledger = ledger_of(self.caches)
+        if self.drafts is not None:
+            ledger["bytes_host"] += held_bytes(self.drafts.caches)
+        return ledger
 
     def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
         """Tells the caches where messages end in the prompt ``ids`` that is coming.
@@ -325,6 +335,11 @@ class Sequence:
         lengths = [n_past + i + 1 for i, token in enumerate(ids) if token in ends]
         for cache in self.caches:
             cache.mark(lengths)
+
+
+def held_bytes(caches: Ids[LayerCache]) -> int:
+    """Bytes that caches take, indexes included."""
+    return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
 
 
 def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from statistics import median
 
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
@@ -50,6 +51,10 @@ class AutoDrafts:
         self._of_match = -1  # the entry of ``_counts`` that it belongs to; -1: the draft model's
         # Tokens that were accepted and tokens that were checked, by the length of the match.
         self._counts = [(PRIOR * chance, PRIOR) for chance in CHANCES]
+
+    @property
+    def caches(self) -> Ids[LayerCache]:
+        return () if self._model is None else self._model.caches
 
     def begin(self, tokens: Ids[int]) -> None:
         self._ngrams.begin(tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.prompt_rows import n_common
 from sparsekv_cli.sequence import Sequence
 
@@ -26,6 +27,10 @@ class ModelDrafts:
         """n_vocab: only the first tokens of the draft model's vocabulary are drafted."""
         self._sequence, self._n_vocab = sequence, n_vocab
         self._n_same = 0  # tokens that both sequences have in common for certain
+
+    @property
+    def caches(self) -> Ids[LayerCache]:
+        return self._sequence.caches
 
     def begin(self, tokens: Ids[int]) -> None:
         self._n_same = n_common(tokens, self._sequence.tokens)

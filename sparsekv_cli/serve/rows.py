@@ -21,7 +21,7 @@ from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found, n_common
-from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system.memory import available_memory
 
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
@@ -206,9 +206,10 @@ class IndexSizes:
         return int(n_bytes * max(1.0, n / max(n_seen, LEAST_SEEN)))
 
 
-def held_bytes(caches: Iterable[LayerCache]) -> int:
-    """Bytes that caches take, indexes included."""
-    return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
+def bytes_of_sequence(sequence: Sequence) -> int:
+    """Bytes that a sequence's caches take, and those of the model that drafts for it."""
+    of_drafts = () if sequence.drafts is None else sequence.drafts.caches
+    return held_bytes([*sequence.caches, *of_drafts])
 
 
 def gib(n_bytes: int) -> str:

@@ -38,8 +38,8 @@ from sparsekv_cli.serve.rows import (
     Parked,
     SharedRows,
     best_parked,
+    bytes_of_sequence,
     gib,
-    held_bytes,
     sequence_bytes,
 )
 from sparsekv_cli.serve.running import Running, Stats
@@ -148,6 +148,8 @@ class Scheduler:
         """The memory that a job's rows take at most; and with an index, which is an estimate."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
+        if (draft := self.model.draft) is not None:
+            rows += sequence_bytes(draft.method, draft.decoder.layer_specs(), n)
         return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(method, n))
 
     @property
@@ -385,11 +387,11 @@ class Scheduler:
         if started - self._watched > WATCH_S:
             self._watched = started
             running = [job.generation for job in self._running.jobs]
-            held = sum(held_bytes(each.sequence.caches) for each in running if each is not None)
+            held = sum(bytes_of_sequence(each.sequence) for each in running if each is not None)
             self.stats.kv_bytes = held + self._parked_bytes
 
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, unless its rows are none of theirs."""
         if sequence.checkpoint is not None:
-            self._parked.append(Parked(sequence, held_bytes(sequence.caches)))
+            self._parked.append(Parked(sequence, bytes_of_sequence(sequence)))
             self._makes_room(0)
