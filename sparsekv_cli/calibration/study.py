@@ -18,6 +18,7 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, depth
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
+WORTH_A_WINDOW = 20  # rows: with fewer in each of two windows, there is one window
 LEAST_SCORED = 6  # rows of a window of a large model, for which there is little time
 
 
@@ -62,16 +63,21 @@ class Study:
         self.n_prefix = self.middle.stop + n_recent
         self.n_scored = min(N_SCORED, n_ids // 4)
         n_windows = N_WINDOWS if n_ids > self.n_prefix + self.n_scored + 1 else 1
-        if self._rows(n_text, n_windows, depths) > run.n_rows:
-            n_windows, left = 1, run.n_rows - self._rows(n_text, 1, 0)
-            n_affordable = int(left / (2 * (depths + 1))) * 2  # half continue, half repeat
-            self.n_scored = min(self.n_scored, max(LEAST_SCORED, n_affordable))
+        n_affordable = self._affordable(n_text, n_windows, depths)
+        if n_affordable < min(self.n_scored, WORTH_A_WINDOW):
+            n_windows, n_affordable = 1, self._affordable(n_text, 1, depths)
+        self.n_scored = min(self.n_scored, max(LEAST_SCORED, n_affordable))
         last = n_ids - self.n_prefix - self.n_scored - 1
         self.starts = np.linspace(0, last, n_windows).astype(int).tolist() if layers else []
         self.n_rows = self._rows(n_text, len(self.starts), depths)
         self._n_text, self._done = n_text, 0.0
         self._kept: Sequence[LayerCache] = ()
         self._windows: list[Window] = []
+
+    def _affordable(self, n_text: int, n_windows: int, depths: float) -> int:
+        """Rows that each trial can score in a window; half continue the text, half repeat it."""
+        left = self.run.n_rows - self._rows(n_text, n_windows, 0)
+        return int(left / (2 * n_windows * (depths + 1))) * 2
 
     def _rows(self, n_text: int, n_windows: int, depths: float) -> float:
         """Rows of all passes with so many windows."""

@@ -2,10 +2,11 @@
 
 A step of one token takes ``step_s`` seconds, and each row of a draft ``row_s`` more. A token with
 the chance p to be accepted saves p step_s. So a draft goes on while p > row_s / step_s. The chance
-of the i-th token of an n-gram draft is c^i, where c is the share of accepted tokens among drafts
-with a match of about the same length.
+of the i-th token of an n-gram draft is c^i. c is the share of accepted tokens among drafts with a
+match of about the same length.
 
-What drafts may lose is limited: a share of all decode seconds, and what earlier drafts have saved.
+There is a limit for the seconds that drafts may lose. It is a share of all decode seconds, and what
+earlier drafts have saved.
 """
 
 from __future__ import annotations

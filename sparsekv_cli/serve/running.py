@@ -136,7 +136,7 @@ class Running:
             self.fail(job, error)
 
     def _rows(self, job: Job, sequence: Sequence) -> list[list[int]] | None:
-        """What NewToken tells of the rows of the last step that is kept, if the client asks."""
+        """Returns ``NewToken.rows`` of the last row that is kept, if the client asks for it."""
         n, n_bins = len(sequence.tokens), job.request.n_bins
         if not self._tells_rows(job) or n <= len(job.request.ids):
             return None

@@ -59,7 +59,7 @@ def test_run_has_every_option_of_a_session() -> None:
         if name in ("chunk", "calibration", "sparse_from"):  # not there, or None: not given
             continue
         assert declared[name].default == option.default, name
-        if not option.metadata["allowed"].choices:
+        if not option.metadata["allowed"].choices and not isinstance(option.default, str):
             spelling = declared[name].opts[-1]
             result = CliRunner().invoke(cli, ["run", spelling, "-1", "-m", "none.gguf"])
             assert result.exit_code == 2 and spelling in result.output, name
