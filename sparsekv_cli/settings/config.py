@@ -80,8 +80,8 @@ class SessionConfig:
         check_options(self)
         if self.draft_model and self.speculate not in WITH_MODEL:
             raise ValueError(
-                f"draft_model has no part in speculate = {self.speculate!r}: take auto or "
-                "draft-model"
+                f"speculate = {self.speculate!r} has no use for draft_model (--draft-model): take "
+                "auto or draft-model"
             )
         if self.speculate == "draft-model" and not self.draft_model:
-            raise ValueError("speculate = 'draft-model' needs draft_model")
+            raise ValueError("speculate = 'draft-model' needs draft_model (--draft-model FILE)")
