@@ -90,7 +90,9 @@ def ended(prompt: Sequence[int], n: int) -> Any:
     """A sequence that ends with a prefill of ``prompt``, with room for n tokens."""
     at = Checkpoint(len(prompt), np.zeros(1, np.float32))
     n_ctx, timings = len(prompt) + n, Timings()
-    return SimpleNamespace(tokens=list(prompt), n_ctx=n_ctx, checkpoint=at, timings=timings, drafts=None)
+    return SimpleNamespace(
+        tokens=list(prompt), n_ctx=n_ctx, checkpoint=at, timings=timings, drafts=None
+    )
 
 
 def unused(logits: np.ndarray, tokens: Sequence[int]) -> int:
