@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli import warmup
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.engine import DecoderEngine
+from sparsekv_cli.errors import OptionError
 from sparsekv_cli.machine import open_engine
 from sparsekv_cli.methods import depth
 from sparsekv_cli.methods.base import Method
@@ -143,6 +144,10 @@ def load_model(
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
+        if config.speculate == "mtp" and hparams.next_block is None:
+            raise OptionError(
+                f"--speculate mtp: {path} has no next-token block (nextn_predict_layers)"
+            )
         method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
         weights = read_weights(file, hparams, architecture, n_ctx)

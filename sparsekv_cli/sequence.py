@@ -14,6 +14,7 @@ from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
+from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import PromptRows, n_common
 from sparsekv_cli.sampling.plain import Outcome
 
@@ -135,6 +136,9 @@ class Engine(Protocol):
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
 
+    def next_rows(self) -> NextTokenRows | None:
+        """Returns the empty rows of a next-token block, if it makes drafts."""
+
     def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
         """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
 
@@ -180,11 +184,18 @@ class Sequence:
     checkpoint: Checkpoint | None = None  # the end of the last prefill, if it is still there
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
+    next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
 
     def __post_init__(self) -> None:
         self.n_ctx = self.n_ctx or self.engine.n_ctx
         if not self.caches:
             self.caches = self.engine.caches(self.attention)
+        self.next_rows = self.engine.next_rows()
+
+    @property
+    def draft_caches(self) -> list[LayerCache]:
+        """The caches of what makes drafts. They stand next to those of the layers."""
+        return [] if self.next_rows is None else [self.next_rows.cache]
 
     @property
     def method(self) -> Method:
@@ -220,6 +231,7 @@ class Sequence:
         """Forgets the tokens. The way to attend and the timings stay."""
         self.tokens, self.checkpoint = [], None
         self.caches = self.engine.caches(self.attention)
+        self._cut_drafts(0)
 
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
@@ -228,6 +240,7 @@ class Sequence:
         was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
+        self._cut_drafts(n)
         for cache in self.caches:
             cache.keep(cache.n)
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
@@ -236,6 +249,7 @@ class Sequence:
         for kept in (reached, at.n if at is not None and at.n < reached else 0):
             if kept and all(cache.truncate(kept) == kept for cache in self.caches):
                 del self.tokens[kept:]
+                self._cut_drafts(kept)
                 if at is not None and kept < at.n:
                     self.checkpoint = None
                 return
@@ -256,7 +270,12 @@ class Sequence:
         for cache in self.caches:
             cache.keep(n)
         del self.tokens[n:]
+        self._cut_drafts(n)
         self.timings.decode_s += time.perf_counter() - started
+
+    def _cut_drafts(self, n: int) -> None:
+        if self.next_rows is not None:
+            self.next_rows.truncate(n)
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
         """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.
@@ -295,7 +314,7 @@ class Sequence:
 
     def ledger(self) -> dict[str, int]:
         """Returns the counts of all layers, in the words of the JSON contract."""
-        return ledger_of(self.caches)
+        return ledger_of(self.caches, self.draft_caches)
 
     def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
         """Tells the caches where messages end in the prompt ``ids`` that is coming.
@@ -308,8 +327,11 @@ class Sequence:
             cache.mark(lengths)
 
 
-def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
-    """Returns the counts of ``caches`` together, in the words of the JSON contract."""
+def ledger_of(caches: Ids[LayerCache], drafting: Ids[LayerCache] = ()) -> dict[str, int]:
+    """Returns the counts of ``caches`` together, in the words of the JSON contract.
+
+    drafting: caches of what makes drafts. Only their memory counts.
+    """
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
     result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
@@ -317,6 +339,9 @@ def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
     for kind in sorted({cache.spec.kind for cache in caches} - {FULL}):
         held = sum(cache.memory().host for cache in caches if cache.spec.kind == kind)
         result[f"bytes_host_{kind}"] = held  # part of bytes_host
+    if drafting:
+        result["bytes_host_mtp"] = sum(cache.memory().host for cache in drafting)
+        result["bytes_host"] += result["bytes_host_mtp"]
     result["bytes_device"] = sum(m.device for m in memory)
     result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
     result["index_bytes"] = sum(m.index for m in memory)

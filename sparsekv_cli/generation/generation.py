@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
 from sparsekv_cli.generation.logprobs import LogProbs
+from sparsekv_cli.generation.mtp_drafts import MtpDrafts
 from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
 
@@ -100,7 +101,7 @@ class Generation:
         self.outcomes = [at.logits.copy()]
         self._draft: list[int] = []  # the last rows of the last step
         self._verify_s = 0.0  # seconds of that step
-        self._ngrams = NgramDrafts()
+        self._source = draft_source(self.sequence)
 
     def rows(self) -> list[int]:
         """Returns the tokens of the next step: the one that was chosen last, and a draft."""
@@ -110,7 +111,7 @@ class Generation:
         n_left = self._n_predict - len(self.answer.tokens)
         most = min(MOST, n_left - 1) if self._n_predict >= 0 else MOST
         most = sequence.most_rows(1 + most) - 1
-        draft = self._ngrams.draft(sequence.tokens, self.token, most)
+        draft = self._source.draft(sequence.tokens, self.token, most)
         seconds = time.perf_counter() - started
         sequence.timings.decode_s += seconds
         sequence.timings.speculation.draft_s += seconds
@@ -201,6 +202,11 @@ class Generation:
         if text:
             self.answer.text += text
             self._write(text)
+
+
+def draft_source(sequence: Sequence) -> NgramDrafts | MtpDrafts:
+    """Returns what makes the drafts of a sequence."""
+    return NgramDrafts() if sequence.next_rows is None else MtpDrafts(sequence.next_rows)
 
 
 def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:

@@ -58,8 +58,9 @@ class SessionConfig:
     )  # fmt: skip
     speculate: str = option(
         "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
-        "same. ngram: what followed the same tokens in the prompt and the answer.",
-        choices=("off", "ngram"),
+        "same. ngram: what followed the same tokens in the prompt and the answer. mtp: the next-token "
+        "block of a model that has one.",
+        choices=("off", "ngram", "mtp"),
     )  # fmt: skip
     checkpoints: int = option(
         8, "States of recurrent layers that are kept at most: another answer, or one to a changed "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Ids
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.shared.prompt import decode_file
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.ngrams import MOST, NgramDrafts
+from sparsekv_cli.generation.generation import draft_source
+from sparsekv_cli.generation.ngrams import MOST
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -48,7 +49,7 @@ def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]],
     A draft is accepted as far as the text goes on like it.
     """
     sources = {sequence.timings.speculation.source for sequence in sequences}
-    drafts = [None if sources == {"off"} else NgramDrafts() for _ in sequences]
+    drafts = [None if sources == {"off"} else draft_source(each) for each in sequences]
     left = list(range(len(sequences)))
     while left := [b for b in left if len(sequences[b].tokens) < last]:
         rows = [rows_of_step(sequences[b], texts[b], drafts[b], last) for b in left]
@@ -61,7 +62,7 @@ def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]],
 
 
 def rows_of_step(
-    sequence: Sequence, text: Ids[int], drafts: NgramDrafts | None, last: int
+    sequence: Sequence, text: Ids[int], drafts: Any, last: int
 ) -> list[int]:
     """Returns the next token of a text, and a draft."""
     started, n = time.perf_counter(), len(sequence.tokens)
