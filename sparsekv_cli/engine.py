@@ -37,6 +37,7 @@ class DecoderEngine(ABC):
     shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
     records_attended: bool  # whether caches can keep which rows a step attended to
+    draft_specs: Ids[LayerSpec] = ()  # the layers of what makes drafts; their rows are f16
 
     def __init__(
         self,
@@ -106,8 +107,7 @@ class DecoderEngine(ABC):
             release_code()
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
-            caches = [*sequence.caches, *sequence.draft_caches]
-            reserve(caches, n_room, is_checked=self.shares_prefill)
+            reserve(sequence.all_caches, n_room, is_checked=self.shares_prefill)
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
                 rows.begin(ids, found, n_loaded, sequence.caches)
@@ -192,6 +192,8 @@ class HostEngine(DecoderEngine):
         """next_token: the decoder of the next-token block, if it makes drafts."""
         super().__init__(note, n_ctx, ends)
         self.decoder, self._next_token = decoder, next_token
+        if next_token is not None:
+            self.draft_specs = next_token.layer_specs()
         self._on_compile = on_compile
         self._is_ready_for_few = False
 

@@ -198,6 +198,10 @@ class Sequence:
         return [] if self.next_rows is None else [self.next_rows.cache]
 
     @property
+    def all_caches(self) -> list[LayerCache]:
+        return [*self.caches, *self.draft_caches]
+
+    @property
     def method(self) -> Method:
         return self.attention.method
 

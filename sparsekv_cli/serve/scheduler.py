@@ -18,6 +18,7 @@ from typing import Any
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.full import Full
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.prefix.prefixes import Prefixes
@@ -148,6 +149,7 @@ class Scheduler:
         """The memory that a job's rows take at most; and with an index, which is an estimate."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
+        rows += sequence_bytes(Full(), self.model.engine.draft_specs, n)
         return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(method, n))
 
     @property
@@ -385,11 +387,11 @@ class Scheduler:
         if started - self._watched > WATCH_S:
             self._watched = started
             running = [job.generation for job in self._running.jobs]
-            held = sum(held_bytes(each.sequence.caches) for each in running if each is not None)
+            held = sum(held_bytes(each.sequence.all_caches) for each in running if each is not None)
             self.stats.kv_bytes = held + self._parked_bytes
 
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, unless its rows are none of theirs."""
         if sequence.checkpoint is not None:
-            self._parked.append(Parked(sequence, held_bytes(sequence.caches)))
+            self._parked.append(Parked(sequence, held_bytes(sequence.all_caches)))
             self._makes_room(0)

@@ -11,11 +11,9 @@ from opened import open_sequence
 from reference_decoder import ReferenceModel, attention
 from reference_feed_forward import exact_gelu, feed_forward, rms_norm
 from reference_records import LONG_CASES
-from tiny_models import make_model
 from tiny_recurrent import DeltaNet
 from tiny_sequences import decoded, tokens
 
-from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.settings.config import SessionConfig
 

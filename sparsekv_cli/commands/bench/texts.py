@@ -61,9 +61,7 @@ def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]],
                 accept(sequences[b], texts[b], row, seconds)
 
 
-def rows_of_step(
-    sequence: Sequence, text: Ids[int], drafts: Any, last: int
-) -> list[int]:
+def rows_of_step(sequence: Sequence, text: Ids[int], drafts: Any, last: int) -> list[int]:
     """Returns the next token of a text, and a draft."""
     started, n = time.perf_counter(), len(sequence.tokens)
     if drafts is None:
