@@ -235,11 +235,12 @@ class Forward(ABC):
         rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``. attend:
         how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with each layer
         and its cache, which has all rows. on_hidden: gets positions in order, each with the hidden
-        rows f32 (T, n_embd) from there on, which the output head takes. A long prompt goes through the layers in parts of
-        ROWS_AT_ONCE rows. Its residual stream then never exists as a whole. It goes as a whole if a
-        cache needs that (``can_prefill_in_parts``) or all logits are wanted. copies: with all
-        logits only. The rows that join are copies of those that it has, and ids are the ids of all
-        copies. vocabulary: the tokens whose logits are wanted, int64; None takes all.
+        rows f32 (T, n_embd) from there on, which the output head takes. A long prompt goes through
+        the layers in parts of ROWS_AT_ONCE rows. Its residual stream then never exists as a whole.
+        It goes as a whole if a cache needs that (``can_prefill_in_parts``) or all logits are
+        wanted. copies: with all logits only. The rows that join are copies of those that it has,
+        and ids are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64;
+        None takes all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)

@@ -1,4 +1,4 @@
-"""The decoder of a next-token block: a model of one layer, whose embeddings are made of two rows."""
+"""The decoder of a next-token block: a model of one layer with embeddings of its own kind."""
 
 from __future__ import annotations
 

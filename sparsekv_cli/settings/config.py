@@ -58,8 +58,8 @@ class SessionConfig:
     )  # fmt: skip
     speculate: str = option(
         "off", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
-        "same. ngram: what followed the same tokens in the prompt and the answer. mtp: the next-token "
-        "block of a model that has one.",
+        "same. ngram: what followed the same tokens in the prompt and the answer. mtp: the model's "
+        "own next-token block (qwen35 and qwen35moe).",
         choices=("off", "ngram", "mtp"),
     )  # fmt: skip
     checkpoints: int = option(

@@ -13,17 +13,18 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 TEXT = "the quick brown fox jumps over the lazy dog and runs away " * 4
 
 
-def test_commands_and_the_library(invoke, tmp_path):
-    """run with a session file, jsonl, chat with a context that shifts, bench, and load."""
+def test_commands_and_the_library(invoke, tmp_path, monkeypatch):
+    """run with rows from disk, jsonl, chat with a context that shifts, bench, and load."""
     path = knowing(tmp_path / "tiny.gguf", "qwen35moe", chat_template=TEMPLATE)
+    monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 2)
     told: list[list[Any]] = []
     for source in ("off", "mtp"):
         common = ["-m", str(path), "-t", "1", "--speculate", source]
         run = ["run", *common, "--raw", "--temp", "0", "-n", "30", "--ignore-eos", "--json"]
-        run += ["--session", str(tmp_path / source)]
-        answers = [json.loads(invoke(*run, "-p", TEXT + end).out) for end in ("", "and on")]
+        run += ["--cache-dir", str(tmp_path / source)]
+        answers = [json.loads(invoke(*run, "-p", TEXT * 4 + end).out) for end in ("", "end")]
         assert answers[1]["cached_tokens"] > 0
         lines = "".join(json.dumps({"prompt": TEXT[i:], "temp": 0}) + "\n" for i in range(3))
         jsonl = ["run", *common, "--jsonl", "--parallel", "2", "-n", "20", "--ignore-eos"]
