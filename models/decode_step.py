@@ -204,7 +204,7 @@ class DecodeStep:
             fused.next_layer(layers, i, attended, n_rows, n)
 
     def hidden(self, n_rows: int) -> np.ndarray:
-        """What ``logits`` has multiplied with the output head: f32 (n_rows, n_embd), a copy."""
+        """The rows f32 (n_rows, n_embd) that ``logits`` gave to the output head, as a copy."""
         return self._normed[:n_rows].copy()
 
     def logits(self, n_rows: int) -> np.ndarray:

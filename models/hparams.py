@@ -264,7 +264,7 @@ def _read_layers(
     n_embd: int,
     scalars: dict[str, float],
 ) -> tuple[LayerParams, ...]:
-    """Returns the sizes of all blocks. Those after the first ``n_own`` have attention."""
+    """Returns the sizes of all blocks. The ones after the first ``n_own`` have attention."""
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:

@@ -1,4 +1,4 @@
-"""What one sequence has of a next-token block: the rows of its cache, and rows that wait."""
+"""The rows that one sequence has of a next-token block: in its cache, and those that wait."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class NextTokenRows:
 
     def compute_many(self) -> None:
         """Computes the rows whose next token is known, if more wait than a step takes."""
+        self.cache.truncate(len(self._positions))  # of rows that an interrupted call has left
         n = len(self._tokens) - 1
         if n > FEW_ROWS:
             x = self._inputs(n, self._tokens[1:])

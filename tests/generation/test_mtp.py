@@ -71,14 +71,25 @@ def test_an_answer_with_drafts_is_the_same(name, sampling, path):
     model.gguf.close()
 
 
-def test_rejected_rows_leave_the_block_as_it_was(path):
-    """The same drafts follow, and the same rows of K and V."""
+def test_rejected_rows_leave_the_block_as_it_was(path, monkeypatch):
+    """The same drafts follow, and the same rows of K and V, also after a draft is interrupted."""
     model = opened(path)
     used, plain = model.sequence(), model.sequence()
     for sequence in (used, plain):
         sequence.prefill(PROMPT)
     draft = used.next_rows.draft(7, 3)
-    assert plain.next_rows.draft(7, 3) == draft
+    step_of, n_steps = plain.next_rows._step, []
+
+    def interrupted(x: Any, pos: int) -> Any:
+        n_steps.append(step_of(x, pos))
+        if len(n_steps) == 2:
+            raise KeyboardInterrupt
+        return n_steps[-1]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(plain.next_rows, "_step", interrupted)
+        plain.next_rows.draft(7, 3)
+    assert plain.next_rows.draft(7, 3) == []  # until a step brings another hidden row
     model.engine.decode([used], [[7, *[(token + 1) % 500 for token in draft]]])
     used.keep(len(PROMPT) + 1)
     plain.decode(7)
