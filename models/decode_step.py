@@ -203,6 +203,10 @@ class DecodeStep:
         else:
             fused.next_layer(layers, i, attended, n_rows, n)
 
+    def hidden(self, n_rows: int) -> np.ndarray:
+        """The rows f32 (n_rows, n_embd) that ``logits`` gave to the output head, as a copy."""
+        return self._normed[:n_rows].copy()
+
     def logits(self, n_rows: int) -> np.ndarray:
         """f32 (n_rows, n_vocab), a new array."""
         logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)

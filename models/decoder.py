@@ -174,6 +174,10 @@ class Decoder(Forward):
             step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
         return self.cap(step.logits(n_rows))
 
+    def hidden(self, n_rows: int) -> np.ndarray:
+        """Returns the hidden rows f32 (n_rows, n_embd) of the last ``decode_batch``."""
+        return self._step.hidden(n_rows)
+
     def _begin(self, tokens: Sequence[int], positions: Sequence[int]) -> DecodeStep:
         """Embeds the tokens and projects the inputs of layer 0."""
         n_rows = len(tokens)

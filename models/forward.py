@@ -24,6 +24,7 @@ from sparsekv_cli.models.weights import Weights
 
 OnProgress = Callable[[int, int], None]  # called with the rows that are done, and all rows
 OnRows = Callable[[int, LayerCache], None]
+OnHidden = Callable[[int, np.ndarray], None]
 Product = Callable[[Any], Any]
 Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that further layers read
 ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
@@ -224,6 +225,7 @@ class Forward(ABC):
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
         on_rows: OnRows | None = None,
+        on_hidden: OnHidden | None = None,
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
     ) -> Generator[Progress, None, np.ndarray]:
@@ -232,11 +234,13 @@ class Forward(ABC):
         Returns logits f32 (n_vocab,) of the last row. With ``all_logits`` it returns those of all
         rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``. attend:
         how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with each layer
-        and its cache, which has all rows. A long prompt goes through the layers in parts of
-        ROWS_AT_ONCE rows. Its residual stream then never exists as a whole. It goes as a whole if a
-        cache needs that (``can_prefill_in_parts``) or all logits are wanted. copies: with all
-        logits only. The rows that join are copies of those that it has, and ids are the ids of all
-        copies. vocabulary: the tokens whose logits are wanted, int64; None takes all.
+        and its cache, which has all rows. on_hidden: gets positions in order, each with the hidden
+        rows f32 (T, n_embd) from there on, which the output head takes. A long prompt goes through
+        the layers in parts of ROWS_AT_ONCE rows. Its residual stream then never exists as a whole.
+        It goes as a whole if a cache needs that (``can_prefill_in_parts``) or all logits are
+        wanted. copies: with all logits only. The rows that join are copies of those that it has,
+        and ids are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64;
+        None takes all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -266,6 +270,10 @@ class Forward(ABC):
                     cache.finish_prefill()
                 yield Progress((before + len(x)) // n_layer, n, True)
                 self.prepare(n)  # another forward pass may have prepared for its own rows
+            if on_hidden is not None:
+                for at in range(0, len(x), ROWS_AT_ONCE):
+                    hidden = self.rows.last_norm(x[at : at + ROWS_AT_ONCE], self.output_norm)
+                    on_hidden(pos + first + at, hidden)
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
         logits = self.cap(self.output(normed, vocabulary))

@@ -95,7 +95,8 @@ class HParams:
     factor 1 + t ln(1 + floor(position / n_ctx_original)). logit_softcap: c of logits c tanh(logit /
     c), 0 for none. window_rope: RoPE of the window layers, None: as that of the others.
     n_layer_input: length of each layer's own input, 0: there is none. n_skipped: blocks after the
-    layers that predict further tokens (MTP). They are not run.
+    layers that predict further tokens (MTP). next_block: the first one, None: there is none. It
+    only makes drafts (models/next_token/).
     """
 
     architecture: str
@@ -113,6 +114,7 @@ class HParams:
     window_rope: RopeParams | None = None
     n_layer_input: int = 0
     n_skipped: int = 0
+    next_block: LayerParams | None = None
 
     @property
     def n_layer(self) -> int:
@@ -196,15 +198,16 @@ def read_hparams(file: GGUFFile) -> HParams:
     n_blocks, n_skipped = keys.integer("block_count", 1, MAX_LAYERS), 0
     if architecture.recurrence == "delta_net":
         n_skipped = keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0)
-    n_ctx_train = keys.integer("context_length", 1, MAX_TOKENS)
+    n_layer, n_ctx_train = n_blocks - n_skipped, keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
     scalars = _read_scalars(keys, architecture, n_embd)
     rope = read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"])
+    layers = _read_layers(keys, architecture, n_blocks, n_layer, n_embd, scalars)
     return HParams(
         architecture=name,
         n_ctx_train=n_ctx_train,
         n_embd=n_embd,
-        layers=_read_layers(keys, architecture, n_blocks, n_embd, scalars)[: n_blocks - n_skipped],
+        layers=layers[:n_layer],
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
         rope=rope,
         n_vocab=_read_n_vocab(keys),
@@ -218,6 +221,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         if architecture.layer_inputs
         else 0,
         n_skipped=n_skipped,
+        next_block=layers[n_layer] if n_skipped else None,
     )
 
 
@@ -256,14 +260,17 @@ def _read_layers(
     keys: ModelKeys,
     architecture: Architecture,
     n_layer: int,
+    n_own: int,
     n_embd: int,
     scalars: dict[str, float],
 ) -> tuple[LayerParams, ...]:
+    """Returns the sizes of all blocks. The ones after the first ``n_own`` have attention."""
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS, least)
-    states = read_states(keys, architecture.recurrence, n_layer, n_embd, n_head_kv)
+    states = read_states(keys, architecture.recurrence, n_own, n_embd, n_head_kv[:n_own])
+    states += [None] * (n_layer - n_own)
     for layer, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
         if states[layer] is None and heads % kv_heads:
             raise keys.fail(

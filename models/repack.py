@@ -33,7 +33,8 @@ def repack_weights(weights: Weights) -> Weights:
     are released, so that the process needs no more memory.
     """
     linears = [linear for layer in weights.layers for linear in layer.linears()]
-    chosen = [w for w in [*linears, weights.output] if can_repack(w.code, w.n_rows // w.n_matrices)]
+    left = [w for w in (*linears, weights.output) if not w.repacked]
+    chosen = [w for w in left if can_repack(w.code, w.n_rows // w.n_matrices)]
     sizes = [-(-w.data.nbytes // LINE) * LINE for w in chosen]
     room, at = on_lines(sum(sizes), np.uint8), 0
     copies: dict[int, Linear] = {}

@@ -160,7 +160,7 @@ class Weights:
         return layers + self.output.data.nbytes
 
 
-class _Reader(TensorReader):
+class WeightsReader(TensorReader):
     """The parts of a decoder."""
 
     def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool, v_is_k: bool):
@@ -272,7 +272,7 @@ def read_weights(
     computed with.
     """
     file.check_types()
-    reader = _Reader(file)
+    reader = WeightsReader(file)
     n_embd = hparams.n_embd
     inputs, n_layer = None, hparams.n_layer
     if hparams.n_layer_input:

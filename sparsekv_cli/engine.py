@@ -16,7 +16,8 @@ from sparsekv_cli.cache.layer import LayerCache, reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.models.forward import Forward, Progress
+from sparsekv_cli.models.forward import Forward, OnHidden, Progress
+from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
@@ -25,6 +26,7 @@ from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
+    from sparsekv_cli.models.next_token.decoder import NextTokenDecoder
 
 
 class DecoderEngine(ABC):
@@ -36,6 +38,7 @@ class DecoderEngine(ABC):
     first_steps: int  # of a sequence's decode steps, those that take longer than later ones
     records_attended: bool  # whether caches can keep which rows a step attended to
     takes_drafts: bool  # whether a step can have several rows of a sequence
+    draft_specs: Ids[LayerSpec] = ()  # the layers of what makes drafts; their rows are f16
 
     def __init__(
         self,
@@ -71,6 +74,10 @@ class DecoderEngine(ABC):
         share_rows(caches)
         return caches
 
+    def next_rows(self) -> NextTokenRows | None:
+        """Returns the empty rows of a next-token block, if it makes drafts."""
+        return None
+
     def prefill(
         self,
         sequence: Sequence,
@@ -101,13 +108,15 @@ class DecoderEngine(ABC):
             release_code()
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
-            reserve(sequence.caches, n_room, is_checked=self.shares_prefill)
+            of_block = [] if sequence.next_rows is None else [sequence.next_rows.cache]
+            reserve([*sequence.caches, *of_block], n_room, is_checked=self.shares_prefill)
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
                 rows.begin(ids, found, n_loaded, sequence.caches)
             logits = yield from self.decoder.forward_steps(
                 ids[n_loaded:], n_past + n_loaded, sequence.caches,
                 all_logits=all_logits, on_rows=None if rows is None else rows.take,
+                on_hidden=taker(sequence.next_rows, ids, n_past),
             )  # fmt: skip
         except BaseException:
             if rows is not None:
@@ -181,14 +190,21 @@ class HostEngine(DecoderEngine):
         n_ctx: int,
         ends: Callable[[], Container[int]] = frozenset,
         on_compile: OnCompile | None = None,
+        next_token: NextTokenDecoder | None = None,
     ) -> None:
+        """next_token: the decoder of the next-token block, if it makes drafts."""
         super().__init__(note, n_ctx, ends)
-        self.decoder = decoder
+        self.decoder, self._next_token = decoder, next_token
+        if next_token is not None:
+            self.draft_specs = next_token.layer_specs()
         self._on_compile = on_compile
         self._is_ready_for_few = False
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         return method.layer(spec)
+
+    def next_rows(self) -> NextTokenRows | None:
+        return None if self._next_token is None else NextTokenRows(self._next_token)
 
     def decodes_on_host(self, method: Method) -> bool:
         return True
@@ -213,4 +229,24 @@ class HostEngine(DecoderEngine):
             positions += range(n_past, n_past + len(new))
             caches += [sequence.caches] * len(new)
         left = iter(self.decoder.decode_batch(tokens, positions, caches))
+        if self._next_token is not None:
+            hidden, at = self.decoder.hidden(len(tokens)), 0
+            for sequence, new in zip(sequences, rows, strict=True):
+                if sequence.next_rows is not None:
+                    taken = hidden[at : at + len(new)]
+                    sequence.next_rows.take(len(sequence.tokens), new, taken)
+                at += len(new)
         return [[next(left) for _ in new] for new in rows]
+
+
+def taker(rows: NextTokenRows | None, ids: Ids[int], n_past: int) -> OnHidden | None:
+    """Returns what gives the hidden rows of a prefill of ``ids`` to a next-token block."""
+    if rows is None:
+        return None
+
+    def take(pos: int, hidden: np.ndarray) -> None:
+        first = pos - n_past
+        rows.take(pos, ids[first : first + len(hidden)], hidden)
+        rows.compute_many()
+
+    return take

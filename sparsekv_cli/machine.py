@@ -75,8 +75,9 @@ def open_engine(
             on_compile,
             ends,
         )
+    blocks = [hparams.next_block] if config.speculate == "mtp" and hparams.next_block else []
     if config.ctx_size:
-        _check_context(hparams, method, config.ctx_size)
+        _check_context(hparams, method, config.ctx_size, token_bytes(blocks, "f16", "f16"))
     from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
     from sparsekv_cli.models.repack import wants_repacking
@@ -95,15 +96,25 @@ def open_engine(
         repack=config.repack,
         n_planes=n_planes,
     )
-    return HostEngine(decoder, note, n_ctx, ends, on_compile)
+    if not blocks:
+        return HostEngine(decoder, note, n_ctx, ends, on_compile)
+    from sparsekv_cli.models.next_token.decoder import NextTokenDecoder
+    from sparsekv_cli.models.next_token.weights import read_next_token
+
+    block = read_next_token(weights, hparams, architecture)
+    warmup.compile_weight_kernels(block.model, dtype, n_planes, repacks, on_compile)
+    return HostEngine(decoder, note, n_ctx, ends, on_compile, NextTokenDecoder(decoder, block))
 
 
-def _check_context(hparams: HParams, method: Method, n_ctx: int) -> None:
-    """Raises SparseKVError if a context that the user states exceeds the machine's memory."""
+def _check_context(hparams: HParams, method: Method, n_ctx: int, more: int) -> None:
+    """Raises SparseKVError if a context that the user states exceeds the machine's memory.
+
+    more: bytes a token of what makes drafts.
+    """
     if not method.holds_all_rows:
         return
     types = method.cache_type_k, method.cache_type_v
-    size = token_bytes(hparams.layers, *types)
+    size = token_bytes(hparams.layers, *types) + more
     mend = f"take -c {fitting_context(available_memory() or 0, size)} or less"
     if types == ("f16", "f16") and "q4_0" in method.cache_types:
         mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"

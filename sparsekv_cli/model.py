@@ -79,9 +79,10 @@ class Model:
         """Returns a sequence without tokens."""
         source = self.config.speculate if self.engine.takes_drafts else "off"
         of_model = None if self.draft is None else self.draft.sequence()
-        drafts = new_drafts(source, of_model, self.hparams.n_vocab)
         timings = Timings(load_s=self.load_s, speculation=Speculation(source))
-        return Sequence(self.engine, attention or self._default, timings=timings, drafts=drafts)
+        sequence = Sequence(self.engine, attention or self._default, timings=timings)
+        sequence.drafts = new_drafts(source, sequence, of_model, self.hparams.n_vocab)
+        return sequence
 
     def close(self) -> None:
         """Closes the files of the model and of the one that drafts."""
@@ -159,6 +160,10 @@ def load_model(
     try:
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
+        if config.speculate == "mtp" and hparams.next_block is None:
+            raise OptionError(
+                f"--speculate mtp: {path} has no next-token block (nextn_predict_layers)"
+            )
         method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or hparams.n_ctx_train
         if config.draft_model:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sparsekv_cli.cache.kinds import hand_over, reachable
 from sparsekv_cli.cache.layer import LayerCache, total_counters
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
+from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import PromptRows, n_common
 from sparsekv_cli.sampling.plain import Outcome
 
@@ -157,6 +159,9 @@ class Engine(Protocol):
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
 
+    def next_rows(self) -> NextTokenRows | None:
+        """Returns the empty rows of a next-token block, if it makes drafts."""
+
     def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
         """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
 
@@ -203,11 +208,19 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
     drafts: Drafts | None = None  # the source of drafts of its answers
+    next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
 
     def __post_init__(self) -> None:
         self.n_ctx = self.n_ctx or self.engine.n_ctx
         if not self.caches:
             self.caches = self.engine.caches(self.attention)
+        self.next_rows = self.engine.next_rows()
+
+    @property
+    def draft_caches(self) -> list[LayerCache]:
+        """The caches of what makes drafts: of a next-token block, and of a smaller model."""
+        of_block = [] if self.next_rows is None else [self.next_rows.cache]
+        return [*of_block, *(() if self.drafts is None else self.drafts.caches)]
 
     @property
     def method(self) -> Method:
@@ -243,6 +256,7 @@ class Sequence:
         """Forgets the tokens. The way to attend and the timings stay."""
         self.tokens, self.checkpoint = [], None
         self.caches = self.engine.caches(self.attention)
+        self._cut_drafts(0)
 
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
@@ -251,6 +265,7 @@ class Sequence:
         was at the end of its last prefill. Decode steps from there give the same bits.
         """
         n = min(n, len(self.tokens))
+        self._cut_drafts(n)
         for cache in self.caches:
             cache.keep(cache.n)
         if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
@@ -259,6 +274,7 @@ class Sequence:
         for kept in (reached, at.n if at is not None and at.n < reached else 0):
             if kept and all(cache.truncate(kept) == kept for cache in self.caches):
                 del self.tokens[kept:]
+                self._cut_drafts(kept)
                 if at is not None and kept < at.n:
                     self.checkpoint = None
                 return
@@ -279,7 +295,12 @@ class Sequence:
         for cache in self.caches:
             cache.keep(n)
         del self.tokens[n:]
+        self._cut_drafts(n)
         self.timings.decode_s += time.perf_counter() - started
+
+    def _cut_drafts(self, n: int) -> None:
+        if self.next_rows is not None:
+            self.next_rows.truncate(n)
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
         """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.
@@ -317,14 +338,8 @@ class Sequence:
             self.prefill(tokens[n:])
 
     def ledger(self) -> dict[str, int]:
-        """Returns the counts of all layers, in the words of the JSON contract.
-
-        bytes_host has the memory of the draft model's caches, too.
-        """
-        ledger = ledger_of(self.caches)
-        if self.drafts is not None:
-            ledger["bytes_host"] += held_bytes(self.drafts.caches)
-        return ledger
+        """Returns the counts of all layers, in the words of the JSON contract."""
+        return ledger_of(self.caches, self.draft_caches)
 
     def mark_messages(self, ids: Ids[int], ends: Container[int]) -> None:
         """Tells the caches where messages end in the prompt ``ids`` that is coming.
@@ -337,13 +352,16 @@ class Sequence:
             cache.mark(lengths)
 
 
-def held_bytes(caches: Ids[LayerCache]) -> int:
+def held_bytes(caches: Iterable[LayerCache]) -> int:
     """Bytes that caches take, indexes included."""
     return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
 
 
-def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
-    """Returns the counts of ``caches`` together, in the words of the JSON contract."""
+def ledger_of(caches: Ids[LayerCache], drafting: Ids[LayerCache] = ()) -> dict[str, int]:
+    """Returns the counts of ``caches`` together, in the words of the JSON contract.
+
+    drafting: caches of what makes drafts. Only their memory counts.
+    """
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
     result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
@@ -351,6 +369,9 @@ def ledger_of(caches: Ids[LayerCache]) -> dict[str, int]:
     for kind in sorted({cache.spec.kind for cache in caches} - {FULL}):
         held = sum(cache.memory().host for cache in caches if cache.spec.kind == kind)
         result[f"bytes_host_{kind}"] = held  # part of bytes_host
+    if drafting:
+        result["bytes_host_drafts"] = held_bytes(drafting)
+        result["bytes_host"] += result["bytes_host_drafts"]
     result["bytes_device"] = sum(m.device for m in memory)
     result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
     result["index_bytes"] = sum(m.index for m in memory)
@@ -366,33 +387,3 @@ def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str,
         else n - before.get(name, 0)
         for name, n in now.items()
     }
-
-
-def hand_over(
-    old: Ids[LayerCache], new: Ids[LayerCache], n: int, n_room: int
-) -> list[LayerCache] | None:
-    """Returns the caches of another method with the first n rows of a sequence; all on the host.
-
-    new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
-    None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
-    afterwards. n_room: rows in all that are to fit. A prefill of more rows must follow.
-    """
-    for cache, into in zip(old, new, strict=True):
-        kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
-        if not cache.can_prefill_in_parts or kinds[0] != kinds[1] or cache.truncate(n) != n:
-            return None
-    taken = []
-    for cache, into in zip(old, new, strict=True):
-        if cache.spec.kind == FULL:
-            of, to = cache.store, into.store
-            to.reserve(n_room)
-            to.k[:, :n], to.v[:, :n], to.n = of.k[:, :n], of.v[:, :n], n
-        taken.append(into if cache.spec.kind == FULL else cache)
-    return taken
-
-
-def reachable(caches: Ids[LayerCache], n: int) -> int:
-    """Returns the largest length of at most n to which all caches go back, as far as they know."""
-    while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
-        n = least
-    return n

@@ -63,3 +63,33 @@ def share_rows(caches: Sequence[LayerCache]) -> None:
         pair = caches[spec.source], cache
         if all(type(each.store) is KVStore and each.can_prefill_in_parts for each in pair):
             cache.store = SharedStore(pair[0].store)
+
+
+def hand_over(
+    old: Sequence[LayerCache], new: Sequence[LayerCache], n: int, n_room: int
+) -> list[LayerCache] | None:
+    """Returns the caches of another method with the first n rows of a sequence; all on the host.
+
+    new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
+    None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
+    afterwards. n_room: rows in all that are to fit. A prefill of more rows must follow.
+    """
+    for cache, into in zip(old, new, strict=True):
+        kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
+        if not cache.can_prefill_in_parts or kinds[0] != kinds[1] or cache.truncate(n) != n:
+            return None
+    taken = []
+    for cache, into in zip(old, new, strict=True):
+        if cache.spec.kind == FULL:
+            of, to = cache.store, into.store
+            to.reserve(n_room)
+            to.k[:, :n], to.v[:, :n], to.n = of.k[:, :n], of.v[:, :n], n
+        taken.append(into if cache.spec.kind == FULL else cache)
+    return taken
+
+
+def reachable(caches: Sequence[LayerCache], n: int) -> int:
+    """Returns the largest length of at most n to which all caches go back, as far as they know."""
+    while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
+        n = least
+    return n

@@ -102,6 +102,7 @@ def room_of(model: Model, n_sequences: int) -> Room:
     n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)
     types = model.method.cache_type_k, model.method.cache_type_v
     row = token_bytes(model.hparams.layers, *types)
+    row += token_bytes(model.engine.draft_specs, "f16", "f16")
     on_gpu = not model.engine.shares_prefill
     is_copied = not on_gpu and _host_choices(model)["repack"] == "on"
     weights = model.gguf.size * (2 if is_copied else 1)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from sparsekv_cli.drafts.auto import AutoDrafts
 from sparsekv_cli.drafts.draft_model import ModelDrafts
+from sparsekv_cli.drafts.mtp import MtpDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.sequence import Drafts, Sequence
 
 
-def new_drafts(name: str, of_model: Sequence | None, n_vocab: int) -> Drafts | None:
-    """Returns a source for one sequence; None for ``off``.
+def new_drafts(
+    name: str, sequence: Sequence, of_model: Sequence | None, n_vocab: int
+) -> Drafts | None:
+    """Returns a source for a sequence; None for ``off``.
 
     of_model: a sequence of the draft model, if there is one. n_vocab: tokens that may be drafted.
     """
@@ -17,6 +20,9 @@ def new_drafts(name: str, of_model: Sequence | None, n_vocab: int) -> Drafts | N
         return None
     if name == "ngram":
         return NgramDrafts()
+    if name == "mtp":
+        assert sequence.next_rows is not None
+        return MtpDrafts(sequence.next_rows)
     model = None if of_model is None else ModelDrafts(of_model, n_vocab)
     if name == "auto":
         return AutoDrafts(NgramDrafts(), model)

@@ -207,9 +207,8 @@ class IndexSizes:
 
 
 def bytes_of_sequence(sequence: Sequence) -> int:
-    """Bytes that a sequence's caches take, and those of the model that drafts for it."""
-    of_drafts = () if sequence.drafts is None else sequence.drafts.caches
-    return held_bytes([*sequence.caches, *of_drafts])
+    """Bytes that a sequence's caches take, and those of what makes its drafts."""
+    return held_bytes([*sequence.caches, *sequence.draft_caches])
 
 
 def gib(n_bytes: int) -> str:

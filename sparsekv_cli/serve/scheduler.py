@@ -18,6 +18,7 @@ from typing import Any
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.full import Full
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.prefix.prefixes import Prefixes
@@ -150,6 +151,7 @@ class Scheduler:
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
             rows += sequence_bytes(draft.method, draft.decoder.layer_specs(), n)
+        rows += sequence_bytes(Full(), self.model.engine.draft_specs, n)
         return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(method, n))
 
     @property

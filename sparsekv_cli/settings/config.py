@@ -60,9 +60,10 @@ class SessionConfig:
     )  # fmt: skip
     speculate: str = option(
         "auto", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
-        "same. ngram: what followed the same tokens in the prompt and the answer. draft-model: "
-        "what a smaller model would write. auto: what pays, or none.",
-        choices=("auto", "ngram", "draft-model", "off"),
+        "same. ngram: what followed the same tokens in the prompt and the answer. mtp: the model's "
+        "own next-token block (qwen35 and qwen35moe). draft-model: what a smaller model would "
+        "write. auto: ngram and draft-model where they pay, or none.",
+        choices=("auto", "ngram", "mtp", "draft-model", "off"),
     )  # fmt: skip
     draft_model: str = option(
         "", "A smaller model with the same vocabulary, for drafts.", metavar="FILE|NAME"

@@ -122,7 +122,7 @@ def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
             "no use for draft_model",
         ),
         ({"speculate": "auto", "draft_model": "no.gguf"}, SparseKVError, "no.gguf"),
-        ({"speculate": "guess"}, ValueError, "must be auto, ngram, draft-model or off"),
+        ({"speculate": "guess"}, ValueError, "must be auto, ngram, mtp, draft-model or off"),
     ],
 )
 def test_settings_that_do_not_fit(

@@ -6,16 +6,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from next_token_models import knowing
 from tiny_sequences import open_tiny, tokens
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.model import Model
+from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
 from sparsekv_cli.serve.jobs import (
@@ -34,6 +36,7 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
+from sparsekv_cli.settings.config import SessionConfig
 
 FULL = build_method("full", {})
 GREEDY = SamplingOptions({"temp": 0.0}, ignore_eos=True)
@@ -94,6 +97,24 @@ def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
 def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
     """Bytes of the rows of n tokens."""
     return sequence_bytes(FULL, scheduler.model.decoder.layer_specs(), n)
+
+
+def test_drafts_of_a_next_token_block(tmp_path: Path) -> None:
+    """The block's rows count as those of one more layer."""
+    path, told = knowing(tmp_path / "tiny.gguf", "qwen35moe"), []
+    sampling = SamplingOptions({"temp": 0.0}, ignore_eos=True)
+    for source in ("off", "mtp"):
+        config = SessionConfig(threads=1, prefill_dtype="f32", speculate=source)
+        model = load_model(path, FULL, config)
+        scheduler = Scheduler(model, n_parallel=3, n_queue=9, kv_bytes=1 << 30)
+        scheduler.start()
+        asked = [Asked(scheduler, tokens(60 + 9 * i), 40, sampling=sampling) for i in range(5)]
+        n_bytes = scheduler.bytes_of(asked[0].job.request)[0]
+        told.append(([each.text for each in asked], n_bytes // (3 if source == "mtp" else 2)))
+        scheduler.stop()
+        assert (scheduler.stats.accepted_tokens > 0) == (source == "mtp")
+        model.gguf.close()
+    assert told[0] == told[1]
 
 
 def test_drafts_change_no_text(model: Model) -> None:

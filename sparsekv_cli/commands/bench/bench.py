@@ -240,7 +240,10 @@ def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
     """Returns the counts and the memory of all sequences together."""
     from sparsekv_cli.sequence import ledger_of
 
-    return ledger_of([cache for sequence in sequences for cache in sequence.caches])
+    return ledger_of(
+        [cache for sequence in sequences for cache in sequence.caches],
+        [cache for sequence in sequences for cache in sequence.draft_caches],
+    )
 
 
 def run_once(

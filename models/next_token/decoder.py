@@ -1,0 +1,59 @@
+"""The decoder of a next-token block: a model of one layer with embeddings of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.models.decoder import FEW_ROWS, Decoder
+from sparsekv_cli.models.matmul import F32Products, FewRowsProducts
+from sparsekv_cli.models.next_token.weights import NextTokenWeights
+from sparsekv_cli.models.repack import repack_weights
+
+
+class NextTokenDecoder(Decoder):
+    """Where Decoder takes the ids of tokens, this one takes their rows, from ``inputs``."""
+
+    def __init__(self, main: Decoder, block: NextTokenWeights) -> None:
+        """main: the model's decoder. The block is computed as its layers are."""
+        layer, weights = main.hparams.next_block, block.model
+        assert layer is not None
+        super().__init__(
+            replace(main.hparams, layers=(layer,), next_block=None, n_skipped=0),
+            main.architecture,
+            weights,
+            n_threads=main.n_threads,
+            prefill_dtype=main.prefill_dtype,
+            chunk=main.chunk,
+            repack="off",
+            n_planes=main._n_planes,
+        )
+        self._block, repacked = block, main._decode_weights
+        if repacked is not main.weights:
+            if weights.output is main.weights.output:  # one copy of a large matrix is enough
+                weights = replace(weights, output=repacked.output)
+            self._decode_weights = repack_weights(weights)
+            self._step = self._new_step(1)
+
+    def inputs(self, tokens: Sequence[int], hidden: np.ndarray) -> np.ndarray:
+        """Returns the rows f32 (T, n_embd) of the layer's residual stream.
+
+        hidden: f32 (T, n_embd), the model's hidden row ahead of each token.
+        """
+        block, table, norm = self._block, self.weights.token_embd, self._few[0].norm
+        data = np.ascontiguousarray(table.data[np.asarray(tokens)])
+        embedded = dot.dequantize(table.code, data, table.n_columns)
+        parts = norm(embedded, block.embedding_norm), norm(hidden, block.hidden_norm)
+        few = FewRowsProducts(self.n_threads, self._n_planes)
+        products = few if len(tokens) <= FEW_ROWS else F32Products(self.n_threads)
+        return products.of_stack("eh_proj", [block.projection])(np.concatenate(parts, axis=1))
+
+    def embed(self, ids: Sequence[Any]) -> Any:
+        return self.rows.stream(np.array(ids))
+
+    def embed_row(self, token: Any, out: np.ndarray) -> None:
+        out[:] = token

@@ -1,0 +1,60 @@
+"""The tensors of a next-token block: those of a layer with attention, and what is around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsekv_cli.models.architectures import Architecture
+from sparsekv_cli.models.gguf.linear import Linear
+from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.weights import Weights, WeightsReader
+
+
+@dataclass(frozen=True)
+class NextTokenWeights:
+    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same.
+
+    embedding_norm: f32 (n_embd,), enorm.
+    hidden_norm: f32 (n_embd,), hnorm.
+    projection: eh_proj (n_embd, 2 n_embd). The columns of the embedding come first.
+    model: a model of one layer, with the embeddings and the output head that the block takes.
+    """
+
+    embedding_norm: np.ndarray
+    hidden_norm: np.ndarray
+    projection: Linear
+    model: Weights
+
+
+def read_next_token(
+    weights: Weights, hparams: HParams, architecture: Architecture
+) -> NextTokenWeights:
+    """Returns the first next-token block of a file. It takes from the model what it does not have.
+
+    Raises SparseKVError as ``read_weights`` does.
+    """
+    assert hparams.next_block is not None
+    reader, i, n_embd = WeightsReader(weights.file), hparams.n_layer, hparams.n_embd
+    at = f"blk.{i}.nextn."
+
+    def table(name: str, otherwise: Linear) -> Linear:
+        if f"{at}{name}.weight" not in weights.file.tensors:
+            return otherwise
+        return reader.linear(f"{at}{name}", hparams.n_vocab, n_embd)
+
+    blocks = replace(hparams, layers=(*hparams.layers, hparams.next_block))
+    head_norm = reader.vector(f"{at}shared_head_norm.weight", n_embd, required=False)
+    return NextTokenWeights(
+        embedding_norm=reader.floats(f"{at}enorm.weight", (n_embd,)),
+        hidden_norm=reader.floats(f"{at}hnorm.weight", (n_embd,)),
+        projection=reader.linear(f"{at}eh_proj", n_embd, 2 * n_embd),
+        model=replace(
+            weights,
+            layers=(reader.layer(i, blocks, architecture, None),),
+            token_embd=table("embed_tokens", weights.token_embd),
+            output_norm=weights.output_norm if head_norm is None else head_norm,
+            output=table("shared_head_head", weights.output),
+        ),
+    )
