@@ -90,7 +90,7 @@ def test_nothing_moves_under_one_key(name, device, monkeypatch):
         end = pair.host.n
         for _ in range(2):
             pair.decode()
-        back = 32 if METHODS[name].holds_all_rows else end  # every cache goes back to a prompt's end
+        back = 32 if METHODS[name].holds_all_rows else end  # to a prompt's end all go back
         for each in (pair.host, pair.device):
             assert each.truncate(back) == back
         pair.decode()
