@@ -191,14 +191,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of GPU code as slow without a GPU, and leaves a sample of the tests.
 
-    Triton's interpreter runs GPU code, which is slow. With ``--all``, or if a test is asked for by
-    name, nothing is left out.
+    Triton's interpreter runs GPU code, which is slow. With ``--all``, ``-k``, or if a test is asked
+    for by name, nothing is left out.
     """
     if not torch.cuda.is_available():
         for item in items:
             if str(item.path).startswith(INTERPRETED):
                 item.add_marker(pytest.mark.slow)
-    if config.getoption("--all") or any("::" in name for name in config.args):
+    asks = config.getoption("--all") or config.getoption("keyword")
+    if asks or any("::" in name for name in config.args):
         return
     kept = sample(items)
     left_out = set(items) - set(kept)

@@ -75,11 +75,12 @@ def test_every_method_without_calibration_is_measured():
 
 
 def check(name: str, row: MethodResult) -> None:
-    expected = EXPECTED[name]
     found = Figures(
         row.kld_mean, round(N_STEPS * row.top1_agreement),
         row.rows_scored_mean, row.rows_attended_mean,
     )  # fmt: skip
+    assert name in EXPECTED, f"EXPECTED has no figures of {name}; now they are {found}"
+    expected = EXPECTED[name]
     assert found.kld == pytest.approx(expected.kld, rel=KLD_MARGIN), found
     assert found.top1 == pytest.approx(expected.top1, abs=2), found
     for rows, known in ((found.scored, expected.scored), (found.attended, expected.attended)):

@@ -103,7 +103,7 @@ def compile_all(
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--first":
+    if sys.argv[1:2] == ["--first"]:
         found = compile_all(sys.argv[2:], CAPABILITIES[1:], first_only=True)
     else:
         found = compile_all(sys.argv[1:])

@@ -141,4 +141,6 @@ def test_most_rows_are_nearer_to_full_than_few(name, case, sequence_of):
 
 
 def test_every_method_is_here():
+    missing = {*SPARSE} - {*FORCED, *NEARER}
+    assert not missing, f"FORCED or NEARER needs {missing}"
     assert set(SPARSE) == {*FORCED, *NEARER}

@@ -188,7 +188,7 @@ def test_docs_methods_has_the_options_and_their_defaults(name):
     text = (root() / "docs" / "methods.md").read_text(encoding="utf-8")
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     listed = re.search(r"^Options: (.*?)\.$", section, re.DOTALL | re.MULTILINE)
-    assert listed, "a line `Options: ...`"
+    assert listed, f"docs/methods.md has no line `Options: ...` in a section `## {name}`"
     found = dict(re.findall(r"`(\w+)=([^`]+)`", listed[1]))
     options = {o["name"]: o["default"] for o in method["options"]}
     assert found == {

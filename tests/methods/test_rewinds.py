@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = tokens(20 * CHUNK)
 # Methods that drop rows, or keep old ones roughly, do not go back to every row.
-FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
+FORGETFUL = {name for name in METHODS if not method_class(name).holds_all_rows}
 KEPT = (20 * CHUNK + 3, 10 * CHUNK)  # tokens to go back to: in the answer, in the prompt
 
 

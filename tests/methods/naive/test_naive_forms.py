@@ -10,7 +10,7 @@ from layer_rows import Geometry
 from layer_stream import chunk_input
 from naive_pair import pair_of
 
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods import METHODS, build_method, method_class
 
 GEOMETRIES = [
     Geometry(9, 3, 64, n_rot=64),
@@ -68,7 +68,7 @@ CASES: list[tuple[str, str, str]] = [
     *((name, ALL, "") for name in METHODS if name != "full"),
 ]
 # Methods that drop rows, or keep old ones roughly, go back to the end of the last prefill.
-FORGETFUL = {"snapkv", "h2o", "sals", "faedkv"}
+FORGETFUL = {name for name in METHODS if not method_class(name).holds_all_rows}
 
 
 def parameters() -> list[Any]:
