@@ -96,7 +96,9 @@ def test_rejected_rows_leave_the_block_as_it_was(path, monkeypatch):
     drafts = [sequence.next_rows.draft(9, 3) for sequence in (used, plain)]
     assert drafts[0] == drafts[1]
     a, b = (sequence.next_rows.cache for sequence in (used, plain))
-    assert a.n == b.n == len(PROMPT) + 1 and differing(state_of(a), state_of(b)) == []
+    assert a.n == b.n == len(PROMPT) + 1
+    counts = ("counters", ".ledger")  # one of them has made more steps
+    assert [x for x in differing(state_of(a), state_of(b)) if not x.startswith(counts)] == []
     model.gguf.close()
 
 

@@ -93,7 +93,8 @@ def test_drafts_are_those_of_the_naive_form(path, monkeypatch):
     naive, sequence = NaiveBlock(path), open_sequence(path, Full(), CONFIG)
     rows, main = sequence.next_rows, sequence.model.decoder
     assert rows._decoder._decode_weights.output is main._decode_weights.output  # no second copy
-    bound = 2e-3 if main.weights.output.code == F32 else 2e-2
+    # Inputs of quantised weights are rounded, and all layers ahead of the block add to that.
+    bound = 2e-3 if main.weights.output.code == F32 else 4e-2
     told = told_logits(sequence, monkeypatch)
 
     def compare(last: int) -> list[int]:
