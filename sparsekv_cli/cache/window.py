@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,17 @@ class WindowCache(BoundedCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         self._make_room(1)
         self.store.append_row(x.k, x.v)
+        self._count()
+        return attend_dense(x.q[None, :, 0], self.store, self.spec)[0]
+
+    def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
+        if not self._has_room(len(rows)):
+            return super().decode_rows(rows)
+        return self._decode_all(rows, self._count)
+
+    def _count(self) -> None:
         n = min(self.store.n, self.spec.window)
         self.ledger.counts["bytes_read"] += self.spec.n_head_kv * n * self.store.row_bytes
-        return attend_dense(x.q[:, 0], self.store, self.spec)
 
     def save(self) -> Any:
         return super().save(), self.first, self._marks.copy()  # rows move to another store
@@ -127,9 +136,12 @@ class WindowCache(BoundedCache):
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
 
+    def _has_room(self, n_new: int) -> bool:
+        return self.store.n + n_new <= max(self._capacity, self.store.capacity)
+
     def _make_room(self, n_new: int) -> None:
         """Room for new rows: drops those ahead of the window, if that is needed."""
-        if self.store.n + n_new <= max(self._capacity, self.store.capacity):
+        if self._has_room(n_new):
             return
         kept = self._rows_to_keep()
         self._move(kept, max(self._capacity, len(kept) + n_new))
