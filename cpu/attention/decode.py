@@ -128,41 +128,34 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def attend_piece(
-    q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, whole, target, peak_out,
-    mass_out, scores,
-):  # fmt: skip
+def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, out, scores):
     """Heads that share one list of rows, in memory of this thread until the end.
 
-    sinks: see ``begin_softmax``. target f32 (heads, d_v): the output if ``whole``, which
-    means that these are all rows. Otherwise numerators, relative to the peaks and masses written
-    at peak_out, mass_out f32 (heads,).
+    sinks: see ``begin_softmax``. out f32 (heads, d_v).
     """
-    n_head, d_v = target.shape
+    n_head, d_v = out.shape
     peak, mass = np.empty(n_head, np.float32), np.empty(n_head, np.float32)
     begin_softmax(sinks, peak, mass)
     acc = np.zeros((n_head, d_v), np.float32)
     scaled = scaled_copy(q, scale)
     attend_heads(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
     for h in range(n_head):
-        factor = np.float32(1) / mass[h] if whole else np.float32(1)
+        factor = np.float32(1) / mass[h]
         for c in range(d_v):
-            target[h, c] = acc[h, c] * factor
-        if not whole:
-            peak_out[h] = peak[h]
-            mass_out[h] = mass[h]
+            out[h, c] = acc[h, c] * factor
 
 
 @njit(cache=True, nogil=True)
 def _attend_tokens(
     q, k, v, layout, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
 ):  # fmt: skip
-    """``attend_piece`` of tokens that share the rows of a kv head.
+    """Tokens and heads that share the rows of a kv head, in memory of this thread until the end.
 
     All tokens take a block of rows before the next block is read. So a row comes from memory once.
 
     q f32 (B, heads, d). spans int64 (B, 2): each token's first row, and the row after its last
-    one. target f32 (B, heads, d_v). peak_out, mass_out f32 (B, heads).
+    one. target f32 (B, heads, d_v): the output if these are all its rows (``whole``). Otherwise
+    numerators, relative to the peaks and masses written at peak_out, mass_out f32 (B, heads).
     """
     n_token, n_head, d_v = target.shape
     k_row, v_row, mode = layout[K_ROW], layout[V_ROW], layout_mode(layout)
@@ -185,9 +178,7 @@ def _attend_tokens(
             factor = np.float32(1) / mass[b, h] if whole else np.float32(1)
             for c in range(d_v):
                 target[b, h, c] = acc[b, h, c] * factor
-            if not whole:
-                peak_out[b, h] = peak[b, h]
-                mass_out[b, h] = mass[b, h]
+            peak_out[b, h], mass_out[b, h] = peak[b, h], mass[b, h]
 
 
 @njit(cache=True, nogil=True)
@@ -300,11 +291,11 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
         while unit < n_list:
             h, end = unit * heads_a_list, (unit + 1) * heads_a_list
             kv_head = h // group
-            attend_piece(
+            attend_list(
                 q[h:end], layout[K] + kv_head * layout[K_HEAD],
                 layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
                 GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
-                softcap, sinks[h:end], True, out[h:end], out[0], out[0], scores,
+                softcap, sinks[h:end], out[h:end], scores,
             )  # fmt: skip
             unit = next_task(counter)
 

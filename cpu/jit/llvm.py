@@ -124,10 +124,7 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 
 
 def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Returns ``values`` of 128 or 256 bits. All are in registers ahead of what follows.
-
-    It is a fence without instructions: LLVM moves no load and none of these sums across it.
-    """
+    """Returns vectors as they are. LLVM moves no load and none of them across this place."""
     n = len(values)
     type_ = ir.FunctionType(
         ir.LiteralStructType([v.type for v in values]), [v.type for v in values]

@@ -30,7 +30,7 @@ class SavedTables:
         if self._whole is None:
             rows, sizes = pending.rows.copy(), pending.sizes.copy()
             entries = np.empty((2, *rows.shape), np.float32)
-            _read_entries(tables.ver, tables.dist, rows, sizes, n, entries)
+            _copy_entries(tables.ver, tables.dist, rows, sizes, n, entries, False)
             self._entries = rows, entries, sizes, n
 
     def restore(self, tables: Tables) -> None:
@@ -41,7 +41,7 @@ class SavedTables:
                 _put_first(table, before)
         if self._entries is not None:
             rows, entries, sizes, n = self._entries
-            _write_entries(tables.ver, tables.dist, rows, sizes, n, entries)
+            _copy_entries(tables.ver, tables.dist, rows, sizes, n, entries, True)
         bounds = tables.ver_bounds, tables.dist_bounds
         for array, before in zip(bounds, self._bounds, strict=True):
             _put_first(array, before)
@@ -50,21 +50,15 @@ class SavedTables:
 
 
 @njit(cache=True, nogil=True)
-def _read_entries(ver, dist, rows, sizes, n, out):
-    """out f32 (2, H, m): the entries of the first ``sizes`` rows of each head in both tables."""
+def _copy_entries(ver, dist, rows, sizes, n, kept, back):
+    """kept f32 (2, H, m): the entries of the first ``sizes`` rows of each head in both tables."""
     for h in range(len(sizes)):
         for j in range(sizes[h]):
-            i = rows[h, j]
-            out[0, h, j], out[1, h, j] = ver[h, i], dist[h, n - 1 - i]
-
-
-@njit(cache=True, nogil=True)
-def _write_entries(ver, dist, rows, sizes, n, entries):
-    """Writes what ``_read_entries`` has read."""
-    for h in range(len(sizes)):
-        for j in range(sizes[h]):
-            i = rows[h, j]
-            ver[h, i], dist[h, n - 1 - i] = entries[0, h, j], entries[1, h, j]
+            i, distance = rows[h, j], n - 1 - rows[h, j]
+            if back:
+                ver[h, i], dist[h, distance] = kept[0, h, j], kept[1, h, j]
+            else:
+                kept[0, h, j], kept[1, h, j] = ver[h, i], dist[h, distance]
 
 
 def _put_first(array: np.ndarray, before: np.ndarray) -> None:

@@ -28,10 +28,7 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """Attention of the tokens of the last B rows, over all rows up to their own, or their windows.
-
-    q f32 (B, H, d) -> f32 (B, H, >= d_v).
-    """
+    """Attention of the last B tokens, each over the rows that it sees: f32 (B, H, >= d_v)."""
     q, out = store.k_type.rotated(q), np.empty((*q.shape[:2], store.v_type.width), np.float32)
     decode.attend_dense(
         q, store.layout, store.n, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale, spec.softcap,

@@ -58,9 +58,8 @@ class WindowCache(BoundedCache):
         return attend_dense(x.q[None, :, 0], self.store, self.spec)[0]
 
     def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
-        if not self._has_room(len(rows)):
-            return super().decode_rows(rows)
-        return self._decode_all(rows, self._count)
+        has_room = self.store.n + len(rows) <= max(self._capacity, self.store.capacity)
+        return self._decode_all(rows, self._count) if has_room else super().decode_rows(rows)
 
     def _count(self) -> None:
         n = min(self.store.n, self.spec.window)
@@ -136,12 +135,9 @@ class WindowCache(BoundedCache):
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
 
-    def _has_room(self, n_new: int) -> bool:
-        return self.store.n + n_new <= max(self._capacity, self.store.capacity)
-
     def _make_room(self, n_new: int) -> None:
         """Room for new rows: drops those ahead of the window, if that is needed."""
-        if self._has_room(n_new):
+        if self.store.n + n_new <= max(self._capacity, self.store.capacity):
             return
         kept = self._rows_to_keep()
         self._move(kept, max(self._capacity, len(kept) + n_new))

@@ -335,19 +335,18 @@ class LFPSCache(LayerCache):
         return rows_alike(self._is_dense_at, self.store.n + 1, n)
 
     def save(self) -> Any:
-        tables, queries = None, self._queries
         if self._is_dense_at(self.store.n + 1):  # the step records its query, and no more
-            queries = queries.copy()
-        else:
-            tables = SavedTables(self._tables, self.method.decay, self._raised, self._statistics)
+            return super().save(), None, self._queries.copy(), self._n_indexed, 0
+        tables = SavedTables(self._tables, self.method.decay, self._raised, self._statistics)
         n_parts = self._scout.n_parts if self._scout else 0
-        return super().save(), tables, queries, self._n_indexed, n_parts
+        return super().save(), tables, self._queries, self._n_indexed, n_parts
 
     def take_back(self, saved: Any) -> None:
         of_rows, tables, self._queries, self._n_indexed, n_parts = saved
         super().take_back(of_rows)
-        if tables is not None:
-            tables.restore(self._tables)
+        if tables is None:
+            return
+        tables.restore(self._tables)
         if self._scout and self._scout.n_parts > n_parts:
             self._scout.n_parts = n_parts
             self._step.use_scout(self._scout, self.method.scout)

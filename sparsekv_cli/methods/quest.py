@@ -153,9 +153,8 @@ class DenseThenPages(QuestCache, DenseCache):
         self.attends_to_some = not self.is_dense_at(self.store.n + 1)
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        if not self.is_dense_at(self.store.n + 1):
-            return super().decode(x)
-        return DenseCache.decode(self, x)
+        is_dense = self.is_dense_at(self.store.n + 1)
+        return DenseCache.decode(self, x) if is_dense else super().decode(x)
 
     def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
         dense = DenseCache if self.is_dense_at(self.store.n + len(rows)) else LayerCache
