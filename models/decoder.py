@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -160,18 +161,20 @@ class Decoder(Forward):
         row's logits have the same bits as alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
-        for i, layer_caches in enumerate(zip(*caches, strict=True)):
+        firsts = [b for b in range(1, n_rows) if caches[b][0] is not caches[b - 1][0]]
+        spans = list(pairwise([0, *firsts, n_rows]))  # of rows of one sequence
+        for i in range(len(caches[0])):
             is_state, attended = self.hparams.layers[i].state is not None, []
-            for b, (cache, row) in enumerate(zip(layer_caches, step.inputs[i], strict=False)):
-                x: Any = (
-                    StateInput._make(row) if is_state else AttnInput._make((*row, positions[b]))
-                )
-                is_draft = b > 0 and layer_caches[b - 1] is cache
-                out = cache.decode_draft(x) if is_draft else cache.decode(x)
-                cache.end_step(positions[b] + 1)
-                goes_on = b + 1 < n_rows and layer_caches[b + 1] is cache
-                attended.append(out.copy() if goes_on else out)
-            step.finish(i, np.concatenate(attended) if n_rows > 1 else attended[0], n_rows)
+            for first, last in spans:
+                cache, rows = caches[first][i], list[Any]()
+                for row, pos in zip(step.inputs[i][first:last], positions[first:last], strict=True):
+                    rows.append(StateInput._make(row) if is_state else AttnInput._make((*row, pos)))
+                if len(rows) > 1:
+                    attended.append(cache.decode_rows(rows))
+                else:
+                    attended.append(cache.decode(rows[0]))
+                    cache.end_step(positions[first] + 1)
+            step.finish(i, np.concatenate(attended) if len(spans) > 1 else attended[0], n_rows)
         return self.cap(step.logits(n_rows))
 
     def hidden(self, n_rows: int) -> np.ndarray:

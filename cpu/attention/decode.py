@@ -128,81 +128,136 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 
 @njit(cache=True, nogil=True)
-def attend_piece(
-    q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, whole, target, peak_out,
-    mass_out, scores,
-):  # fmt: skip
+def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, out, scores):
     """Heads that share one list of rows, in memory of this thread until the end.
 
-    sinks: see ``begin_softmax``. target f32 (heads, d_v): the output if ``whole``, which
-    means that these are all rows. Otherwise numerators, relative to the peaks and masses written
-    at peak_out, mass_out f32 (heads,).
+    sinks: see ``begin_softmax``. out f32 (heads, d_v).
     """
-    n_head, d_v = target.shape
+    n_head, d_v = out.shape
     peak, mass = np.empty(n_head, np.float32), np.empty(n_head, np.float32)
     begin_softmax(sinks, peak, mass)
     acc = np.zeros((n_head, d_v), np.float32)
     scaled = scaled_copy(q, scale)
     attend_heads(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
     for h in range(n_head):
-        factor = np.float32(1) / mass[h] if whole else np.float32(1)
+        factor = np.float32(1) / mass[h]
         for c in range(d_v):
-            target[h, c] = acc[h, c] * factor
-        if not whole:
-            peak_out[h] = peak[h]
-            mass_out[h] = mass[h]
+            out[h, c] = acc[h, c] * factor
+
+
+@njit(cache=True, nogil=True)
+def _attend_tokens(
+    q, k, v, layout, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
+):  # fmt: skip
+    """Tokens and heads that share the rows of a kv head, in memory of this thread until the end.
+
+    All tokens take a block of rows before the next block is read. So a row comes from memory once.
+
+    q f32 (B, heads, d). spans int64 (B, 2): each token's first row, and the row after its last
+    one. target f32 (B, heads, d_v): the output if these are all its rows (``whole``). Otherwise
+    numerators, relative to the peaks and masses written at peak_out, mass_out f32 (B, heads).
+    """
+    n_token, n_head, d_v = target.shape
+    k_row, v_row, mode = layout[K_ROW], layout[V_ROW], layout_mode(layout)
+    peak, mass = np.empty((n_token, n_head), np.float32), np.empty((n_token, n_head), np.float32)
+    acc, scaled = np.zeros((n_token, n_head, d_v), np.float32), scaled_copy(q, scale)
+    longest = 0
+    for b in range(n_token):
+        begin_softmax(sinks, peak[b], mass[b])
+        longest = max(longest, spans[b, 1] - spans[b, 0])
+    for start in range(0, longest, BLOCK):
+        for b in range(n_token):
+            first, last = spans[b, 0] + start, spans[b, 1]
+            if first < last:
+                attend_heads(
+                    scaled[b], k + first * k_row, v + first * v_row, k_row, v_row, mode, 0,
+                    min(BLOCK, last - first), softcap, peak[b], mass[b], acc[b], scores,
+                )  # fmt: skip
+    for b in range(n_token):
+        for h in range(n_head):
+            factor = np.float32(1) / mass[b, h] if whole else np.float32(1)
+            for c in range(d_v):
+                target[b, h, c] = acc[b, h, c] * factor
+            peak_out[b, h], mass_out[b, h] = peak[b, h], mass[b, h]
 
 
 @njit(cache=True, nogil=True)
 def _attend_pieces(
-    counter, q, layout, start, n, n_kv_head, scale, softcap, sinks, n_split, peak, mass, acc
+    counter, q, layout, spans, n_kv_head, n_team, scale, softcap, sinks, peak, mass, acc
 ):
-    """Takes (kv head, piece) tasks until there are none; see ``attend_dense``."""
-    k_row, v_row = layout[K_ROW], layout[V_ROW]
-    group = q.shape[0] // n_kv_head
+    """Takes tasks until there are none: a piece of a kv head's keys, and n_team tokens."""
+    n_split, n_token = spans.shape[:2]
+    group, n_teams = q.shape[1] // n_kv_head, -(-n_token // n_team)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
-    while task < n_kv_head * n_split:
-        kv_head, split = task // n_split, task % n_split
-        first, last = start + split * n // n_split, start + (split + 1) * n // n_split
+    while task < n_kv_head * n_split * n_teams:
+        kv_head, split, team = task // n_teams // n_split, task // n_teams % n_split, task % n_teams
+        b, last = team * n_team, min(n_token, (team + 1) * n_team)
         h, end = kv_head * group, (kv_head + 1) * group
-        attend_piece(
-            q[h:end], layout[K] + kv_head * layout[K_HEAD] + first * k_row,
-            layout[V] + kv_head * layout[V_HEAD] + first * v_row, k_row, v_row,
-            layout_mode(layout), 0, last - first, scale, softcap,
-            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, h:end],
-            peak[split, h:end], mass[split, h:end], scores,
+        _attend_tokens(
+            q[b:last, h:end], layout[K] + kv_head * layout[K_HEAD],
+            layout[V] + kv_head * layout[V_HEAD], layout, spans[split, b:last], scale, softcap,
+            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, b:last, h:end],
+            peak[split, b:last, h:end], mass[split, b:last, h:end], scores,
         )  # fmt: skip
         task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_dense(q, layout, start, stop, n_kv_head, scale, softcap, sinks, out, n_threads):
-    """Attention of one token over the rows from ``start`` to ``stop`` of every kv head.
-
-    q f32 (H, d); layout int64 (8,), see attention/rows.py; out f32 (H, d_v). Query head h belongs
-    to kv head h // (H / G). softcap: 0 for none; sinks f32 (H,), or empty. Threads share the keys
-    evenly. The pieces are merged by their peaks and masses. Short contexts stay on one thread.
-    """
-    n_head, d_v = out.shape
-    n = stop - start
-    if n < ONE_THREAD_BELOW:
+def _attend_alike(
+    q, layout, stop, window, n_kv_head, n_split, scale, softcap, sinks, out, n_threads
+):
+    """``attend_dense`` of tokens whose keys are cut into as many pieces; stop: the last one's n."""
+    n_token, n_head, d_v = out.shape
+    n_team = n_token if n_threads == 1 or n_split > 1 else 1
+    if n_token * min(stop, window) < ONE_THREAD_BELOW:
         n_threads = 1
-    n_split = n_key_splits(n, n_kv_head, n_threads)
-    peak = np.empty((n_split, n_head), np.float32)
-    mass = np.empty((n_split, n_head), np.float32)
-    acc = out.reshape(1, n_head, d_v)
+    spans = np.empty((n_split, n_token, 2), np.int64)
+    for b in range(n_token):
+        n = stop - n_token + 1 + b
+        size = min(n, window)
+        for split in range(n_split):
+            spans[split, b, 0] = n - size + split * size // n_split
+            spans[split, b, 1] = n - size + (split + 1) * size // n_split
+    peak = np.empty((n_split, n_token, n_head), np.float32)
+    mass = np.empty((n_split, n_token, n_head), np.float32)
+    acc = out.reshape(1, n_token, n_head, d_v)
     if n_split > 1:
-        acc = np.empty((n_split, n_head, d_v), np.float32)
+        acc = np.empty((n_split, n_token, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _attend_pieces(
-            counter, q, layout, start, n, n_kv_head, scale, softcap, sinks, n_split, peak, mass,
-            acc,
-        )  # fmt: skip
+            counter, q, layout, spans, n_kv_head, n_team, scale, softcap, sinks, peak, mass, acc
+        )
     if n_split > 1:
-        for h in range(n_head):
-            merge_pieces(peak[:, h], mass[:, h], acc[:, h], out[h])
+        for b in range(n_token):
+            for h in range(n_head):
+                merge_pieces(peak[:, b, h], mass[:, b, h], acc[:, b, h], out[b, h])
+
+
+@njit(cache=True, nogil=True)
+def attend_dense(q, layout, n, window, n_kv_head, scale, softcap, sinks, out, n_threads):
+    """Attention of the last B of n tokens, each over the rows up to its own, of every kv head.
+
+    q f32 (B, H, d); layout int64 (8,), see attention/rows.py; out f32 (B, H, d_v). Query head h
+    belongs to kv head h // (H / G). window: the most rows that a token sees, its own and those
+    ahead of it. softcap: 0 for none; sinks f32 (H,), or empty. Threads share the keys evenly. The
+    pieces are merged by their peaks and masses. Short contexts stay on one thread. A token's result
+    has the same bits with others and alone.
+    """
+    n_token, b = q.shape[0], 0
+    while b < n_token:
+        n_split = n_key_splits(min(n - n_token + 1 + b, window), n_kv_head, n_threads)
+        last = b + 1
+        while last < n_token and n_split == n_key_splits(
+            min(n - n_token + 1 + last, window), n_kv_head, n_threads
+        ):
+            last += 1
+        _attend_alike(
+            q[b:last], layout, n - n_token + last, window, n_kv_head, n_split, scale, softcap,
+            sinks, out[b:last], n_threads,
+        )  # fmt: skip
+        b = last
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
@@ -236,11 +291,11 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
         while unit < n_list:
             h, end = unit * heads_a_list, (unit + 1) * heads_a_list
             kv_head = h // group
-            attend_piece(
+            attend_list(
                 q[h:end], layout[K] + kv_head * layout[K_HEAD],
                 layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
                 GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
-                softcap, sinks[h:end], True, out[h:end], out[0], out[0], scores,
+                softcap, sinks[h:end], out[h:end], scores,
             )  # fmt: skip
             unit = next_task(counter)
 
@@ -253,6 +308,13 @@ def append_row(k_new, v_new, layout, position):
         store_row(layout[K_KIND], k_new[kv_head].ctypes.data, at, k_new.shape[1])
         at = layout[V] + kv_head * layout[V_HEAD] + position * layout[V_ROW]
         store_row(layout[V_KIND], v_new[kv_head].ctypes.data, at, v_new.shape[1])
+
+
+@njit(cache=True, nogil=True)
+def append_rows(k_new, v_new, layout, position):
+    """``append_row`` of T tokens, f32 (T, G, d), from ``position`` on."""
+    for t in range(k_new.shape[0]):
+        append_row(k_new[t], v_new[t], layout, position + t)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

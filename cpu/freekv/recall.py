@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sparsekv_cli.cpu.attention.decode import attend_piece
+from sparsekv_cli.cpu.attention.decode import attend_list
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     BEST,
@@ -209,7 +209,7 @@ def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
     width_v = pages.v.shape[3]
     k = np.int64(pages.k.ctypes.data) + g * 8 * width
     v = np.int64(pages.v.ctypes.data) + g * 8 * width_v
-    attend_piece(
+    attend_list(
         q, k, v, n_kv_head * 8 * width, n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data),
-        count, scale, softcap, sinks, True, out, out[0], out[0], scores,
+        count, scale, softcap, sinks, out, scores,
     )  # fmt: skip

@@ -123,6 +123,17 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
     return b.bitcast(fenced, total.type)
 
 
+def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
+    """Returns vectors as they are. LLVM moves no load and none of them across this place."""
+    n = len(values)
+    type_ = ir.FunctionType(
+        ir.LiteralStructType([v.type for v in values]), [v.type for v in values]
+    )
+    places = ",".join(["=x"] * n + [str(i) for i in range(n)] + ["~{memory}"])
+    results = b.call(ir.InlineAsm(type_, "", places, side_effect=True), values)
+    return [b.extract_value(results, i) for i in range(n)]
+
+
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetches the cache line at ``address`` into L2; any address is allowed.
 

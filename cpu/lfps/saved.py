@@ -6,9 +6,8 @@ small arrays. ``rescale`` changes all entries, once in some hundred steps; then 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
+from numba import njit
 
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, Tables
 from sparsekv_cli.cpu.lfps.search import PendingUpdate
@@ -21,19 +20,18 @@ class SavedTables:
         """others: further arrays, which do not grow."""
         self._bounds = tables.ver_bounds.copy(), tables.dist_bounds.copy()
         self._fixed = [(each, each.copy()) for each in (tables.sums, tables.gain, *others)]
-        rescales = bool((tables.gain * decay < RESCALE_BELOW).any())
+        rescales = tables.gain.min() * decay < RESCALE_BELOW
         self._whole = (tables.ver.copy(), tables.dist.copy()) if rescales else None
-        # A pair a table: columns int32 (H, m), and the entries f32 (H, m) there.
-        self._entries: list[tuple[np.ndarray, np.ndarray]] = []
+        # Rows int32 (H, m), their entries f32 (2, H, m), rows in use int64 (H,), n of the step.
+        self._entries: tuple[np.ndarray, np.ndarray, np.ndarray, int] | None = None
 
     def keep_entries(self, tables: Tables, pending: PendingUpdate, n: int) -> None:
         """Copies the entries that ``pending``, the update of a step to n rows, will change."""
         if self._whole is None:
-            # A list may end with rows of earlier steps. Their entries stay, so they do no harm.
-            rows = np.minimum(pending.rows[:, : pending.sizes.max()], n - 1)
-            for table, columns in ((tables.ver, rows), (tables.dist, n - 1 - rows)):
-                entries = table.reshape(-1).take(columns + _starts(*table.shape))
-                self._entries.append((columns, entries))
+            rows, sizes = pending.rows.copy(), pending.sizes.copy()
+            entries = np.empty((2, *rows.shape), np.float32)
+            _copy_entries(tables.ver, tables.dist, rows, sizes, n, entries, False)
+            self._entries = rows, entries, sizes, n
 
     def restore(self, tables: Tables) -> None:
         """Makes ``tables``, which may have grown, what they were."""
@@ -41,8 +39,9 @@ class SavedTables:
         if self._whole is not None:
             for table, before in zip(arrays, self._whole, strict=True):
                 _put_first(table, before)
-        for table, (columns, entries) in zip(arrays, self._entries, strict=False):
-            table.reshape(-1)[columns + _starts(*table.shape)] = entries
+        if self._entries is not None:
+            rows, entries, sizes, n = self._entries
+            _copy_entries(tables.ver, tables.dist, rows, sizes, n, entries, True)
         bounds = tables.ver_bounds, tables.dist_bounds
         for array, before in zip(bounds, self._bounds, strict=True):
             _put_first(array, before)
@@ -50,10 +49,16 @@ class SavedTables:
             array[:] = before
 
 
-@lru_cache(8)
-def _starts(n_head: int, n: int) -> np.ndarray:
-    """Returns the places of the first columns of a table (H, n) that is one line: (H, 1)."""
-    return np.arange(n_head)[:, None] * n
+@njit(cache=True, nogil=True)
+def _copy_entries(ver, dist, rows, sizes, n, kept, back):
+    """kept f32 (2, H, m): the entries of the first ``sizes`` rows of each head in both tables."""
+    for h in range(len(sizes)):
+        for j in range(sizes[h]):
+            i, distance = rows[h, j], n - 1 - rows[h, j]
+            if back:
+                ver[h, i], dist[h, distance] = kept[0, h, j], kept[1, h, j]
+            else:
+                kept[0, h, j], kept[1, h, j] = ver[h, i], dist[h, distance]
 
 
 def _put_first(array: np.ndarray, before: np.ndarray) -> None:

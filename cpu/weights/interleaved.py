@@ -16,6 +16,7 @@ i16 first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlo
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
 GROUP = LANES  # rows side by side
+ROWS_AT_ONCE = 4  # rows of bytes whose sums AVX2's registers hold
 AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
 
 
@@ -142,29 +144,36 @@ def _dots(
 def _short_dots(
     b: ir.IRBuilder,
     qs: list[ir.Value],
-    inputs: ByteInputs,
+    rows: Sequence[ByteInputs],
     at: ir.Value,
     lines: llvm.Prefetches,
     room: int,
-) -> ir.Value:
-    """The same with AVX2, of integers so small that ``room`` sums of two products fit i16."""
-    units = (256, 1) if len(inputs.planes) == 2 else (1,)
-    planes = list(zip(inputs.planes, units, strict=True))
-    dots = [const(I32, 0, 8)] * 2
+) -> list[ir.Value]:
+    """The same with AVX2, of integers so small that ``room`` sums of two products fit i16.
+
+    A word is multiplied with all ``rows`` while it is in registers.
+    """
+    units = (256, 1) if len(rows[0].planes) == 2 else (1,)
+    dots = [[const(I32, 0, 8)] * 2 for _ in rows]
     for first in range(0, len(qs), room):
-        sums = [[const(I16, 0)] * 2 for _ in planes]
+        sums = [[[const(I16, 0)] * 2 for _ in units] for _ in rows]
         for i, q in enumerate(qs[first : first + room], first):
-            for (plane, _), of_plane in zip(planes, sums, strict=True):
-                lines.step(b)
-                four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i), 8)
-                for half, part in enumerate(_halves(b, q)):
-                    products = byte_products(b, part, b.bitcast(four, part.type))
-                    of_plane[half] = llvm.add_in_order(b, of_plane[half], products)
-        for (_, unit), of_plane in zip(planes, sums, strict=True):
-            for half, total in enumerate(of_plane):
-                dots[half] = b.add(dots[half], pair_products(b, total, const(I16, unit)))
-    low, high = dots
-    return shuffle(b, low, high, range(LANES))
+            for j, inputs in enumerate(rows):
+                for plane, of_plane in zip(inputs.planes, sums[j], strict=True):
+                    lines.step(b)
+                    four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i), 8)
+                    for half, part in enumerate(_halves(b, q)):
+                        products = byte_products(b, part, b.bitcast(four, part.type))
+                        of_plane[half] = llvm.add_in_order(b, of_plane[half], products)
+            if len(rows) > 1:
+                flat = llvm.together(b, [total for row in sums for part in row for total in part])
+                sums = [[[flat.pop(0) for _ in part] for part in row] for row in sums]
+        for of_row, of_planes in zip(dots, sums, strict=True):
+            for unit, of_plane in zip(units, of_planes, strict=True):
+                for half, total in enumerate(of_plane):
+                    products = pair_products(b, total, const(I16, unit))
+                    of_row[half] = b.add(of_row[half], products)
+    return [shuffle(b, low, high, range(LANES)) for low, high in dots]
 
 
 def _pair_dots(
@@ -208,28 +217,30 @@ def _add_block(
     b: ir.IRBuilder,
     block: InterleavedBlock,
     largest: int,
-    inputs: ByteInputs,
+    rows: Sequence[ByteInputs],
     at: ir.Value,
-    total: ir.Value,
+    totals: Sequence[ir.Value],
     lines: llvm.Prefetches,
-) -> ir.Value:
-    """total <16 x float> + the products of the block with the activations from ``at`` on."""
+) -> list[ir.Value]:
+    """totals + the products of the block with the activations of each row from ``at`` on."""
     room = np.iinfo(np.int16).max // (2 * 128 * largest)
-    if vnni.is_available():
-        dots = _dots(b, block.q, inputs, at, lines)
-    elif room > 0:
-        dots = _short_dots(b, block.q, inputs, at, lines, room)
+    if room > 0 and not vnni.is_available():
+        dots, step = [], ROWS_AT_ONCE // len(rows[0].planes)
+        for i in range(0, len(rows), step):
+            dots += _short_dots(b, block.q, rows[i : i + step], at, lines, room)
     else:
-        dots = _pair_dots(b, block.q, inputs, at, lines)
-    dots = b.sitofp(dots, VF)
-    n = 4 * len(block.q)
-    sums = inputs.sums32 if n == BLOCK else inputs.sums16
-    scale, known = (
-        llvm.splat(b, load(b, F32, b.add(part, b.mul(b.udiv(at, I64(size)), I64(4)))))
-        for part, size in ((inputs.scales, BLOCK), (sums, n))
-    )
-    total = llvm.fma(b, dots, b.fmul(block.scale, scale), total)
-    return llvm.fma(b, block.offset, known, total)
+        of_row = _dots if vnni.is_available() else _pair_dots
+        dots = [of_row(b, block.q, inputs, at, lines) for inputs in rows]
+    n, new = 4 * len(block.q), []
+    for products, inputs, total in zip(dots, rows, totals, strict=True):
+        sums = inputs.sums32 if n == BLOCK else inputs.sums16
+        scale, known = (
+            llvm.splat(b, load(b, F32, b.add(part, b.mul(b.udiv(at, I64(size)), I64(4)))))
+            for part, size in ((inputs.scales, BLOCK), (sums, n))
+        )
+        total = llvm.fma(b, b.sitofp(products, VF), b.fmul(block.scale, scale), total)
+        new.append(llvm.fma(b, block.offset, known, total))
+    return new
 
 
 @intrinsic
@@ -260,10 +271,7 @@ def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
             is_short = vnni.is_available() or planes == 1
             lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
             for block in DECODERS[format_.name](b, p):
-                totals = [
-                    _add_block(b, block, format_.largest, inputs, at, total, lines)
-                    for inputs, total in zip(rows, totals, strict=True)
-                ]
+                totals = _add_block(b, block, format_.largest, rows, at, totals, lines)
                 at = b.add(at, I64(4 * len(block.q)))
             return totals
 

@@ -28,12 +28,11 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """Attention of one token over all rows, or its window's: q f32 (H, d) -> f32 (H, >= d_v)."""
-    q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.v_type.width), np.float32)
-    first = max(0, store.n - spec.window) if spec.window else 0
+    """Attention of the last B tokens, each over the rows that it sees: f32 (B, H, >= d_v)."""
+    q, out = store.k_type.rotated(q), np.empty((*q.shape[:2], store.v_type.width), np.float32)
     decode.attend_dense(
-        q, store.layout, first, store.n, spec.n_head_kv, spec.scale, spec.softcap, spec.sinks, out,
-        spec.n_threads,
+        q, store.layout, store.n, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale, spec.softcap,
+        spec.sinks, out, spec.n_threads,
     )  # fmt: skip
     return store.v_type.rotated(out)
 

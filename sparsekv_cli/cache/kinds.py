@@ -46,9 +46,9 @@ class SharedStore(KVStore):
         self.reserve(self.n + k.shape[1])
         self.n += k.shape[1]
 
-    def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
-        self.reserve(self.n + 1)
-        self.n += 1
+    def append_rows(self, k: np.ndarray, v: np.ndarray) -> None:
+        self.reserve(self.n + len(k))
+        self.n += len(k)
 
 
 def share_rows(caches: Sequence[LayerCache]) -> None:

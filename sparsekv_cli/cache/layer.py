@@ -81,6 +81,18 @@ class LayerCache(ABC):
         self._saved.append(self.save())
         return self.decode(x)
 
+    def decode_rows(self, rows: Sequence[Any]) -> Any:
+        """Adds rows as ``decode``, or ``decode_draft`` after the first one, and ``end_step`` do.
+
+        Returns their attention, f32 (T H, >= d_v): the heads of the first row, then those of the
+        next. A row's has the same bits as alone.
+        """
+        attended = []
+        for t, x in enumerate(rows):
+            attended.append((self.decode_draft(x) if t else self.decode(x)).copy())
+            self.end_step(self.n)
+        return np.concatenate(attended)
+
     def most_rows(self, n: int) -> int:
         """How many of the next n rows can come in one step: all but the first one are a draft."""
         return n
@@ -122,13 +134,33 @@ class LayerCache(ABC):
         scored: as ``Ledger.step`` counts it; None: all. n_bytes: the bytes that are read in
         addition to the rows. sparse: whether the layer may leave rows out in other steps.
         """
+        self._count_all(scored, n_bytes, sparse)
+        return attend_dense(q[None, :, 0], self.store, self.spec)[0]
+
+    def _count_all(self, scored: int | None = None, n_bytes: int = 0, sparse: bool = False) -> None:
         store, spec = self.store, self.spec
         attended = spec.n_head * store.n
         n_bytes += spec.n_head_kv * store.n * store.row_bytes
         scored = attended if scored is None else scored
         self.ledger.step(spec.n_head * self.n, scored, attended, n_bytes, sparse)
         self.attended = None
-        return attend_dense(q[:, 0], store, spec)
+
+    def _decode_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
+        """``decode_rows`` of rows that attend to all rows up to their own, in one call of a kernel.
+
+        count: called after each row, with the store as it is then.
+        """
+        store, n = self.store, self.store.n
+        q, k, v = (np.concatenate([x[i] for x in rows]) for i in range(3))  # (T heads, 1, d)
+        store.append_rows(*(part.reshape(len(rows), -1, part.shape[2]) for part in (k, v)))
+        for t in range(len(rows)):
+            store.n = n + t
+            if t:
+                self._saved.append(self.save())
+            store.n += 1
+            count()
+        out = attend_dense(q.reshape(len(rows), -1, q.shape[2]), store, self.spec)
+        return out.reshape(-1, out.shape[2])
 
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
@@ -169,6 +201,9 @@ class DenseCache(LayerCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         self.store.append_row(x.k, x.v)
         return self.attend_all(x.q, sparse=False)
+
+    def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
+        return self._decode_all(rows, self._count_all)
 
 
 class SelectingCache(LayerCache):

@@ -138,10 +138,14 @@ class KVStore:
 
     def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
-        self.reserve(self.n + 1)
+        self.append_rows(k[None, :, 0], v[None, :, 0])
+
+    def append_rows(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Adds the rows of a decode step: f32 k (T, G, padded d), v (T, G, padded d_v)."""
+        self.reserve(self.n + len(k))
         k, v = self.k_type.rotated(k), self.v_type.rotated(v)
-        decode.append_row(k[:, 0], v[:, 0], self.layout, self.n)
-        self.n += 1
+        decode.append_rows(k, v, self.layout, self.n)
+        self.n += len(k)
 
     def keys(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
         """Rows ``first`` to n of K as they are read, f16 or f32 (G, n - first, padded d).

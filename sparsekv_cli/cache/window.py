@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,16 @@ class WindowCache(BoundedCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         self._make_room(1)
         self.store.append_row(x.k, x.v)
+        self._count()
+        return attend_dense(x.q[None, :, 0], self.store, self.spec)[0]
+
+    def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
+        has_room = self.store.n + len(rows) <= max(self._capacity, self.store.capacity)
+        return self._decode_all(rows, self._count) if has_room else super().decode_rows(rows)
+
+    def _count(self) -> None:
         n = min(self.store.n, self.spec.window)
         self.ledger.counts["bytes_read"] += self.spec.n_head_kv * n * self.store.row_bytes
-        return attend_dense(x.q[:, 0], self.store, self.spec)
 
     def save(self) -> Any:
         return super().save(), self.first, self._marks.copy()  # rows move to another store

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.attend import score_rows
-from sparsekv_cli.cache.layer import DenseCache, LayerCache, rows_alike
+from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.queries import PastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
@@ -48,7 +48,7 @@ from sparsekv_cli.cpu.lfps.saved import SavedTables
 from sparsekv_cli.cpu.lfps.start import lfps_init
 from sparsekv_cli.cpu.lfps.step import LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
-from sparsekv_cli.methods.quest import Quest, QuestCache
+from sparsekv_cli.methods.quest import DenseThenPages, Quest
 from sparsekv_cli.settings.option import option
 
 ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
@@ -140,27 +140,6 @@ class LFPS(Method):
 
     def used(self) -> Sequence[Method]:
         return (PAGES,)
-
-
-class DenseThenPages(QuestCache, DenseCache):
-    """A dense layer: it attends to all rows while that is cheaper than choosing pages."""
-
-    def __init__(self, spec: LayerSpec, pages: Quest, pages_from: int) -> None:
-        super().__init__(spec, pages)
-        self._pages_from = pages_from
-        self.attends_to_some = False
-
-    def is_dense_at(self, n: int) -> bool:
-        return n <= self._pages_from or super().is_dense_at(n)
-
-    def finish_prefill(self) -> None:
-        super().finish_prefill()
-        self.attends_to_some = not self.is_dense_at(self.store.n + 1)
-
-    def decode(self, x: AttnInput) -> np.ndarray:
-        if not self.is_dense_at(self.store.n + 1):
-            return super().decode(x)
-        return DenseCache.decode(self, x)
 
 
 class LFPSCache(LayerCache):
@@ -322,6 +301,18 @@ class LFPSCache(LayerCache):
         self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
         return store.v_type.rotated(out)
 
+    def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
+        if not self._is_dense_at(self.store.n + len(rows)):
+            return super().decode_rows(rows)
+        left = iter(rows)
+
+        def count() -> None:
+            self._queries.record(next(left).q, self.store.n)
+            self._count_all(sparse=True)
+
+        self.lse[:] = ALL
+        return self._decode_all(rows, count)
+
     def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
         """Sets the step to n rows of which a head attends to k, with room for rows and entries."""
         self.store.reserve(n)
@@ -344,13 +335,17 @@ class LFPSCache(LayerCache):
         return rows_alike(self._is_dense_at, self.store.n + 1, n)
 
     def save(self) -> Any:
+        if self._is_dense_at(self.store.n + 1):  # the step records its query, and no more
+            return super().save(), None, self._queries.copy(), self._n_indexed, 0
         tables = SavedTables(self._tables, self.method.decay, self._raised, self._statistics)
         n_parts = self._scout.n_parts if self._scout else 0
-        return super().save(), tables, self._queries.copy(), self._n_indexed, n_parts
+        return super().save(), tables, self._queries, self._n_indexed, n_parts
 
     def take_back(self, saved: Any) -> None:
         of_rows, tables, self._queries, self._n_indexed, n_parts = saved
         super().take_back(of_rows)
+        if tables is None:
+            return
         tables.restore(self._tables)
         if self._scout and self._scout.n_parts > n_parts:
             self._scout.n_parts = n_parts

@@ -22,13 +22,14 @@ Departures; docs/methods.md has their reasons:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache, SelectingCache
-from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.layer import DenseCache, LayerCache, SelectingCache
+from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
@@ -134,3 +135,27 @@ class QuestCache(SelectingCache):
 
     def memory(self) -> Memory:
         return Memory(host=self.store.nbytes, index=self._hi.nbytes + self._lo.nbytes)
+
+
+class DenseThenPages(QuestCache, DenseCache):
+    """A dense layer of lfps: it attends to all rows while that is cheaper than choosing pages."""
+
+    def __init__(self, spec: LayerSpec, pages: Quest, pages_from: int) -> None:
+        super().__init__(spec, pages)
+        self._pages_from = pages_from
+        self.attends_to_some = False
+
+    def is_dense_at(self, n: int) -> bool:
+        return n <= self._pages_from or super().is_dense_at(n)
+
+    def finish_prefill(self) -> None:
+        super().finish_prefill()
+        self.attends_to_some = not self.is_dense_at(self.store.n + 1)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        is_dense = self.is_dense_at(self.store.n + 1)
+        return DenseCache.decode(self, x) if is_dense else super().decode(x)
+
+    def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
+        dense = DenseCache if self.is_dense_at(self.store.n + len(rows)) else LayerCache
+        return dense.decode_rows(self, rows)

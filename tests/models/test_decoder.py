@@ -198,7 +198,9 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
 
 
-@pytest.mark.parametrize(("repack", "activations"), [("on", "16"), ("off", "16"), ("off", "8")])
+@pytest.mark.parametrize(
+    ("repack", "activations"), [("on", "8"), ("on", "16"), ("off", "16"), ("off", "8")]
+)
 @pytest.mark.parametrize("wtype", WEIGHT_TYPES)
 def test_rows_of_a_draft_give_the_bits_of_single_steps(wtype, repack, activations, tmp_path):
     """As many rows as a step can have, and numbers that do not fill the kernels' tiles."""

@@ -6,6 +6,7 @@ from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.attention import decode
+from sparsekv_cli.cpu.attention.flash import ALL_ROWS
 from sparsekv_cli.cpu.attention.rows import F16, Q8_0
 
 NO_CAP = np.float32(0)
@@ -29,9 +30,31 @@ def test_attend_dense(n_head, n_kv_head, d, n, n_threads, kinds):
     q, k, v = make(n_head, n_kv_head, d, n, kinds)
     out = np.empty_like(q)
     scale = np.float32(d**-0.5)
-    decode.attend_dense(q, layout(k, v), 0, n, n_kv_head, scale, NO_CAP, NO_SINKS, out, n_threads)
+    decode.attend_dense(
+        q[None], layout(k, v), n, ALL_ROWS, n_kv_head, scale, NO_CAP, NO_SINKS, out[None], n_threads
+    )
     expected = decode.attend_dense_ref(q, k.exact[:, :n], v.exact[:, :n], scale)
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), [*GEOMETRIES, (12, 2, 128), (14, 2, 64)])
+@pytest.mark.parametrize("kinds", [(F16, F16), (Q8_0, Q8_0)])
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("window", [200, ALL_ROWS])
+@pytest.mark.parametrize(("n", "n_token"), [(9, 9), (63, 2), (260, 8), (515, 65), (1300, 4)])
+def test_tokens_attend_together_as_alone(
+    n_head, n_kv_head, d, kinds, n_threads, window, n, n_token
+):
+    """Bit by bit, also where their keys are cut into more pieces from some token on."""
+    _, k, v = make(n_head, n_kv_head, d, n, kinds)
+    q = np.random.default_rng(3).standard_normal((n_token, n_head, d)).astype(np.float32)
+    args = (n_kv_head, np.float32(d**-0.5), np.float32(1.5), sinks_of(n_head, True))
+    together, alone = np.empty((2, *q.shape), np.float32)
+    decode.attend_dense(q, layout(k, v), n, window, *args, together, n_threads)
+    for b in range(n_token):
+        one, n_own = slice(b, b + 1), n - n_token + 1 + b
+        decode.attend_dense(q[one], layout(k, v), n_own, window, *args, alone[one], n_threads)
+    np.testing.assert_array_equal(together, alone)
 
 
 OPTIONS = [(1.5, True), (0.0, True), (1.5, False)]  # a softcap, and whether there are sinks
@@ -49,14 +72,14 @@ def test_softcaps_sinks_and_a_part_of_the_rows(n_head, n_kv_head, d, n, first, s
     q, k, v = make(n_head, n_kv_head, d, n)
     out, sinks, scale = np.empty_like(q), sinks_of(n_head, has_sinks), np.float32(d**-0.5)
     cap = np.float32(softcap)
-    args = (n_kv_head, scale, cap, sinks, out, 2)
+    args = (n_kv_head, scale, cap, sinks)
     expected = decode.attend_dense_ref(
         q, k.exact[:, first:n], v.exact[:, first:n], scale, softcap, sinks if has_sinks else None
     )
-    decode.attend_dense(q, layout(k, v), first, n, *args)
+    decode.attend_dense(q[None], layout(k, v), n, n - first, *args, out[None], 2)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     idx = np.tile(np.arange(first, n, dtype=np.int32)[::-1], (n_kv_head, 1))
-    decode.attend_rows(q, layout(k, v), idx, np.full(n_kv_head, n - first), *args)
+    decode.attend_rows(q, layout(k, v), idx, np.full(n_kv_head, n - first), *args, out, 2)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -97,7 +120,8 @@ def test_attention_survives_huge_scores(kind):
     keys[0, 300] = 300 * np.sign(q[0])
     k, v = store(keys, kind), store(values, kind)
     out = np.empty_like(q)
-    decode.attend_dense(q, layout(k, v), 0, 600, 1, np.float32(1), NO_CAP, NO_SINKS, out, 2)
+    args = (1, np.float32(1), NO_CAP, NO_SINKS, out[None], 2)
+    decode.attend_dense(q[None], layout(k, v), 600, ALL_ROWS, *args)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[0], v.exact[0, 300], atol=1e-5)
 
