@@ -99,7 +99,6 @@ def profile_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row a kernel of ``n_steps`` steps, the longest first. ms: a step without the profiler."""
     if device.type != "cuda":
-        step()
         return
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
