@@ -23,7 +23,7 @@ def knowing(path: Path, arch: str, **options: Any) -> Path:
     weak = ("attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
     for tensor in GGUFReader(path, "r+").tensors:
         if tensor.name.split(".")[-2] in weak:
-            tensor.data[:] *= 0.0 if tensor.name.startswith(block) else 0.3
+            tensor.data[:] *= 0.0 if tensor.name.startswith(block) else 0.2
         elif tensor.name == f"{block}nextn.eh_proj.weight":
             tensor.data[:] = np.eye(*tensor.data.shape)
     return path

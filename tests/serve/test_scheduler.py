@@ -51,6 +51,7 @@ class Asked:
         self.began, self.ended = threading.Event(), threading.Event()
         seconds = options.pop("seconds", 60.0)
         method = options.pop("method", FULL)
+        self._pause: Callable[[], Any] = options.pop("pause", lambda: None)  # after an event
         request = Request(ids, method, 0, n, options.pop("sampling", GREEDY), **options)
         self.job = Job(request, self._tell, seconds)
         scheduler.submit([self.job])
@@ -58,6 +59,7 @@ class Asked:
     def _tell(self, event: Event) -> None:
         self.events.append(event)
         self.began.set()
+        self._pause()
         if isinstance(event, Finished | Failed):
             self.ended.set()
 
@@ -214,15 +216,17 @@ def test_others_decode_while_a_prompt_is_prefilled(start: Callable[..., Schedule
 
 
 def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler]) -> None:
-    scheduler = start(n_parallel=1, n_queue=1)
-    first, second = Asked(scheduler, tokens(30), 900), Asked(scheduler, tokens(5), 2)
+    scheduler, aborted = start(n_parallel=1, n_queue=1), threading.Event()
+    first = Asked(scheduler, tokens(30), 900, pause=lambda: aborted.wait(60))
+    second = Asked(scheduler, tokens(5), 2)
     assert first.began.wait(60)
     with pytest.raises(QueueFullError, match="wait already, at most 1 may"):
         Asked(scheduler, tokens(5), 2)
     assert not second.events
     scheduler.abort(first.job)
+    aborted.set()
     assert second.text and isinstance(first.end, Failed)
-    late = Asked(scheduler, tokens(30), 900, seconds=0.2)
+    late = Asked(scheduler, tokens(30), 900, seconds=0.2, pause=lambda: time.sleep(0.1))
     assert isinstance(late.end, Failed) and "longer than 0.2 s" in str(late.end.error)
 
 
