@@ -50,6 +50,11 @@ class DecoderEngine(ABC):
         self.note, self.n_ctx = note, n_ctx
         self._ends = ends
 
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.decoder.hparams.n_vocab
+
     @abstractmethod
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         """Returns an empty cache of one layer."""

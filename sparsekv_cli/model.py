@@ -81,7 +81,7 @@ class Model:
         of_model = None if self.draft is None else self.draft.sequence()
         timings = Timings(load_s=self.load_s, speculation=Speculation(source))
         sequence = Sequence(self.engine, attention or self._default, timings=timings)
-        sequence.drafts = new_drafts(source, sequence, of_model, self.hparams.n_vocab)
+        sequence.drafts = new_drafts(source, sequence, of_model)
         return sequence
 
     def close(self) -> None:

@@ -156,6 +156,10 @@ class Engine(Protocol):
     n_ctx: int  # the most tokens of a sequence
     shares_prefill: bool  # one prefill can fill the caches of several methods
 
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the vocabulary."""
+
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
 from sparsekv_cli import load
-from sparsekv_cli.drafts.draft_model import LONG, MOST, ModelDrafts
+from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
@@ -35,6 +36,15 @@ def opened(path: Path, n_ctx: int = 900, name: str = "full") -> Model:
     return load_model(path, build_method(name, {}), config)
 
 
+def draft_of(drafts: ModelDrafts, text: list[int], most: int) -> list[int]:
+    """The draft after ``text``, once that is read."""
+    found = drafts.draft(text[:-1], text[-1], most, least_chance=0.0)
+    while drafts.is_reading:
+        assert found == []
+        found = drafts.draft(text[:-1], text[-1], most, least_chance=0.0)
+    return found
+
+
 def assert_likely(model: Model, text: list[int], draft: list[int]) -> None:
     """Each token is the likeliest one, but for what the rounding of decode steps changes."""
     sequence = model.sequence()
@@ -53,14 +63,14 @@ def test_a_draft_is_what_the_model_would_write(method: str, path: Path) -> None:
     for new in ([], [7], [9, 8, 7], [], [5] * (LONG + 5), [1]):
         for n_kept in (MOST, 2, 0):
             text += new
-            found = drafts.draft(text[:-1], text[-1], MOST, least_chance=0.0)
+            found = draft_of(drafts, text, MOST)
             assert len(found) == MOST
             if method == "full":
                 assert_likely(model, text, found)
             text += found[:n_kept]
     text[100:] = [11] * 30
     drafts.begin(text)
-    found = drafts.draft(text[:-1], text[-1], 5, least_chance=0.0)
+    found = draft_of(drafts, text, 5)
     assert len(found) == 5
     if method == "full":
         assert_likely(model, text, found)
@@ -71,8 +81,8 @@ def test_a_draft_ends_with_doubt_and_with_the_context(path: Path) -> None:
     model = opened(path, n_ctx=len(TOKENS) + 6)
     drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
     drafts.begin(TOKENS)
+    assert len(draft_of(drafts, TOKENS, 20)) == 6
     assert drafts.draft(TOKENS[:-1], TOKENS[-1], 20, least_chance=1.0) == []
-    assert len(drafts.draft(TOKENS[:-1], TOKENS[-1], 20, least_chance=0.0)) == 6
     assert drafts.draft(TOKENS[:-1], TOKENS[-1], 0) == []
     text = [*TOKENS, *range(20, 26)]
     assert drafts.draft(text[:-1], text[-1], 20, least_chance=0.0) == []
@@ -107,6 +117,65 @@ def test_answers_are_the_same(
             assert own["accepted"] > 30 > others["accepted"]
 
 
+def test_a_long_text_is_read_piece_by_piece(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = opened(path, n_ctx=3 * PIECE)
+    drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), [5, 6, 7] * (PIECE - 20)
+    sequence, n_decoded = drafts.sequence, list[int]()
+    decode = sequence.engine.decode
+
+    def counted(sequences: Any, rows: Any) -> Any:
+        n_decoded.append(len(rows[0]))
+        return decode(sequences, rows)
+
+    monkeypatch.setattr(sequence.engine, "decode", counted)
+    drafts.begin(text)
+    for n_read in (PIECE, 2 * PIECE, 3 * PIECE):
+        text += [8]  # the answer goes on in the meantime
+        assert drafts.draft(text[:-1], text[-1], 3, least_chance=0.0) == []
+        assert drafts.is_reading and len(sequence.tokens) == min(n_read, len(text))
+    assert not n_decoded
+    found = drafts.draft(text, 9, 3, least_chance=0.0)
+    assert len(found) == 3 and not drafts.is_reading and n_decoded == [1, 1, 1]
+    model.close()
+
+
+def test_tokens_that_the_draft_model_lacks(path: Path) -> None:
+    """A text that has one has no draft. The next text has drafts again."""
+    model = opened(path)
+    drafts = ModelDrafts(model.sequence(), 450)
+    drafts.begin(TOKENS)
+    assert max(draft_of(drafts, TOKENS, MOST)) < 450
+    for text in ([*TOKENS, 450], [*TOKENS, 450, 7], [*TOKENS, 10**6]):
+        assert draft_of(drafts, text, MOST) == []
+        drafts.begin(TOKENS)
+    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == MOST
+    model.close()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.filterwarnings("error")
+def test_logits_that_are_no_numbers(
+    bad: float, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = opened(path)
+    drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
+    drafts.begin(TOKENS)
+    assert len(draft_of(drafts, TOKENS, 3)) == 3
+    decode_batch = model.decoder.decode_batch
+    n_good = iter([1, 1, 0])
+
+    def spoilt(*args: Any) -> np.ndarray:
+        logits = decode_batch(*args)
+        if not next(n_good, 0):
+            logits[:, None if bad == -np.inf else 77] = bad
+        return logits
+
+    monkeypatch.setattr(model.decoder, "decode_batch", spoilt)
+    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == 2  # those ahead of the bad logits
+    assert draft_of(drafts, [*TOKENS, 7, 8], MOST) == []
+    model.close()
+
+
 def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
     with pytest.raises(SparseKVError, match=r"another vocabulary than .*: a draft model needs the"):
         load(path, speculate="auto", draft_model=str(default_model))
@@ -132,14 +201,21 @@ def test_settings_that_do_not_fit(
         load(path, **settings)
 
 
-def test_a_vocabulary_may_have_more_tokens_at_its_end(path: Path, tmp_path: Path) -> None:
-    small = make_model(tmp_path / "small.gguf", n_layer=1, n_vocab=600)
-    asked = {"max_tokens": 20, "temperature": 0.0}
+@pytest.mark.parametrize("n_vocab", [600, 500, 450])
+def test_a_vocabulary_may_have_more_tokens_at_its_end(
+    n_vocab: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the draft model or of the other one, whose text may have them."""
+    monkeypatch.setattr(ModelDrafts, "least_chance", 0.0)
+    small = make_model(tmp_path / "small.gguf", n_layer=1, n_vocab=n_vocab)
+    asked = {"max_tokens": 60, "temperature": 1.5, "seed": 4}
     with load(path, n_ctx=200, threads=1, speculate="off") as model:
         expected = model.generate("a b c", **asked).tokens
+    assert max(expected) >= 450
     drafting = {"speculate": "draft-model", "draft_model": str(small)}
     with load(path, n_ctx=200, threads=1, **drafting) as model:
-        assert model.generate("a b c", **asked).tokens == expected
+        reply = model.generate("a b c", **asked)
+    assert reply.tokens == expected and reply.timings["speculation"]["drafted"] > 0
 
 
 def test_a_method_that_does_not_exist_is_an_option_error(path: Path) -> None:
