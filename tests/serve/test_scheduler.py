@@ -20,6 +20,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Event,
@@ -150,6 +151,68 @@ def test_drafts_change_no_text(model: Model) -> None:
     assert off.drafted_tokens == 0 < 20 < drafted.accepted_tokens <= drafted.drafted_tokens
     assert drafted.n_steps < off.n_steps and drafted.step_tokens == off.step_tokens
     assert (off.rows_total, off.rows_attended) == (drafted.rows_total, drafted.rows_attended)
+
+
+def test_counts_of_answers_that_end_within_a_draft(model: Model) -> None:
+    """By a stop string, or by a token that ends the answer."""
+    drafting = replace(model, config=replace(model.config, speculate="ngram"))
+    scheduler = Scheduler(drafting, n_parallel=1, n_queue=99, kv_bytes=1 << 30)
+    scheduler.start()
+    likely = dict.fromkeys(range(40, 44), 30.0)
+    greedy = SamplingOptions({"temp": 0.0, "logit_bias": likely}, ignore_eos=True)
+    text = Asked(scheduler, tokens(60), 50, sampling=greedy).text
+    given: list[dict[str, Any]] = [{"stops": (text[i : i + 6],)} for i in range(8, 44, 2)]
+    bias = dict.fromkeys(model.tokenizer.eog_ids, 27.0) | {40: 30.0}
+    ending = SamplingOptions({"temp": 1.0, "logit_bias": bias})
+    given += [{"seed": seed, "sampling": ending} for seed in range(12)]
+    n_accepted = [scheduler.stats.accepted_tokens]
+    reasons, n_in_ends = [], []
+    for options in given:
+        asked = Asked(scheduler, tokens(60), 50, **{"sampling": greedy, "n_bins": 4} | options)
+        assert isinstance(asked.end, Finished)
+        news = [event for event in asked.events if isinstance(event, NewToken)]
+        n_accepted.append(scheduler.stats.accepted_tokens)
+        assert sum(event.n_tokens for event in news) == asked.end.n_generated
+        assert sum(event.n_accepted for event in news) == n_accepted[-1] - n_accepted[-2]
+        is_end = asked.end.stop_reason == "eos"
+        for event in news:  # a token that ends an answer is not in it
+            assert event.n_tokens - event.n_accepted == (0 if is_end and event is news[-1] else 1)
+        reasons.append(asked.end.stop_reason)
+        n_in_ends.append(news[-1].n_accepted if news else 0)
+    scheduler.stop()
+    in_ends = {reason for reason, n in zip(reasons, n_in_ends, strict=True) if n}
+    assert in_ends >= {"stop", "eos"}
+
+
+def test_a_parked_sequence_has_no_copies_of_a_draft(model: Model) -> None:
+    """Its client left while the step of a draft was on its way."""
+    drafting = replace(model, config=replace(model.config, speculate="ngram"))
+    scheduler = Scheduler(drafting, n_parallel=1, n_queue=9, kv_bytes=1 << 30)
+    likely = dict.fromkeys(range(40, 44), 30.0)
+    sampling = SamplingOptions({"temp": 0.0, "logit_bias": likely}, ignore_eos=True)
+    parked = []
+    park = scheduler._running._park
+
+    def look(sequence: Sequence) -> None:
+        parked.append((len(sequence.tokens), sum(len(c._saved) for c in sequence.caches)))
+        park(sequence)
+
+    scheduler._running._park = look
+    asked = Asked(scheduler, tokens(60), 300, sampling=sampling)
+    tell = asked.job.emit
+
+    def leave(event: Event) -> None:
+        tell(event)
+        if isinstance(event, NewToken) and event.n_accepted > 3:
+            asked.job.abort()
+
+    asked.job.emit = leave
+    scheduler.start()
+    assert isinstance(asked.end, Failed)
+    scheduler.stop()
+    n_told = sum(event.n_tokens for event in asked.events if isinstance(event, NewToken))
+    ((n_tokens, n_copies),) = parked
+    assert n_tokens > 60 + n_told and n_copies == 0
 
 
 @pytest.mark.slow
