@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from statistics import median
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
+from sparsekv_cli.sequence import Sequence
 
 LOSS = 0.015  # of the seconds of all steps: what drafts may lose
 FIRST_LOSS = 1.5  # steps: what the first drafts may lose
@@ -58,8 +58,8 @@ class AutoDrafts:
         self._counts = [(PRIOR * chance, PRIOR) for chance in CHANCES]
 
     @property
-    def caches(self) -> Ids[LayerCache]:
-        return () if self._model is None else self._model.caches
+    def sequence(self) -> Sequence | None:
+        return None if self._model is None else self._model.sequence
 
     def begin(self, tokens: Ids[int]) -> None:
         self._ngrams.begin(tokens)

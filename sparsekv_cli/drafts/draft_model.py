@@ -6,7 +6,6 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.prompt_rows import n_common
 from sparsekv_cli.sequence import Sequence
 
@@ -31,10 +30,6 @@ class ModelDrafts:
         self.is_reading = False  # whether the last call has read a piece of the text
         self._n_same = 0  # tokens that both sequences have in common for certain
         self._is_known = True  # whether the vocabulary has all tokens of the text
-
-    @property
-    def caches(self) -> Ids[LayerCache]:
-        return self.sequence.caches
 
     def begin(self, tokens: Ids[int]) -> None:
         self._n_same = n_common(tokens, self.sequence.tokens)

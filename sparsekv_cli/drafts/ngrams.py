@@ -20,7 +20,7 @@ class NgramDrafts:
     """The places of all n-grams of a text that grows. A draft is at most as long as the match."""
 
     alone = False
-    caches = ()
+    sequence = None
 
     def __init__(self) -> None:
         self.n_matched = 0  # tokens of the match that was found last

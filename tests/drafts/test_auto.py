@@ -112,7 +112,7 @@ class Reading:
     """A draft model that reads a text in two calls, and whose first draft takes long."""
 
     is_reading = False
-    caches = ()
+    sequence = None
 
     def __init__(self):
         self.n_calls = 0

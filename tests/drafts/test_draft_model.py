@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import load
+from sparsekv_cli import load, machine
+from sparsekv_cli.cache import row_sizes
+from sparsekv_cli.cache.row_sizes import token_bytes
 from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
@@ -190,6 +194,9 @@ def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
             ValueError,
             "no use for draft_model",
         ),
+        ({"speculate": "off", "draft_model": "x"}, ValueError, "no use for draft_model"),
+        ({"speculate": "mtp", "draft_model": "x"}, ValueError, "no use for draft_model"),
+        ({"draft_method": "quest"}, ValueError, "draft_method .* needs draft_model"),
         ({"speculate": "auto", "draft_model": "no.gguf"}, SparseKVError, "no.gguf"),
         ({"speculate": "guess"}, ValueError, "must be auto, ngram, mtp, draft-model or off"),
     ],
@@ -216,6 +223,57 @@ def test_a_vocabulary_may_have_more_tokens_at_its_end(
     with load(path, n_ctx=200, threads=1, **drafting) as model:
         reply = model.generate("a b c", **asked)
     assert reply.tokens == expected and reply.timings["speculation"]["drafted"] > 0
+
+
+def test_the_context_of_a_draft_model(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the other model, as far as the draft model was trained; its rows need memory."""
+    shorter = make_model(tmp_path / "shorter.gguf", n_layer=1, n_ctx=300)
+    longer = make_model(tmp_path / "longer.gguf", n_layer=1, n_ctx=900)
+    for large, small, stated, n in (
+        (longer, shorter, 0, 300),
+        (shorter, longer, 0, 300),
+        (longer, longer, 200, 200),
+        (longer, shorter, 500, 300),
+    ):
+        with load(large, n_ctx=stated, threads=1, draft_model=str(small)) as model:
+            assert model._model.draft is not None and model._model.draft.n_ctx == n
+            drafts = model._model.sequence().drafts
+            assert drafts is not None and drafts.sequence is not None
+            assert drafts.sequence.n_ctx == n
+    row = token_bytes(opened(longer).hparams.layers, "f16", "f16")
+    for module in (row_sizes, machine):
+        monkeypatch.setattr(module, "available_memory", lambda: 1200 * row)
+    load(longer, n_ctx=500, threads=1, draft_model=str(longer)).close()
+    with pytest.raises(SparseKVError, match=r"K and V of 700 tokens \(-c\) .*take -c 512 or less"):
+        load(longer, n_ctx=700, threads=1, draft_model=str(longer))
+    load(longer, n_ctx=700, threads=1).close()
+    with load(longer, threads=1, draft_model=str(longer)) as model:  # no context is stated
+        for module in (row_sizes, machine):
+            monkeypatch.setattr(module, "available_memory", lambda: 1400 * row)
+        text = model.detokenize([20] * 150)
+        with pytest.raises(SparseKVError, match=r"K and V of 8.. tokens .* shorten the prompt"):
+            model.generate(f"{text} {text}", max_tokens=1)
+        assert model.generate(text, max_tokens=1).tokens
+
+
+def test_a_model_that_is_closed_holds_no_draft_model(path: Path, other: Path) -> None:
+    model = load(path, n_ctx=300, threads=1, speculate="draft-model", draft_model=str(other))
+    stream = model.generate("a b c", max_tokens=9, stream=True)
+    next(stream)
+    draft = model._model.draft
+    assert draft is not None and model._sequence.draft_caches
+    file, held = draft.gguf, weakref.ref(draft.decoder)
+    del draft
+    model.close()
+    gc.collect()
+    assert held() is None and not model._sequence.draft_caches and list(stream) == []
+    with pytest.raises(ValueError, match=r"small.gguf is closed"):
+        file.check_intact()
+    for ask in (model.generate, lambda text: model.chat([{"role": "user", "content": text}])):
+        with pytest.raises(SparseKVError, match="the model is closed: load it again"):
+            ask("a")
 
 
 def test_a_method_that_does_not_exist_is_an_option_error(path: Path) -> None:

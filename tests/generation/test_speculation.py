@@ -29,7 +29,7 @@ class Knowing:
     """Drafts of a known text. A draft at the end of n tokens has a mistake after n % 7 tokens."""
 
     alone = False
-    caches = ()
+    sequence = None
 
     def __init__(self, truth: list[int]) -> None:
         self.truth = truth
