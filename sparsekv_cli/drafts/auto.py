@@ -137,8 +137,8 @@ class AutoDrafts:
 
 def n_worth(chance: float, cost: float) -> int:
     """The largest i with chance^i > cost: tokens of a draft that save more than they cost."""
-    if chance >= 1 or cost <= 0:
-        return MOST_DRAFTED
     if chance <= cost:
         return 0
+    if chance >= 1 or cost <= 0:
+        return MOST_DRAFTED
     return min(MOST_DRAFTED, math.ceil(math.log(cost) / math.log(chance)) - 1)

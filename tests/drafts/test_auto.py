@@ -10,6 +10,7 @@ import pytest
 
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.auto import FIRST_LOSS, LOSS, AutoDrafts, n_worth
+from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.prefix.prompt_rows import n_common
 
@@ -108,17 +109,14 @@ def test_steps_and_rows_that_take_no_time(step_s):
     assert drafts.draft(tokens, 3, 64) == []
 
 
-class Reading:
+class Reading(ModelDrafts):
     """A draft model that reads a text in two calls, and whose first draft takes long."""
-
-    is_reading = False
-    sequence = None
 
     def __init__(self):
         self.n_calls = 0
 
     def begin(self, tokens):
-        pass
+        """Nothing to do."""
 
     def draft(self, tokens, last, most, least_chance):
         self.n_calls += 1

@@ -13,7 +13,6 @@ from tiny_models import make_model
 
 from sparsekv_cli import load, machine
 from sparsekv_cli.cache import row_sizes
-from sparsekv_cli.cache.row_sizes import token_bytes
 from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
@@ -121,25 +120,18 @@ def test_answers_are_the_same(
             assert own["accepted"] > 30 > others["accepted"]
 
 
-def test_a_long_text_is_read_piece_by_piece(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_read_piece_by_piece(path: Path) -> None:
     model = opened(path, n_ctx=3 * PIECE)
     drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), [5, 6, 7] * (PIECE - 20)
-    sequence, n_decoded = drafts.sequence, list[int]()
-    decode = sequence.engine.decode
-
-    def counted(sequences: Any, rows: Any) -> Any:
-        n_decoded.append(len(rows[0]))
-        return decode(sequences, rows)
-
-    monkeypatch.setattr(sequence.engine, "decode", counted)
+    sequence = drafts.sequence
     drafts.begin(text)
     for n_read in (PIECE, 2 * PIECE, 3 * PIECE):
         text += [8]  # the answer goes on in the meantime
         assert drafts.draft(text[:-1], text[-1], 3, least_chance=0.0) == []
         assert drafts.is_reading and len(sequence.tokens) == min(n_read, len(text))
-    assert not n_decoded
+    assert sequence.timings.decode_tokens == 0
     found = drafts.draft(text, 9, 3, least_chance=0.0)
-    assert len(found) == 3 and not drafts.is_reading and n_decoded == [1, 1, 1]
+    assert len(found) == sequence.timings.decode_tokens == 3 and not drafts.is_reading
     model.close()
 
 
@@ -158,9 +150,7 @@ def test_tokens_that_the_draft_model_lacks(path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.filterwarnings("error")
-def test_logits_that_are_no_numbers(
-    bad: float, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_are_no_numbers(bad: float, path: Path, monkeypatch: Any) -> None:
     model = opened(path)
     drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
     drafts.begin(TOKENS)
@@ -225,9 +215,7 @@ def test_a_vocabulary_may_have_more_tokens_at_its_end(
     assert reply.tokens == expected and reply.timings["speculation"]["drafted"] > 0
 
 
-def test_the_context_of_a_draft_model(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_context_of_a_draft_model(tmp_path: Path, monkeypatch: Any) -> None:
     """That of the other model, as far as the draft model was trained; its rows need memory."""
     shorter = make_model(tmp_path / "shorter.gguf", n_layer=1, n_ctx=300)
     longer = make_model(tmp_path / "longer.gguf", n_layer=1, n_ctx=900)
@@ -238,11 +226,9 @@ def test_the_context_of_a_draft_model(
         (longer, shorter, 500, 300),
     ):
         with load(large, n_ctx=stated, threads=1, draft_model=str(small)) as model:
-            assert model._model.draft is not None and model._model.draft.n_ctx == n
-            drafts = model._model.sequence().drafts
-            assert drafts is not None and drafts.sequence is not None
-            assert drafts.sequence.n_ctx == n
-    row = token_bytes(opened(longer).hparams.layers, "f16", "f16")
+            sequence: Any = model._model.sequence()
+            assert sequence.drafts.sequence.n_ctx == n
+    row = opened(longer).row_bytes(1)
     for module in (row_sizes, machine):
         monkeypatch.setattr(module, "available_memory", lambda: 1200 * row)
     load(longer, n_ctx=500, threads=1, draft_model=str(longer)).close()
@@ -250,8 +236,7 @@ def test_the_context_of_a_draft_model(
         load(longer, n_ctx=700, threads=1, draft_model=str(longer))
     load(longer, n_ctx=700, threads=1).close()
     with load(longer, threads=1, draft_model=str(longer)) as model:  # no context is stated
-        for module in (row_sizes, machine):
-            monkeypatch.setattr(module, "available_memory", lambda: 1400 * row)
+        monkeypatch.setattr(row_sizes, "available_memory", lambda: 1400 * row)
         text = model.detokenize([20] * 150)
         with pytest.raises(SparseKVError, match=r"K and V of 8.. tokens .* shorten the prompt"):
             model.generate(f"{text} {text}", max_tokens=1)
@@ -271,9 +256,8 @@ def test_a_model_that_is_closed_holds_no_draft_model(path: Path, other: Path) ->
     assert held() is None and not model._sequence.draft_caches and list(stream) == []
     with pytest.raises(ValueError, match=r"small.gguf is closed"):
         file.check_intact()
-    for ask in (model.generate, lambda text: model.chat([{"role": "user", "content": text}])):
-        with pytest.raises(SparseKVError, match="the model is closed: load it again"):
-            ask("a")
+    with pytest.raises(SparseKVError, match="the model is closed: load it again"):
+        model.generate("a")
 
 
 def test_a_method_that_does_not_exist_is_an_option_error(path: Path) -> None:
