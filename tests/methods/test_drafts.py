@@ -110,10 +110,9 @@ def test_large_states_have_short_drafts(sequence_of, monkeypatch):
     """So many rows as there is memory for copies of a layer's state."""
     sequence = sequence_of("full", shape={**LONG_CASES["qwen35"], "n_ctx": 420})
     sequence.prefill(PROMPT)
-    states = [cache for cache in sequence.caches if isinstance(cache, StateCache)]
+    n_bytes = max(each._n_bytes for each in sequence.caches if isinstance(each, StateCache))
     assert sequence.most_rows(65) == 65
     for n_copies in (0, 1, 5):
-        n_bytes = max(cache._n_bytes for cache in states)
         monkeypatch.setattr("sparsekv_cli.cache.state.DRAFT_BYTES", n_copies * n_bytes + 1)
         assert sequence.most_rows(65) == 1 + n_copies
         assert draft(sequence, ANSWER[0], ANSWER[1:9], 9)[0] == n_copies
