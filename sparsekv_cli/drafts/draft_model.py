@@ -35,6 +35,7 @@ class ModelDrafts:
         self._n_same = n_common(tokens, self.sequence.tokens)
         self._is_known = True
 
+    @np.errstate(all="ignore")  # NaN and infinity end a draft, and nothing else
     def draft(
         self, tokens: Ids[int], last: int, most: int, least_chance: float | None = None
     ) -> list[int]:
