@@ -78,7 +78,7 @@ def open_engine(
         )
     blocks = [hparams.next_block] if config.speculate == "mtp" and hparams.next_block else []
     if config.ctx_size:
-        more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // n_ctx)
+        more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // config.ctx_size)
         _check_context(hparams, method, config.ctx_size, more)
     from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
