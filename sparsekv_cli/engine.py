@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.kinds import share_rows
-from sparsekv_cli.cache.layer import LayerCache, reserve
+from sparsekv_cli.cache.layer import LayerCache, bytes_to_come, reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
@@ -49,6 +49,11 @@ class DecoderEngine(ABC):
         """n_ctx: the most tokens of a sequence. ends: returns the tokens that end a message."""
         self.note, self.n_ctx = note, n_ctx
         self._ends = ends
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.decoder.hparams.n_vocab
 
     @abstractmethod
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
@@ -109,7 +114,11 @@ class DecoderEngine(ABC):
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
             of_block = [] if sequence.next_rows is None else [sequence.next_rows.cache]
-            reserve([*sequence.caches, *of_block], n_room, is_checked=self.shares_prefill)
+            of_model, more = None if sequence.drafts is None else sequence.drafts.sequence, 0
+            if of_model is not None:  # it reads the prompt later
+                more = bytes_to_come(of_model.caches, min(n_room, of_model.n_ctx))
+            caches = [*sequence.caches, *of_block]
+            reserve(caches, n_room, is_checked=self.shares_prefill, more_bytes=more)
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
                 rows.begin(ids, found, n_loaded, sequence.caches)

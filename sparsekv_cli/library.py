@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -133,12 +133,18 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Ends streams, closes the model's file and frees the memory of its rows."""
+        """Ends streams, closes the model's file and frees the memory of its rows.
+
+        It frees all memory of a draft model.
+        """
         self._is_open = False
         for stream in list(self._streams):
             stream.close()
+        self._sequence.drafts = None
         self._sequence.reset()
         self._model.close()
+        self._model = replace(self._model, draft=None)
+        self._attention = cache(self._model.attention_of)
 
     def tokenize(
         self, text: str, *, add_bos: bool = False, parse_special: bool = False

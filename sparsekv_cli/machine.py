@@ -46,11 +46,12 @@ def open_engine(
     n_ctx: int,
     on_compile: OnCompile | None,
     ends: Callable[[], Container[int]] = frozenset,
+    draft_bytes: int = 0,
 ) -> DecoderEngine:
     """Returns the engine that ``config.device`` names.
 
-    ends: returns the tokens that end a message. Raises SparseKVError where there is no such device
-    or no room.
+    ends: returns the tokens that end a message. draft_bytes: of the rows of a draft model. Raises
+    SparseKVError where there is no such device or no room.
     """
     host_only = hparams.host_only or architecture.host_only
     if config.device == "auto" and host_only:
@@ -77,7 +78,8 @@ def open_engine(
         )
     blocks = [hparams.next_block] if config.speculate == "mtp" and hparams.next_block else []
     if config.ctx_size:
-        _check_context(hparams, method, config.ctx_size, token_bytes(blocks, "f16", "f16"))
+        more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // config.ctx_size)
+        _check_context(hparams, method, config.ctx_size, more)
     from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
     from sparsekv_cli.models.repack import wants_repacking

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.row_sizes import token_bytes
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.drafts.sources import new_drafts
 from sparsekv_cli.engine import DecoderEngine
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 TOKENS = "tokenizer.ggml.tokens"
+DRAFT_METHOD = "quest"  # of a draft model for which none is named
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ class Model:
         of_model = None if self.draft is None else self.draft.sequence()
         timings = Timings(load_s=self.load_s, speculation=Speculation(source))
         sequence = Sequence(self.engine, attention or self._default, timings=timings)
-        sequence.drafts = new_drafts(source, sequence, of_model, self.hparams.n_vocab)
+        sequence.drafts = new_drafts(source, sequence, of_model)
         return sequence
+
+    def row_bytes(self, n: int) -> int:
+        """Returns the bytes of K and V of n tokens, or of as many as fit the context."""
+        types = self.method.cache_type_k, self.method.cache_type_v
+        return min(n, self.n_ctx) * token_bytes(self.hparams.layers, *types)
 
     def close(self) -> None:
         """Closes the files of the model and of the one that drafts."""
@@ -143,11 +150,14 @@ def load_model(
     config: SessionConfig,
     on_compile: OnCompile | None = None,
     on_calibrate: OnCalibrate | None = None,
+    *,
+    most: int = 0,
 ) -> Model:
     """Opens and checks a model whose sequences attend with ``method`` by default.
 
-    on_compile, on_calibrate: as Model.prepare takes them. Raises SparseKVError, which says what is
-    wrong.
+    on_compile, on_calibrate: as Model.prepare takes them. most: tokens of a sequence if ``config``
+    does not state them; 0, or more than the model was trained for, takes those. Raises
+    SparseKVError, which says what is wrong.
     """
     import numba
 
@@ -165,9 +175,10 @@ def load_model(
                 f"--speculate mtp: {path} has no next-token block (nextn_predict_layers)"
             )
         method.check_layers([layer.kind for layer in hparams.layers])
-        n_ctx = config.ctx_size or hparams.n_ctx_train
+        n_ctx = config.ctx_size or min(hparams.n_ctx_train, most or hparams.n_ctx_train)
         if config.draft_model:
-            draft = _load_draft(file, replace(config, ctx_size=n_ctx), on_compile, on_calibrate)
+            draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)
+        draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
         weights = read_weights(file, hparams, architecture, n_ctx)
         if config.device != "cpu" and may_have_device():
             warmup.compile_for_gpus_host(path, method, config.kv == "host")
@@ -176,7 +187,7 @@ def load_model(
         tokenizer = cache(lambda: load_tokenizer(file.metadata))
         engine = open_engine(
             hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
-            lambda: tokenizer().eog_ids,
+            lambda: tokenizer().eog_ids, draft_bytes,
         )  # fmt: skip
         decoder: Any = engine.decoder
         calibrations = Calibrations(
@@ -201,16 +212,17 @@ def load_model(
 def _load_draft(
     file: GGUFFile,
     config: SessionConfig,
+    n_ctx: int,
     on_compile: OnCompile | None,
     on_calibrate: OnCalibrate | None,
 ) -> Model:
-    """Opens the model that drafts for the one in ``file``. config: that of the other model.
+    """Opens the model that drafts for the one in ``file``. config, n_ctx: of the other model.
 
     Raises SparseKVError for another vocabulary, OptionError for a method that does not exist.
     """
     path = resolve_model(config.draft_model)
     try:
-        method = build_method(config.draft_method, {})
+        method = build_method(config.draft_method or DRAFT_METHOD, {})
     except ValueError as error:
         raise OptionError(f"--draft-method: {error}") from None
     with open_gguf(path) as other:
@@ -220,6 +232,7 @@ def _load_draft(
             raise SparseKVError(
                 f"{path}: has another vocabulary than {file.path}: a draft model needs the same"
             )
-        n_ctx = min(config.ctx_size, read_hparams(other).n_ctx_train)
-    alone = replace(config, speculate="off", draft_model="", calibration="", ctx_size=n_ctx)
-    return load_model(path, method, alone, on_compile, on_calibrate)
+        stated = min(config.ctx_size, read_hparams(other).n_ctx_train)
+    alone = replace(config, speculate="off", draft_model="", draft_method="")
+    alone = replace(alone, calibration="", ctx_size=stated)
+    return load_model(path, method, alone, on_compile, on_calibrate, most=n_ctx)

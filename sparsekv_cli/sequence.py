@@ -134,8 +134,8 @@ class Drafts(Protocol):
     alone: bool  # whether it drafts only where no other sequence is decoded in the same step
 
     @property
-    def caches(self) -> Ids[LayerCache]:
-        """The caches of the draft model; none for a source without one."""
+    def sequence(self) -> Sequence | None:
+        """The draft model's sequence; None for a source without one."""
 
     def begin(self, tokens: Ids[int]) -> None:
         """An answer to ``tokens`` begins. They may differ from those of the last call."""
@@ -155,6 +155,10 @@ class Engine(Protocol):
 
     n_ctx: int  # the most tokens of a sequence
     shares_prefill: bool  # one prefill can fill the caches of several methods
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens of the vocabulary."""
 
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
@@ -220,7 +224,8 @@ class Sequence:
     def draft_caches(self) -> list[LayerCache]:
         """The caches of what makes drafts: of a next-token block, and of a smaller model."""
         of_block = [] if self.next_rows is None else [self.next_rows.cache]
-        return [*of_block, *(() if self.drafts is None else self.drafts.caches)]
+        of_model = None if self.drafts is None else self.drafts.sequence
+        return [*of_block, *(() if of_model is None else of_model.caches)]
 
     @property
     def method(self) -> Method:

@@ -303,22 +303,31 @@ def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
     return total
 
 
-def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool) -> None:
+def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
     """Announces that n rows in all are coming.
 
-    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows.
+    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows,
+    and for ``more_bytes``.
+    """
+    if is_checked:
+        n_bytes = bytes_to_come(caches, n) + more_bytes
+        check_memory(f"K and V of {n} tokens", n_bytes, "shorten the prompt")
+    for cache in caches:
+        cache.reserve(n)
+
+
+def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
+    """Returns the bytes that caches on the host will take in addition for n rows in all.
+
     The rows of all layers that keep them count. Only the largest of the other layers counts,
     because each is finished ahead of the next.
     """
     kept, largest = 0, 0
-    for cache in caches if is_checked else ():
+    for cache in caches:
         spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
         n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
         if cache.can_prefill_in_parts:
             kept += max(0, n_bytes - cache.store.nbytes)
         else:
             largest = max(largest, n_bytes - cache.store.nbytes)
-    if is_checked:
-        check_memory(f"K and V of {n} tokens", kept + largest, "shorten the prompt")
-    for cache in caches:
-        cache.reserve(n)
+    return kept + largest

@@ -15,6 +15,7 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
 from sparsekv_cli.cpu.recurrent.delta_net import LANES, STRETCH, delta_net
 
+DRAFT_BYTES = 8 << 20  # of the copies of a layer's state for the rows of a draft
 STEP = 2048  # tokens from a checkpoint to the next where no message ends
 
 
@@ -206,8 +207,11 @@ class StateCache(BoundedCache):
         return self._out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends ahead of a checkpoint, which cannot be taken back."""
-        left = STEP - self._n % STEP
+        """See LayerCache. A draft ends ahead of a checkpoint, which cannot be taken back.
+
+        It has as many rows as DRAFT_BYTES hold copies of the state.
+        """
+        n, left = min(n, 1 + DRAFT_BYTES // self._n_bytes), STEP - self._n % STEP
         return n if left == 1 else min(n, left - 1)
 
     def save(self) -> Any:

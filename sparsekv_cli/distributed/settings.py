@@ -82,6 +82,7 @@ def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> 
         sparse_from=model.sparse_from,
         device="cpu" if model.engine.shares_prefill else "cuda",
         calibration="",
+        draft_model="" if model.draft is None else str(Path(model.draft.gguf.path).absolute()),
     )
     if model.engine.shares_prefill:
         config = replace(config, **_host_choices(model))
@@ -100,13 +101,13 @@ def room_of(model: Model, n_sequences: int) -> Room:
     from sparsekv_cli.cache.row_sizes import token_bytes
 
     n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)
-    types = model.method.cache_type_k, model.method.cache_type_v
-    row = token_bytes(model.hparams.layers, *types)
-    row += token_bytes(model.engine.draft_specs, "f16", "f16")
+    models = [model] if model.draft is None else [model, model.draft]
+    rows = sum(each.row_bytes(n_rows) for each in models)
+    rows += n_rows * token_bytes(model.engine.draft_specs, "f16", "f16")
     on_gpu = not model.engine.shares_prefill
     is_copied = not on_gpu and _host_choices(model)["repack"] == "on"
-    weights = model.gguf.size * (2 if is_copied else 1)
-    return Room(model.n_threads, int(on_gpu), weights + n_sequences * n_rows * row)
+    weights = sum(each.gguf.size for each in models) * (2 if is_copied else 1)
+    return Room(model.n_threads, int(on_gpu), weights + n_sequences * rows)
 
 
 def _host_choices(model: Model) -> dict[str, Any]:

@@ -17,15 +17,17 @@ from collections import deque
 from collections.abc import Sequence as Ids
 from statistics import median
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
+from sparsekv_cli.sequence import Sequence
 
 LOSS = 0.015  # of the seconds of all steps: what drafts may lose
 FIRST_LOSS = 1.5  # steps: what the first drafts may lose
 N_SECONDS = 9  # measurements of which the median counts
 ROW_SHARE = 0.3  # of a step's seconds: what a further row takes, until it is measured
+LEAST_SHARE = 0.01  # of a step's seconds: what a further row takes at least
+LEAST_S = 1e-6  # seconds of a step, at least
 MOST_SAVED = 20  # steps: what earlier drafts have saved counts up to here
 MEMORY = 0.8  # the weight of earlier drafts, as often as a new one comes
 PRIOR = 3.0  # tokens that stand for the chance at first
@@ -44,6 +46,8 @@ class AutoDrafts:
 
     def __init__(self, ngrams: NgramDrafts, model: ModelDrafts | None = None) -> None:
         self._ngrams, self._model = ngrams, model
+        self._is_warm = False  # whether a step was decoded: the first one also loads kernels
+        self._has_drafted = False  # whether the draft model has; its first draft does so, too
         self._steps_s: deque[float] = deque(maxlen=N_SECONDS)  # of steps without a draft
         self._rows_s: deque[float] = deque(maxlen=N_SECONDS)  # of each row of a draft
         self._tokens_s: deque[float] = deque(maxlen=N_SECONDS)  # of each token of the draft model
@@ -54,8 +58,8 @@ class AutoDrafts:
         self._counts = [(PRIOR * chance, PRIOR) for chance in CHANCES]
 
     @property
-    def caches(self) -> Ids[LayerCache]:
-        return () if self._model is None else self._model.caches
+    def sequence(self) -> Sequence | None:
+        return None if self._model is None else self._model.sequence
 
     def begin(self, tokens: Ids[int]) -> None:
         self._ngrams.begin(tokens)
@@ -63,12 +67,16 @@ class AutoDrafts:
             self._model.begin(tokens)
 
     def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
-        """See Drafts. There is none until a step without a draft has been measured."""
+        """See Drafts. There is none until a step without a draft has been measured.
+
+        The first step is not measured.
+        """
         self._draft_s = 0.0
         if not self._steps_s:
             return []
         started, step_s = time.perf_counter(), median(self._steps_s)
         row_s = median(self._rows_s) if self._rows_s else ROW_SHARE * step_s
+        row_s = max(row_s, LEAST_SHARE * step_s)
         most = min(most, self._n_allowed(row_s))
         if most <= 0:
             return []
@@ -83,6 +91,10 @@ class AutoDrafts:
         return draft
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        seconds = max(seconds, LEAST_S)
         self._left_s += LOSS * seconds - self._draft_s
         if not n_drafted:
             self._steps_s.append(seconds)
@@ -99,12 +111,8 @@ class AutoDrafts:
             self._counts[self._of_match] = accepted + n_accepted, checked + n_checked
 
     def _n_allowed(self, row_s: float) -> int:
-        """The most rows of which all may be lost."""
-        return (
-            MOST_DRAFTED
-            if row_s * MOST_DRAFTED <= self._left_s
-            else int(max(0.0, self._left_s) / row_s)
-        )
+        """The most rows of which all may be lost. row_s is above 0."""
+        return int(min(MOST_DRAFTED, max(0.0, self._left_s) / row_s))
 
     def _by_model(
         self, tokens: Ids[int], last: int, most: int, row_s: float, step_s: float
@@ -117,15 +125,20 @@ class AutoDrafts:
             return []
         started = time.perf_counter()
         draft = self._model.draft(tokens, last, most, least_chance)
-        # The token that ended the draft was computed, too.
-        self._tokens_s.append((time.perf_counter() - started) / (len(draft) + 1))
+        seconds = time.perf_counter() - started
+        if self._has_drafted and not self._model.is_reading:
+            # The token that ended the draft was computed, too.
+            self._tokens_s.append(seconds / (len(draft) + 1))
+        else:
+            self._left_s += seconds  # ``checked`` takes it away: it comes once, and is no loss
+            self._has_drafted |= not self._model.is_reading
         return draft
 
 
 def n_worth(chance: float, cost: float) -> int:
     """The largest i with chance^i > cost: tokens of a draft that save more than they cost."""
-    if chance >= 1 or cost <= 0:
-        return MOST_DRAFTED
     if chance <= cost:
         return 0
+    if chance >= 1 or cost <= 0:
+        return MOST_DRAFTED
     return min(MOST_DRAFTED, math.ceil(math.log(cost) / math.log(chance)) - 1)

@@ -6,35 +6,36 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.prompt_rows import n_common
 from sparsekv_cli.sequence import Sequence
 
 MOST = 16  # tokens of a draft
 LONG = 64  # new tokens that are prefilled; fewer are decoded
+PIECE = 512  # tokens that a call prefills at most, so that no step waits for a long text
 
 
 class ModelDrafts:
     """A sequence of a smaller model, which follows the sequence that it drafts for.
 
-    Its tokens are ids of the same vocabulary.
+    Its tokens are ids of the same vocabulary. A text with a token that it lacks has no draft. Many
+    new tokens are read piece by piece, one a call. There is no draft until they are read.
     """
 
     alone = False
     least_chance = 0.4  # of a draft's last token to be accepted, by the draft model
 
     def __init__(self, sequence: Sequence, n_vocab: int) -> None:
-        """n_vocab: only the first tokens of the draft model's vocabulary are drafted."""
-        self._sequence, self._n_vocab = sequence, n_vocab
+        """n_vocab: tokens that both vocabularies have. The ids of others are larger."""
+        self.sequence, self._n_vocab = sequence, n_vocab
+        self.is_reading = False  # whether the last call has read a piece of the text
         self._n_same = 0  # tokens that both sequences have in common for certain
-
-    @property
-    def caches(self) -> Ids[LayerCache]:
-        return self._sequence.caches
+        self._is_known = True  # whether the vocabulary has all tokens of the text
 
     def begin(self, tokens: Ids[int]) -> None:
-        self._n_same = n_common(tokens, self._sequence.tokens)
+        self._n_same = n_common(tokens, self.sequence.tokens)
+        self._is_known = True
 
+    @np.errstate(all="ignore")  # NaN and infinity end a draft, and nothing else
     def draft(
         self, tokens: Ids[int], last: int, most: int, least_chance: float | None = None
     ) -> list[int]:
@@ -43,16 +44,21 @@ class ModelDrafts:
         The chance is the product of the draft model's probabilities from the draft's begin.
         """
         least_chance = self.least_chance if least_chance is None else least_chance
-        sequence, text = self._sequence, [*tokens, last]
-        most = min(most, MOST, sequence.n_ctx - len(text))
-        if most <= 0:
+        self.is_reading = False
+        sequence = self.sequence
+        most = min(most, MOST, sequence.n_ctx - len(tokens) - 1)
+        if most <= 0 or not self._is_known:
             return []
-        logits = self._follow(text)
+        logits = self._follow([*tokens, last])
         draft: list[int] = []
+        if logits is None:
+            return draft
         chance = 1.0
         while True:
             logits = logits[: self._n_vocab]
-            token = int(np.argmax(logits))
+            token = int(np.argmax(logits))  # the first NaN, if there is one
+            if not np.isfinite(logits[token]):
+                return draft
             chance /= float(np.sum(np.exp(logits - logits[token])))
             if chance < least_chance:
                 return draft
@@ -64,15 +70,25 @@ class ModelDrafts:
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
         """Nothing to do: the next draft begins with what was accepted."""
 
-    def _follow(self, text: list[int]) -> np.ndarray:
-        """Gives the sequence the tokens of ``text``. Returns the logits after the last one."""
-        sequence, n = self._sequence, self._n_same
+    def _follow(self, text: list[int]) -> np.ndarray | None:
+        """Gives the sequence the tokens of ``text``. Returns the logits after the last one.
+
+        None: the sequence lacks tokens of the text still, or for good.
+        """
+        sequence, n = self.sequence, self._n_same
         n += n_common(text[n:], sequence.tokens[n:])
         sequence.rewind(min(n, len(text) - 1))
         new = text[len(sequence.tokens) :]
+        self._is_known = max(new) < self._n_vocab
+        if not self._is_known:
+            return None
+        self.is_reading = len(new) > LONG or not sequence.tokens
+        if self.is_reading:
+            new = new[:PIECE]
+            self._n_same = len(sequence.tokens) + len(new)
+            sequence.prefill(new)
+            return None
         self._n_same = len(text)
-        if len(new) > LONG or not sequence.tokens:
-            return sequence.prefill(new)
         while True:
             n = max(1, sequence.most_rows(len(new)))
             (outcomes,) = sequence.engine.decode([sequence], [new[:n]])

@@ -13,7 +13,7 @@ class MtpDrafts:
     """The likeliest tokens, each by the block's own output for the one before."""
 
     alone = False
-    caches = ()
+    sequence = None
 
     def __init__(self, rows: NextTokenRows) -> None:
         """rows: of the sequence, which owns them and cuts them."""

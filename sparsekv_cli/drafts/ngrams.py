@@ -20,26 +20,18 @@ class NgramDrafts:
     """The places of all n-grams of a text that grows. A draft is at most as long as the match."""
 
     alone = False
-    caches = ()
+    sequence = None
 
     def __init__(self) -> None:
         self.n_matched = 0  # tokens of the match that was found last
         self._tokens: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
         self._before: list[int] = []  # of each place: an older one with the same tokens, or -1
+        self._is_whole = True  # False: an interrupt has left a part of a change
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Forgets the text after what it has in common with ``tokens``."""
-        text, newest = self._tokens, self._newest
-        for end in range(len(text), n_common(text, tokens), -1):
-            before = self._before.pop()
-            if end >= LEAST:
-                key = tuple(text[end - LEAST :])
-                if before < 0:
-                    del newest[key]
-                else:
-                    newest[key] = before
-            text.pop()
+        self._cut(n_common(self._tokens, tokens))
 
     def draft(self, tokens: Sequence[int], last: int, most: int) -> list[int]:
         """See Drafts."""
@@ -58,16 +50,37 @@ class NgramDrafts:
         """Nothing to do: the length of a draft depends on the match."""
 
     def _grow(self, tokens: Sequence[int], last: int) -> None:
-        """Adds the places of new tokens."""
-        known, text = len(self._tokens), self._tokens
-        if known <= len(tokens):
-            text += [*tokens[known:], last]
+        """Makes ``tokens`` and ``last`` the text. The tokens that it has of them stay."""
+        self._cut(len(tokens))
+        text, known = self._tokens, len(self._tokens)
+        self._is_whole = False
+        text += [*tokens[known:], last]
         for end in range(known + 1, len(text) + 1):
             self._before.append(-1)
             if end >= LEAST:
                 key = tuple(text[end - LEAST : end])
                 self._before[-1] = self._newest.get(key, -1)
                 self._newest[key] = end
+        self._is_whole = True
+
+    def _cut(self, n: int) -> None:
+        """Forgets the text after n tokens, and all of it if an interrupt has left a part."""
+        text, newest = self._tokens, self._newest
+        if not self._is_whole:
+            text.clear()
+            newest.clear()
+            self._before.clear()
+        self._is_whole = False
+        for end in range(len(text), n, -1):
+            before = self._before.pop()
+            if end >= LEAST:
+                key = tuple(text[end - LEAST :])
+                if before < 0:
+                    del newest[key]
+                else:
+                    newest[key] = before
+            text.pop()
+        self._is_whole = True
 
     def _longest_match(self) -> tuple[int, int]:
         """Returns where the longest earlier match of the text's end ends, and its length; or 0."""

@@ -9,12 +9,10 @@ from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.sequence import Drafts, Sequence
 
 
-def new_drafts(
-    name: str, sequence: Sequence, of_model: Sequence | None, n_vocab: int
-) -> Drafts | None:
+def new_drafts(name: str, sequence: Sequence, of_model: Sequence | None) -> Drafts | None:
     """Returns a source for a sequence; None for ``off``.
 
-    of_model: a sequence of the draft model, if there is one. n_vocab: tokens that may be drafted.
+    of_model: a sequence of the draft model, if there is one. One vocabulary begins as the other.
     """
     if name == "off":
         return None
@@ -23,7 +21,9 @@ def new_drafts(
     if name == "mtp":
         assert sequence.next_rows is not None
         return MtpDrafts(sequence.next_rows)
-    model = None if of_model is None else ModelDrafts(of_model, n_vocab)
+    model = None
+    if of_model is not None:
+        model = ModelDrafts(of_model, min(sequence.engine.n_vocab, of_model.engine.n_vocab))
     if name == "auto":
         return AutoDrafts(NgramDrafts(), model)
     assert model is not None, name

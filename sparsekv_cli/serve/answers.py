@@ -37,7 +37,8 @@ class Told(NamedTuple):
     logprobs: list[dict[str, Any]]
     rows: list[list[int]] | None = None
     end: Finished | None = None
-    n_tokens: int = 0  # of NewToken
+    n_tokens: int = 0  # of NewToken, as n_accepted
+    n_accepted: int = 0
 
 
 class Answers:
@@ -95,10 +96,10 @@ class Answers:
             self._n_open -= 1
             parts += reader.flush()
             end = event
-        rows, n_tokens = None, 0
+        rows, counts = None, (0, 0)
         if isinstance(event, NewToken):
-            rows, n_tokens = event.rows, event.n_tokens
-        return Told(index, [*joined(parts)], event.logprobs, rows, end, n_tokens)
+            rows, counts = event.rows, (event.n_tokens, event.n_accepted)
+        return Told(index, [*joined(parts)], event.logprobs, rows, end, *counts)
 
     async def whole(self) -> list[Told]:
         """All of each choice, when all are done."""

@@ -55,7 +55,8 @@ class NewToken(NamedTuple):
 
     text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
     were asked for. rows: for the last row before the last token, by layer, the percentage of the
-    rows attended to in each bin. n_tokens: how many are new; all but the last one are of a draft.
+    rows attended to in each bin. n_tokens: how many are new in the answer. n_accepted: how many
+    tokens of a draft are.
     """
 
     text: str
@@ -63,6 +64,7 @@ class NewToken(NamedTuple):
     logprobs: list[dict[str, Any]]
     rows: list[list[int]] | None = None
     n_tokens: int = 1
+    n_accepted: int = 0
 
 
 class Finished(NamedTuple):

@@ -185,8 +185,9 @@ class Completion:
                     for choice in self._chunks(told, n_calls):
                         yield event({**head, "choices": [choice]})
                     if told.rows is not None:
-                        rows = {"rows": told.rows, "index": told.choice, "tokens": told.n_tokens}
-                        yield event(rows, "sparsekv.rows")
+                        rows = {"rows": told.rows, "index": told.choice}
+                        counts = {"tokens": told.n_tokens, "accepted": told.n_accepted}
+                        yield event(rows | counts, "sparsekv.rows")
                     if told.end is not None:
                         ends[told.choice] = told.end
             options = self._fields.stream_options

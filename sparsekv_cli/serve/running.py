@@ -107,6 +107,7 @@ class Running:
         """A job runs no more. Its sequence is kept for later prompts."""
         self.jobs.remove(job)
         sequence = job.end()
+        sequence.rewind(len(sequence.tokens))  # nobody takes back the draft of an aborted job
         for cache in sequence.caches:
             cache.records_attended = False
         self._stats.add_drafts(sequence.timings.speculation)
@@ -121,14 +122,16 @@ class Running:
         generation = job.generation
         assert generation is not None
         try:
-            n = len(generation.answer.tokens)
+            tokens, told = generation.answer.tokens, generation.sequence.timings.speculation
+            n, n_accepted = len(tokens), told.accepted
             is_done = generation.choose()
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
             rows = self._rows(job, generation.sequence)
             if rows or not is_done:
-                job.emit(NewToken(*job.told(), rows, len(generation.answer.tokens) - n))
+                n_new = len(tokens) - n, told.accepted - n_accepted
+                job.emit(NewToken(*job.told(), rows, *n_new))
             if is_done:
                 self._finish(job, generation)
         except Exception as error:

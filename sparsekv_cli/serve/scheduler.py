@@ -150,7 +150,7 @@ class Scheduler:
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
-            rows += sequence_bytes(draft.method, draft.decoder.layer_specs(), n)
+            rows += sequence_bytes(draft.method, draft.decoder.layer_specs(), min(n, draft.n_ctx))
         rows += sequence_bytes(Full(), self.model.engine.draft_specs, n)
         return rows, min(self._kv_bytes, rows + self._indexes.bytes_of(method, n))
 

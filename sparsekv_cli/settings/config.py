@@ -69,7 +69,9 @@ class SessionConfig:
         "", "A smaller model with the same vocabulary, for drafts.", metavar="FILE|NAME"
     )
     draft_method: str = option(
-        "quest", "How the draft model attends. See 'sparsekv-cli methods'.", metavar="NAME"
+        "",
+        "How the draft model attends, quest if this is empty. See 'sparsekv-cli methods'.",
+        metavar="NAME",
     )
     checkpoints: int = option(
         8, "States of recurrent layers that are kept at most: another answer, or one to a changed "
@@ -86,3 +88,5 @@ class SessionConfig:
             )
         if self.speculate == "draft-model" and not self.draft_model:
             raise ValueError("speculate = 'draft-model' needs draft_model (--draft-model FILE)")
+        if self.draft_method and not self.draft_model:
+            raise ValueError("draft_method (--draft-method) needs draft_model (--draft-model FILE)")

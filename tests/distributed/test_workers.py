@@ -139,3 +139,18 @@ def test_a_model_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.Mon
     ):
         with pytest.raises(SparseKVError, match=words):
             wrong.open()
+
+
+def test_a_draft_model_is_counted_and_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = make_model(tmp_path / "model.gguf", n_layer=3, n_ctx=400, wtype="Q8_0")
+    small = make_model(tmp_path / "small.gguf", n_layer=1, n_ctx=300, wtype="Q8_0")
+    method, config = build_method("full", {}), SessionConfig(threads=1, repack="off")
+    alone = load_model(path, method, config)
+    model = load_model(path, method, replace(config, draft_model=small.name))
+    more = [room_of(model, n).n_bytes - room_of(alone, n).n_bytes for n in (1, 3)]
+    assert more == [small.stat().st_size + n * 300 * 2 * 2 * (64 + 64) for n in (1, 3)]
+    settings = pickle.loads(pickle.dumps(settings_of(model, method)))
+    assert settings.config.draft_model == str(small)
+    monkeypatch.chdir("/")
+    assert settings.open().draft is not None

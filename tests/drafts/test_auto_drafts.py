@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import numpy as np
 import pytest
 
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.auto import FIRST_LOSS, LOSS, AutoDrafts, n_worth
+from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.prefix.prompt_rows import n_common
 
@@ -78,13 +82,57 @@ def test_a_row_that_costs_a_step_is_never_drafted_again():
     assert drafts.draft(tokens, text[20], 64) == []
 
 
-def test_the_first_step_has_no_draft():
-    drafts = AutoDrafts(NgramDrafts())
+def warm(seconds: float = 1.0, model: Any = None) -> AutoDrafts:
+    """Drafts after two steps. The first one has loaded kernels and does not count."""
+    drafts = AutoDrafts(NgramDrafts(), model)
     drafts.begin([1, 2, 3, 4] * 9)
-    assert drafts.draft([1, 2, 3, 4] * 9, 1, 64) == []
-    drafts.checked(0, 0, 1.0)
-    draft = drafts.draft([*[1, 2, 3, 4] * 9, 1], 2, 64)
-    assert draft == [3, 4, 1, 2, 3]  # a row costs .3 steps until it is measured
+    for i, took in enumerate((1000.0, seconds)):
+        assert drafts.draft([*[1, 2, 3, 4] * 9, 1, 2, 3][: 36 + i], i + 1, 64) == []
+        drafts.checked(0, 0, took)
+    return drafts
+
+
+def test_the_first_two_steps_have_no_draft():
+    draft = warm().draft([*[1, 2, 3, 4] * 9, 1, 2], 3, 64)
+    assert draft == [4, 1, 2, 3, 4]  # a row costs .3 steps until it is measured
+
+
+@pytest.mark.parametrize("step_s", [0.0, 1e-9, 1.0])
+def test_steps_and_rows_that_take_no_time(step_s):
+    """A clock may not see them. Drafts go on, also after one that was all lost."""
+    drafts, tokens = warm(step_s), [*[1, 2, 3, 4] * 9, 1, 2]
+    for n_accepted in (0, 0, 1, 1):
+        draft = drafts.draft(tokens, 3, 64)
+        drafts.checked(len(draft), min(n_accepted, len(draft)), step_s)
+    drafts._left_s = -1.0
+    assert drafts.draft(tokens, 3, 64) == []
+
+
+class Reading(ModelDrafts):
+    """A draft model that reads a text in two calls, and whose first draft takes long."""
+
+    def __init__(self):
+        self.n_calls = 0
+
+    def begin(self, tokens):
+        """Nothing to do."""
+
+    def draft(self, tokens, last, most, least_chance):
+        self.n_calls += 1
+        self.is_reading = self.n_calls < 3
+        time.sleep(0.02 if self.n_calls < 4 else 0)
+        return [] if self.is_reading else [500 + len(tokens)]
+
+
+def test_what_comes_once_says_nothing_of_later_drafts():
+    """Reading of a text, and the first draft: both take more seconds than drafts may lose."""
+    drafts, tokens, n_drafted = warm(0.002, Reading()), list(range(900, 930)), []
+    for i in range(12):
+        draft = drafts.draft(tokens, 100 + i, 8)
+        n_drafted.append(len(draft))
+        drafts.checked(len(draft), len(draft), 0.002)
+        tokens += [100 + i, *draft]
+    assert n_drafted == [0, 0, *[1] * 10]
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.5, 0.9, 0.99, 1.0])

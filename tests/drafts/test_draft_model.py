@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import load
-from sparsekv_cli.drafts.draft_model import LONG, MOST, ModelDrafts
+from sparsekv_cli import load, machine
+from sparsekv_cli.cache import row_sizes
+from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
@@ -35,6 +39,15 @@ def opened(path: Path, n_ctx: int = 900, name: str = "full") -> Model:
     return load_model(path, build_method(name, {}), config)
 
 
+def draft_of(drafts: ModelDrafts, text: list[int], most: int) -> list[int]:
+    """The draft after ``text``, once that is read."""
+    found = drafts.draft(text[:-1], text[-1], most, least_chance=0.0)
+    while drafts.is_reading:
+        assert found == []
+        found = drafts.draft(text[:-1], text[-1], most, least_chance=0.0)
+    return found
+
+
 def assert_likely(model: Model, text: list[int], draft: list[int]) -> None:
     """Each token is the likeliest one, but for what the rounding of decode steps changes."""
     sequence = model.sequence()
@@ -53,14 +66,14 @@ def test_a_draft_is_what_the_model_would_write(method: str, path: Path) -> None:
     for new in ([], [7], [9, 8, 7], [], [5] * (LONG + 5), [1]):
         for n_kept in (MOST, 2, 0):
             text += new
-            found = drafts.draft(text[:-1], text[-1], MOST, least_chance=0.0)
+            found = draft_of(drafts, text, MOST)
             assert len(found) == MOST
             if method == "full":
                 assert_likely(model, text, found)
             text += found[:n_kept]
     text[100:] = [11] * 30
     drafts.begin(text)
-    found = drafts.draft(text[:-1], text[-1], 5, least_chance=0.0)
+    found = draft_of(drafts, text, 5)
     assert len(found) == 5
     if method == "full":
         assert_likely(model, text, found)
@@ -71,8 +84,8 @@ def test_a_draft_ends_with_doubt_and_with_the_context(path: Path) -> None:
     model = opened(path, n_ctx=len(TOKENS) + 6)
     drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
     drafts.begin(TOKENS)
+    assert len(draft_of(drafts, TOKENS, 20)) == 6
     assert drafts.draft(TOKENS[:-1], TOKENS[-1], 20, least_chance=1.0) == []
-    assert len(drafts.draft(TOKENS[:-1], TOKENS[-1], 20, least_chance=0.0)) == 6
     assert drafts.draft(TOKENS[:-1], TOKENS[-1], 0) == []
     text = [*TOKENS, *range(20, 26)]
     assert drafts.draft(text[:-1], text[-1], 20, least_chance=0.0) == []
@@ -107,6 +120,55 @@ def test_answers_are_the_same(
             assert own["accepted"] > 30 > others["accepted"]
 
 
+def test_a_long_text_is_read_piece_by_piece(path: Path) -> None:
+    model = opened(path, n_ctx=3 * PIECE)
+    drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), [5, 6, 7] * (PIECE - 20)
+    sequence = drafts.sequence
+    drafts.begin(text)
+    for n_read in (PIECE, 2 * PIECE, 3 * PIECE):
+        text += [8]  # the answer goes on in the meantime
+        assert drafts.draft(text[:-1], text[-1], 3, least_chance=0.0) == []
+        assert drafts.is_reading and len(sequence.tokens) == min(n_read, len(text))
+    assert sequence.timings.decode_tokens == 0
+    found = drafts.draft(text, 9, 3, least_chance=0.0)
+    assert len(found) == sequence.timings.decode_tokens == 3 and not drafts.is_reading
+    model.close()
+
+
+def test_tokens_that_the_draft_model_lacks(path: Path) -> None:
+    """A text that has one has no draft. The next text has drafts again."""
+    model = opened(path)
+    drafts = ModelDrafts(model.sequence(), 450)
+    drafts.begin(TOKENS)
+    assert max(draft_of(drafts, TOKENS, MOST)) < 450
+    for text in ([*TOKENS, 450], [*TOKENS, 450, 7], [*TOKENS, 10**6]):
+        assert draft_of(drafts, text, MOST) == []
+        drafts.begin(TOKENS)
+    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == MOST
+    model.close()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.filterwarnings("error")
+def test_logits_that_are_no_numbers(bad: float, path: Path, monkeypatch: Any) -> None:
+    model = opened(path)
+    drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
+    assert len(draft_of(drafts, TOKENS, 3)) == 3
+    decode_batch, n_good = model.decoder.decode_batch, iter([1, 1])
+
+    def spoilt(*args: Any) -> np.ndarray:
+        logits = decode_batch(*args)
+        if not next(n_good, 0):
+            logits[:, None if bad == -np.inf else 77] = bad
+            np.multiply(bad, np.zeros(1))  # numpy warns of infinity times 0
+        return logits
+
+    monkeypatch.setattr(model.decoder, "decode_batch", spoilt)
+    assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == 2  # those ahead of the bad logits
+    assert draft_of(drafts, [*TOKENS, 7, 8], MOST) == []
+    model.close()
+
+
 def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
     with pytest.raises(SparseKVError, match=r"another vocabulary than .*: a draft model needs the"):
         load(path, speculate="auto", draft_model=str(default_model))
@@ -116,11 +178,8 @@ def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
     ("settings", "error", "words"),
     [
         ({"speculate": "draft-model"}, ValueError, "needs draft_model"),
-        (
-            {"speculate": "ngram", "draft_model": "x"},
-            ValueError,
-            "no use for draft_model",
-        ),
+        ({"speculate": "ngram", "draft_model": "x"}, ValueError, "no use for draft_model"),
+        ({"draft_method": "quest"}, ValueError, "draft_method .* needs draft_model"),
         ({"speculate": "auto", "draft_model": "no.gguf"}, SparseKVError, "no.gguf"),
         ({"speculate": "guess"}, ValueError, "must be auto, ngram, mtp, draft-model or off"),
     ],
@@ -132,14 +191,58 @@ def test_settings_that_do_not_fit(
         load(path, **settings)
 
 
-def test_a_vocabulary_may_have_more_tokens_at_its_end(path: Path, tmp_path: Path) -> None:
-    small = make_model(tmp_path / "small.gguf", n_layer=1, n_vocab=600)
-    asked = {"max_tokens": 20, "temperature": 0.0}
+@pytest.mark.parametrize("n_vocab", [600, 500, 450])
+def test_a_vocabulary_may_have_more_tokens_at_its_end(n_vocab, path, tmp_path, monkeypatch):
+    """Of the draft model or of the other one, whose text may have them."""
+    monkeypatch.setattr(ModelDrafts, "least_chance", 0.0)
+    small = make_model(tmp_path / "small.gguf", n_layer=1, n_vocab=n_vocab)
+    asked = {"max_tokens": 60, "temperature": 1.5, "seed": 4}
     with load(path, n_ctx=200, threads=1, speculate="off") as model:
         expected = model.generate("a b c", **asked).tokens
+    assert max(expected) >= 450
     drafting = {"speculate": "draft-model", "draft_model": str(small)}
     with load(path, n_ctx=200, threads=1, **drafting) as model:
-        assert model.generate("a b c", **asked).tokens == expected
+        reply = model.generate("a b c", **asked)
+    assert reply.tokens == expected and reply.timings["speculation"]["drafted"] > 0
+
+
+def test_the_context_of_a_draft_model(tmp_path: Path, monkeypatch: Any) -> None:
+    """That of the other model, as far as the draft model was trained; its rows need memory."""
+    shorter = make_model(tmp_path / "shorter.gguf", n_layer=1, n_ctx=300)
+    longer = make_model(tmp_path / "longer.gguf", n_layer=1, n_ctx=900)
+    pairs = (longer, shorter, 0, 300), (shorter, longer, 0, 300), (longer, shorter, 200, 200)
+    for large, small, stated, n in pairs:
+        with load(large, n_ctx=stated, threads=1, draft_model=str(small)) as model:
+            sequence: Any = model._model.sequence()
+            assert sequence.drafts.sequence.n_ctx == n
+    row = opened(longer).row_bytes(1)
+    for module in (row_sizes, machine):
+        monkeypatch.setattr(module, "available_memory", lambda: 1200 * row)
+    load(longer, n_ctx=500, threads=1, draft_model=str(longer)).close()
+    with pytest.raises(SparseKVError, match=r"K and V of 700 tokens \(-c\) .*take -c 512 or less"):
+        load(longer, n_ctx=700, threads=1, draft_model=str(longer))
+    load(longer, n_ctx=700, threads=1).close()
+    with load(longer, threads=1, draft_model=str(longer)) as model:  # no context is stated
+        monkeypatch.setattr(row_sizes, "available_memory", lambda: 1400 * row)
+        text = model.detokenize([20] * 150)
+        with pytest.raises(SparseKVError, match=r"K and V of 8.. tokens .* shorten the prompt"):
+            model.generate(f"{text} {text}", max_tokens=1)
+        assert model.generate(text, max_tokens=1).tokens
+
+
+def test_a_model_that_is_closed_holds_no_draft_model(path: Path, other: Path) -> None:
+    model = load(path, n_ctx=300, threads=1, speculate="draft-model", draft_model=str(other))
+    stream = model.generate("a b c", max_tokens=9, stream=True)
+    next(stream)
+    assert model._model.draft is not None and model._sequence.draft_caches
+    file, held = model._model.draft.gguf, weakref.ref(model._model.draft.decoder)
+    model.close()
+    gc.collect()
+    assert held() is None and not model._sequence.draft_caches and list(stream) == []
+    with pytest.raises(ValueError, match=r"small.gguf is closed"):
+        file.check_intact()
+    with pytest.raises(SparseKVError, match="the model is closed: load it again"):
+        model.generate("a")
 
 
 def test_a_method_that_does_not_exist_is_an_option_error(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,37 @@ def test_the_oldest_of_many_places_is_not_looked_at():
     monotone = [1, 2, 3, 10] + [1, 2, 3, 20] * ngrams.N_PLACES
     text = [0, *monotone, 9, 1, 2, 3]
     assert draft_of(text[:-1], text[-1])[0] == 20
+
+
+@pytest.mark.parametrize("n_kinds", [2, 30])
+@pytest.mark.parametrize("n_done", [0, 1, 17, 60])
+@pytest.mark.parametrize("grows", [True, False])
+def test_an_interrupt_leaves_no_wrong_table(n_kinds, n_done, grows):
+    """It comes between two changes. The next texts are longer, and shorter than what is known."""
+    text: list[int] = np.random.default_rng(5).integers(0, n_kinds, 200).tolist()
+    drafts, n = NgramDrafts(), iter(range(n_done))
+    drafts.draft(text[:99], text[99], 9)
+
+    class Places(list):
+        def pop(self) -> Any:
+            self.append(super().pop())
+            return super().pop()
+
+        def append(self, place: int) -> None:
+            super().append(place)
+            if next(n, None) is None:
+                raise KeyboardInterrupt
+
+    drafts._before = Places(drafts._before)
+    with pytest.raises(KeyboardInterrupt):
+        if grows:
+            drafts.draft(text[:-1], text[-1], 9)
+        drafts.begin(text[:20])
+    drafts._before = list(drafts._before)
+    for n_text in (60, 200, 30):
+        anew = NgramDrafts()
+        given = text[: n_text - 1], text[n_text - 1], 9
+        assert drafts.draft(*given) == anew.draft(*given) and vars(drafts) == vars(anew)
 
 
 @pytest.mark.parametrize("n_kinds", [2, 30])

@@ -29,7 +29,7 @@ class Knowing:
     """Drafts of a known text. A draft at the end of n tokens has a mistake after n % 7 tokens."""
 
     alone = False
-    caches = ()
+    sequence = None
 
     def __init__(self, truth: list[int]) -> None:
         self.truth = truth
@@ -253,19 +253,18 @@ def test_a_step_that_is_interrupted(name, path, monkeypatch):
         step(model.engine, [generation])
     assert not generation.choose()
     sequence, before = generation.sequence, list(generation.sequence.tokens)
-    decodes = []
+    last, n_added = sequence.caches[-1], list[int]()
 
-    def interrupt(x: Any) -> Any:
-        decodes.append(x)
-        if len(decodes) == 2:
-            raise KeyboardInterrupt
-        return decode(x)
+    def interrupt(rows: Any) -> Any:
+        n_added.extend(cache.n - len(before) for cache in sequence.caches)
+        decode_rows(rows[:2])  # some of the rows; the layer before has all of them
+        raise KeyboardInterrupt
 
-    last = sequence.caches[-1]
-    decode = last.decode
+    decode_rows = last.decode_rows
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(last, "decode", interrupt)
+        patch.setattr(last, "decode_rows", interrupt)
         step(model.engine, [generation])
+    assert n_added[0] > 2 and n_added[1] == 0
     n = len(sequence.tokens)
     assert sequence.tokens == before[:n] and n in (len(before), len(PROMPT), 0)
     assert {cache.n for cache in sequence.caches} == {n}

@@ -106,6 +106,18 @@ def test_on_architectures(name, case, sequence_of, monkeypatch):
     assert compare(used, plain, PROMPT, ANSWER[:90]) > 20
 
 
+def test_large_states_have_short_drafts(sequence_of, monkeypatch):
+    """So many rows as there is memory for copies of a layer's state."""
+    sequence = sequence_of("full", shape={**LONG_CASES["qwen35"], "n_ctx": 420})
+    sequence.prefill(PROMPT)
+    n_bytes = max(each._n_bytes for each in sequence.caches if isinstance(each, StateCache))
+    assert sequence.most_rows(65) == 65
+    for n_copies in (0, 1, 5):
+        monkeypatch.setattr("sparsekv_cli.cache.state.DRAFT_BYTES", n_copies * n_bytes + 1)
+        assert sequence.most_rows(65) == 1 + n_copies
+        assert draft(sequence, ANSWER[0], ANSWER[1:9], 9)[0] == n_copies
+
+
 def test_windows_move_and_states_are_kept_in_steps_with_drafts(sequence_of, monkeypatch):
     """The test above would be easy if they did not."""
     for place, value in SMALL_STEPS.items():

@@ -124,6 +124,19 @@ def test_a_gpu_is_refused(model: str, invoke: Invoke, monkeypatch: pytest.Monkey
     assert invoke("run", "-m", model, "-p", "a", "--speculate", "some").code == 2
 
 
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "bench"])
+def test_options_without_effect_are_refused(command: str, model: str, invoke: Invoke) -> None:
+    """Before anything is loaded, in one line after that of the usage."""
+    given = [command, "-m", "none.gguf"]
+    for options, words in (
+        (["--draft-method", "quest"], "draft_method (--draft-method) needs draft_model"),
+        (["--draft-model", model, "--speculate", "mtp"], "has no use for draft_model"),
+        (["--draft-model", model, "--speculate", "off"], "has no use for draft_model"),
+    ):
+        result = invoke(*given, *options)
+        assert result.code == 2 and words in result.err.splitlines()[-1]
+
+
 def test_a_session_file_and_a_context_that_shifts(
     model: str, invoke: Invoke, tmp_path: Path
 ) -> None:
