@@ -127,18 +127,27 @@ def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
 
 
 def _dots(
-    b: ir.IRBuilder, qs: list[ir.Value], inputs: ByteInputs, at: ir.Value, lines: llvm.Prefetches
-) -> ir.Value:
-    """<16 x i32>: a row's integers times the activations from ``at`` on."""
-    sums = []
-    for plane in inputs.planes:
-        dots = const(I32, 0)
-        for i, q in enumerate(qs):
-            lines.step(b)
-            four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i))
-            dots = vnni.dot_bytes(b, dots, q, four)
-        sums.append(dots)
-    return sums[0] if len(sums) == 1 else b.add(b.shl(sums[0], const(I32, 8)), sums[1])
+    b: ir.IRBuilder,
+    qs: list[ir.Value],
+    rows: Sequence[ByteInputs],
+    at: ir.Value,
+    lines: llvm.Prefetches,
+) -> list[ir.Value]:
+    """<16 x i32> for each of ``rows``: the integers times the activations from ``at`` on.
+
+    A word is multiplied with all rows before the next one: their sums do not wait for each other.
+    """
+    sums = [[const(I32, 0)] * len(inputs.planes) for inputs in rows]
+    for i, q in enumerate(qs):
+        for inputs, of_row in zip(rows, sums, strict=True):
+            for j, plane in enumerate(inputs.planes):
+                lines.step(b)
+                four = llvm.splat(b, load(b, I32, b.add(plane, at), 4 * i))
+                of_row[j] = vnni.dot_bytes(b, of_row[j], q, four)
+    return [
+        of_row[0] if len(of_row) == 1 else b.add(b.shl(of_row[0], const(I32, 8)), of_row[1])
+        for of_row in sums
+    ]
 
 
 def _short_dots(
@@ -228,9 +237,10 @@ def _add_block(
         dots, step = [], ROWS_AT_ONCE // len(rows[0].planes)
         for i in range(0, len(rows), step):
             dots += _short_dots(b, block.q, rows[i : i + step], at, lines, room)
+    elif vnni.is_available():
+        dots = _dots(b, block.q, rows, at, lines)
     else:
-        of_row = _dots if vnni.is_available() else _pair_dots
-        dots = [of_row(b, block.q, inputs, at, lines) for inputs in rows]
+        dots = [_pair_dots(b, block.q, inputs, at, lines) for inputs in rows]
     n, new = 4 * len(block.q), []
     for products, inputs, total in zip(dots, rows, totals, strict=True):
         sums = inputs.sums32 if n == BLOCK else inputs.sums16
@@ -267,7 +277,7 @@ def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
             p = b.add(w, b.mul(i, I64(block_bytes)))
             at = b.mul(i, I64(format_.n_elements))
             ahead = [b.add(p, I64(AHEAD + line)) for line in range(0, block_bytes, LINE)]
-            n_steps = planes * format_.n_elements // 4
+            n_steps = planes * format_.n_elements // 4 * count_
             is_short = vnni.is_available() or planes == 1
             lines = llvm.Prefetches(ahead, n_steps, fixed=is_short)
             for block in DECODERS[format_.name](b, p):
