@@ -29,6 +29,7 @@ ROW_SHARE = 0.3  # of a step's seconds: what a further row takes, until it is me
 LEAST_SHARE = 0.01  # of a step's seconds: what a further row takes at least
 LEAST_S = 1e-6  # seconds of a step, at least
 MOST_SAVED = 20  # steps: what earlier drafts have saved counts up to here
+FEW = 4  # rows
 MEMORY = 0.8  # the weight of earlier drafts, as often as a new one comes
 PRIOR = 3.0  # tokens that stand for the chance at first
 # The chance of a token at first, by the bit length of the match's length: 2 or 3 tokens, 4 to 7,
@@ -111,8 +112,12 @@ class AutoDrafts:
             self._counts[self._of_match] = accepted + n_accepted, checked + n_checked
 
     def _n_allowed(self, row_s: float) -> int:
-        """The most rows of which all may be lost. row_s is above 0."""
-        return int(min(MOST_DRAFTED, max(0.0, self._left_s) / row_s))
+        """The most rows of a draft. row_s is above 0.
+
+        Half of what drafts may lose is at risk at a time, or all of it if that is few rows.
+        """
+        n_lost = int(max(0.0, self._left_s) / row_s)
+        return min(MOST_DRAFTED, n_lost if n_lost < FEW else max(FEW, n_lost // 2))
 
     def _by_model(
         self, tokens: Ids[int], last: int, most: int, row_s: float, step_s: float
