@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_causal
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, decode_caches
 from sparsekv_cli.cache.spec import AttnInput, StateInput
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.threads import blas_threads
@@ -164,17 +164,14 @@ class Decoder(Forward):
         firsts = [b for b in range(1, n_rows) if caches[b][0] is not caches[b - 1][0]]
         spans = list(pairwise([0, *firsts, n_rows]))  # of rows of one sequence
         for i in range(len(caches[0])):
-            is_state, attended = self.hparams.layers[i].state is not None, []
-            for first, last in spans:
-                cache, rows = caches[first][i], list[Any]()
-                for row, pos in zip(step.inputs[i][first:last], positions[first:last], strict=True):
-                    rows.append(StateInput._make(row) if is_state else AttnInput._make((*row, pos)))
-                if len(rows) > 1:
-                    attended.append(cache.decode_rows(rows))
-                else:
-                    attended.append(cache.decode(rows[0]))
-                    cache.end_step(positions[first] + 1)
-            step.finish(i, np.concatenate(attended) if len(spans) > 1 else attended[0], n_rows)
+            inputs: list[Any] = list(step.inputs[i][:n_rows])
+            if self.hparams.layers[i].state is None:
+                inputs = [AttnInput(*x, pos) for x, pos in zip(inputs, positions, strict=True)]
+            else:
+                inputs = [StateInput(*x) for x in inputs]
+            of_layer = [caches[first][i] for first, _ in spans]
+            rows = [inputs[first:last] for first, last in spans]
+            step.finish(i, decode_caches(of_layer, rows), n_rows)
         return self.cap(step.logits(n_rows))
 
     def hidden(self, n_rows: int) -> np.ndarray:

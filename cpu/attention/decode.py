@@ -147,18 +147,19 @@ def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, 
 
 @njit(cache=True, nogil=True)
 def _attend_tokens(
-    q, k, v, layout, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
+    q, layouts, kv_head, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
 ):  # fmt: skip
     """Tokens and heads that share the rows of a kv head, in memory of this thread until the end.
 
-    All tokens take a block of rows before the next block is read. So a row comes from memory once.
+    All tokens take a block of rows before the next block is read. So a row that they share comes
+    from memory once.
 
-    q f32 (B, heads, d). spans int64 (B, 2): each token's first row, and the row after its last
-    one. target f32 (B, heads, d_v): the output if these are all its rows (``whole``). Otherwise
-    numerators, relative to the peaks and masses written at peak_out, mass_out f32 (B, heads).
+    q f32 (B, heads, d). layouts int64 (B, 8). spans int64 (B, 2): each token's first row, and the
+    row after its last one. target f32 (B, heads, d_v): the output if these are all its rows
+    (``whole``). Otherwise numerators, relative to the peaks and masses written at peak_out,
+    mass_out f32 (B, heads).
     """
     n_token, n_head, d_v = target.shape
-    k_row, v_row, mode = layout[K_ROW], layout[V_ROW], layout_mode(layout)
     peak, mass = np.empty((n_token, n_head), np.float32), np.empty((n_token, n_head), np.float32)
     acc, scaled = np.zeros((n_token, n_head, d_v), np.float32), scaled_copy(q, scale)
     longest = 0
@@ -167,11 +168,13 @@ def _attend_tokens(
         longest = max(longest, spans[b, 1] - spans[b, 0])
     for start in range(0, longest, BLOCK):
         for b in range(n_token):
-            first, last = spans[b, 0] + start, spans[b, 1]
+            first, last, at = spans[b, 0] + start, spans[b, 1], layouts[b]
             if first < last:
                 attend_heads(
-                    scaled[b], k + first * k_row, v + first * v_row, k_row, v_row, mode, 0,
-                    min(BLOCK, last - first), softcap, peak[b], mass[b], acc[b], scores,
+                    scaled[b], at[K] + kv_head * at[K_HEAD] + first * at[K_ROW],
+                    at[V] + kv_head * at[V_HEAD] + first * at[V_ROW], at[K_ROW], at[V_ROW],
+                    layout_mode(at), 0, min(BLOCK, last - first), softcap, peak[b], mass[b], acc[b],
+                    scores,
                 )  # fmt: skip
     for b in range(n_token):
         for h in range(n_head):
@@ -183,81 +186,88 @@ def _attend_tokens(
 
 @njit(cache=True, nogil=True)
 def _attend_pieces(
-    counter, q, layout, spans, n_kv_head, n_team, scale, softcap, sinks, peak, mass, acc
+    counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out
 ):
-    """Takes tasks until there are none: a piece of a kv head's keys, and n_team tokens."""
-    n_split, n_token = spans.shape[:2]
-    group, n_teams = q.shape[1] // n_kv_head, -(-n_token // n_team)
+    """Takes tasks until there are none: a piece of a kv head's keys, and the tokens of a team."""
+    group, n_task = q.shape[1] // n_kv_head, len(tasks)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
-    while task < n_kv_head * n_split * n_teams:
-        kv_head, split, team = task // n_teams // n_split, task // n_teams % n_split, task % n_teams
-        b, last = team * n_team, min(n_token, (team + 1) * n_team)
+    while task < n_kv_head * n_task:
+        kv_head, (b, last, split, n_split) = task // n_task, tasks[task % n_task]
         h, end = kv_head * group, (kv_head + 1) * group
+        target = out[b:last, h:end] if n_split == 1 else acc[split, b:last, h:end]
         _attend_tokens(
-            q[b:last, h:end], layout[K] + kv_head * layout[K_HEAD],
-            layout[V] + kv_head * layout[V_HEAD], layout, spans[split, b:last], scale, softcap,
-            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, acc[split, b:last, h:end],
+            q[b:last, h:end], layouts[b:last], kv_head, spans[split, b:last], scale, softcap,
+            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, target,
             peak[split, b:last, h:end], mass[split, b:last, h:end], scores,
         )  # fmt: skip
         task = next_task(counter)
 
 
+@njit(cache=True, nogil=True)
+def _teams(n_split, owners, n_threads):
+    """The tasks of a kv head, int64 (n, 4): first token, token after the last one, piece, pieces.
+
+    Tokens of an owner that follow each other are a team: they read the same rows. Short contexts,
+    whose keys are one piece, are spread over the threads token by token.
+    """
+    tasks, n, b = np.empty((n_split.sum(), 4), np.int64), 0, 0
+    while b < len(n_split):
+        last = b + 1
+        if n_threads == 1 or n_split[b] > 1:
+            while last < len(n_split) and owners[last] == owners[b] and n_split[last] == n_split[b]:
+                last += 1
+        for split in range(n_split[b]):
+            tasks[n, 0], tasks[n, 1], tasks[n, 2], tasks[n, 3] = b, last, split, n_split[b]
+            n += 1
+        b = last
+    return tasks[:n]
+
+
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _attend_alike(
-    q, layout, stop, window, n_kv_head, n_split, scale, softcap, sinks, out, n_threads
+def attend_dense(
+    q, layouts, stops, owners, window, n_kv_head, scale, softcap, sinks, out, n_threads
 ):
-    """``attend_dense`` of tokens whose keys are cut into as many pieces; stop: the last one's n."""
+    """Attention of B tokens, each over the rows up to its own, of every kv head.
+
+    q f32 (B, H, d); layouts int64 (B, 8), see attention/rows.py; stops int64 (B,): each token's
+    number of rows; out f32 (B, H, d_v). Query head h belongs to kv head h // (H / G). owners int64
+    (B,): tokens side by side with the same owner read the same rows but for the last ones. window:
+    the most rows that a token sees, its own and those ahead of it. softcap: 0 for none; sinks f32
+    (H,), or empty. Threads share the keys evenly. The pieces are merged by their peaks and masses.
+    Short contexts stay on one thread. A token's result has the same bits with others and alone.
+    """
     n_token, n_head, d_v = out.shape
-    n_team = n_token if n_threads == 1 or n_split > 1 else 1
-    if n_token * min(stop, window) < ONE_THREAD_BELOW:
-        n_threads = 1
-    spans = np.empty((n_split, n_token, 2), np.int64)
+    n_split, n_rows = np.empty(n_token, np.int64), 0
     for b in range(n_token):
-        n = stop - n_token + 1 + b
-        size = min(n, window)
-        for split in range(n_split):
-            spans[split, b, 0] = n - size + split * size // n_split
-            spans[split, b, 1] = n - size + (split + 1) * size // n_split
-    peak = np.empty((n_split, n_token, n_head), np.float32)
-    mass = np.empty((n_split, n_token, n_head), np.float32)
-    acc = out.reshape(1, n_token, n_head, d_v)
-    if n_split > 1:
-        acc = np.empty((n_split, n_token, n_head, d_v), np.float32)
+        n_split[b] = n_key_splits(min(stops[b], window), n_kv_head, n_threads)
+        n_rows += min(stops[b], window)
+    most = n_split.max()
+    spans = np.empty((most, n_token, 2), np.int64)
+    for b in range(n_token):
+        n, size = stops[b], min(stops[b], window)
+        for split in range(n_split[b]):
+            spans[split, b, 0] = n - size + split * size // n_split[b]
+            spans[split, b, 1] = n - size + (split + 1) * size // n_split[b]
+    tasks = _teams(n_split, owners, n_threads)
+    peak = np.empty((most, n_token, n_head), np.float32)
+    mass = np.empty((most, n_token, n_head), np.float32)
+    acc = np.empty((most if most > 1 else 0, n_token, n_head, d_v), np.float32)
     counter = np.zeros(1, np.int64)
+    if n_rows < ONE_THREAD_BELOW:
+        n_threads = 1
     for _thread in prange(n_threads):
         _attend_pieces(
-            counter, q, layout, spans, n_kv_head, n_team, scale, softcap, sinks, peak, mass, acc
-        )
-    if n_split > 1:
-        for b in range(n_token):
-            for h in range(n_head):
-                merge_pieces(peak[:, b, h], mass[:, b, h], acc[:, b, h], out[b, h])
-
-
-@njit(cache=True, nogil=True)
-def attend_dense(q, layout, n, window, n_kv_head, scale, softcap, sinks, out, n_threads):
-    """Attention of the last B of n tokens, each over the rows up to its own, of every kv head.
-
-    q f32 (B, H, d); layout int64 (8,), see attention/rows.py; out f32 (B, H, d_v). Query head h
-    belongs to kv head h // (H / G). window: the most rows that a token sees, its own and those
-    ahead of it. softcap: 0 for none; sinks f32 (H,), or empty. Threads share the keys evenly. The
-    pieces are merged by their peaks and masses. Short contexts stay on one thread. A token's result
-    has the same bits with others and alone.
-    """
-    n_token, b = q.shape[0], 0
-    while b < n_token:
-        n_split = n_key_splits(min(n - n_token + 1 + b, window), n_kv_head, n_threads)
-        last = b + 1
-        while last < n_token and n_split == n_key_splits(
-            min(n - n_token + 1 + last, window), n_kv_head, n_threads
-        ):
-            last += 1
-        _attend_alike(
-            q[b:last], layout, n - n_token + last, window, n_kv_head, n_split, scale, softcap,
-            sinks, out[b:last], n_threads,
+            counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc,
+            out,
         )  # fmt: skip
-        b = last
+    for b in range(n_token):
+        pieces = n_split[b]
+        if pieces > 1:
+            for h in range(n_head):
+                merge_pieces(
+                    peak[:pieces, b, h], mass[:pieces, b, h], acc[:pieces, b, h], out[b, h]
+                )
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "nsz"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
@@ -29,12 +31,29 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """Attention of the last B tokens, each over the rows that it sees: f32 (B, H, >= d_v)."""
-    q, out = store.k_type.rotated(q), np.empty((*q.shape[:2], store.v_type.width), np.float32)
+    return attend_stores(q, [store], [len(q)], spec)
+
+
+def attend_stores(
+    q: np.ndarray, stores: Sequence[KVStore], counts: Sequence[int], spec: LayerSpec
+) -> np.ndarray:
+    """``attend_dense`` of several sequences, q f32 (B, H, d): of each its last ``counts`` tokens.
+
+    Stores side by side that share a prefix read its rows together.
+    """
+    first, b = stores[0], 0
+    layouts, (stops, owners) = np.empty((len(q), 8), np.int64), np.empty((2, len(q)), np.int64)
+    for store, n in zip(stores, counts, strict=True):
+        layouts[b : b + n], owners[b : b + n] = store.layout, store.owner
+        stops[b : b + n] = np.arange(store.n - n, store.n)
+        b += n
+    stops += 1
+    q, out = first.k_type.rotated(q), np.empty((*q.shape[:2], first.v_type.width), np.float32)
     decode.attend_dense(
-        q, store.layout, store.n, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale, spec.softcap,
-        spec.sinks, out, spec.n_threads,
+        q, layouts, stops, owners, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale,
+        spec.softcap, spec.sinks, out, spec.n_threads,
     )  # fmt: skip
-    return store.v_type.rotated(out)
+    return first.v_type.rotated(out)
 
 
 def attend_rows(

@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
 from sparsekv_cli.cache.state import StateCache
-from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cache.store import KVStore, Prefix
 from sparsekv_cli.cache.window import WindowCache
+from sparsekv_cli.system import memory_file
+
+LEAST_SHARED = 1024  # rows; fewer are copied
 
 # The caches of layers of other kinds than full, which are the same with every method.
 CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDOW: WindowCache}
@@ -63,6 +67,40 @@ def share_rows(caches: Sequence[LayerCache]) -> None:
         pair = caches[spec.source], cache
         if all(type(each.store) is KVStore and each.can_prefill_in_parts for each in pair):
             cache.store = SharedStore(pair[0].store)
+
+
+def share_prefix(
+    given: Sequence[LayerCache], into: Sequence[LayerCache], n: int, n_room: int
+) -> None:
+    """Gives empty caches the first n rows of another sequence, whose caches keep all rows.
+
+    Both sequences read them in the same memory where the system can do that. Few rows are copied,
+    and those of methods that keep them in a form of their own. n_room: rows in all that are to fit.
+    """
+    pairs = [(cache.store, to.store) for cache, to in zip(given, into, strict=True)]
+    if memory_file.is_available() and n >= LEAST_SHARED:
+        _share([(of, to) for of, to in pairs if type(of) is type(to) is KVStore], n, n_room)
+    for of, to in pairs:
+        first = to.n
+        to.reserve(n_room)
+        if not to.is_shared:
+            to.k[:, first:n], to.v[:, first:n] = of.k[:, first:n], of.v[:, first:n]
+        to.n = n
+
+
+def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:
+    """Lets each second store read the first n rows of the first one, but for what is no page."""
+    whole = [of.n_whole(n) for of, _ in pairs]
+    if any(of.n_prefix < n_whole for (of, _), n_whole in zip(pairs, whole, strict=True)):
+        sizes = [of.prefix_bytes(m) for (of, _), m in zip(pairs, whole, strict=True)]
+        check_memory(f"K and V of {n} tokens that are shared", sum(sizes), "ask for less at a time")
+        file, start = memory_file.MemoryFile(sum(sizes)), 0
+        for (of, _), n_whole, size in zip(pairs, whole, sizes, strict=True):
+            of.read_prefix(Prefix(of, n_whole, file, start), n_whole, of.capacity)
+            start += size
+    for (of, to), n_whole in zip(pairs, whole, strict=True):
+        assert of.prefix is not None
+        to.read_prefix(of.prefix, n_whole, n_room)
 
 
 def hand_over(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.attend import attend_dense, attend_rows
+from sparsekv_cli.cache.attend import attend_dense, attend_rows, attend_stores
 from sparsekv_cli.cache.counters import Ledger
 from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
@@ -57,6 +57,11 @@ class LayerCache(ABC):
     def n(self) -> int:
         """Number of the sequence's rows that the cache stands for, in whatever form."""
         return self.store.n
+
+    @property
+    def n_spared(self) -> int:
+        """Bytes of rows in the same memory as another sequence's, that count for that one."""
+        return self.store.n_spared
 
     def extend(self, x: AttnInput) -> Any:
         """Adds the rows of a prefill's chunk; returns the store of all rows, the chunk's last.
@@ -150,6 +155,11 @@ class LayerCache(ABC):
 
         count: called after each row, with the store as it is then.
         """
+        out = attend_dense(self._add_all(rows, count), self.store, self.spec)
+        return out.reshape(-1, out.shape[2])
+
+    def _add_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
+        """Adds rows as ``_decode_all`` does. Returns their queries, f32 (T, H, d)."""
         store, n = self.store, self.store.n
         q, k, v = (np.concatenate([x[i] for x in rows]) for i in range(3))  # (T heads, 1, d)
         store.append_rows(*(part.reshape(len(rows), -1, part.shape[2]) for part in (k, v)))
@@ -159,8 +169,7 @@ class LayerCache(ABC):
                 self._saved.append(self.save())
             store.n += 1
             count()
-        out = attend_dense(q.reshape(len(rows), -1, q.shape[2]), store, self.spec)
-        return out.reshape(-1, out.shape[2])
+        return q.reshape(len(rows), -1, q.shape[2])
 
     def reserve(self, n: int) -> None:
         """Announces that ``n`` rows in all are coming."""
@@ -283,6 +292,50 @@ class BoundedCache(LayerCache):
         for n in sorted(self._snapshot_lengths):
             if first < n <= last and self._on_snapshot is not None:
                 self._on_snapshot(n, self.snapshot(n))
+
+
+def decode_caches(caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]]) -> Any:
+    """A step of one layer: adds each sequence's new rows to its cache.
+
+    rows: one or several a sequence. Returns the attention of all, f32 (rows H, >= d_v).
+    """
+    if len(caches) == 1:
+        return _decode_one(caches[0], rows[0])
+    attended: list[Any] = [None] * len(caches)
+    dense: dict[Any, list[int]] = {}  # those that attend to all rows, by the types of their rows
+    for i, cache in enumerate(caches):
+        if type(cache) is DenseCache:
+            types = cache.spec.cache_type_k, cache.spec.cache_type_v
+            dense.setdefault(types, []).append(i)
+        else:
+            attended[i] = _decode_one(cache, rows[i])
+    for places in dense.values():
+        places.sort(key=lambda i: caches[i].store.owner)
+        for i, part in zip(places, _decode_dense(caches, rows, places), strict=True):
+            attended[i] = part
+    return np.concatenate(attended)
+
+
+def _decode_one(cache: LayerCache, rows: Sequence[Any]) -> Any:
+    if len(rows) > 1:
+        return cache.decode_rows(rows)
+    attended = cache.decode(rows[0])
+    cache.end_step(cache.n)
+    return attended
+
+
+def _decode_dense(
+    caches: Sequence[LayerCache], rows: Sequence[Sequence[AttnInput]], places: Sequence[int]
+) -> list[np.ndarray]:
+    """``decode_rows`` of the dense caches at ``places`` in one call of a kernel.
+
+    Those that share a prefix are side by side; they read it once.
+    """
+    q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
+    stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
+    out = attend_stores(np.concatenate(q), stores, counts, caches[places[0]].spec)
+    ends = np.cumsum(counts)[:-1] * out.shape[1]
+    return np.split(out.reshape(-1, out.shape[2]), ends)
 
 
 def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:

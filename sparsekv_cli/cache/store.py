@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sparsekv_cli.cpu.attention.tile import install
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
+from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 
 ALL = slice(None)
 LARGE = 16 << 20  # bytes; whether there is memory for less is not asked
@@ -69,14 +71,41 @@ class RowType:
 ROTATED = (rows.Q4_0,)  # those that gain from it: docs/methods.md
 
 
+class Prefix:
+    """The first n rows of a layer, in memory that several stores read.
+
+    They fill whole pages (``n_whole`` of the store).
+    """
+
+    def __init__(self, store: KVStore, n: int, file: MemoryFile, start: int) -> None:
+        """Copies the rows of ``store`` into ``file``, from byte ``start`` on."""
+        self.n, self.file = n, file
+        self.starts = list[tuple[int, ...]]()  # of K and of V: where each kv head's rows begin
+        self.users: weakref.WeakSet[KVStore] = weakref.WeakSet()
+        for of_heads in (store.k, store.v):
+            n_bytes = n * row_bytes_of(of_heads)
+            self.starts.append(tuple(start + h * n_bytes for h in range(len(of_heads))))
+            for at, head in zip(self.starts[-1], of_heads, strict=True):
+                file.write(at, head[:n])
+            start += len(of_heads) * n_bytes
+
+
+def row_bytes_of(x: np.ndarray) -> int:
+    """Bytes of a row of K or V."""
+    return x.shape[2] * x.itemsize
+
+
 class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
     k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
-    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's.
+    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's. prefix: what
+    the first ``n_prefix`` rows share with other stores, or None.
     """
 
     is_shared = False
+    prefix: Prefix | None = None
+    n_prefix = 0
 
     def __init__(self, spec: LayerSpec) -> None:
         self.k_type = RowType(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
@@ -95,32 +124,82 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        """Bytes of the memory. What several stores share is divided among them."""
+        return self.k.nbytes + self.v.nbytes - self.n_spared
+
+    @property
+    def n_spared(self) -> int:
+        """Bytes of the prefix that count for other stores."""
+        if self.prefix is None:
+            return 0
+        n_bytes = self.prefix_bytes(self.n_prefix)
+        return n_bytes - n_bytes // len(self.prefix.users)
+
+    def prefix_bytes(self, n: int) -> int:
+        """Bytes of n rows that stores share."""
+        return n * self.row_bytes * len(self.k)
+
+    @property
+    def owner(self) -> int:
+        """A number that stores with a common prefix have in common."""
+        return id(self if self.prefix is None else self.prefix)
+
+    def n_whole(self, n: int) -> int:
+        """The most rows, of at most n, that fill whole pages, of K and of V."""
+        least = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes_of(x)) for x in (self.k, self.v)))
+        return n // least * least
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one kv head."""
-        return self.k.strides[1] + self.v.strides[1]
+        return row_bytes_of(self.k) + row_bytes_of(self.v)
 
     def reserve(self, n: int) -> None:
         """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
-        k_shape, v_shape = ((old.shape[0], capacity, old.shape[2]) for old in (self.k, self.v))
-        k_bytes = math.prod(k_shape) * self.k.itemsize
-        v_start = -(-k_bytes // LINE) * LINE
-        v_bytes = math.prod(v_shape) * self.v.itemsize
-        if self.n and v_start + v_bytes >= LARGE:  # the old ones stay until they are copied
+        n_bytes = capacity * self.row_bytes * len(self.k)
+        if self.n and n_bytes >= LARGE:  # the old ones stay until they are copied
             what = f"K and V of {capacity} tokens in a layer"
-            check_memory(what, v_start + v_bytes, "begin again with fewer tokens")
-        # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small pages
-        # cost lfps 5% of a token at 8192.
-        block = on_lines(v_start + v_bytes, np.uint8)
-        k = block[:k_bytes].view(self.k.dtype).reshape(k_shape)
-        v = block[v_start:].view(self.v.dtype).reshape(v_shape)
-        k[:, : self.n], v[:, : self.n] = self.k[:, : self.n], self.v[:, : self.n]
-        self.k, self.v = k, v
+            check_memory(what, n_bytes, "begin again with fewer tokens")
+        self._move(capacity)
+
+    def read_prefix(self, prefix: Prefix, n: int, capacity: int) -> None:
+        """Takes the first n rows, of ``n_whole``, from ``prefix``. The store has these, or none."""
+        self.prefix, self.n_prefix, self.n = prefix, n, max(n, self.n)
+        prefix.users.add(self)
+        self._move(max(capacity, self.n))
+
+    def _move(self, capacity: int) -> None:
+        """Moves the rows to memory for ``capacity`` rows. Those of the prefix are not copied."""
+        old, n_kv_head, first = (self.k, self.v), len(self.k), self.n_prefix
+        n_bytes = [capacity * row_bytes_of(x) for x in old]  # of a kv head
+        if self.prefix is None:
+            # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small
+            # pages cost lfps 5% of a token at 8192.
+            starts = (0, -(-n_kv_head * n_bytes[0] // LINE) * LINE)
+            block = on_lines(starts[1] + n_kv_head * n_bytes[1], np.uint8)
+        else:
+            n_bytes = [-(-n // PAGE) * PAGE for n in n_bytes]
+            starts = (0, n_kv_head * n_bytes[0])
+            parts = [
+                Part(to + h * n_head, of_heads[h], first * row_bytes_of(x))
+                for to, n_head, of_heads, x in zip(
+                    starts, n_bytes, self.prefix.starts, old, strict=True
+                )
+                for h in range(n_kv_head)
+            ]
+            block = self.prefix.file.block(n_kv_head * sum(n_bytes), parts)
+        self.k, self.v = (
+            np.ndarray(
+                (n_kv_head, capacity, x.shape[2]), x.dtype, block, start,
+                (n_head, row_bytes_of(x), x.itemsize),
+            )
+            for x, start, n_head in zip(old, starts, n_bytes, strict=True)
+        )  # fmt: skip
+        for new, x in zip((self.k, self.v), old, strict=True):
+            new[:, first : self.n] = x[:, first : self.n]
         self._grown()
 
     def _grown(self) -> None:
@@ -160,10 +239,13 @@ class KVStore:
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
+        if self.n < self.n_prefix:  # what comes now is written to pages of this store alone
+            self.n_prefix = self.n_whole(self.n)
 
     def copy(self, n: int, n_room: int = 0) -> KVStore:
         """Returns a store with the first n rows, and room for ``n_room`` more."""
         new = copy.copy(self)
+        new.prefix, new.n_prefix = None, 0
         new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0
         new.reserve(n + n_room)
         new.k[:, :n], new.v[:, :n], new.n = self.k[:, :n], self.v[:, :n], n

@@ -80,6 +80,8 @@ def spread(x: torch.Tensor, n: int) -> torch.Tensor:
 class DeviceStore:
     """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
 
+    n_spared = 0  # sequences share none of these
+
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
         self.row_bytes = 2 * (spec.head_dim + spec.value_dim)  # of one token's K and V in a kv head

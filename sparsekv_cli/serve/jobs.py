@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +17,9 @@ from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
+from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.serve.rows import SharedRows
 
 
 class QueueFullError(SparseKVError):
@@ -169,6 +171,18 @@ class Job:
         entries = [] if logprobs is None else logprobs.since(self.n_told)
         self.n_told += len(entries)
         return text, thinking, entries
+
+
+@dataclass
+class Prefilling:
+    """A job whose prompt is being prefilled."""
+
+    job: Job
+    sequence: Sequence
+    steps: Generator[Progress, None, Any]
+    rows: SharedRows | None  # finds and keeps the prompt's rows
+    started: float
+    told: float = 0.0  # when the client was told how far it is
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:

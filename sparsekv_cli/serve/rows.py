@@ -1,8 +1,9 @@
 """Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
 
 A prompt's rows do not depend on the method. A sequence that has all rows of a prompt's beginning
-gives them to any other, whose prefill computes the rest. The text is that of a whole prefill, to
-the bit. prefix/prefixes.py says where the rest may begin. Rows of decode steps are not given.
+gives them to any other, whose prefill computes the rest. Both read them in the same memory
+(``share_prefix``). The text is that of a whole prefill, to the bit. prefix/prefixes.py says where
+the rest may begin. Rows of decode steps are not given.
 
 Memory for rows is set aside ahead of a prefill, and given back with the answer.
 """
@@ -15,13 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
+from sparsekv_cli.cache.kinds import LEAST_SHARED, share_prefix
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found, n_common
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
+from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
@@ -98,14 +102,7 @@ class SharedRows:
         donor, self._donor = self._donor, None
         if donor is None:
             return self._disk.load(found, caches, n_room) if self._disk is not None else 0
-        stores = [layer.store for layer in caches], [layer.store for layer in donor.caches]
-        for store, given in zip(*stores, strict=True):
-            store.reserve(n_room)
-            store.k[:, : found.n], store.v[:, : found.n] = (
-                given.k[:, : found.n],
-                given.v[:, : found.n],
-            )
-            store.n = found.n
+        share_prefix(donor.caches, caches, found.n, n_room)
         return found.n
 
     def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
@@ -160,6 +157,24 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, has_disk: bool) 
     return n
 
 
+def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
+    """Bytes that sequences take: of each those it would take alone, and what it shares once."""
+    return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
+
+
+def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) -> int:
+    """Bytes of rows of ``ids`` that are in memory already, in the sequence that has most."""
+    most = 0
+    for sequence in sequences:
+        n = reusable(sequence, ids, method) if types_of(sequence.method) == types_of(method) else 0
+        if memory_file.is_available() and n >= LEAST_SHARED:
+            stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
+            most = max(
+                most, sum(of.prefix_bytes(n // of.whole_rows * of.whole_rows) for of in stores)
+            )
+    return most
+
+
 def default_limit() -> int:
     """Half of the memory that is available, to this process in its container."""
     available = available_memory()
@@ -209,6 +224,11 @@ class IndexSizes:
 def bytes_of_sequence(sequence: Sequence) -> int:
     """Bytes that a sequence's caches take, and those of what makes its drafts."""
     return held_bytes([*sequence.caches, *sequence.draft_caches])
+
+
+def whole_bytes(sequence: Sequence) -> int:
+    """The same of a sequence that shares no rows."""
+    return bytes_of_sequence(sequence) + sum(cache.n_spared for cache in sequence.caches)
 
 
 def gib(n_bytes: int) -> str:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.methods.base import Method
@@ -27,6 +25,7 @@ from sparsekv_cli.serve.jobs import (
     Compiling,
     Failed,
     Job,
+    Prefilling,
     PromptProgress,
     QueueFullError,
     Request,
@@ -41,7 +40,10 @@ from sparsekv_cli.serve.rows import (
     best_parked,
     bytes_of_sequence,
     gib,
+    held_together,
+    most_shared,
     sequence_bytes,
+    whole_bytes,
 )
 from sparsekv_cli.serve.running import Running, Stats
 
@@ -51,18 +53,6 @@ LEAST_PREFILL_S = 0.02
 SHORTER = 4  # times shorter than the prompt of a prefill is one that goes first
 TELL_S = 0.25  # between two words about a prefill
 WATCH_S = 1.0  # between two looks at the memory that is in use
-
-
-@dataclass
-class Prefilling:
-    """A job whose prompt is being prefilled."""
-
-    job: Job
-    sequence: Sequence
-    steps: Generator[Progress, None, Any]
-    rows: SharedRows | None  # finds and keeps the prompt's rows
-    started: float
-    told: float = 0.0  # when the client was told how far it is
 
 
 class Scheduler:
@@ -231,24 +221,33 @@ class Scheduler:
             if not self._n_free:
                 return None
             for job in list(self._queue)[: 1 if most is None else None]:
-                if (most is None or len(job.request.ids) <= most) and self._makes_room(job.n_bytes):
+                is_short = most is None or len(job.request.ids) <= most
+                if is_short and self._makes_room(job.n_bytes, job.request):
                     self._queue.remove(job)
                     return job
         return None
 
-    def _makes_room(self, n_bytes: int) -> bool:
-        """Whether so much memory is free, parked sequences given up from the oldest on."""
-        prefilling = [each.job for each in self._prefilling]
-        taken = sum(job.n_bytes for job in (*self._running.jobs, *prefilling))
-        if taken + n_bytes > self._kv_bytes:
+    def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
+        """Whether so much memory is free, parked sequences given up from the oldest on.
+
+        request: needs less if it shares the rows of an answer that runs.
+        """
+        taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling]
+        for job in self._running.jobs:
+            if job.generation is not None:
+                taken.append((job.n_bytes, job.generation.sequence))
+        left = self._kv_bytes - held_together(taken)
+        if n_bytes > left and request is not None:
+            n_bytes -= most_shared((of for _, of in taken), request.ids, request.method)
+        if n_bytes > left:
             return False
-        while self._parked and taken + n_bytes + self._parked_bytes > self._kv_bytes:
+        while self._parked and n_bytes + self._parked_bytes > left:
             del self._parked[0]
         return True
 
     @property
     def _parked_bytes(self) -> int:
-        return sum(parked.n_bytes for parked in self._parked)
+        return held_together((parked.n_bytes, parked.sequence) for parked in self._parked)
 
     def _drop_aborted(self) -> None:
         """Frees the places of jobs that nobody waits for, and of those that take too long."""
@@ -395,5 +394,5 @@ class Scheduler:
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, unless its rows are none of theirs."""
         if sequence.checkpoint is not None:
-            self._parked.append(Parked(sequence, bytes_of_sequence(sequence)))
+            self._parked.append(Parked(sequence, whole_bytes(sequence)))
             self._makes_room(0)

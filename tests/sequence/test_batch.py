@@ -137,8 +137,8 @@ def test_a_step_that_fails_leaves_every_sequence_as_it_was(sequence, monkeypatch
     for each, prompt in zip(sequences, PROMPTS, strict=True):
         each.rewind(len(prompt))
     with monkeypatch.context() as patch:
-        failing = sequences[2].caches[0]
-        patch.setattr(failing, "decode", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+        failing = sequences[2].caches[0].store
+        patch.setattr(failing, "append_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             decode_together(sequences, [7, 7, 7])
     assert [each.tokens for each in sequences] == [*PROMPTS]

@@ -22,6 +22,12 @@ def make(n_head, n_kv_head, d, n, kinds=(F16, F16)):
     return q, k, v
 
 
+def attend_dense(q, of_rows, n, *args):
+    """The kernel, for the last of n tokens of one sequence."""
+    layouts, stops = np.tile(of_rows, (len(q), 1)), np.arange(n - len(q), n) + 1
+    decode.attend_dense(q, layouts, stops, np.zeros(len(q), np.int64), *args)
+
+
 @pytest.mark.parametrize(("n_head", "n_kv_head", "d"), GEOMETRIES)
 @pytest.mark.parametrize("n", [1, 5, 63, 256, 257, 1300])
 @pytest.mark.parametrize("n_threads", [1, 2])
@@ -30,7 +36,7 @@ def test_attend_dense(n_head, n_kv_head, d, n, n_threads, kinds):
     q, k, v = make(n_head, n_kv_head, d, n, kinds)
     out = np.empty_like(q)
     scale = np.float32(d**-0.5)
-    decode.attend_dense(
+    attend_dense(
         q[None], layout(k, v), n, ALL_ROWS, n_kv_head, scale, NO_CAP, NO_SINKS, out[None], n_threads
     )
     expected = decode.attend_dense_ref(q, k.exact[:, :n], v.exact[:, :n], scale)
@@ -50,10 +56,10 @@ def test_tokens_attend_together_as_alone(
     q = np.random.default_rng(3).standard_normal((n_token, n_head, d)).astype(np.float32)
     args = (n_kv_head, np.float32(d**-0.5), np.float32(1.5), sinks_of(n_head, True))
     together, alone = np.empty((2, *q.shape), np.float32)
-    decode.attend_dense(q, layout(k, v), n, window, *args, together, n_threads)
+    attend_dense(q, layout(k, v), n, window, *args, together, n_threads)
     for b in range(n_token):
         one, n_own = slice(b, b + 1), n - n_token + 1 + b
-        decode.attend_dense(q[one], layout(k, v), n_own, window, *args, alone[one], n_threads)
+        attend_dense(q[one], layout(k, v), n_own, window, *args, alone[one], n_threads)
     np.testing.assert_array_equal(together, alone)
 
 
@@ -76,7 +82,7 @@ def test_softcaps_sinks_and_a_part_of_the_rows(n_head, n_kv_head, d, n, first, s
     expected = decode.attend_dense_ref(
         q, k.exact[:, first:n], v.exact[:, first:n], scale, softcap, sinks if has_sinks else None
     )
-    decode.attend_dense(q[None], layout(k, v), n, n - first, *args, out[None], 2)
+    attend_dense(q[None], layout(k, v), n, n - first, *args, out[None], 2)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     idx = np.tile(np.arange(first, n, dtype=np.int32)[::-1], (n_kv_head, 1))
     decode.attend_rows(q, layout(k, v), idx, np.full(n_kv_head, n - first), *args, out, 2)
@@ -121,7 +127,7 @@ def test_attention_survives_huge_scores(kind):
     k, v = store(keys, kind), store(values, kind)
     out = np.empty_like(q)
     args = (1, np.float32(1), NO_CAP, NO_SINKS, out[None], 2)
-    decode.attend_dense(q[None], layout(k, v), 600, ALL_ROWS, *args)
+    attend_dense(q[None], layout(k, v), 600, ALL_ROWS, *args)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[0], v.exact[0, 300], atol=1e-5)
 
