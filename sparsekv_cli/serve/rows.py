@@ -22,8 +22,8 @@ from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
-from sparsekv_cli.prefix.prompt_rows import Found, n_common
+from sparsekv_cli.prefix.prefixes import LEAST, STEP
+from sparsekv_cli.prefix.prompt_rows import Found, PromptRows, n_common
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
@@ -67,13 +67,13 @@ class SharedRows:
 
     def __init__(
         self,
-        disk_of: Callable[[Method], Prefixes | None],
+        disk_of: Callable[[Method], PromptRows | None],
         donors: Callable[[], Iterable[Sequence]],
     ) -> None:
         self._donors = donors
         self._method: Method | None = None  # of the next prompt
         self._disk_of = cache(disk_of)
-        self._disk: Prefixes | None = None  # of the sequence that is prefilled, or was last
+        self._disk: PromptRows | None = None  # of the sequence that is prefilled, or was last
         self._donor: Sequence | None = None
         self._found = Found()  # on disk
         self._writer = ThreadPoolExecutor(1, "prefixes")

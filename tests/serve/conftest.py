@@ -13,6 +13,7 @@ import uvicorn
 from tiny_sequences import SHAPE, open_tiny
 
 from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.model import Model
 from sparsekv_cli.serve.app import Access, make_app
 from sparsekv_cli.serve.requests import RequestLimits, Service
 from sparsekv_cli.serve.scheduler import Scheduler
@@ -87,3 +88,25 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
     yield start
     for stop in stops:
         stop()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Any]) -> Iterator[Model]:
+    model = open_tiny(tiny_model, "full", ctx_size=1024).model
+    yield model
+    model.gguf.close()
+
+
+@pytest.fixture
+def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
+    started: list[Scheduler] = []
+
+    def open_scheduler(**options: Any) -> Scheduler:
+        given = {"n_parallel": 4, "n_queue": 2000, "kv_bytes": 1 << 30, **options}
+        started.append(Scheduler(model, **given))
+        started[-1].start()
+        return started[-1]
+
+    yield open_scheduler
+    for scheduler in started:
+        scheduler.stop()

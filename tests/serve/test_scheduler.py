@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from next_token_models import knowing
-from tiny_sequences import open_tiny, tokens
+from asked import FULL, GREEDY, METHODS, Asked
+from tiny_sequences import tokens
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.model import Model, load_model
+from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
-from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
-    Event,
     Failed,
     Finished,
-    Job,
-    NewToken,
     PromptProgress,
     QueueFullError,
     Request,
@@ -37,170 +30,11 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
-from sparsekv_cli.settings.config import SessionConfig
-
-FULL = build_method("full", {})
-GREEDY = SamplingOptions({"temp": 0.0}, ignore_eos=True)
-LIKELY = dict.fromkeys(range(40, 44), 30.0)
-FEW_TOKENS = SamplingOptions({"temp": 0.0, "logit_bias": LIKELY}, ignore_eos=True)
-METHODS = [FULL, build_method("topk", {}, budget="24"), build_method("snapkv", {}, budget="40")]
-
-
-class Asked:
-    """A job and what it was told; ``text`` waits for its end."""
-
-    def __init__(self, scheduler: Scheduler, ids: list[int], n: int = 6, **options: Any) -> None:
-        self.events: list[Event] = []
-        self.began, self.ended = threading.Event(), threading.Event()
-        seconds = options.pop("seconds", 60.0)
-        method = options.pop("method", FULL)
-        self._pause: Callable[[], Any] = options.pop("pause", lambda: None)  # after an event
-        request = Request(ids, method, 0, n, options.pop("sampling", GREEDY), **options)
-        self.job = Job(request, self._tell, seconds)
-        scheduler.submit([self.job])
-
-    def _tell(self, event: Event) -> None:
-        self.events.append(event)
-        self.began.set()
-        self._pause()
-        if isinstance(event, Finished | Failed):
-            self.ended.set()
-
-    @property
-    def end(self) -> Event:
-        assert self.ended.wait(60)
-        return self.events[-1]
-
-    @property
-    def text(self) -> str:
-        assert isinstance(self.end, Finished), self.end
-        return "".join(e.text for e in self.events if isinstance(e, NewToken | Finished))
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Any]) -> Iterator[Model]:
-    model = open_tiny(tiny_model, "full", ctx_size=1024).model
-    yield model
-    model.gguf.close()
-
-
-@pytest.fixture
-def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
-    started: list[Scheduler] = []
-
-    def open_scheduler(**options: Any) -> Scheduler:
-        given = {"n_parallel": 4, "n_queue": 2000, "kv_bytes": 1 << 30, **options}
-        started.append(Scheduler(model, **given))
-        started[-1].start()
-        return started[-1]
-
-    yield open_scheduler
-    for scheduler in started:
-        scheduler.stop()
 
 
 def bytes_of_rows(scheduler: Scheduler, n: int) -> int:
     """Bytes of the rows of n tokens."""
     return sequence_bytes(FULL, scheduler.model.decoder.layer_specs(), n)
-
-
-def test_drafts_of_a_next_token_block(tmp_path: Path) -> None:
-    """The block's rows count as those of one more layer."""
-    path, told = knowing(tmp_path / "tiny.gguf", "qwen35moe"), []
-    for source in ("off", "mtp"):
-        config = SessionConfig(threads=1, prefill_dtype="f32", speculate=source)
-        model = load_model(path, FULL, config)
-        scheduler = Scheduler(model, n_parallel=3, n_queue=9, kv_bytes=1 << 30)
-        scheduler.start()
-        asked = [Asked(scheduler, tokens(60 + 9 * i), 40) for i in range(5)]
-        n_bytes = scheduler.bytes_of(asked[0].job.request)[0]
-        told.append(([each.text for each in asked], n_bytes // (3 if source == "mtp" else 2)))
-        scheduler.stop()
-        assert (scheduler.stats.accepted_tokens > 0) == (source == "mtp")
-        model.gguf.close()
-    assert told[0] == told[1]
-
-
-def drafting(model: Model, source: str, n: int = 1) -> Scheduler:
-    config = replace(model.config, speculate=source)
-    return Scheduler(replace(model, config=config), n_parallel=n, n_queue=99, kv_bytes=1 << 30)
-
-
-def test_drafts_change_no_text(model: Model) -> None:
-    """Answers of few different tokens, together; a client that asks for rows gets them a step."""
-    texts, stats, n_steps, last_rows = [], [], [], []
-    few: dict[str, Any] = {"sampling": FEW_TOKENS}
-    for source in ("off", "ngram"):
-        scheduler = drafting(model, source, 3)
-        scheduler.start()
-        asked = [
-            Asked(scheduler, tokens(60 + 9 * i, i % 4), 50, method=METHODS[i % 3], **few)
-            for i in range(8)
-        ]
-        asked.append(Asked(scheduler, tokens(80), 50, n_bins=4, **few))
-        texts.append([each.text for each in asked])
-        scheduler.stop()
-        stats.append(scheduler.stats)
-        news = [event for event in asked[-1].events if isinstance(event, NewToken)]
-        assert sum(event.n_tokens for event in news) == 50
-        assert news[0].rows is None and all(event.rows for event in news[1:])
-        n_steps.append(len(news) - 1)
-        last_rows.append(news[-1].rows)
-    assert texts[0] == texts[1] and last_rows[0] == last_rows[1]
-    assert n_steps[0] == 49 > n_steps[1]
-    off, drafted = stats
-    assert off.drafted_tokens == 0 < 20 < drafted.accepted_tokens <= drafted.drafted_tokens
-    assert drafted.n_steps < off.n_steps and drafted.step_tokens == off.step_tokens
-    assert (off.rows_total, off.rows_attended) == (drafted.rows_total, drafted.rows_attended)
-
-
-def test_counts_of_answers_that_end_within_a_draft(model: Model) -> None:
-    """By a stop string, or by a token that ends the answer and is not in it."""
-    scheduler, reasons = drafting(model, "ngram"), set()
-    scheduler.start()
-    text = Asked(scheduler, tokens(60), 50, sampling=FEW_TOKENS).text
-    given: list[dict[str, Any]] = [{"stops": (text[i : i + 6],)} for i in range(8, 44, 2)]
-    bias = dict.fromkeys(model.tokenizer.eog_ids, 27.0) | {40: 30.0}
-    ending = SamplingOptions({"temp": 1.0, "logit_bias": bias})
-    given += [{"seed": seed, "sampling": ending} for seed in range(12)]
-    for options in given:
-        before = scheduler.stats.accepted_tokens
-        asked = Asked(scheduler, tokens(60), 50, **{"sampling": FEW_TOKENS, "n_bins": 4} | options)
-        assert isinstance(asked.end, Finished)
-        news = [event for event in asked.events if isinstance(event, NewToken)]
-        assert sum(event.n_tokens for event in news) == asked.end.n_generated
-        accepted = [event.n_accepted for event in news]
-        assert sum(accepted) == scheduler.stats.accepted_tokens - before
-        is_end = asked.end.stop_reason == "eos"
-        for event in news:
-            assert event.n_tokens - event.n_accepted == (0 if is_end and event is news[-1] else 1)
-        reasons |= {asked.end.stop_reason} if any(accepted[-1:]) else set()
-    scheduler.stop()
-    assert reasons >= {"stop", "eos"}
-
-
-def test_a_parked_sequence_has_no_copies_of_a_draft(model: Model) -> None:
-    """Its client left while the step of a draft was on its way."""
-    scheduler, parked = drafting(model, "ngram"), []
-    asked = Asked(scheduler, tokens(60), 300, sampling=FEW_TOKENS)
-    running, job, park = scheduler._running, asked.job, scheduler._park
-
-    def look(sequence: Sequence) -> None:
-        parked.append((len(sequence.tokens), [cache._saved for cache in sequence.caches]))
-        park(sequence)
-
-    def leave(event: Event) -> None:
-        asked._tell(event)
-        if isinstance(event, NewToken) and event.n_accepted > 3:
-            job.abort()
-
-    running._park, job.emit = look, leave
-    scheduler.start()
-    assert isinstance(asked.end, Failed)
-    scheduler.stop()
-    n_told = sum(event.n_tokens for event in asked.events if isinstance(event, NewToken))
-    ((n_tokens, copies),) = parked
-    assert n_tokens > 60 + n_told and not any(copies)
 
 
 @pytest.mark.slow
@@ -281,7 +115,8 @@ def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler])
 
 def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Scheduler]) -> None:
     scheduler = start()
-    running, prompt = Asked(scheduler, tokens(30), 900), Asked(scheduler, tokens(1000, 4), 2)
+    running = Asked(scheduler, tokens(30), 900, pause=lambda: time.sleep(0.05))
+    prompt = Asked(scheduler, tokens(1000, 4), 2)
     while not prompt.events:  # so long nothing is known of it
         time.sleep(0.001)
     scheduler.abort(prompt.job)

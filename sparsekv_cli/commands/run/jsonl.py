@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.generation.sampler import MakeConstraint
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prompt_rows import PromptRows
+    from sparsekv_cli.sequence import Sequence
+    from sparsekv_cli.serve.rows import SharedRows
 
 
 class Output:
@@ -88,29 +90,42 @@ class LineAnswers:
     def __init__(
         self, model: Model, n_parallel: int, output: Output, rows: PromptRows | None
     ) -> None:
-        """rows: finds and keeps the rows of prompts."""
+        """rows: finds and keeps the rows of prompts on disk."""
         from sparsekv_cli.sequence import Timings  # which imports numba
+        from sparsekv_cli.serve.rows import SharedRows
 
         self.timings = Timings(load_s=model.load_s)
         self._model, self._n_parallel = model, n_parallel
-        self._output, self._rows = output, rows
+        self._output = output
+        self._rows: SharedRows | None = None
+        if model.engine.shares_prefill:
+            self._rows = SharedRows(lambda _: rows, self._donors)
+            self._rows.use(model.method)
         self._make_constraint: MakeConstraint | None = None
         self._active: list[Line] = []
 
     def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
         """Answers every line. lines: their numbers and texts."""
         tasks = self._tasks(lines, defaults)
-        while True:
-            while len(self._active) < self._n_parallel:
-                following = next(tasks, None)
-                if following is None:
-                    break
-                self._start(*following)
-            if not self._active:
-                return
-            for line in list(self._active):
-                self._choose(line)
-            self._step()
+        try:
+            while True:
+                while len(self._active) < self._n_parallel:
+                    following = next(tasks, None)
+                    if following is None:
+                        break
+                    self._start(*following)
+                if not self._active:
+                    return
+                for line in list(self._active):
+                    self._choose(line)
+                self._step()
+        finally:
+            if self._rows is not None:
+                self._rows.close()
+
+    def _donors(self) -> Iterable[Sequence]:
+        """The sequences whose rows a prompt that begins alike can read."""
+        return [line.generation.sequence for line in self._active]
 
     def _tasks(
         self, lines: Iterable[tuple[int, bytes]], defaults: Task
