@@ -166,9 +166,9 @@ class Decoder(Forward):
         for i in range(len(caches[0])):
             inputs: list[Any] = list(step.inputs[i][:n_rows])
             if self.hparams.layers[i].state is None:
-                inputs = [AttnInput(*x, pos) for x, pos in zip(inputs, positions, strict=True)]
+                inputs = [AttnInput._make((*x, p)) for x, p in zip(inputs, positions, strict=True)]
             else:
-                inputs = [StateInput(*x) for x in inputs]
+                inputs = [StateInput._make(x) for x in inputs]
             of_layer = [caches[first][i] for first, _ in spans]
             rows = [inputs[first:last] for first, last in spans]
             step.finish(i, decode_caches(of_layer, rows), n_rows)

@@ -329,7 +329,7 @@ def _decode_dense(
 ) -> list[np.ndarray]:
     """``decode_rows`` of the dense caches at ``places`` in one call of a kernel.
 
-    Those that share a prefix are side by side; they read it once.
+    Sequences that share a prefix are side by side, and read it once.
     """
     q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]

@@ -124,7 +124,7 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory. What several stores share is divided among them."""
+        """Bytes of the memory. A prefix is divided among its stores."""
         return self.k.nbytes + self.v.nbytes - self.n_spared
 
     @property
@@ -172,7 +172,7 @@ class KVStore:
         self._move(max(capacity, self.n))
 
     def _move(self, capacity: int) -> None:
-        """Moves the rows to memory for ``capacity`` rows. Those of the prefix are not copied."""
+        """Moves the rows to memory for ``capacity`` rows. The prefix is not copied."""
         old, n_kv_head, first = (self.k, self.v), len(self.k), self.n_prefix
         n_bytes = [capacity * row_bytes_of(x) for x in old]  # of a kv head
         if self.prefix is None:

@@ -169,9 +169,7 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
         n = reusable(sequence, ids, method) if types_of(sequence.method) == types_of(method) else 0
         if memory_file.is_available() and n >= LEAST_SHARED:
             stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
-            most = max(
-                most, sum(of.prefix_bytes(n // of.whole_rows * of.whole_rows) for of in stores)
-            )
+            most = max(most, sum(of.prefix_bytes(of.n_whole(n)) for of in stores))
     return most
 
 

@@ -49,7 +49,7 @@ class MemoryFile:
 
     def write(self, start: int, data: np.ndarray) -> None:
         """Writes a contiguous array from byte ``start`` on."""
-        left = memoryview(data).cast("B")
+        left = data.reshape(-1).view(np.uint8).data
         try:
             while left:
                 n = os.pwrite(self._fd, left, start)

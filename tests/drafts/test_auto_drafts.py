@@ -94,7 +94,7 @@ def warm(seconds: float = 1.0, model: Any = None) -> AutoDrafts:
 
 def test_the_first_two_steps_have_no_draft():
     draft = warm().draft([*[1, 2, 3, 4] * 9, 1, 2], 3, 64)
-    assert draft == [4, 1, 2, 3]  # 5 are allowed, of which FEW are at risk: a row costs .3 steps until it is measured
+    assert draft == [4, 1, 2, 3]  # of 5 that may be lost, since a row costs .3 steps
 
 
 @pytest.mark.parametrize("step_s", [0.0, 1e-9, 1.0])

@@ -12,11 +12,13 @@ import pytest
 from asked import FULL, GREEDY, METHODS, Asked
 from tiny_sequences import tokens
 
+from sparsekv_cli.cache import kinds
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.serve import rows
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Failed,
@@ -135,6 +137,26 @@ def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler])
     assert scheduler.n_parked == 1  # there is room for one only
     kept = next(iter(scheduler._donors()))
     assert held_bytes(kept.caches) <= bytes_of_rows(scheduler, 103)
+
+
+def test_requests_on_one_document_fit_together(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows count once, and a request on another document waits for the memory."""
+    for module in (kinds, rows):
+        monkeypatch.setattr(module, "LEAST_SHARED", 256)
+    document, gate = tokens(800), threading.Event()
+    alone = [Asked(start(), [*document, *tokens(9, i)], 100).text for i in range(2)]
+    _, n_bytes = start().bytes_of(Request(document, FULL, 0, 109))
+    scheduler = start(kv_bytes=int(1.7 * n_bytes))
+    waits = {"pause": lambda: gate.wait(0.02)}
+    asked = [Asked(scheduler, [*document, *tokens(9, i)], 100, **waits) for i in range(2)]
+    other = Asked(scheduler, tokens(800, 7), 3)
+    assert asked[1].began.wait(60) and not asked[0].ended.is_set() and not other.events
+    assert asked[1].job.n_cached >= 700
+    gate.set()
+    assert [each.text for each in asked] == alone and other.text
+    assert scheduler._parked_bytes <= 1.7 * n_bytes
 
 
 def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from asked import FULL, METHODS, Asked
 from next_token_models import knowing
-from tiny_sequences import tokens
+from tiny_sequences import open_tiny, tokens
 
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model, load_model
@@ -24,6 +26,13 @@ from sparsekv_cli.settings.config import SessionConfig
 
 LIKELY = dict.fromkeys(range(40, 44), 30.0)
 FEW_TOKENS = SamplingOptions({"temp": 0.0, "logit_bias": LIKELY}, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Any]) -> Iterator[Model]:
+    model = open_tiny(tiny_model, "full", ctx_size=1024).model
+    yield model
+    model.gguf.close()
 
 
 def test_drafts_of_a_next_token_block(tmp_path: Path) -> None:
