@@ -305,6 +305,15 @@ def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
     return list(records.values())
 
 
+def trained_speculation(run: Runner, sizes: Sizes, model: str) -> Records:
+    return run.script("accuracy/speculation", "-m", model, *sizes["speculation"].split())
+
+
+def trained_documents(run: Runner, sizes: Sizes, model: str) -> Records:
+    words = ["--only", "sparsekv", *sizes["documents"].split()]
+    return run.script("bench/serve", "-m", model, *words)
+
+
 def budget_sweep(run: Runner, sizes: Sizes, _: Records) -> Records:
     """RULER's tasks at all budgets and lengths, then ``compare`` on a text at each length.
 
@@ -379,6 +388,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "cache_types": cache_types,
     "caches": cache_memory,
     "calibration": calibration_time,
+    "documents": of_trained(trained_documents),
     "far": attention_by_depth,
     "memory": peak_memory,
     "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"].split()),
@@ -389,6 +399,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(trained_speed),
+    "speculation": of_trained(trained_speculation),
     "terminal": terminal_session,
 }
 PARTS: Mapping[str, Part] = {name: Part(name, **told) for name, told in TABLE["parts"].items()}
