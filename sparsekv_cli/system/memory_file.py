@@ -11,6 +11,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +21,16 @@ from sparsekv_cli.errors import SparseKVError
 PAGE = mmap.PAGESIZE
 
 
+@cache
 def is_available() -> bool:
-    """Whether this system has files in memory."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    """Whether this system has files in memory, and lets this process make one."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return False
+    try:
+        MemoryFile(PAGE)
+    except SparseKVError:
+        return False
+    return True
 
 
 class Part(NamedTuple):
@@ -36,16 +44,20 @@ class Part(NamedTuple):
 class MemoryFile:
     """A file of ``n_bytes`` in memory, which is there as long as this object or a block needs it.
 
-    Raises SparseKVError if there is no memory for it.
+    Raises SparseKVError if the system refuses it.
     """
 
     def __init__(self, n_bytes: int) -> None:
-        self.n_bytes = n_bytes
-        self._fd = os.memfd_create("rows", os.MFD_CLOEXEC)
-        os.truncate(self._fd, n_bytes)
+        self._fd = -1
+        try:
+            self._fd = os.memfd_create("rows", os.MFD_CLOEXEC)
+            os.truncate(self._fd, n_bytes)
+        except OSError as error:
+            raise SparseKVError(f"no memory for rows that sequences share: {error}") from None
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def write(self, start: int, data: np.ndarray) -> None:
         """Writes a contiguous array from byte ``start`` on."""

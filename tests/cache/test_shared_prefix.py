@@ -12,6 +12,7 @@ from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 
 N = 1100  # rows
@@ -120,3 +121,16 @@ def test_no_memory_is_a_line(monkeypatch):
     monkeypatch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
     with pytest.raises(SparseKVError, match=r"no memory for rows that sequences share: .*No space"):
         kinds.share_prefix([cache_of(n=N)], [cache_of()], N, N)
+
+
+def test_a_system_that_refuses_files_in_memory(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    memory_file.is_available.cache_clear()
+    given, other = cache_of(n=N), cache_of()
+    kinds.share_prefix([given], [other], N, N)
+    memory_file.is_available.cache_clear()
+    assert other.store.prefix is None
+    assert_rows(other.store, rows_of(given.store))
