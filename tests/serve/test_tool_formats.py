@@ -15,7 +15,7 @@ from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
-from sparsekv_cli.serve.tools import (
+from sparsekv_cli.serve.forms.tools import (
     GEMMA4,
     HARMONY,
     HERMES,
