@@ -8,6 +8,7 @@ from typing import Any
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.models.chat.calls import read_json
 
+NO_MEDIA = "pictures, audio and files are not read"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -51,9 +52,7 @@ def content_text(
     for i, part in enumerate(content):
         at, kind = f"{where}.{key}[{i}]", part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in kinds:
-            raise FieldError(
-                at, f".type = {shown(kind)}: pictures, audio and files are not read: {expected}"
-            )
+            raise FieldError(at, f".type = {shown(kind)}: {NO_MEDIA}: {expected}")
         if kind is None or not isinstance(part.get("text"), str):
             raise FieldError(at, f": {expected}")
     return "".join(part["text"] for part in content)

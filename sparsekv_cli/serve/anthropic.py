@@ -10,7 +10,7 @@ from typing import Any
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.generation.messages import content_text
+from sparsekv_cli.generation.messages import NO_MEDIA, content_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
@@ -245,7 +245,7 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
             raise FieldError(
                 at,
                 ": expected a block of type text, thinking, tool_use, tool_result or "
-                "tool_reference",
+                f"tool_reference: {NO_MEDIA}",
             )
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result

@@ -193,7 +193,7 @@ def make_app(
     handlers: dict[Any, Any] = {SparseKVError: failed, HTTPException: failed}
     handlers |= {MemoryError: failed, Exception: failed, ClientDisconnect: _nobody}
     starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    starlette.router.default = _no_path([route.path for route in routes])
+    starlette.router.default = _no_path([route.path.replace(":path", "") for route in routes])
     return WholeBodies(starlette)
 
 
@@ -244,6 +244,8 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     status, kind, code = status_of(error)
     if isinstance(error, HTTPException):
         message = str(error.detail)
+        if error.status_code == 405 and error.headers:
+            message = f"{path}: expected {error.headers['Allow']}"
     elif isinstance(error, SparseKVError):
         message = " ".join(str(error).removeprefix("--").split())
     elif isinstance(error, MemoryError):

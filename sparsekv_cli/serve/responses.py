@@ -21,6 +21,7 @@ from sparsekv_cli.serve.openai import Completion, comment, event, rows_event
 from sparsekv_cli.serve.requests import RequestError, Service
 
 MAX_KEPT = 64 << 20  # bytes of all responses that are kept
+MAX_ONE = 4 << 20  # bytes of one with its conversation
 # Fields of a request that are told in its response.
 TOLD = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
 TOLD |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
@@ -32,7 +33,11 @@ CHAT_WORDS = re.compile(r"^reasoning_effort\b|\bresponse_format\b")
 
 
 class Kept:
-    """The newest responses with the conversations that they end. Older ones go beyond MAX_KEPT."""
+    """The newest responses with the conversations that they end.
+
+    Beyond MAX_KEPT the oldest ones go. One beyond MAX_ONE is not kept: it would take a multiple of
+    its bytes to go on with it.
+    """
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, bytes] = OrderedDict()
@@ -41,6 +46,8 @@ class Kept:
     def add(self, items: list[Any], response: Mapping[str, Any]) -> None:
         """Keeps a response. items: its whole conversation."""
         text = json.dumps([items, response]).encode()
+        if len(text) > MAX_ONE:
+            return
         with self._lock:
             self._texts[response["id"]] = text
             self._n_bytes += len(text)
@@ -67,8 +74,8 @@ class Kept:
 
 def _missing(name: str) -> RequestError:
     return RequestError(
-        f"no response {shown(name)} is kept: this server keeps the newest ones, {MAX_KEPT >> 20} "
-        "MiB in all, until it ends, and none with store: false",
+        f"no response {shown(name)} is kept: this server keeps the newest ones until it ends, "
+        f"{MAX_KEPT >> 20} MiB in all, none over {MAX_ONE >> 20} MiB and none with store: false",
         status=404,
         param="id",
         code="response_not_found",

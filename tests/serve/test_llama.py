@@ -78,4 +78,5 @@ def test_paths_that_are_not_there(client: httpx.Client) -> None:
         message = answer.json()["error"]["message"]
         assert answer.status_code == 404 and words in message and len(message) < 500
         assert "/v1/chat/completions, " in message and "/tokenize" in message
-    assert client.get("/v1/chat/completions").status_code == 405
+    wrong = client.get("/v1/chat/completions")
+    assert wrong.status_code == 405 and "expected POST" in wrong.json()["error"]["message"]

@@ -238,6 +238,7 @@ def test_white_space_begins_no_message() -> None:
 
 def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_KEPT", 10_000)
+    monkeypatch.setattr(responses, "MAX_ONE", 5_000)
     kept = responses.Kept()
     for i in range(50):
         kept.add([{"content": "x" * 900}], {"id": str(i)})
@@ -245,7 +246,7 @@ def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError):
         kept.find("30")
     kept.remove("49")
-    kept.add([{"content": "x" * 20_000}], {"id": "large"})
+    kept.add([{"content": "x" * 6_000}], {"id": "large"})
     with pytest.raises(RequestError):
         kept.find("large")
     kept.add([], {"id": "small"})

@@ -34,8 +34,8 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
         if kind == "message":
             _add_message(messages, where, item)
         elif kind == "reasoning":
-            own, thought = _own(messages, "reasoning_content"), _thought(where, item)
-            own["reasoning_content"] = own.get("reasoning_content", "") + thought
+            own = _own(messages, "reasoning_content")
+            own.setdefault("reasoning_content", []).append(_thought(where, item))
         elif kind == "function_call":
             name, call_id = (_text(where, item, key) for key in ("name", "call_id"))
             given = read_arguments(f"{where}.arguments", item.get("arguments"))
@@ -60,6 +60,9 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
                 ": expected an item of type message, reasoning, function_call or "
                 f"function_call_output{found}",
             )
+    for message in messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
 
 
