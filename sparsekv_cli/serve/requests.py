@@ -142,7 +142,7 @@ class Service:
             )
 
     def defaults(self) -> dict[str, Any]:
-        """What requests have that say nothing of sampling, under llama-server's names."""
+        """The sampling of requests that say nothing of it, under llama-server's names."""
         values = asdict(params_from_metadata(self.model.gguf.metadata, self._sampling.explicit))
         values["temperature"], values["typical_p"] = values.pop("temp"), values.pop("typ_p")
         values["seed"] = -1 if self._seed is None else self._seed

@@ -107,7 +107,7 @@ class StreamOptions(PlainStream):
 
 
 class Labels(Fields):
-    """What a hosted service reads, and what changes no answer here."""
+    """Fields that a hosted service reads, and that change no answer here."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from sparsekv_cli.serve.forms.tools import (
     reader_of,
 )
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "f", "description": "Of a city.", "parameters": PARAMETERS}
 PLACE = {"lat": 47.4, "tags": ["a", "b"]}
