@@ -63,7 +63,7 @@ def test_a_response_is_the_answer_of_a_chat(client: Any) -> None:
     assert (answer.temperature, answer.instructions, answer.store) == (0, "Be brief.", True)
 
 
-def test_a_stream_has_its_events_in_order(client: Any) -> None:
+def test_a_stream_has_its_events_in_order(client: Any, server: Any) -> None:
     options = {"extra_body": THOUGHT, "max_output_tokens": 40}
     whole = create(client, **options)
     events = list(create(client, stream=True, **options))
@@ -80,6 +80,9 @@ def test_a_stream_has_its_events_in_order(client: Any) -> None:
     assert [each.type for each in last.output] == ["reasoning", "message"]
     assert last.output[0].content[0].text == "well" and last.usage.output_tokens > 1
     assert 0 < last.usage.output_tokens_details.reasoning_tokens < last.usage.output_tokens
+    rows = {"input": "hello there", "stream": True, "max_output_tokens": 4, "sparsekv_rows": 5}
+    text = httpx.post(server.url + RESPOND, json=rows, timeout=60).text
+    assert text.count("event: sparsekv.rows\n") == 3
     with client.responses.stream(model="any", input="hello there", **options) as stream:
         assert stream.get_final_response().output_text == "yes"  # the helper checks the order
 
