@@ -113,7 +113,7 @@ def command(
     max_body: float,
     prepare: str,
 ) -> None:
-    """Serve a model: /v1/chat/completions, /v1/completions, /v1/messages, and a page at /.
+    """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
 
     The method, its options and those of sampling are what requests have that name no others.
     """

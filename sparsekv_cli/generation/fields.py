@@ -143,6 +143,8 @@ def _words(
 
 
 def _expected(found: ErrorDetails) -> str:
+    if found["type"] == "missing":
+        return f"an object with {found['loc'][-1]}"
     words = WORDS.get(found["type"])
     return found["msg"] if words is None else words.format(**found.get("ctx", {}))
 

@@ -8,6 +8,7 @@ from typing import Any
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.models.chat.calls import read_json
 
+NO_MEDIA = "pictures, audio and files are not read"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -37,25 +38,28 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     return result
 
 
-def content_text(where: str, content: Any) -> str:
-    """Returns a message's text: itself, or its parts of type text."""
+def content_text(
+    where: str, content: Any, kinds: Sequence[str] = ("text",), key: str = "content"
+) -> str:
+    """Returns a message's text: itself, or its parts of these kinds. key: the name of the field."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise FieldError(f"{where}.content", ": expected a text, or a list of parts of type text")
+    expected, at = f"expected a text, or a list of parts of type {' or '.join(kinds)}", where
+    if not isinstance(content, list):
+        raise FieldError(f"{where}.{key}", f": {expected}")
+    for i, part in enumerate(content):
+        at, kind = f"{where}.{key}[{i}]", part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise FieldError(at, f".type = {shown(kind)}: {NO_MEDIA}: {expected}")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise FieldError(at, f": {expected}")
+    return "".join(part["text"] for part in content)
 
 
-def _call(where: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise FieldError(where, ": expected a function with name and arguments")
-    at, written = f"{where}.function.arguments", function.get("arguments")
+def read_arguments(at: str, written: Any) -> dict[str, Any]:
+    """Returns the arguments of a call, which are a JSON text or an object."""
     try:
         given = read_json(written or "{}") if isinstance(written, str) else written
     except ValueError as error:
@@ -63,5 +67,13 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise FieldError(at, f": expected a JSON object, found {shown(given)}")
+    return given
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise FieldError(where, ": expected a function with name and arguments")
+    given = read_arguments(f"{where}.function.arguments", function.get("arguments"))
     named = {"name": function["name"], "arguments": given}
     return {"id": str(call.get("id") or ""), "type": "function", "function": named}

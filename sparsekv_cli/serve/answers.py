@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from sparsekv_cli.models.chat.calls import Part, Text, Thought
+from sparsekv_cli.serve.forms.tools import Reader
 from sparsekv_cli.serve.jobs import (
     Compiling,
     Event,
@@ -18,7 +19,6 @@ from sparsekv_cli.serve.jobs import (
     Request,
 )
 from sparsekv_cli.serve.requests import Service
-from sparsekv_cli.serve.tools import Reader
 
 PING_S = 10.0  # of silence, after which a client is told that the server lives
 

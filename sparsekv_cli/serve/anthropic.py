@@ -10,15 +10,15 @@ from typing import Any
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.generation.messages import content_text
+from sparsekv_cli.generation.messages import NO_MEDIA, content_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
+from sparsekv_cli.serve.forms.schema import CountFields, MessageFields
+from sparsekv_cli.serve.forms.tools import ForcedCall, functions_of, reader_of
 from sparsekv_cli.serve.jobs import Finished, PromptProgress
-from sparsekv_cli.serve.openai import event
+from sparsekv_cli.serve.openai import comment, event, rows_event
 from sparsekv_cli.serve.requests import EFFORT, Service
-from sparsekv_cli.serve.schema import CountFields, MessageFields
-from sparsekv_cli.serve.tools import ForcedCall, functions_of, reader_of
 
 ROLES = ("user", "assistant", "system")
 
@@ -78,29 +78,33 @@ class Message:
         """Yields the events of a response that streams."""
         n_prompt = len(self._request.ids)
         start = self._message([], {"input_tokens": n_prompt, "output_tokens": 0})
-        yield _event("message_start", message=start)
-        yield _event("ping")
         blocks, has_called = _Blocks(), False
         async with Answers(self._service, [self._request], [self._reader]) as answers:
+            yield _event("message_start", message=start)
+            yield _event("ping")
             async for told in answers.parts():
                 if isinstance(told, Ping):
                     yield _event("ping")
                     continue
                 if isinstance(told, PromptProgress):
-                    yield f": prefill {told.done} of {told.total}\n\n"
+                    yield comment(told)
                     continue
                 for part in self._shown(told.parts):
                     has_called = has_called or isinstance(part, ToolCall)
                     for each in blocks.add(part):
                         yield each
                 if told.rows is not None:
-                    yield event({"rows": told.rows, "index": 0}, "sparsekv.rows")
+                    yield rows_event(told)
                 if told.end is not None:
                     for each in blocks.close():
                         yield each
                     delta, spent = _stop(told.end, has_called), _usage(told.end)
                     yield _event("message_delta", delta=delta, usage=spent)
         yield _event("message_stop")
+
+    def failure(self, error: Mapping[str, Any]) -> str:
+        """Returns the last event of a stream that fails."""
+        return event(error, "error")
 
     def _shown(self, parts: Sequence[Part]) -> list[Part]:
         return [each for each in parts if self._shows_thoughts or not isinstance(each, Thought)]
@@ -241,7 +245,7 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
             raise FieldError(
                 at,
                 ": expected a block of type text, thinking, tool_use, tool_result or "
-                "tool_reference",
+                f"tool_reference: {NO_MEDIA}",
             )
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -23,19 +23,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
-from sparsekv_cli.generation.fields import FieldError, Fields
+from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields
 from sparsekv_cli.methods import describe_methods
-from sparsekv_cli.serve import anthropic, openai
-from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
-from sparsekv_cli.serve.metrics import Metrics
-from sparsekv_cli.serve.requests import RequestError, Service, read_request
-from sparsekv_cli.serve.schema import (
+from sparsekv_cli.serve import anthropic, llama, openai
+from sparsekv_cli.serve.forms.openapi import openapi
+from sparsekv_cli.serve.forms.response_fields import ResponseFields
+from sparsekv_cli.serve.forms.schema import (
     ChatFields,
     CompletionFields,
     CountFields,
+    DetokenizeFields,
     MessageFields,
-    openapi,
+    TokenizeFields,
 )
+from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
+from sparsekv_cli.serve.metrics import Metrics
+from sparsekv_cli.serve.requests import RequestError, Service, read_request
+from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
@@ -47,6 +51,10 @@ PAGE_POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+# Paths of OpenAI's that a model which writes text cannot have, by what they are for.
+OTHERS = {"embeddings": "embeddings", "images": "pictures", "audio": "sounds", "videos": "videos"}
+OTHERS |= {"moderations": "moderations", "rerank": "rankings"}
 
 F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
@@ -69,7 +77,7 @@ def make_app(
 ) -> ASGIApp:
     """Returns the application. log: told a line a request, without prompts."""
     metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
-    created = int(time.time())
+    created, kept = int(time.time()), Kept()
     page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
 
     readers = ThreadPoolExecutor(N_READERS, "request")
@@ -94,11 +102,33 @@ def make_app(
     async def count(request: Request) -> Response:
         return JSONResponse(await read(request, CountFields, anthropic.count_tokens))
 
+    async def respond(request: Request) -> Response:
+        make = partial(ModelResponse, kept)
+        return await _answer(request, await read(request, ResponseFields, make))
+
+    async def response(request: Request) -> Response:
+        if query := next(iter(request.query_params), None):
+            raise RequestError(f"{query[:MAX_SHOWN]}: no such field")
+        name = request.path_params["id"]
+        if request.method == "DELETE":
+            kept.remove(name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        return JSONResponse(await asyncio.to_thread(lambda: kept.find(name)[1]))
+
+    async def tokenize(request: Request) -> Response:
+        return JSONResponse(await read(request, TokenizeFields, llama.tokenize))
+
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse(await read(request, DetokenizeFields, llama.detokenize))
+
+    async def props(request: Request) -> Response:
+        return JSONResponse(llama.props(service))
+
     async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
             events = asked.stream()
             first = await _unless_gone(request, anext(events))  # errors before it have a status
-            return EventStream(first, events, request.url.path)
+            return EventStream(first, events, request.url.path, asked.failure)
         return JSONResponse(await _unless_gone(request, asked.whole()))
 
     async def models(request: Request) -> Response:
@@ -135,6 +165,11 @@ def make_app(
         Route("/v1/methods", methods, methods=["GET"]),
         Route("/v1/messages", message, methods=["POST"]),
         Route("/v1/messages/count_tokens", count, methods=["POST"]),
+        Route("/v1/responses", respond, methods=["POST"]),
+        Route("/v1/responses/{id}", response, methods=["GET", "DELETE"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/props", props, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/metrics", numbers, methods=["GET"]),
         Route("/openapi.json", description, methods=["GET"]),
@@ -146,7 +181,7 @@ def make_app(
             Middleware(
                 CORSMiddleware,
                 allow_origins=access.origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
             )
         )
@@ -158,7 +193,22 @@ def make_app(
     handlers: dict[Any, Any] = {SparseKVError: failed, HTTPException: failed}
     handlers |= {MemoryError: failed, Exception: failed, ClientDisconnect: _nobody}
     starlette = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    starlette.router.default = _no_path([route.path.replace(":path", "") for route in routes])
     return WholeBodies(starlette)
+
+
+def _no_path(paths: Sequence[str]) -> ASGIApp:
+    """Answers requests to paths that are not there."""
+
+    async def missing(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        words = f"there is no path {path[:MAX_SHOWN]!a}"
+        parts = path.removeprefix("/v1").split("/")
+        if kind := next((kind for name, kind in OTHERS.items() if parts[1:2] == [name]), None):
+            words = f"this server makes no {kind}: its model reads and writes text"
+        raise HTTPException(404, f"{words}; the paths are {', '.join(paths)}")
+
+    return missing
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
@@ -194,6 +244,8 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     status, kind, code = status_of(error)
     if isinstance(error, HTTPException):
         message = str(error.detail)
+        if error.status_code == 405 and error.headers:
+            message = f"{path}: expected {error.headers['Allow']}"
     elif isinstance(error, SparseKVError):
         message = " ".join(str(error).removeprefix("--").split())
     elif isinstance(error, MemoryError):
@@ -239,10 +291,17 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. They end, and what makes them is told, when the client goes."""
 
-    def __init__(self, first: str, events: AsyncIterator[str], path: str) -> None:
+    def __init__(
+        self,
+        first: str,
+        events: AsyncIterator[str],
+        path: str,
+        failure: Callable[[Mapping[str, Any]], str],
+    ) -> None:
+        """failure: returns the last event of one that fails, from the body of the error."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._first, self._events, self._path = first, events, path
+        self._first, self._events, self._path, self._failure = first, events, path, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -263,7 +322,7 @@ class EventStream(Response):
                 await _send_text(send, text)
         except Exception as error:
             _, body = error_body(self._path, error)
-            await _send_text(send, f"event: error\ndata: {json.dumps(body)}\n\n")
+            await _send_text(send, self._failure(body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -13,7 +13,8 @@ from sparsekv_cli.serve.scheduler import Scheduler
 PREFIX = "sparsekv_"
 BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds
 # Paths that are told apart; clients may ask for any other.
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/health")
+PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+PATHS |= {"/v1/models", "/health"}
 
 
 class Metrics:

@@ -16,10 +16,10 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, Told, about
+from sparsekv_cli.serve.forms.schema import MAX_CHOICES, ChatFields, CompletionFields
+from sparsekv_cli.serve.forms.tools import ForcedCall, Functions, functions_of, reader_of
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Request
 from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
-from sparsekv_cli.serve.schema import MAX_CHOICES, ChatFields, CompletionFields
-from sparsekv_cli.serve.tools import ForcedCall, Functions, functions_of, reader_of
 
 DONE = "data: [DONE]\n\n"
 
@@ -136,13 +136,13 @@ class Completion:
 
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
-        async with Answers(self._service, self._requests, self._readers) as answers:
+        async with self.answers() as answers:
             choices = await answers.whole()
         ends = {told.choice: told.end for told in choices if told.end is not None}
         body = self._head("chat.completion" if self._is_chat else "text_completion")
         body["choices"] = [self._choice(told) for told in choices]
         body["usage"] = usage(ends, self._fields.n)
-        body["sparsekv"] = self._about(ends)
+        body["sparsekv"] = self.about(ends)
         return body
 
     def _choice(self, told: Told) -> dict[str, Any]:
@@ -171,28 +171,26 @@ class Completion:
         """Yields the events of a response that streams."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = self._head(kind)
-        async with Answers(self._service, self._requests, self._readers) as answers:
+        async with self.answers() as answers:
             if self._is_chat:
                 for i in range(len(self._requests)):
                     yield event({**head, "choices": [_delta(i, {"role": "assistant"})]})
             n_calls, ends = [0] * len(self._requests), {}
             async for told in answers.parts():
-                if isinstance(told, Ping):
-                    yield f": {told.why or 'ping'}\n\n"
-                elif isinstance(told, PromptProgress):
-                    yield self._progress(head, told)
+                if isinstance(told, PromptProgress) and self._fields.return_progress:
+                    yield _progress(head, told)
+                elif not isinstance(told, Told):
+                    yield comment(told)
                 else:
                     for choice in self._chunks(told, n_calls):
                         yield event({**head, "choices": [choice]})
                     if told.rows is not None:
-                        rows = {"rows": told.rows, "index": told.choice}
-                        counts = {"tokens": told.n_tokens, "accepted": told.n_accepted}
-                        yield event(rows | counts, "sparsekv.rows")
+                        yield rows_event(told)
                     if told.end is not None:
                         ends[told.choice] = told.end
             options = self._fields.stream_options
             if options is not None and options.include_usage:
-                told_of = {"usage": usage(ends, self._fields.n), "sparsekv": self._about(ends)}
+                told_of = {"usage": usage(ends, self._fields.n), "sparsekv": self.about(ends)}
                 yield event({**head, "choices": [], **told_of})
             yield DONE
 
@@ -218,20 +216,22 @@ class Completion:
             chunks.append({**last, "finish_reason": reason})
         return chunks
 
-    def _progress(self, head: Mapping[str, Any], told: PromptProgress) -> str:
-        """Returns the prefill's progress: an event if the client asked for it, else a comment."""
-        if not self._fields.return_progress:
-            return f": prefill {told.done} of {told.total}\n\n"
-        progress = {"total": told.total, "processed": told.done, "cache": told.cached}
-        return event({**head, "choices": [], "prompt_progress": progress})
-
     # --- both -------------------------------------------------------------------------------------
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = self._service.name
         return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
-    def _about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
+    def answers(self) -> Answers:
+        """The answers as they grow, one a choice."""
+        return Answers(self._service, self._requests, self._readers)
+
+    def failure(self, error: Mapping[str, Any]) -> str:
+        """Returns the last event of a stream that fails."""
+        return event(error, "error")
+
+    def about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
+        """How the answers were computed. ends: of the choices."""
         last = max(ends)
         return about(ends[last], self._service, self._requests[last])
 
@@ -268,9 +268,10 @@ class _Places:
 
 
 def models(service: Service, created: int) -> dict[str, Any]:
-    """Returns the one model that there is."""
+    """Returns the one model that there is, with its context and the methods that it can use."""
     model = {"id": service.name, "object": "model", "created": created, "owned_by": "local"}
-    return {"object": "list", "data": [{**model, "context_length": service.model.n_ctx}]}
+    model |= {"context_length": service.model.n_ctx, "methods": service.methods()}
+    return {"object": "list", "data": [model]}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -281,6 +282,24 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 def event(value: Mapping[str, Any], name: str = "") -> str:
     """Returns a server-sent event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
+
+
+def comment(told: Ping | PromptProgress) -> str:
+    """Returns a comment of a stream: what the answer waits for."""
+    if isinstance(told, PromptProgress):
+        return f": prefill {told.done} of {told.total}\n\n"
+    return f": {told.why or 'ping'}\n\n"
+
+
+def rows_event(told: Told) -> str:
+    """Returns the event that says which rows a step attended to."""
+    rows = {"rows": told.rows, "index": told.choice}
+    return event({**rows, "tokens": told.n_tokens, "accepted": told.n_accepted}, "sparsekv.rows")
+
+
+def _progress(head: Mapping[str, Any], told: PromptProgress) -> str:
+    progress = {"total": told.total, "processed": told.done, "cache": told.cached}
+    return event({**head, "choices": [], "prompt_progress": progress})
 
 
 def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:

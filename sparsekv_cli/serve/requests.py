@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from sparsekv_cli.errors import BusyError, SparseKVError
@@ -11,16 +11,16 @@ from sparsekv_cli.generation.conversation import chat_template, encode_messages,
 from sparsekv_cli.generation.fields import FieldError, Fields, path_of, read_fields
 from sparsekv_cli.generation.grammar_trial import GrammarTrial
 from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
 from sparsekv_cli.sampling.grammar import Grammar
-from sparsekv_cli.sampling.params import MAX_SEED
+from sparsekv_cli.sampling.params import MAX_SEED, params_from_metadata
+from sparsekv_cli.serve.forms.schema import CompletionFields, ServedFields
+from sparsekv_cli.serve.forms.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
 from sparsekv_cli.serve.jobs import Request
 from sparsekv_cli.serve.scheduler import Scheduler
-from sparsekv_cli.serve.schema import CompletionFields, ServedFields
-from sparsekv_cli.serve.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
 from sparsekv_cli.settings.option import options_of
 
 TOO_LONG = "context_length_exceeded"
@@ -140,6 +140,27 @@ class Service:
                 f"or start the server with --prepare {method.name}",
                 param="method",
             )
+
+    def defaults(self) -> dict[str, Any]:
+        """The sampling of requests that say nothing of it, under llama-server's names."""
+        values = asdict(params_from_metadata(self.model.gguf.metadata, self._sampling.explicit))
+        values["temperature"], values["typical_p"] = values.pop("temp"), values.pop("typ_p")
+        values["seed"] = -1 if self._seed is None else self._seed
+        del values["logit_bias"]
+        return {**values, "n_predict": self.limits.tokens, "method": self._method}
+
+    def methods(self) -> list[str]:
+        """The names of the methods that requests may ask for."""
+        return [name for name in METHODS if self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        try:
+            method = build_method(name, {})
+            method.check_layers(self.kinds)
+            self._check_calibrated(method)
+        except (ValueError, SparseKVError):
+            return False
+        return True
 
     def format_for(self, has_tools: bool) -> ToolFormat | None:
         """The format for which an answer is read; gpt-oss writes on channels without tools, too."""

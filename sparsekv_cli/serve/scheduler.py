@@ -72,7 +72,7 @@ class Scheduler:
         disk_of: Callable[[Method], Prefixes | None] = lambda method: None,
     ) -> None:
         self.model, self.stats = model, Stats(kv_limit=kv_bytes)
-        self._n_parallel, self._n_queue, self._kv_bytes = n_parallel, n_queue, kv_bytes
+        self.n_parallel, self._n_queue, self._kv_bytes = n_parallel, n_queue, kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
         self._parked: list[Parked] = []  # the one used last is the last
@@ -158,7 +158,7 @@ class Scheduler:
 
     @property
     def _n_free(self) -> int:
-        return max(0, self._n_parallel - self.n_running)
+        return max(0, self.n_parallel - self.n_running)
 
     def _all_jobs(self) -> list[Job]:
         prefilling = [each.job for each in self._prefilling]

@@ -160,6 +160,7 @@ BAD = [
     ({"regex": "("}, "regex"),
     ({"tool_choice": "required"}, "has no tools"),
     ({"tool_choice": "any"}, "expected 'auto', 'none' or 'required' or an object"),
+    ({"tool_choice": {"a": 1}}, "'required' or an object with function"),
     ({"tool_choice": {"function": {"name": "f"}}, "tools": [TOOL]}, "no tool 'f'"),
     ({"tool_choice": "required", "tools": [TOOL], "regex": "a"}, "leave out ignore_eos"),
     ({"method": "fasa"}, "or start the server with --prepare fasa"),

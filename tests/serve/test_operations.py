@@ -89,6 +89,9 @@ def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -
                 wait_for(lambda: scheduler.n_waiting == 1)
                 full = client.post(CHAT, json=ASKED)
                 assert full.status_code == 429 and full.headers["retry-after"]
+                for path in ("/v1/messages", "/v1/responses"):
+                    own = {"input": "hello"} if path == "/v1/responses" else ASKED
+                    assert client.post(path, json={**own, "stream": True}).status_code == 429
         wait_for(lambda: scheduler.stats.n_aborted == n_aborted + 2)
         assert scheduler.n_waiting == scheduler.n_running == 0
     finally:

@@ -15,7 +15,7 @@ from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
-from sparsekv_cli.serve.tools import (
+from sparsekv_cli.serve.forms.tools import (
     GEMMA4,
     HARMONY,
     HERMES,
@@ -27,7 +27,7 @@ from sparsekv_cli.serve.tools import (
     reader_of,
 )
 
-TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "f", "description": "Of a city.", "parameters": PARAMETERS}
 PLACE = {"lat": 47.4, "tags": ["a", "b"]}

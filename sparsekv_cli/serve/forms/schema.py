@@ -1,4 +1,4 @@
-"""The fields of requests, as pydantic models, and the OpenAPI page that is made of them.
+"""The fields of requests, as pydantic models.
 
 Every field has an effect or is refused by name. The only ones without are labels: what a hosted
 service reads, and what cannot change an answer here.
@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic import model_validator as check_model
-from pydantic.json_schema import models_json_schema
 
-from sparsekv_cli import __version__
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text, as_texts, check_length
 from sparsekv_cli.methods import METHODS
@@ -22,9 +20,6 @@ MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_LOGPROBS = 20
 MAX_BINS = 256
-STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
-STATUSES |= {415: "not JSON", 421: "not local", 422: "not answered", 429: "queue is full"}
-STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
 
 
 def _option_text(value: Any) -> Any:
@@ -99,26 +94,36 @@ class ServedFields(AnswerFields):
         return self
 
 
-class StreamOptions(Fields):
-    """include_usage: a last event with the tokens. include_obfuscation: there is none here."""
+class PlainStream(Fields):
+    """include_obfuscation: there is none here."""
 
-    include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class OpenAIFields(ServedFields):
-    """Fields of both OpenAI requests. Fields after ``return_progress`` are labels."""
+class StreamOptions(PlainStream):
+    """include_usage: a last event with the tokens."""
+
+    include_usage: bool = False
+
+
+class Labels(Fields):
+    """Fields that a hosted service reads, and that change no answer here."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class OpenAIFields(ServedFields, Labels):
+    """Fields of ``/v1/chat/completions`` and ``/v1/completions``."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Stops = ()
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
     store: Literal[False] = False
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class AnswerSchema(Fields):
@@ -324,43 +329,16 @@ class MessageFields(CountFields, ServedFields):
     stop_sequences: Stops = ()
 
 
-PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
-    ("/v1/chat/completions", "A chat completion (OpenAI)", ChatFields),
-    ("/v1/completions", "A completion (OpenAI)", CompletionFields),
-    ("/v1/messages", "A message (Anthropic)", MessageFields),
-    ("/v1/messages/count_tokens", "Tokens of a prompt", CountFields),
-)
+class TokenizeFields(Fields):
+    """``/tokenize``, as llama-server has it. add_special: what begins and ends a text is added."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
 
 
-def openapi(name: str) -> dict[str, Any]:
-    """Returns the page. name: of the model."""
-    schemas, shared = models_json_schema(
-        [(model, "validation") for _, _, model in PATHS],
-        ref_template="#/components/schemas/{model}",
-    )
-    posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},
-        "components": {"schemas": shared["$defs"]},
-        "paths": {
-            **posts,
-            "/v1/models": _get("The model"),
-            "/v1/methods": _get("KV-cache methods and their options"),
-            "/health": _get("Whether the server works"),
-        },
-    }
+class DetokenizeFields(Fields):
+    """``/detokenize``, as llama-server has it."""
 
-
-def _responses() -> dict[str, Any]:
-    failures = {str(status): {"description": text} for status, text in STATUSES.items()}
-    return {"200": {"description": "the answer"}, **failures}
-
-
-def _get(text: str) -> dict[str, Any]:
-    return {"get": {"summary": text, "responses": _responses()}}
-
-
-def _post(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"post": {"summary": text, "requestBody": body, "responses": _responses()}}
+    tokens: Many[Annotated[int, Field(ge=0, le=MAX_WHOLE)]]

@@ -10,16 +10,20 @@ from typing import Any
 import httpx
 import pytest
 
+from sparsekv_cli.serve.forms.openapi import PATHS
+from sparsekv_cli.serve.forms.schema import ChatFields
 from sparsekv_cli.serve.requests import RequestError, read_request
-from sparsekv_cli.serve.schema import PATHS, ChatFields
 
-CHAT, COMPLETE, MESSAGE, COUNT = (path for path, _, _ in PATHS)
+CHAT, COMPLETE, MESSAGE, COUNT, RESPOND, TOKENS, TEXT = (path for path, _, _ in PATHS)
 ASKED = [{"role": "user", "content": "hello there"}]
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASKED},
     COMPLETE: {"prompt": "hello"},
     MESSAGE: {"messages": ASKED, "max_tokens": 4},
     COUNT: {"messages": ASKED},
+    RESPOND: {"input": "hello"},
+    TOKENS: {"content": "hello"},
+    TEXT: {"tokens": [1]},
 }
 HUGE = 10**400
 ODD = [

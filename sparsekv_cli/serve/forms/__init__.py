@@ -1,0 +1,1 @@
+"""The forms of requests and answers: fields, items of conversations, calls of tools."""

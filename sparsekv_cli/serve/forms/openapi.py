@@ -1,0 +1,80 @@
+"""The OpenAPI page, which is made of the fields of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from sparsekv_cli import __version__
+from sparsekv_cli.generation.fields import Fields
+from sparsekv_cli.serve.forms.response_fields import ResponseFields
+from sparsekv_cli.serve.forms.schema import (
+    ChatFields,
+    CompletionFields,
+    CountFields,
+    DetokenizeFields,
+    MessageFields,
+    TokenizeFields,
+)
+
+STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
+STATUSES |= {
+    404: "not here",
+    415: "not JSON",
+    421: "not local",
+    422: "not answered",
+    429: "queue is full",
+}
+STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
+TEXT = {"type": "string", "minLength": 1}
+PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
+    ("/v1/chat/completions", "A chat completion (OpenAI)", ChatFields),
+    ("/v1/completions", "A completion (OpenAI)", CompletionFields),
+    ("/v1/messages", "A message (Anthropic)", MessageFields),
+    ("/v1/messages/count_tokens", "Tokens of a prompt", CountFields),
+    ("/v1/responses", "A response (OpenAI)", ResponseFields),
+    ("/tokenize", "Tokens of a text (llama-server)", TokenizeFields),
+    ("/detokenize", "The text of tokens (llama-server)", DetokenizeFields),
+)
+
+
+def openapi(name: str) -> dict[str, Any]:
+    """Returns the page. name: of the model."""
+    schemas, shared = models_json_schema(
+        [(model, "validation") for _, _, model in PATHS],
+        ref_template="#/components/schemas/{model}",
+    )
+    posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},
+        "components": {"schemas": shared["$defs"]},
+        "paths": {
+            **posts,
+            "/v1/responses/{id}": {
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": TEXT}],
+                "get": _action("A response that is kept"),
+                "delete": _action("Keeps a response no more"),
+            },
+            "/v1/models": _get("The model"),
+            "/v1/methods": _get("KV-cache methods and their options"),
+            "/props": _get("The model and its defaults (llama-server)"),
+            "/health": _get("Whether the server works"),
+        },
+    }
+
+
+def _action(text: str, **more: Any) -> dict[str, Any]:
+    failures = {str(status): {"description": text} for status, text in STATUSES.items()}
+    responses = {"200": {"description": "the answer"}, **failures}
+    return {"summary": text, **more, "responses": responses}
+
+
+def _get(text: str) -> dict[str, Any]:
+    return {"get": _action(text)}
+
+
+def _post(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"post": _action(text, requestBody=body)}

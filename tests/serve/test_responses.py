@@ -1,0 +1,265 @@
+"""OpenAI's Responses API, by its own client."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import Any
+
+import httpx
+import pytest
+
+from sparsekv_cli.serve import responses
+from sparsekv_cli.serve.forms.items import read_items
+from sparsekv_cli.serve.requests import RequestError
+
+RESPOND = "/v1/responses"
+ONE = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"]}
+TOOL: dict[str, Any] = {"type": "function", "name": "pick", "parameters": ONE, "strict": True}
+CALL = r'<tool_call>\n\{"name": "pick", "arguments": \{"n": 7\}\}\n</tool_call>'
+THOUGHT = {"regex": "<think>well</think>yes", "think_budget": 0}
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any]) -> Any:
+    return serve()
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    return import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Any, openai: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def create(client: Any, **options: Any) -> Any:
+    given = {"model": "any", "input": "hello there", "max_output_tokens": 8, **options}
+    return client.responses.create(**given)
+
+
+def test_a_response_is_the_answer_of_a_chat(client: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    asked = {"instructions": "Be brief.", "temperature": 0}
+    chat = client.chat.completions.create(model="any", messages=messages, max_tokens=8)
+    parts = [{"type": "input_text", "text": text} for text in ("hel", "lo")]
+    for given in ("hello", messages[1:], [{"role": "user", "content": parts}]):
+        answer = create(client, input=given, **asked)
+        assert answer.output_text == chat.choices[0].message.content and answer.output_text
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    assert (
+        answer.usage.output_tokens == 8
+        and answer.usage.total_tokens == 8 + chat.usage.prompt_tokens
+    )
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.output[0].status == "incomplete" and answer.sparsekv["method"]["name"] == "full"
+    assert (answer.temperature, answer.instructions, answer.store) == (0, "Be brief.", True)
+
+
+def test_a_stream_has_its_events_in_order(client: Any, server: Any) -> None:
+    options = {"extra_body": THOUGHT, "max_output_tokens": 40}
+    whole = create(client, **options)
+    events = list(create(client, stream=True, **options))
+    assert [each.sequence_number for each in events] == list(range(len(events)))
+    kinds = [each.type.removeprefix("response.") for each in events]
+    order = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+    item = ["output_item.added", "content_part.added", *("x.delta", "x.done"), "content_part.done"]
+    item = [*item, "output_item.done"]
+    items = [kind.replace("x.", f"{x}_text.") for x in ("reasoning", "output") for kind in item]
+    assert order == ["created", "in_progress", *items, "completed"]
+    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    last = events[-1].response
+    assert "".join(deltas) == last.output_text == whole.output_text == "yes"
+    assert [each.type for each in last.output] == ["reasoning", "message"]
+    assert last.output[0].content[0].text == "well" and last.usage.output_tokens > 1
+    assert 0 < last.usage.output_tokens_details.reasoning_tokens < last.usage.output_tokens
+    rows = {"input": "hello there", "stream": True, "max_output_tokens": 4, "sparsekv_rows": 5}
+    text = httpx.post(server.url + RESPOND, json=rows, timeout=60).text
+    assert text.count("event: sparsekv.rows\n") == 3
+    with client.responses.stream(model="any", input="hello there", **options) as stream:
+        assert stream.get_final_response().output_text == "yes"  # the helper checks the order
+
+
+def test_a_loop_of_tools(client: Any) -> None:
+    asked = [{"role": "user", "content": "pick one"}]
+    called = create(client, input=asked, tools=[TOOL], tool_choice="required", max_output_tokens=64)
+    (call,) = called.output
+    assert (call.type, call.name) == ("function_call", "pick") and called.status == "completed"
+    assert json.loads(call.arguments) in ({"n": 7}, {"n": 8})
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "seven"}
+    stateless = [*asked, *[each.model_dump() for each in called.output], result]
+    answers = [
+        create(client, input=stateless, tools=[TOOL], store=False),
+        create(client, input=[result], tools=[TOOL], previous_response_id=called.id),
+    ]
+    assert answers[0].output_text == answers[1].output_text and answers[0].output_text
+    assert answers[0].usage.input_tokens == answers[1].usage.input_tokens
+    free = {"regex": CALL, "think_budget": 0}
+    named = {"type": "function", "name": "pick"}
+    for options in ({"extra_body": free}, {"tool_choice": named}):
+        events = list(create(client, stream=True, tools=[TOOL], max_output_tokens=64, **options))
+        done = [each for each in events if each.type == "response.function_call_arguments.done"]
+        assert [json.loads(each.arguments)["n"] in (7, 8) for each in done] == [True]
+        assert [each.type for each in events[-1].response.output] == ["function_call"]
+
+
+def test_previous_responses(client: Any, openai: Any, server: Any) -> None:
+    first = create(client, instructions="Be brief.", extra_body=THOUGHT, max_output_tokens=40)
+    second = create(client, input="more", previous_response_id=first.id)
+    history = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "yes", "reasoning_content": "well"},
+        {"role": "user", "content": "more"},
+    ]
+    chat = client.chat.completions.create(model="any", messages=history, max_tokens=8)
+    assert second.output_text == chat.choices[0].message.content
+    assert second.previous_response_id == first.id and second.instructions is None
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+    unkept = create(client, store=False)
+    for name in (second.id, unkept.id, "resp_no", "x" * 5000):
+        with pytest.raises(openai.BadRequestError, match="is kept") as info:
+            create(client, previous_response_id=name)
+        assert info.value.code == "previous_response_not_found" and len(info.value.message) < 400
+    for ask in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            ask(unkept.id)
+    with pytest.raises(openai.BadRequestError, match="starting_after: no such field"):
+        client.responses.retrieve(first.id, starting_after=3)
+
+
+def test_formats_and_hidden_thoughts(client: Any) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": {"enum": [[1], [2]]}, "strict": True}
+    assert json.loads(create(client, text={"format": form}).output_text) in ([1], [2])
+    hidden = {"include": ["reasoning.encrypted_content"], "extra_body": THOUGHT}
+    thought = create(client, max_output_tokens=40, **hidden).output[0].model_dump()
+    told = [{"role": "user", "content": "a"}, thought, {"role": "assistant", "content": "b"}]
+    lengths = []
+    for less in ({}, {"content": None}, {"content": None, "encrypted_content": None}):
+        given = [told[0], {**thought, **less}, *told[2:], told[0]]
+        lengths.append(read_items(given)[1].get("reasoning_content"))
+    assert lengths == ["well", "well", ""]
+
+
+BAD = [
+    ({"input": []}, "input is []: expected one that is not empty", "input"),
+    ({"input": 3}, "input = 3: expected a text or a list", "input"),
+    ({"input": [3]}, "input[0]: expected an item of type message, ", "input[0]"),
+    ({"input": [{"role": "bot"}]}, "input[0].role: expected one of user", "input[0].role"),
+    ({"input": [{"type": "web_search_call"}]}, 'found "web_search_call"', "input[0]"),
+    ({"input": [{"type": [1]}]}, "found [1]", "input[0]"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "pictures, audio and files are not read",
+        "input[0].content[0]",
+    ),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]},
+        'call_id = "x": no function_call before it',
+        "input[0].call_id",
+    ),
+    (
+        {"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "[1]"}]},
+        "arguments: expected a JSON object",
+        "input[0].arguments",
+    ),
+    (
+        {"input": [{"type": "reasoning", "encrypted_content": "gAAAA_"}]},
+        "is not from this server",
+        "input[0].encrypted_content",
+    ),
+    ({"tools": [{"type": "web_search"}]}, 'tools[0].type = "web_search"', "tools[0].type"),
+    ({"tool_choice": "required"}, "has no tools", "tool_choice"),
+    ({"background": True}, "background", "background"),
+    ({"truncation": "auto"}, "truncation", "truncation"),
+    ({"conversation": "c"}, "conversation: no such field", "conversation"),
+    ({"include": ["file_search_call.results"]}, "include[0]", "include[0]"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "reasoning.summary"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema"}}}, "needs a schema", "text.format"),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
+        "text.format: ",
+        "text.format",
+    ),
+    (
+        {"text": {"format": {"type": "json_object"}}, "regex": "a"},
+        "text.format and regex exclude each other",
+        "text.format",
+    ),
+    ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation", None),
+    ({"input": "long " * 600}, "context of this server holds 512", "input"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words", "param"), BAD, ids=[str(i) for i in range(len(BAD))])
+def test_what_cannot_be_honoured_is_named(
+    server: Any, fields: dict[str, Any], words: str, param: str | None
+) -> None:
+    answer = httpx.post(server.url + RESPOND, json={"input": "hello", **fields}, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and words in error["message"], error
+    assert "\n" not in error["message"] and len(error["message"]) < 400
+    assert param is None or error["param"] == param
+
+
+def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "MAX_KEPT", 10_000)
+    monkeypatch.setattr(responses, "MAX_ONE", 5_000)
+    kept = responses.Kept()
+    for i in range(50):
+        kept.add([{"content": "x" * 900}], {"id": str(i)})
+    assert kept.find("49")[0] == [{"content": "x" * 900}] and kept.find("45")
+    with pytest.raises(RequestError):
+        kept.find("30")
+    kept.remove("49")
+    kept.add([{"content": "x" * 6_000}], {"id": "large"})
+    with pytest.raises(RequestError):
+        kept.find("large")
+    kept.add([], {"id": "small"})
+    assert kept.find("small")[1] == {"id": "small"}
+
+
+def test_two_streams_and_a_client_that_goes(client: Any, server: Any) -> None:
+    first = create(client)
+    ask = {"input": "on", "previous_response_id": first.id, "stream": True}
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(lambda: list(create(client, **ask))) for _ in range(2)]
+        texts = [each.result()[-1].response.output_text for each in both]
+    assert texts[0] == texts[1] and texts[0]
+    scheduler = server.service.scheduler
+    n_aborted = scheduler.stats.n_aborted
+    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
+    try:
+        events = create(client, stream=True, max_output_tokens=64)
+        name = next(iter(events)).response.id
+        events.close()
+        deadline = time.monotonic() + 15
+        while scheduler.stats.n_aborted == n_aborted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        scheduler._running.step = step
+    assert httpx.get(f"{server.url}{RESPOND}/{name}").status_code == 404
+
+
+def test_a_stream_that_fails_says_so(serve: Callable[..., Any], openai: Any) -> None:
+    server = serve(seconds=20.0)
+    scheduler = server.service.scheduler
+    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        events = iter(create(client, stream=True))
+        assert next(events).type == "response.created"
+        threading.Thread(target=scheduler.end_all).start()
+        last = list(events)[-1]
+    scheduler._running.step = step
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error.message
