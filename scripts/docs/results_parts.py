@@ -17,6 +17,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,8 +286,11 @@ def trained_speed(run: Runner, sizes: Sizes, model: str) -> Records:
 
 
 def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
-    line = "-p {real_prompts} -n 0 --method full -r 3"
-    return bench_speeds(run, model, *expand_arguments(line, sizes))
+    return bench_speeds(run, model, *expand_arguments("-p {real_prompts} -n 0 -r 3", sizes))
+
+
+def trained_script(script: str, size: str, run: Runner, sizes: Sizes, model: str) -> Records:
+    return run.script(script, "-m", model, *sizes[size].split())
 
 
 def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
@@ -303,15 +307,6 @@ def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
             key = row["length"], row["spec"]
             records[key] = row | records.get(key, {})
     return list(records.values())
-
-
-def trained_speculation(run: Runner, sizes: Sizes, model: str) -> Records:
-    return run.script("accuracy/speculation", "-m", model, *sizes["speculation"].split())
-
-
-def trained_documents(run: Runner, sizes: Sizes, model: str) -> Records:
-    words = ["--only", "sparsekv", *sizes["documents"].split()]
-    return run.script("bench/serve", "-m", model, *words)
 
 
 def budget_sweep(run: Runner, sizes: Sizes, _: Records) -> Records:
@@ -388,7 +383,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "cache_types": cache_types,
     "caches": cache_memory,
     "calibration": calibration_time,
-    "documents": of_trained(trained_documents),
+    "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "far": attention_by_depth,
     "memory": peak_memory,
     "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"].split()),
@@ -399,7 +394,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(trained_speed),
-    "speculation": of_trained(trained_speculation),
+    "speculation": of_trained(partial(trained_script, "accuracy/speculation", "speculation")),
     "terminal": terminal_session,
 }
 PARTS: Mapping[str, Part] = {name: Part(name, **told) for name, told in TABLE["parts"].items()}
