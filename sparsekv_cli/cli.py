@@ -21,6 +21,7 @@ from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
+from sparsekv_cli.commands.habits import translated
 from sparsekv_cli.commands.options.model import Invocation, verbose_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -140,6 +141,9 @@ def _invoke(arguments: list[str]) -> int:
     """Runs the group; returns the exit code, raises BrokenPipeError and KeyboardInterrupt."""
     invocation = Invocation()
     try:
+        arguments = translated(
+            arguments, COMMANDS, lambda name: import_module(COMMANDS[name][0]).command, say
+        )
         with cli.make_context(PROGRAM, arguments, obj=invocation) as context:
             cli.invoke(context)
         sys.stdout.flush()
