@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
-from sparsekv_cli.commands.habits import translated
+from sparsekv_cli.commands.options.habits import translated
 from sparsekv_cli.commands.options.model import Invocation, verbose_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError

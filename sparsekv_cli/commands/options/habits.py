@@ -1,4 +1,4 @@
-"""What users of llama.cpp and ollama type by habit: translated, or taken with a word why not.
+"""Words and flags of llama.cpp and ollama: translated, or taken with a word why not.
 
 A flag of llama.cpp that has a counterpart becomes that. Another one is taken out of the command
 line, and a line says why it has no effect here.

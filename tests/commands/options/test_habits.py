@@ -8,7 +8,7 @@ import click
 import pytest
 
 from sparsekv_cli.cli import COMMANDS
-from sparsekv_cli.commands.habits import FLAGS, translated
+from sparsekv_cli.commands.options.habits import FLAGS, translated
 
 
 def line(text: str) -> tuple[str, list[str]]:
