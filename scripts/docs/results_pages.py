@@ -171,10 +171,11 @@ def trained_results(data: Data) -> list[str]:
     columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
     n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
     return [
-        f"`{model}` on {where['cores']} cores of {where['cpu']}. Every method is sparse from the",
-        "first row (`--sparse-from 0`). Speed is by rows in the cache, and in brackets how many",
-        f"times as fast as `full`. Accuracy is after {length} tokens: KLD to `full` on code, and",
-        f"scores of RULER's tasks and of a code task, in per cent ({n} samples of each).",
+        f"`{model}` on {where['cores']} cores of {where['cpu']}.",
+        "Every method is sparse from the first row (`--sparse-from 0`). Speed is by rows in the",
+        "cache, and in brackets how many times as fast as `full`. Accuracy is after",
+        f"{length} tokens: KLD to `full` on code, and scores of RULER's tasks and of a code task,",
+        f"in per cent ({n} samples of each).",
         "",
         table(rows, "method = method:code" + columns),
     ]
