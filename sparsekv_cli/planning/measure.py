@@ -75,6 +75,10 @@ class TimedLayer:
     def end_step(self, n: int) -> None:
         self.cache.end_step(n)
 
+    @property
+    def n(self) -> int:
+        return self.cache.n
+
 
 class Measurement:
     """A stand-in of one model on the CPU. is_quick: it takes seconds, and is less exact."""
