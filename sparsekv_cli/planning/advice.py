@@ -32,6 +32,7 @@ class Advice:
     left_out: Mapping[str, str]  # reasons, by the names of methods that are not told
     is_uneven: bool  # whether the machine was busy at times
     n_facts: int
+    facts_from: int  # tokens ahead of the first fact
 
     def loses_little(self, trial: Trial) -> bool:
         is_near = float(trial.kld.mean()) <= self.max_loss
@@ -104,13 +105,20 @@ class Advice:
 
     def as_dict(self, trial: Trial) -> dict[str, Any]:
         """A told method, for ``--json``."""
-        low, high = trial.interval()
+        speedup, ends = (
+            (1.0, (1.0, 1.0))
+            if trial is self.full
+            else (
+                trial.speedup,
+                trial.interval(),
+            )
+        )
         return {
             "name": trial.method.name,
             "options": trial.method.options(),
             "decode_tps": self.tps(trial),
-            "times_as_fast": trial.speedup,
-            "times_as_fast_interval": [low, high],
+            "times_as_fast": speedup,
+            "times_as_fast_interval": list(ends),
             "bytes": trial.n_bytes,
             "same_words": int(trial.same.sum()),
             "words": len(trial.same),

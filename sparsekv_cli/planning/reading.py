@@ -20,11 +20,16 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.hparams import HParams
 
-FACT = "The secret code of the {} is"
-OWNERS = (
-    "harbour master", "lighthouse keeper", "night porter", "ship's cook",
-    "clock maker", "head gardener", "old librarian", "station guard",
-)  # fmt: skip
+FACTS = (  # each is followed by a number; no two begin alike
+    "The secret code of the harbour master is",
+    "The phone number of the village baker is",
+    "The old safe in the cellar opens with",
+    "The blue tractor has the serial number",
+    "A library card of the schoolteacher bears",
+    "Her parcel from Lisbon was registered as",
+    "His winning ticket in the lottery was",
+    "Inside the ship's bell someone had scratched",
+)
 N_WORDS = 2 * N_HALF  # steps that tell how often a method chooses the word that full chooses
 PART = 512  # tokens; the length of a reading is a multiple of it
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
@@ -90,27 +95,27 @@ def make_task(
     encode: Callable[[str], list[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> LossTask:
-    """Plants a fact for each of OWNERS in the part of a document after ``start``, a share of it.
+    """Plants FACTS in the part of a document after ``start``, a share of it.
 
     The tokens ahead of the first fact stay as they are. encode: the ids of a text inside another
     one. decode: the text of ids.
     """
-    random = Random(len(OWNERS))
-    codes = [str(random.randint(10_000, 99_999)) for _ in OWNERS]
+    random = Random(len(FACTS))
+    codes = [str(random.randint(10_000, 99_999)) for _ in FACTS]
     prompt, following = loss_task(document)
     end = len(document) - 3 * N_HALF
     planted: list[int] = []
     places, last = [], 0
-    for i, (owner, code) in enumerate(zip(OWNERS, codes, strict=True)):
-        at = int(end * (start + (1 - start) * (i + 0.5) / len(OWNERS)))
+    for i, (fact, code) in enumerate(zip(FACTS, codes, strict=True)):
+        at = int(end * (start + (1 - start) * (i + 0.5) / len(FACTS)))
         at = max(last, _end_of_sentence(prompt, at, end, decode))
         places.append(at)
-        planted += prompt[last:at] + encode(f"\n\n{FACT.format(owner)} {code}.\n\n")
+        planted += prompt[last:at] + encode(f"\n\n{fact} {code}.\n\n")
         last = at
-    asked, facts = list(zip(OWNERS, codes, strict=True)), []
+    asked, facts = list(zip(FACTS, codes, strict=True)), []
     random.shuffle(asked)
-    for owner, code in asked:
-        lead = f"\n\n{FACT.format(owner)}"
+    for fact, code in asked:
+        lead = f"\n\n{fact}"
         ids, n = encode(f"{lead} {code}."), len(following)
         first = _n_common(ids, encode(lead))
         stop = len(ids)

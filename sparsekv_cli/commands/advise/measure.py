@@ -138,6 +138,7 @@ def try_all(
         left_out,
         trials.is_uneven,
         len(task.facts),
+        task.first,
     )
 
 
@@ -152,7 +153,7 @@ def short_advice(
     ids = list(sequence.tokens)
     following = [ids[i % len(ids)] for i in range(N_SHORT)]
     trials = Trials(LossTask(ids, following, (), 0), sequence, full)
-    return Advice(trials.full, trials.full_step_s, [], max_loss, left_out, trials.is_uneven, 0)
+    return Advice(trials.full, trials.full_step_s, [], max_loss, left_out, trials.is_uneven, 0, 0)
 
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:

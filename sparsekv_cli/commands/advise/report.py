@@ -36,6 +36,7 @@ def as_object(
         "is_busy": is_busy,
         "document": reading.as_dict(),
         "measuring_s": seconds,
+        "facts_from": advice.facts_from,
         "methods": [advice.as_dict(trial) for trial in (advice.full, *advice.best)],
         "no_difference": advice.equal,
         "left_out": dict(advice.left_out),
@@ -49,17 +50,19 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     document = found["document"]
     part = document["share_read"]
     whole = "" if part == 1 else f", {100 * part:.3g} % of it"
-    kept = "from disk" if document["is_kept"] else "if --no-cache is left out"
+    kept = "from disk" if document["is_kept"] else "if prompts are kept on disk"
+    again = f"{document['seconds_again']:.1f} s the next time, {kept}"
+    facts = f", facts planted after token {found['facts_from']}" * bool(advice.n_facts)
     print_pairs(
         "",
         [
             ("model", found["model"]),
             ("machine", f"{found['cpu']}, {found['threads']} threads"),
             ("document", f"{document['source']}: {document['tokens']} tokens{whole}"),
-            ("reading", f"{document['seconds']:.1f} s; next time {document['seconds_again']:.1f} s "
-                        f"{kept}"),
+            ("reading", f"{document['seconds']:.1f} s; {again}"),
+            ("measuring", f"{found['measuring_s']:.0f} s{facts}"),
         ],
-    )  # fmt: skip
+    )
     columns = ("method", "t/s", "times as fast", "memory", "same word", "facts found")
     print_table("methods", columns, [_row(each) for each in found["methods"]])
     for what, groups in found["no_difference"].items():
