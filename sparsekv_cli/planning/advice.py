@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv_cli.evaluation.intervals import drawn_means, is_equal
 from sparsekv_cli.methods import stated_options
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.planning.trial import Trial
+from sparsekv_cli.planning.trial import MethodTrial
 
 N_BEST = 3  # methods that are told next to ``full``
 MISSED = 1  # facts that ``full`` finds and an advised method may miss
@@ -25,26 +25,26 @@ def spec_of(method: Method) -> str:
 class Advice:
     """The conclusion from trials."""
 
-    full: Trial
+    full: MethodTrial
     full_step_s: float  # seconds of a step of ``full``; all speeds refer to it
-    trials: Sequence[Trial]
+    trials: Sequence[MethodTrial]
     max_loss: float  # mean KLD up to which a method loses little
     left_out: Mapping[str, str]  # reasons, by the names of methods that are not told
     is_uneven: bool  # whether the machine was busy at times
     n_facts: int
     facts_from: int  # tokens ahead of the first fact
 
-    def loses_little(self, trial: Trial) -> bool:
+    def loses_little(self, trial: MethodTrial) -> bool:
         is_near = float(trial.kld.mean()) <= self.max_loss
         return is_near and trial.found >= self.full.found - MISSED
 
-    def gains(self, trial: Trial) -> bool:
+    def gains(self, trial: MethodTrial) -> bool:
         """Whether a method is faster than ``full``, or as fast with less memory."""
         saves = trial.saves_memory(self.full.n_bytes) and not trial.is_slower
         return trial.is_faster or saves
 
     @property
-    def best(self) -> list[Trial]:
+    def best(self) -> list[MethodTrial]:
         """Up to N_BEST methods: those that lose little, fastest first; then the nearest ones."""
         asked = [trial for trial in self.trials if len(trial.same)]
         good = [trial for trial in asked if self.loses_little(trial)]
@@ -54,7 +54,7 @@ class Advice:
         return [*good, *others][:N_BEST]
 
     @property
-    def chosen(self) -> Trial:
+    def chosen(self) -> MethodTrial:
         """The fastest method that loses little; of those that are as fast, the nearest one."""
         good = [each for each in self.best if self.loses_little(each) and self.gains(each)]
         if not good:
@@ -62,7 +62,7 @@ class Advice:
         alike = [each for each in good if each is good[0] or each.is_as_fast_as(good[0])]
         return min(alike, key=lambda each: float(each.kld.mean()))
 
-    def tps(self, trial: Trial) -> float:
+    def tps(self, trial: MethodTrial) -> float:
         return (1.0 if trial is self.full else trial.speedup) / self.full_step_s
 
     @property
@@ -78,7 +78,7 @@ class Advice:
             ),
         }
 
-    def _is_as_fast(self, a: Trial, b: Trial) -> bool:
+    def _is_as_fast(self, a: MethodTrial, b: MethodTrial) -> bool:
         if self.full in (a, b):
             other = b if a is self.full else a
             return not (other.is_faster or other.is_slower)
@@ -89,6 +89,8 @@ class Advice:
         """In a sentence."""
         chosen = self.chosen
         if chosen is self.full:
+            if not self.n_facts:
+                return "full: the document is short, so no method gains anything"
             if not self.best:
                 return "full: no other method is faster here, and none takes less memory"
             return "full: the methods that gain something lose too much, or gain too little"
@@ -98,12 +100,12 @@ class Advice:
         )  # fmt: skip
         return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
 
-    def losses(self, trial: Trial) -> str:
-        """What a method loses, in words."""
+    def losses(self, trial: MethodTrial) -> str:
+        """Says what a method loses."""
         same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 
-    def as_dict(self, trial: Trial) -> dict[str, Any]:
+    def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
         """A told method, for ``--json``."""
         speedup, ends = (
             (1.0, (1.0, 1.0))
@@ -129,7 +131,9 @@ class Advice:
         }
 
 
-def _groups(trials: Sequence[Trial], alike: Callable[[Trial, Trial], bool]) -> list[list[str]]:
+def _groups(
+    trials: Sequence[MethodTrial], alike: Callable[[MethodTrial, MethodTrial], bool]
+) -> list[list[str]]:
     """The longest runs of ``trials`` in which any two are alike, by their texts."""
     groups: list[list[str]] = []
     last = 0

@@ -30,7 +30,7 @@ UNEVEN = 1.3  # ratio of two paces of ``full`` that says that the machine is bus
 
 
 @dataclass(frozen=True)
-class Trial:
+class MethodTrial:
     """A method on a LossTask.
 
     A method that gains nothing was not asked for the task. ``same`` and ``kld`` are then empty.
@@ -64,7 +64,7 @@ class Trial:
     def is_slower(self) -> bool:
         return self.speedup <= 1 / NOISE and self.interval()[1] < 1
 
-    def is_as_fast_as(self, other: Trial) -> bool:
+    def is_as_fast_as(self, other: MethodTrial) -> bool:
         """Whether the two speeds differ by no more than noise."""
         ratio = self.speedup / other.speedup
         return 1 / NOISE < ratio < NOISE or is_equal(self._draws(), other._draws())
@@ -105,11 +105,11 @@ class Trials:
         self._paces += seconds[N_COLD_PACE:]
         return seconds[N_COLD_PACE:]
 
-    def try_method(self, sequence: Sequence, method: Method) -> Trial:
+    def try_method(self, sequence: Sequence, method: Method) -> MethodTrial:
         """sequence: holds the task's prompt."""
         return self._ask(sequence, method, self.pace())
 
-    def _ask(self, sequence: Sequence, method: Method, before: list[float]) -> Trial:
+    def _ask(self, sequence: Sequence, method: Method, before: list[float]) -> MethodTrial:
         following, measured, is_full = self.task.following, Measured(), sequence is self._full
         found = dict.fromkeys(range(len(self.task.facts)), True)
         if is_full:
@@ -129,7 +129,7 @@ class Trials:
         n_bytes = sum(m.host + m.device + m.index for m in (c.memory() for c in sequence.caches))
         pace = [*before, *(seconds if is_full else self.pace())]
         nothing = np.empty(0)
-        trial = Trial(method, np.array(seconds), np.array(pace), n_bytes, nothing, nothing)
+        trial = MethodTrial(method, np.array(seconds), np.array(pace), n_bytes, nothing, nothing)
         if not is_full and not trial.is_faster and not trial.saves_memory(self.full_bytes):
             return trial
         for first in range(n_alone, len(following), N_AT_ONCE):
@@ -139,7 +139,7 @@ class Trials:
             for i, logits in enumerate(outcomes):
                 see(first + i, np.asarray(logits))
         n_found, same, kld = sum(found.values()), measured.same_top1, measured.kld
-        return Trial(
+        return MethodTrial(
             method, trial.step_s, trial.full_s, n_bytes, np.array(same), np.array(kld), n_found
         )
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.advise.document import Document, command_line, read_document
+from sparsekv_cli.commands.advise.document import Document, Reading, command_line, read_document
 from sparsekv_cli.commands.advise.measure import (
     answer_all,
     candidates,
@@ -51,30 +50,6 @@ ROOM = 384  # tokens after the document: planted facts, steps, or an answer
 CACHE_TYPES = ("cache_type_k", "cache_type_v")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The part of a document that was read, as ``run`` gives it to the model with a question."""
-
-    document: Document
-    text: str
-    ids: Sequence[int]
-    n_after: int  # at most so many of the tokens are no tokens of the text, after it
-    seconds: float
-    again_s: float
-    is_kept: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "source": self.document.source,
-            "tokens": len(self.ids),
-            "share_read": len(self.text) / len(self.document.text),
-            "seconds": self.seconds,
-            "seconds_again": self.again_s,
-            "is_kept": self.is_kept,
-        }
-
-
 @click.command(cls=GroupedCommand, short_help="Say which method to take for a document.")
 @click.option("-p", "--prompt", metavar="TEXT", help="A question about the document.")
 @file_option("The document; - is stdin. [default: what is piped, or a built-in text]")
@@ -104,13 +79,13 @@ def command(
 
     The document is read once, and its rows are kept on disk. Then each method decodes the same
     tokens after it: a passage of the document again, its end, and facts that were planted in it.
-    The report has the speed and memory of full and of the best three methods, how often each would
-    have chosen the word that full chooses, and how many facts it found. With -p it has their
-    answers to a question. All of it is measured, within a minute after the reading. The last line
-    is the command to type.
+    The report has the speed and memory of full and of the best three methods. It says how often
+    each would have chosen the word that full chooses, and how many facts it found. With -p it has
+    the answers to a question. All of it is measured, within a minute after the reading. The last
+    line is the command to type.
 
-    This is of the CPU. A method is advised if its mean KLD to full is at most --max-loss, and if it
-    misses at most one of the facts that full finds.
+    This is of the CPU. An advised method has a mean KLD to full of at most --max-loss. It misses at
+    most one of the facts that full finds.
     """
     if options.config.device == "cuda":
         raise click.UsageError("advise measures the CPU; of a GPU, bench and compare tell")
@@ -137,9 +112,7 @@ def command(
         begin = time.perf_counter()
         body = reading.ids[: len(reading.ids) - reading.n_after]
         if len(body) < LEAST_TEXT:
-            why = f"the document is short: below {LEAST_TEXT} tokens methods leave out too little"
-            left_out |= dict.fromkeys(methods, why)
-            advice = short_advice(sequence, full, max_loss, left_out)
+            advice = short_advice(sequence, full, max_loss, methods, left_out)
         else:
             del sequence  # gone before there is another one
             prepare_methods(model, methods.values(), compiling)
@@ -219,8 +192,8 @@ def read(
                 "document: --max-read SECONDS allows more"
             )
     sequence, seconds, again_s = reader.read_first(ids)
-    n_after = len(encode(""))
-    return Reading(document, text, ids, n_after, seconds, again_s, reader.keeps), sequence
+    n_after, is_kept = len(encode("")), reader.keeps_rows and reader.on_disk(ids) > 0
+    return Reading(document, text, ids, n_after, seconds, again_s, is_kept), sequence
 
 
 def advised_line(

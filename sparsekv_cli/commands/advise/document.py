@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sparsekv_cli.commands.shared.prompt import decode_file, read_stdin
 from sparsekv_cli.commands.shared.terminal import say
@@ -29,12 +30,36 @@ class Document:
         return self.source == "built-in"
 
     def reading(self, text: str) -> tuple[str, list[str]]:
-        """What gives ``run`` the beginning ``text`` of the document: a pipe, and options."""
+        """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
         name = "" if self.source == "stdin" else self.source
         if len(text) < len(self.text):
             n_bytes = self.n_skipped + len(text.encode())
             return f"{shlex.join(['head', '-c', str(n_bytes), *filter(None, [name])])} | ", []
         return "", ["-f", name or "-"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The part of a document that was read, as ``run`` gives it to the model with a question."""
+
+    document: Document
+    text: str
+    ids: Sequence[int]
+    n_after: int  # at most so many of the tokens are no tokens of the text, after it
+    seconds: float
+    again_s: float
+    is_kept: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "source": self.document.source,
+            "tokens": len(self.ids),
+            "share_read": len(self.text) / len(self.document.text),
+            "seconds": self.seconds,
+            "seconds_again": self.again_s,
+            "is_kept": self.is_kept,
+        }
 
 
 def read_document(file: str | None) -> Document:

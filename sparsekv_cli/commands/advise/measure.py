@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -129,7 +129,10 @@ def try_all(
         found.append(trial)
         longest = max(longest, time.perf_counter() - started)
         if not len(trial.same):
-            left_out[name] = f"{trial.speedup:.1f} times as fast as full here, with no less memory"
+            left_out[name] = (
+                f"no gain beyond noise here: {trial.speedup:.2f} times as fast as full, as much "
+                "memory"
+            )
     return Advice(
         trials.full,
         trials.full_step_s,
@@ -143,13 +146,20 @@ def try_all(
 
 
 def short_advice(
-    sequence: Tokens, full: Method, max_loss: float, left_out: dict[str, str]
+    sequence: Tokens,
+    full: Method,
+    max_loss: float,
+    methods: Collection[str],
+    left_out: dict[str, str],
 ) -> Advice:
-    """Only ``full``, for a document that gives nothing to win."""
+    """Only ``full``, for a document that gives nothing to win; adds the methods to ``left_out``."""
     from sparsekv_cli.planning.advice import Advice
+    from sparsekv_cli.planning.auto import LEAST_TEXT
     from sparsekv_cli.planning.reading import LossTask
     from sparsekv_cli.planning.trial import Trials
 
+    reason = f"below {LEAST_TEXT} tokens methods leave out too little"
+    left_out |= dict.fromkeys(methods, reason)
     ids = list(sequence.tokens)
     following = [ids[i % len(ids)] for i in range(N_SHORT)]
     trials = Trials(LossTask(ids, following, (), 0), sequence, full)

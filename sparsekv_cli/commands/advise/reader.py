@@ -45,7 +45,7 @@ class Reader:
             limit = max(prefix.limit, 2 * n_bytes / 2**30)
             path = Path(self._temporary.name)
             prefix = replace(prefix, directory=path, is_off=False, limit=limit)
-        self.keeps = not reason
+        self.keeps_rows = not reason
         self._rows = prefixes_maker(model, prefix)
         self._seconds = 0.0  # of a product of a prefill
         self._work = lambda n: prefill_work(model.gguf, model.hparams, n)

@@ -11,7 +11,7 @@ from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import one_line, say
 
 if TYPE_CHECKING:
-    from sparsekv_cli.commands.advise.advise import Reading
+    from sparsekv_cli.commands.advise.document import Reading
     from sparsekv_cli.model import Model
     from sparsekv_cli.planning.advice import Advice
 
@@ -50,8 +50,9 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     document = found["document"]
     part = document["share_read"]
     whole = "" if part == 1 else f", {100 * part:.3g} % of it"
-    kept = "from disk" if document["is_kept"] else "if prompts are kept on disk"
-    again = f"{document['seconds_again']:.1f} s the next time, {kept}"
+    again = "as long the next time, not kept on disk"
+    if document["is_kept"]:
+        again = f"{document['seconds_again']:.1f} s the next time, from disk"
     facts = f", facts planted after token {found['facts_from']}" * bool(advice.n_facts)
     print_pairs(
         "",
@@ -69,12 +70,15 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
         if groups:
             told = "; ".join(", ".join(group) for group in groups)
             click.echo(f"no difference in {what} within noise: {told}")
+    by_reason: dict[str, list[str]] = {}
     for name, reason in found["left_out"].items():
-        click.echo(f"left out: {name}: {one_line(reason)}")
+        by_reason.setdefault(one_line(reason), []).append(name)
+    for reason, names in by_reason.items():
+        click.echo(f"left out: {', '.join(names)}: {reason}")
     if found["answers"]:
         answers = [(name, one_line(text)) for name, text in found["answers"].items()]
         print_table("answers", (), answers)
-    if found["is_busy"]:
+    if advice.is_uneven:
         say("warning: something else used this machine: repeat it when that is done")
     click.echo(found["advice"]["why"])
     click.echo(found["advice"]["command"])
@@ -82,12 +86,12 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
 
 def _row(method: Mapping[str, Any]) -> list[str]:
     """Returns a line of the table."""
-    words, facts = method["words"], method["facts"]
+    facts = method["facts"]
     return [
         method["name"],
         f"{method['decode_tps']:.1f}",
         f"{method['times_as_fast']:.2f}",
         size(method["bytes"]),
-        f"{method['same_words']} of {words}" if words else "",
+        f"{method['same_words']} of {method['words']}" if facts else "",
         f"{method['facts_found']} of {facts}" if facts else "",
     ]
