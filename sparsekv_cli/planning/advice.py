@@ -62,6 +62,16 @@ class Advice:
         alike = [each for each in good if each is good[0] or each.is_as_fast_as(good[0])]
         return min(alike, key=lambda each: float(each.kld.mean()))
 
+    def reasons(self) -> dict[str, str]:
+        """Returns why methods are not told, by their names."""
+        best = [id(trial) for trial in self.best]
+        others = {
+            trial.method.name: f"{N_BEST} others are better here; it {self.losses(trial)}"
+            for trial in self.trials
+            if len(trial.same) and id(trial) not in best
+        }
+        return {**others, **self.left_out}
+
     def tps(self, trial: MethodTrial) -> float:
         return (1.0 if trial is self.full else trial.speedup) / self.full_step_s
 
@@ -116,6 +126,7 @@ class Advice:
             )
         )
         return {
+            "spec": spec_of(trial.method),
             "name": trial.method.name,
             "options": trial.method.options(),
             "decode_tps": self.tps(trial),

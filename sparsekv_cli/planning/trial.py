@@ -100,10 +100,15 @@ class Trials:
 
     def pace(self) -> list[float]:
         """Returns the seconds of some steps of ``full`` at the end of the prompt."""
-        self._full.rewind(len(self.task.prompt))
+        self._rewind()
         seconds = _timed_steps(self._full, self.task.following[: N_COLD_PACE + N_PACE])
         self._paces += seconds[N_COLD_PACE:]
         return seconds[N_COLD_PACE:]
+
+    def _rewind(self) -> None:
+        n = len(self.task.prompt)
+        self._full.rewind(n)
+        assert len(self._full.tokens) == n  # the end of its last prefill
 
     def try_method(self, sequence: Sequence, method: Method) -> MethodTrial:
         """sequence: holds the task's prompt."""
@@ -113,7 +118,7 @@ class Trials:
         following, measured, is_full = self.task.following, Measured(), sequence is self._full
         found = dict.fromkeys(range(len(self.task.facts)), True)
         if is_full:
-            sequence.rewind(len(self.task.prompt))
+            self._rewind()
 
         def see(step: int, logits: np.ndarray) -> None:
             if step < N_WORDS:

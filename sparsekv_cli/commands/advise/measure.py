@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.commands.options.model import ModelOptions
 from sparsekv_cli.commands.shared.terminal import say
 
@@ -59,6 +60,11 @@ def runnable(
     from sparsekv_cli.planning.kept import why_not
 
     found = {}
+    kinds = [layer.kind for layer in model.hparams.layers]
+    if FULL not in kinds:
+        reason = "no layer of this model attends to all rows, so a method changes nothing"
+        left_out |= dict.fromkeys(methods, reason)
+        return {}
     for name, method in methods.items():
         reason = "" if calibrate else why_not(method, model.gguf, model.hparams)
         if reason:
@@ -68,7 +74,7 @@ def runnable(
         else:
             found[name] = method
     for method in found.values():
-        method.check_layers([layer.kind for layer in model.hparams.layers])
+        method.check_layers(kinds)
     return found
 
 
@@ -118,21 +124,20 @@ def try_all(
     say("measuring full")
     trials = Trials(task, sequence, full)
     until = begin + MOST_S - n_answers * N_ANSWER * trials.full_step_s
-    found, longest = [], 0.0
+    found, last = [], 0.0
     for i, (name, method) in enumerate(methods.items(), 1):
         started = time.perf_counter()
-        if started + longest > until:
+        if started + last > until:
             left_out[name] = f"{MOST_S:.0f} s were over"
             continue
         say(f"measuring {name} ({i} of {len(methods)})")
         trial = trials.try_method(reader.read(task.prompt, method), method)
         found.append(trial)
-        longest = max(longest, time.perf_counter() - started)
+        last = time.perf_counter() - started
         if not len(trial.same):
-            left_out[name] = (
-                f"no gain beyond noise here: {trial.speedup:.2f} times as fast as full, as much "
-                "memory"
-            )
+            memory = f"{trial.n_bytes / trials.full.n_bytes:.0%} of its memory"
+            speed = f"{trial.speedup:.2f} times as fast as full"
+            left_out[name] = f"no gain beyond noise here: {speed}, {memory}"
     return Advice(
         trials.full,
         trials.full_step_s,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +94,8 @@ class Reader:
             say(f"{n_known} of {n} tokens are on disk")
         if n - n_known > LEAST:
             say(f"reading {n - n_known} tokens: about {self.expected(n, n_known):.0f} s")
-        seconds, sequence = self._timed(ids)
+        sequence = self.read(ids, self._model.method)
+        seconds = sequence.timings.prefill_s
         if n < LEAST or n_known > n - LEAST:
             return sequence, seconds, seconds
         del sequence  # gone before there is another one
@@ -104,13 +104,8 @@ class Reader:
                 f"the rows of {n} tokens cannot be kept on disk: make room, or name another folder "
                 "with --cache-dir"
             )
-        again, sequence = self._timed(ids)
-        return sequence, seconds, again
-
-    def _timed(self, ids: Ids[int]) -> tuple[float, Sequence]:
-        begin = time.perf_counter()
         sequence = self.read(ids, self._model.method)
-        return time.perf_counter() - begin, sequence
+        return sequence, seconds, sequence.timings.prefill_s
 
 
 def _reason_against(prefix: PrefixOptions, n_bytes: int) -> str:

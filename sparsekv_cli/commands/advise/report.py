@@ -39,7 +39,7 @@ def as_object(
         "facts_from": advice.facts_from,
         "methods": [advice.as_dict(trial) for trial in (advice.full, *advice.best)],
         "no_difference": advice.equal,
-        "left_out": dict(advice.left_out),
+        "left_out": advice.reasons(),
         "answers": dict(answers),
         "advice": {"method": advice.chosen.method.name, "why": advice.why, "command": line},
     }
@@ -88,7 +88,7 @@ def _row(method: Mapping[str, Any]) -> list[str]:
     """Returns a line of the table."""
     facts = method["facts"]
     return [
-        method["name"],
+        method["spec"],
         f"{method['decode_tps']:.1f}",
         f"{method['times_as_fast']:.2f}",
         size(method["bytes"]),
