@@ -137,7 +137,7 @@ def try_all(
         if not len(trial.same):
             memory = f"{trial.n_bytes / trials.full.n_bytes:.0%} of its memory"
             speed = f"{trial.speedup:.2f} times as fast as full"
-            left_out[name] = f"no gain beyond noise here: {speed}, {memory}"
+            left_out[name] = f"nothing to gain here: {speed}, {memory}"
     return Advice(
         trials.full,
         trials.full_step_s,

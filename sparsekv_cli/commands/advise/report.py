@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,7 +58,7 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     print_pairs(
         "",
         [
-            ("model", found["model"]),
+            ("model", Path(found["model"]).name),
             ("machine", f"{found['cpu']}, {found['threads']} threads"),
             ("document", f"{document['source']}: {document['tokens']} tokens{whole}"),
             ("reading", f"{document['seconds']:.1f} s; {again}"),
