@@ -11,6 +11,7 @@ import click
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.commands.options.model import ModelOptions
 from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.advise.reader import Reader
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # are tried if the time is short.
 ORDER = ("fasa", "quest", "lfps", "topk", "snapkv", "sals", "freekv", "faedkv", "streaming", "h2o")
 MOST_S = 60.0  # seconds of all that comes after the reading
-PLANT_S = 15.0  # of them, for the part of the document in which facts are planted
+PLANT_S = 10.0  # of them, for the part of the document in which facts are planted
 STARTS = (0.0, 0.25, 0.5, 0.75)  # where that part may begin, as a share of the document
 LEAST_PART = 704  # its least tokens; rows of fewer new ones are not kept for all methods
 N_SAME = 32  # tokens that are always computed, of a prompt that is on disk
@@ -124,16 +125,20 @@ def try_all(
     say("measuring full")
     trials = Trials(task, sequence, full)
     until = begin + MOST_S - n_answers * N_ANSWER * trials.full_step_s
-    found, last = [], 0.0
+    found, first, n_tried = [], time.perf_counter(), 0
     for i, (name, method) in enumerate(methods.items(), 1):
-        started = time.perf_counter()
-        if started + last > until:
-            left_out[name] = f"{MOST_S:.0f} s were over"
+        now = time.perf_counter()
+        if now + (now - first) / max(1, n_tried) > until:
+            left_out[name] = f"not measured, {MOST_S:.0f} s would have been over"
             continue
+        n_tried += 1
         say(f"measuring {name} ({i} of {len(methods)})")
-        trial = trials.try_method(reader.read(task.prompt, method), method)
+        try:
+            trial = trials.try_method(reader.read(task.prompt, method), method)
+        except (MemoryError, SparseKVError) as error:
+            left_out[name] = str(error) or "out of memory"
+            continue
         found.append(trial)
-        last = time.perf_counter() - started
         if not len(trial.same):
             memory = f"{trial.n_bytes / trials.full.n_bytes:.0%} of its memory"
             speed = f"{trial.speedup:.2f} times as fast as full"
