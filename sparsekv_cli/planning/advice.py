@@ -102,7 +102,7 @@ class Advice:
             if not self.n_facts:
                 return "full: the document is short, so no method gains anything"
             if not self.best:
-                return "full: no other method is faster here, and none takes less memory"
+                return "full: no method that was tried is faster here or takes less memory"
             return "full: the methods that gain something lose too much, or gain too little"
         share = f"{chosen.n_bytes / self.full.n_bytes:.0%} of the memory of full"
         gain = f"{chosen.speedup:.1f} times as fast as full" if chosen.is_faster else (

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence as Tokens
 
 LONG = 8192  # tokens; of a longer document --max-read seconds are read
+ENOUGH = 0.5  # of the tokens that may be read; with so many on disk no more are read
 ROOM = 384  # tokens after the document: planted facts, steps, or an answer
 CACHE_TYPES = ("cache_type_k", "cache_type_v")
 
@@ -133,7 +134,8 @@ def command(
 
 def warn_of_load() -> bool:
     """Says that the machine has more to do than it has cores; returns whether it has."""
-    load, n_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    load, n_cores = os.getloadavg()[0], len(cores) or os.cpu_count() or 1
     if load > n_cores:
         say(
             f"warning: the machine is busy (load {load:.1f} on {n_cores} cores): speeds are lower "
@@ -181,11 +183,10 @@ def read(
     from sparsekv_cli.planning.reading import affordable_tokens, fitting_text
 
     ids = encode(text)
-    if len(ids) > LONG:
-        n, n_known = affordable_tokens(reader.expected, len(ids), max_read, LEAST_TEXT), 0
+    if len(ids) > LONG and (n_known := reader.on_disk(ids)) < len(ids) - LEAST_TEXT:
+        n = affordable_tokens(reader.expected, len(ids), max_read, LEAST_TEXT)
         if n < len(ids):
-            n_known = reader.on_disk(ids)
-            n = max(n, n_known)
+            n = n_known if n_known > ENOUGH * n else n
             text, ids = fitting_text(text, encode, n)
             say(
                 f"only the first {len(ids)} tokens are read, {share(text, document)} of the "

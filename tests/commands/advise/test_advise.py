@@ -17,7 +17,8 @@ DOCUMENT = "The fox number {} jumps over {} lazy dogs.\n"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {
+    long = make_model(folder / "long.gguf", n_ctx=32768, n_layer=1, wtype="Q8_0")
+    return {"long": str(long)} | {
         arch: str(make_model(folder / f"{arch}.gguf", arch=arch, wtype="Q8_0", n_layer=n_layer))
         for arch, n_layer in (("llama", 2), ("lfm2", 4), ("gemma3", 6), ("gemma2", 1))
     }
@@ -84,6 +85,21 @@ def test_a_document_beyond_the_context_is_cut(models, document, few, tmp_path, i
     assert (head, c, name) == ("head", "-c", str(document))
     part = document.read_bytes()[: int(n)].decode()
     assert 500 < len(part) < len(document.read_bytes()) and "-f" not in shlex.split(command)
+
+
+def test_a_long_document_is_read_for_some_time(models, few, tmp_path, invoke, monkeypatch):
+    monkeypatch.delenv("SPARSEKV_NO_CACHE")
+    monkeypatch.setattr(Reader, "expected", lambda self, n, n_known=0: (n - n_known) / 1000)
+    path = tmp_path / "long.txt"
+    path.write_text("".join(DOCUMENT.format(i, i * 7919 % 1000) for i in range(600)))
+    given = ("-m", models["long"], "-f", path, "--max-read", 9, "--cache-dir", tmp_path / "kept")
+    first = advise(invoke, *given, "--json")
+    assert "reading 8" in first.err and "--max-read SECONDS allows more" in first.err
+    read = json.loads(first.out)["document"]
+    assert 8600 < read["tokens"] <= 9000 and 0.3 < read["share_read"] < 0.9
+    monkeypatch.setattr(Reader, "expected", lambda self, n, n_known=0: (n - n_known) / 1400)
+    again = advise(invoke, *given)
+    assert "tokens are on disk" in again.err and "reading 8" not in again.err
 
 
 def test_a_short_document_gains_nothing(models, tmp_path, invoke):
