@@ -49,6 +49,10 @@ COMMANDS = {
         "sparsekv_cli.commands.eval.group",
         "Measure what methods lose: perplexity, KLD, RULER.",
     ),
+    "advise": (
+        "sparsekv_cli.commands.advise.advise",
+        "Say which method to take for a document, and what it loses.",
+    ),
     "plan": ("sparsekv_cli.commands.plan", "Forecast memory and speed of every method."),
     "calibrate": (
         "sparsekv_cli.commands.calibrate",

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"cache", "calibration", "cpu", "methods", "model", "models"},
     "generation": {"drafts", "model", "models", "sampling", "sequence"},
     "planning": {"cache", "calibration", "cpu", "evaluation", "machine", "methods", "model"}
-    | {"models", "warmup"},
+    | {"models", "sequence", "warmup"},
     "serve": {"cache", "generation", "methods", "model", "models", "prefix", "sampling"}
     | {"sequence"},
     "commands": {"cache", "calibration", "distributed", "doctor", "drafts", "evaluation"}

@@ -74,6 +74,15 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
 prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
 
 
+def _gather_folder(values: dict[str, Any]) -> PrefixOptions:
+    values["session"] = None
+    return _gather_prefix(values)
+
+
+# The same without --session.
+folder_options = gathered("prefix", _gather_folder, OPTIONS[:-1])
+
+
 def check_session_file(path: Path) -> None:
     """Raises SparseKVError for a file of another kind, or in no folder."""
     from sparsekv_cli.prefix.blocks import MAGIC

@@ -1,0 +1,1 @@
+"""``advise``: which method to take for a document."""

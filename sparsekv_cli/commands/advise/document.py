@@ -1,0 +1,109 @@
+"""The document of ``advise``: where it comes from, what of it is read, and how it is asked."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv_cli.commands.shared.prompt import decode_file, read_stdin
+from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.errors import SparseKVError
+
+BOM = b"\xef\xbb\xbf"
+ASKED = "What is this text about?"  # in the last line, where the user asked nothing
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text. source: a file's name, stdin or built-in. n_skipped: bytes ahead of the text."""
+
+    source: str
+    text: str
+    n_skipped: int = 0
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.source == "built-in"
+
+    def reading(self, text: str) -> tuple[str, list[str]]:
+        """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
+        name = "" if self.source == "stdin" else self.source
+        if len(text) < len(self.text):
+            n_bytes = self.n_skipped + len(text.encode())
+            return f"{shlex.join(['head', '-c', str(n_bytes), *filter(None, [name])])} | ", []
+        return "", ["-f", name or "-"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The part of a document that was read, as ``run`` gives it to the model with a question."""
+
+    document: Document
+    text: str
+    ids: Sequence[int]
+    n_after: int  # at most so many of the tokens are no tokens of the text, after it
+    seconds: float
+    again_s: float
+    is_kept: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "source": self.document.source,
+            "tokens": len(self.ids),
+            "share_read": len(self.text) / len(self.document.text),
+            "seconds": self.seconds,
+            "seconds_again": self.again_s,
+            "is_kept": self.is_kept,
+        }
+
+
+def read_document(file: str | None) -> Document:
+    """Returns the text of a file, of stdin (``-``, or what is piped), or the built-in one.
+
+    Raises SparseKVError for an empty document and for one that is no text.
+    """
+    if file is None and sys.stdin.isatty():
+        return _built_in()
+    is_piped = file is None or file == "-"
+    source = "stdin" if file is None or file == "-" else file
+    data = read_stdin() if is_piped else Path(source).read_bytes()
+    if file is None and not data:
+        return _built_in()
+    at = data.find(b"\0")
+    if at >= 0:
+        raise SparseKVError(
+            f"{source}: this is no text, it has a zero byte at offset {at}: give a text in UTF-8"
+        )
+    text = decode_file(data, source).removesuffix("\n")
+    if not text.strip():
+        raise SparseKVError(
+            f"{source}: the document is empty: give one with words, or leave it out to measure a "
+            "built-in text"
+        )
+    return Document(source, text, len(BOM) if data.startswith(BOM) else 0)
+
+
+def _built_in() -> Document:
+    from sparsekv_cli.calibration.calibrations import built_in_text
+
+    say("no document is given: what follows is of a built-in text; -f FILE measures yours")
+    return Document("built-in", built_in_text().text)
+
+
+def command_line(
+    document: Document, text: str, question: str | None, model: Sequence[str], rest: Sequence[str]
+) -> str:
+    """The command that asks ``text``, the part of the document that was read.
+
+    model, rest: options ahead of those of the prompt, and after them.
+    """
+    if document.is_built_in:
+        return shlex.join(["sparsekv-cli", "chat", *model, *rest])
+    pipe, options = document.reading(text)
+    asked = ["-p", question or ASKED]
+    return pipe + shlex.join(["sparsekv-cli", "run", *model, *options, *asked, *rest])

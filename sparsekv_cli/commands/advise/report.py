@@ -1,0 +1,98 @@
+"""The report of ``advise``: an object for ``--json``, and the same for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
+from sparsekv_cli.commands.shared.terminal import one_line, say
+
+if TYPE_CHECKING:
+    from sparsekv_cli.commands.advise.document import Reading
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.planning.advice import Advice
+
+
+def as_object(
+    model: Model,
+    reading: Reading,
+    advice: Advice,
+    answers: Mapping[str, str],
+    line: str,
+    *,
+    is_busy: bool,
+    seconds: float,
+) -> dict[str, Any]:
+    """Returns what ``--json`` prints. seconds: of all that came after the reading."""
+    from sparsekv_cli.evaluation.roofline import cpu_name
+
+    return {
+        "model": str(model.gguf.path),
+        "cpu": cpu_name(),
+        "threads": model.n_threads,
+        "is_busy": is_busy,
+        "document": reading.as_dict(),
+        "measuring_s": seconds,
+        "facts_from": advice.facts_from,
+        "methods": [advice.as_dict(trial) for trial in (advice.full, *advice.best)],
+        "no_difference": advice.equal,
+        "left_out": advice.reasons(),
+        "answers": dict(answers),
+        "advice": {"method": advice.chosen.method.name, "why": advice.why, "command": line},
+    }
+
+
+def print_report(found: Mapping[str, Any], advice: Advice) -> None:
+    """For people, on stdout. The last line is the command."""
+    document = found["document"]
+    part = document["share_read"]
+    whole = "" if part == 1 else f", {100 * part:.3g} % of it"
+    again = "as long the next time, not kept on disk"
+    if document["is_kept"]:
+        again = f"{document['seconds_again']:.1f} s the next time, from disk"
+    facts = f", facts planted after token {found['facts_from']}" * bool(advice.n_facts)
+    print_pairs(
+        "",
+        [
+            ("model", Path(found["model"]).name),
+            ("machine", f"{found['cpu']}, {found['threads']} threads"),
+            ("document", f"{document['source']}: {document['tokens']} tokens{whole}"),
+            ("reading", f"{document['seconds']:.1f} s; {again}"),
+            ("measuring", f"{found['measuring_s']:.0f} s{facts}"),
+        ],
+    )
+    columns = ("method", "t/s", "times as fast", "memory", "same word", "facts found")
+    print_table("methods", columns, [_row(each) for each in found["methods"]])
+    for what, groups in found["no_difference"].items():
+        if groups:
+            told = "; ".join(", ".join(group) for group in groups)
+            click.echo(f"no difference in {what} within noise: {told}")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in found["left_out"].items():
+        by_reason.setdefault(one_line(reason), []).append(name)
+    for reason, names in by_reason.items():
+        click.echo(f"left out: {', '.join(names)}: {reason}")
+    if found["answers"]:
+        answers = [(name, one_line(text)) for name, text in found["answers"].items()]
+        print_table("answers", (), answers)
+    if advice.is_uneven:
+        say("warning: something else used this machine: repeat it when that is done")
+    click.echo(found["advice"]["why"])
+    click.echo(found["advice"]["command"])
+
+
+def _row(method: Mapping[str, Any]) -> list[str]:
+    """Returns a line of the table."""
+    facts = method["facts"]
+    return [
+        method["spec"],
+        f"{method['decode_tps']:.1f}",
+        f"{method['times_as_fast']:.2f}",
+        size(method["bytes"]),
+        f"{method['same_words']} of {method['words']}" if facts else "",
+        f"{method['facts_found']} of {facts}" if facts else "",
+    ]

@@ -1,0 +1,158 @@
+"""Advice from trials: which methods are worth it on a document, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekv_cli.evaluation.intervals import drawn_means, is_equal
+from sparsekv_cli.methods import stated_options
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.planning.trial import MethodTrial
+
+N_BEST = 3  # methods that are told next to ``full``
+MISSED = 1  # facts that ``full`` finds and an advised method may miss
+
+
+def spec_of(method: Method) -> str:
+    """The text of the command line: ``quest:budget=2%``."""
+    options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
+    return f"{method.name}:{options}" if options else method.name
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The conclusion from trials."""
+
+    full: MethodTrial
+    full_step_s: float  # seconds of a step of ``full``; all speeds refer to it
+    trials: Sequence[MethodTrial]
+    max_loss: float  # mean KLD up to which a method loses little
+    left_out: Mapping[str, str]  # reasons, by the names of methods that are not told
+    is_uneven: bool  # whether the machine was busy at times
+    n_facts: int
+    facts_from: int  # tokens ahead of the first fact
+
+    def loses_little(self, trial: MethodTrial) -> bool:
+        is_near = float(trial.kld.mean()) <= self.max_loss
+        return is_near and trial.found >= self.full.found - MISSED
+
+    def gains(self, trial: MethodTrial) -> bool:
+        """Whether a method is faster than ``full``, or as fast with less memory."""
+        saves = trial.saves_memory(self.full.n_bytes) and not trial.is_slower
+        return trial.is_faster or saves
+
+    @property
+    def best(self) -> list[MethodTrial]:
+        """Up to N_BEST methods: those that lose little, fastest first; then the nearest ones."""
+        asked = [trial for trial in self.trials if len(trial.same)]
+        good = [trial for trial in asked if self.loses_little(trial)]
+        good.sort(key=lambda trial: (not self.gains(trial), -trial.speedup))
+        others = [trial for trial in asked if not self.loses_little(trial)]
+        others.sort(key=lambda trial: float(trial.kld.mean()))
+        return [*good, *others][:N_BEST]
+
+    @property
+    def chosen(self) -> MethodTrial:
+        """The fastest method that loses little; of those that are as fast, the nearest one."""
+        good = [each for each in self.best if self.loses_little(each) and self.gains(each)]
+        if not good:
+            return self.full
+        alike = [each for each in good if each is good[0] or each.is_as_fast_as(good[0])]
+        return min(alike, key=lambda each: float(each.kld.mean()))
+
+    def reasons(self) -> dict[str, str]:
+        """Returns why methods are not told, by their names."""
+        best = [id(trial) for trial in self.best]
+        others = {
+            trial.method.name: f"{N_BEST} others are better here; it {self.losses(trial)}"
+            for trial in self.trials
+            if len(trial.same) and id(trial) not in best
+        }
+        return {**others, **self.left_out}
+
+    def tps(self, trial: MethodTrial) -> float:
+        return (1.0 if trial is self.full else trial.speedup) / self.full_step_s
+
+    @property
+    def equal(self) -> dict[str, list[list[str]]]:
+        """Told methods whose speed, or whose words, differ by no more than noise, in groups."""
+        told = [self.full, *self.best]
+        by_speed = sorted(told, key=self.tps)
+        by_words = sorted((each for each in told if len(each.same)), key=lambda e: e.same.mean())
+        return {
+            "speed": _groups(by_speed, self._is_as_fast),
+            "words": _groups(
+                by_words, lambda a, b: is_equal(drawn_means(a.same), drawn_means(b.same))
+            ),
+        }
+
+    def _is_as_fast(self, a: MethodTrial, b: MethodTrial) -> bool:
+        if self.full in (a, b):
+            other = b if a is self.full else a
+            return not (other.is_faster or other.is_slower)
+        return a.is_as_fast_as(b)
+
+    @property
+    def why(self) -> str:
+        """In a sentence."""
+        chosen = self.chosen
+        if chosen is self.full:
+            if not self.n_facts:
+                return "full: the document is short, so no method gains anything"
+            if not self.best:
+                return "full: no method that was tried is faster here or takes less memory"
+            return "full: the methods that gain something lose too much, or gain too little"
+        share = f"{chosen.n_bytes / self.full.n_bytes:.0%} of the memory of full"
+        gain = f"{chosen.speedup:.1f} times as fast as full" if chosen.is_faster else (
+            f"as fast as full, with {share}"
+        )  # fmt: skip
+        return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
+
+    def losses(self, trial: MethodTrial) -> str:
+        """Says what a method loses."""
+        same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
+        return f"{same} and found {trial.found} of {self.n_facts} planted facts"
+
+    def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
+        """A told method, for ``--json``."""
+        speedup, ends = (
+            (1.0, (1.0, 1.0))
+            if trial is self.full
+            else (
+                trial.speedup,
+                trial.interval(),
+            )
+        )
+        return {
+            "spec": spec_of(trial.method),
+            "name": trial.method.name,
+            "options": trial.method.options(),
+            "decode_tps": self.tps(trial),
+            "times_as_fast": speedup,
+            "times_as_fast_interval": list(ends),
+            "bytes": trial.n_bytes,
+            "same_words": int(trial.same.sum()),
+            "words": len(trial.same),
+            "facts_found": trial.found,
+            "facts": self.n_facts,
+            "kld_mean": float(trial.kld.mean()) if len(trial.kld) else None,
+            "loses_little": trial is self.full or self.loses_little(trial),
+        }
+
+
+def _groups(
+    trials: Sequence[MethodTrial], alike: Callable[[MethodTrial, MethodTrial], bool]
+) -> list[list[str]]:
+    """The longest runs of ``trials`` in which any two are alike, by their texts."""
+    groups: list[list[str]] = []
+    last = 0
+    for start in range(len(trials)):
+        end = start + 1
+        while end < len(trials) and all(alike(each, trials[end]) for each in trials[start:end]):
+            end += 1
+        if end - start > 1 and end > last:
+            groups.append([spec_of(each.method) for each in trials[start:end]])
+            last = end
+    return groups

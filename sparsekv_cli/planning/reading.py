@@ -1,0 +1,141 @@
+"""How long a document takes to read, and the task that shows what methods lose on its rows.
+
+The task is the document with some facts planted in it. Methods then decode given tokens. They
+repeat a passage of the document, go on with its end, and name each fact. All of it is text of the
+document and of the facts, so a base model can do it as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.planning.auto import N_HALF, loss_task
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.gguf.file import GGUFFile
+    from sparsekv_cli.models.hparams import HParams
+
+FACTS = (  # each is followed by a number; no two begin alike
+    "The secret code of the harbour master is",
+    "The phone number of the village baker is",
+    "The old safe in the cellar opens with",
+    "The blue tractor has the serial number",
+    "A library card of the schoolteacher bears",
+    "Her parcel from Lisbon was registered as",
+    "His winning ticket in the lottery was",
+    "Inside the ship's bell someone had scratched",
+)
+N_WORDS = 2 * N_HALF  # steps that tell how often a method chooses the word that full chooses
+PART = 512  # tokens; the length of a reading is a multiple of it
+END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
+SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
+
+
+def prefill_work(file: GGUFFile, hparams: HParams, n: int) -> float:
+    """Products of a prefill of n tokens: of weights, and of attention, which grows with n²."""
+    experts = next((layer.experts for layer in hparams.layers if layer.experts), None)
+    share = 1.0 if experts is None else experts.n_expert_used / experts.n_expert
+    weights = sum(
+        info.n_elements * (share if len(info.shape) > 2 else 1.0)
+        for name, info in file.tensors.items()
+        if name.startswith("blk.")
+    )
+    full = [layer for layer in hparams.layers if layer.kind == FULL]
+    row = sum(layer.n_head * (layer.head_dim + layer.value_dim) for layer in full)
+    return n * weights + n * n / 2 * row
+
+
+def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:
+    """Returns the tokens of at most n whose work is at most ``most``, but not below ``least``."""
+    found = min(n, least)
+    while found < n and work(min(n, found + PART)) <= most:
+        found = min(n, found + PART)
+    return found
+
+
+def fitting_text(
+    text: str, encode: Callable[[str], Sequence[int]], most: int
+) -> tuple[str, Sequence[int]]:
+    """Returns the beginning of ``text`` whose tokens are at most ``most``, and these tokens.
+
+    encode: the ids of a text. A text far longer than ``most`` tokens is never encoded as a whole.
+    """
+    text = text[: 32 * most]
+    while len(ids := encode(text)) > most:
+        keep = min(len(text) - 1, int(len(text) * 0.99 * most / len(ids)))
+        if keep <= 0:
+            return "", encode("")
+        text = text[:keep]
+    return text, ids
+
+
+@dataclass(frozen=True)
+class LossTask:
+    """A document with planted facts, and what every method decodes after it.
+
+    following: N_WORDS tokens of the document, and a sentence for each fact. facts: of each fact,
+    the steps whose logits must name ``following[step + 1]`` for the method to have found it. first:
+    the position of the first fact in ``prompt``.
+    """
+
+    prompt: list[int]
+    following: list[int]
+    facts: Sequence[range]
+    first: int
+
+
+def make_task(
+    document: Sequence[int],
+    start: float,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[Sequence[int]], str],
+) -> LossTask:
+    """Plants FACTS in the part of a document after ``start``, a share of it.
+
+    The tokens ahead of the first fact stay as they are. encode: the ids of a text inside another
+    one. decode: the text of ids.
+    """
+    random = Random(len(FACTS))
+    codes = [str(random.randint(10_000, 99_999)) for _ in FACTS]
+    prompt, following = loss_task(document)
+    end = len(document) - 3 * N_HALF
+    planted: list[int] = []
+    places, last = [], 0
+    for i, (fact, code) in enumerate(zip(FACTS, codes, strict=True)):
+        at = int(end * (start + (1 - start) * (i + 0.5) / len(FACTS)))
+        at = max(last, _end_of_sentence(prompt, at, end, decode))
+        places.append(at)
+        planted += prompt[last:at] + encode(f"\n\n{fact} {code}.\n\n")
+        last = at
+    asked, facts = list(zip(FACTS, codes, strict=True)), []
+    random.shuffle(asked)
+    for fact, code in asked:
+        lead = f"\n\n{fact}"
+        ids, n = encode(f"{lead} {code}."), len(following)
+        first = _n_common(ids, encode(lead))
+        stop = len(ids)
+        while stop > first + 1 and code in decode(ids[first : stop - 1]):
+            stop -= 1
+        facts.append(range(n + first - 1, n + stop - 1))
+        following += ids
+    return LossTask(planted + prompt[last:], following, facts, places[0])
+
+
+def _end_of_sentence(
+    ids: Sequence[int], at: int, end: int, decode: Callable[[Sequence[int]], str]
+) -> int:
+    """The next place after ``at`` where a sentence ends; ``at`` itself if there is none near."""
+    for place in range(at, min(at + SEARCHED, end)):
+        if END_OF_SENTENCE.search(decode(ids[max(0, place - 4) : place])):
+            return place
+    return at
+
+
+def _n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+                min(len(left), len(right)))  # fmt: skip
