@@ -69,11 +69,38 @@ COMMANDS = {
     ),
 }
 
+# What users of ollama and llama.cpp type first -> the words of this program.
+WORDS = {
+    "version": ("--version",),
+    "help": ("--help",),
+    "list": ("models",),
+    "ls": ("models",),
+    "pull": ("models", "get"),
+}
+OWN_OPTIONS = ("-h", "--help", "-V", "--version", "-v", "--verbose")
+
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class LazyGroup(click.Group):
     """A group whose sub-commands are imported only when they run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = list(args)
+        at = next((i for i, each in enumerate(args) if each not in ("-v", "--verbose")), len(args))
+        words = args[at:]
+        if words and words[0].startswith("-") and words[0] not in OWN_OPTIONS:
+            ctx.fail(
+                f"No such option {words[0]!r} ahead of a command: begin with one, such as "
+                f"'{PROGRAM} chat -m MODEL' or '{PROGRAM} run -m MODEL -p TEXT'."
+            )
+        if words[:1] == ["help"] and len(words) > 1:
+            words = [*words[1:], "--help"]
+        elif words and words[0] in WORDS:
+            words = [*WORDS[words[0]], *words[1:]]
+        elif words and is_model(words[0]):
+            words = ["chat", "-m", *words]
+        return super().parse_args(ctx, [*args[:at], *words])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -102,12 +129,24 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def is_model(word: str) -> bool:
+    """Whether the first word of a command line is a model, by its look or by name."""
+    if word in COMMANDS or word.startswith("-"):
+        return False
+    if word.lower().endswith(".gguf") or "/" in word:
+        return True
+    from sparsekv_cli.models.sources.folder import find_by_name
+    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
+
+    return word in PACKAGED_MODELS or find_by_name(word) is not None
+
+
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=f"'{PROGRAM} COMMAND --help' shows the options of a command.",
 )
-@click.version_option(__version__, prog_name=PROGRAM)
+@click.version_option(__version__, "-V", "--version", prog_name=PROGRAM)
 @verbose_option
 def cli() -> None:
     """Run GGUF models on long contexts with sparse KV-cache methods."""

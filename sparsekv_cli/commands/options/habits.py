@@ -1,0 +1,186 @@
+"""Flags of llama.cpp that people type by habit: translated, or accepted with a line that says why.
+
+A flag that a command has itself is the command's. docs/models.md lists all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from click.parser import _OptionParser
+
+from sparsekv_cli.commands.shared.terminal import say
+
+# The commands that take the flags: as llama-cli, llama-server and llama-bench have them.
+COMMANDS = ("run", "chat", "serve", "bench")
+# Other names of an option, by the option's name in this program.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model": ("-hf", "-hfr", "--hf-repo"),
+    "parallel": ("-np",),
+    "n_predict": ("--predict",),
+    "draft_model": ("-md", "--model-draft"),
+    "grammar": ("--grammar-file",),
+    "json_schema": ("-j", "-jf", "--json-schema-file"),
+    "timeout": ("-to",),
+    "stop": ("--reverse-prompt",),
+}
+
+
+@dataclass(frozen=True)
+class Habit:
+    """A flag without an option of its own.
+
+    takes: what follows it; empty: nothing; in brackets: it may be missing. why: the reason that it
+    has no effect. change: sets the values of other options in place of it, and returns the line to
+    say; empty: none. It raises click.UsageError for a value that is impossible here.
+    """
+
+    names: tuple[str, ...]
+    takes: str = ""
+    why: str = ""
+    change: Callable[[dict[str, Any], str], str] | None = None
+    commands: tuple[str, ...] = ()  # that have it; empty: all
+
+    @property
+    def key(self) -> str:
+        return "habit_" + self.names[0].lstrip("-").replace("-", "_")
+
+    def option(self, names: list[str]) -> click.Option:
+        """The hidden option of the flag, under those of its names that are free."""
+        if not self.takes:
+            return click.Option([*names, self.key], is_flag=True, hidden=True)
+        optional: dict[str, Any] = {}
+        if self.takes.startswith("["):
+            optional = {"is_flag": False, "flag_value": "on"}
+        return click.Option([*names, self.key], type=str, hidden=True, **optional)
+
+
+def _gpu_layers(values: dict[str, Any], text: str) -> str:
+    """``-ngl``: 0 is the CPU; a number of layers is not chosen here."""
+    word = text.strip().lower()
+    if word not in ("auto", "all") and not word.lstrip("-").isdecimal():
+        raise click.UsageError(f"-ngl {text}: expected a number of layers, auto or all")
+    if word == "0":
+        if values.get("device") == "cuda":
+            raise click.UsageError("-ngl 0 is the CPU, and --device cuda a GPU: leave one out")
+        values["device"] = "cpu"
+        return ""
+    return "all layers are on the GPU if there is one, otherwise on the CPU (--device)"
+
+
+def _host_cache(values: dict[str, Any], _text: str) -> str:
+    values["kv"] = "host"
+    return ""
+
+
+def _no_conversation(values: dict[str, Any], _text: str) -> str:
+    if "raw" not in values:
+        raise click.UsageError("-no-cnv: chat is a conversation; use 'sparsekv-cli run --raw'")
+    values["raw"] = True
+    return ""
+
+
+def _offline(_values: dict[str, Any], _text: str) -> str:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return ""
+
+
+ONE_GPU = "one GPU computes all layers"
+CHUNKS = "the prefill chooses its chunks itself"
+MAPPED = "the file is mapped, and the system keeps the pages that are used"
+TEMPLATE = "the model's chat template is always used, except with --raw"
+THREADS = "prefill and decode use the threads of -t"
+QUIET = "the output is plain text as it is"
+HABITS = (
+    Habit(("-ngl", "--gpu-layers", "--n-gpu-layers"), "N", change=_gpu_layers),
+    Habit(("-nkvo", "--no-kv-offload"), change=_host_cache),
+    Habit(
+        ("-no-cnv", "-nocnv", "--no-conversation"),
+        change=_no_conversation,
+        commands=("run", "chat"),
+    ),
+    Habit(("--offline",), change=_offline),
+    Habit(
+        ("-cnv", "--conversation", "-i", "--interactive"),
+        why="chat is a conversation, and run gives one answer with the chat template",
+        commands=("run", "chat"),
+    ),
+    Habit(
+        ("-st", "--single-turn"),
+        why="run gives one answer, and chat goes on until /exit",
+        commands=("run", "chat"),
+    ),
+    Habit(("-fa", "--flash-attn"), "[on|off|auto]", "attention is always computed in blocks"),
+    Habit(("-b", "--batch-size"), "N", CHUNKS),
+    Habit(("-ub", "--ubatch-size"), "N", CHUNKS),
+    Habit(("-tb", "--threads-batch"), "N", THREADS),
+    Habit(("--jinja",), why=TEMPLATE),
+    Habit(("-sm", "--split-mode"), "MODE", ONE_GPU),
+    Habit(("-mg", "--main-gpu"), "N", f"{ONE_GPU}: choose it with CUDA_VISIBLE_DEVICES"),
+    Habit(("-ts", "--tensor-split"), "LIST", ONE_GPU),
+    Habit(("--mlock",), why=MAPPED),
+    Habit(("--mmap",), why=MAPPED),
+    Habit(("--no-mmap",), why=f"{MAPPED}; --repack on makes a copy"),
+    Habit(("-mmp",), "0|1", MAPPED, commands=("bench",)),
+    Habit(("--numa",), "TYPE", "threads and memory are placed by the system"),
+    Habit(("--prio",), "N", "the system's priority is used, as nice sets it"),
+    Habit(("-cb", "--cont-batching"), why="requests always join a running batch"),
+    Habit(("--no-warmup",), why="no empty run is made ahead of the first prompt"),
+    Habit(("--no-perf",), why="the line about speed goes to stderr"),
+    Habit(("-e", "--escape"), why="texts are taken as they are: write $'\\n' in the shell"),
+    Habit(("--no-escape",), why="texts are taken as they are"),
+    Habit(("--no-display-prompt",), why="the prompt is never printed"),
+    Habit(("--simple-io",), why=QUIET),
+    Habit(("-co", "--color"), "[on|off|auto]", QUIET),
+    Habit(("--log-disable",), why="there is no log; stderr has remarks: 2>/dev/null hides them"),
+    Habit(("--no-context-shift",), why="the context shifts only with chat's --context-shift"),
+    Habit(("--metrics",), why="/metrics is always there", commands=("serve",)),
+)  # fmt: skip
+
+
+def free_names(names: tuple[str, ...], taken: set[str]) -> list[str]:
+    return [name for name in names if name not in taken]
+
+
+def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit, click.Option]]:
+    """The flags of a command that runs a model, each with its option. name: its own."""
+    taken = {name for each in command.params for name in each.opts}
+    if name not in COMMANDS:
+        return
+    for habit in HABITS:
+        if habit.commands and name not in habit.commands:
+            continue
+        if names := free_names(habit.names, taken):
+            yield habit, habit.option(names)
+
+
+def add_aliases(command: click.Command, parser: _OptionParser) -> None:
+    """Lets the parser of a command take the other names of its options."""
+    taken = {name for each in command.params for name in each.opts}
+    for each in command.params:
+        names = free_names(ALIASES.get(each.name or "", ()), taken)
+        if names and isinstance(each, click.Option):
+            action = "append" if each.multiple else "store"
+            parser.add_option(obj=each, opts=names, dest=each.name, action=action, nargs=1)
+
+
+def apply_habits(command: click.Command, context: click.Context) -> None:
+    """Takes the flags out of a command line's values; translates each, or says why it is idle."""
+    values = context.params
+    for habit, option in habits_of(command, context.info_name):
+        given = values.pop(habit.key, None)
+        if given in (None, False):
+            continue
+        text = given if isinstance(given, str) else ""
+        try:
+            line = habit.change(values, text) if habit.change else habit.why
+        except click.UsageError as error:
+            error.ctx = context
+            raise
+        if line:
+            typed = " ".join(filter(None, [option.opts[0], text]))
+            say(f"{typed} has no effect: {line}")
