@@ -21,6 +21,7 @@ from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
+from sparsekv_cli.commands.options.habits import translated
 from sparsekv_cli.commands.options.model import Invocation, verbose_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -69,14 +70,6 @@ COMMANDS = {
     ),
 }
 
-# What users of ollama and llama.cpp type first -> the words of this program.
-WORDS = {
-    "version": ("--version",),
-    "help": ("--help",),
-    "list": ("models",),
-    "ls": ("models",),
-    "pull": ("models", "get"),
-}
 OWN_OPTIONS = ("-h", "--help", "-V", "--version", "-v", "--verbose")
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -94,12 +87,7 @@ class LazyGroup(click.Group):
                 f"No such option {words[0]!r} ahead of a command: begin with one, such as "
                 f"'{PROGRAM} chat -m MODEL' or '{PROGRAM} run -m MODEL -p TEXT'."
             )
-        if words[:1] == ["help"] and len(words) > 1:
-            words = [*words[1:], "--help"]
-        elif words and words[0] in WORDS:
-            words = [*WORDS[words[0]], *words[1:]]
-        elif words and is_model(words[0]):
-            words = ["chat", "-m", *words]
+        words = translated(words, COMMANDS)
         return super().parse_args(ctx, [*args[:at], *words])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -127,18 +115,6 @@ class LazyGroup(click.Group):
             close = did_you_mean(name, COMMANDS)
             ctx.fail(f"No such command {name!r}{close}; the commands are {', '.join(COMMANDS)}.")
         return super().resolve_command(ctx, args)
-
-
-def is_model(word: str) -> bool:
-    """Whether the first word of a command line is a model, by its look or by name."""
-    if word in COMMANDS or word.startswith("-"):
-        return False
-    if word.lower().endswith(".gguf") or "/" in word:
-        return True
-    from sparsekv_cli.models.sources.folder import find_by_name
-    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
-
-    return word in PACKAGED_MODELS or find_by_name(word) is not None
 
 
 @click.group(

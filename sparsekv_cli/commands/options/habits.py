@@ -6,7 +6,7 @@ A flag that a command has itself is the command's. docs/models.md lists all of t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,16 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "json_schema": ("-j", "-jf", "--json-schema-file"),
     "timeout": ("-to",),
     "stop": ("--reverse-prompt",),
+}
+
+
+# What users of ollama and llama.cpp type first -> the words of this program.
+WORDS = {
+    "version": ("--version",),
+    "help": ("--help",),
+    "list": ("models",),
+    "ls": ("models",),
+    "pull": ("models", "get"),
 }
 
 
@@ -184,3 +194,25 @@ def apply_habits(command: click.Command, context: click.Context) -> None:
         if line:
             typed = " ".join(filter(None, [option.opts[0], text]))
             say(f"{typed} has no effect: {line}")
+
+
+def translated(words: list[str], commands: Container[str]) -> list[str]:
+    """A command line with the words of this program. commands: the names that are its own."""
+    if not words or words[0] in commands or words[0].startswith("-"):
+        return words
+    first, *rest = words
+    if first == "help" and rest:
+        return [*rest, "--help"]
+    if first in WORDS:
+        return [*WORDS[first], *rest]
+    return ["chat", "-m", *words] if is_model(first) else words
+
+
+def is_model(word: str) -> bool:
+    """Whether the first word of a command line is a model, by its look or by name."""
+    if word.lower().endswith(".gguf") or "/" in word:
+        return True
+    from sparsekv_cli.models.sources.folder import find_by_name
+    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
+
+    return word in PACKAGED_MODELS or find_by_name(word) is not None

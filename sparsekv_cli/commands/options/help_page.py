@@ -78,7 +78,8 @@ class GroupedCommand(click.Command):
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
             if "unexpected extra argument" in error.message:
-                error.message += ": give a model with -m MODEL, and a prompt with -p TEXT"
+                how = "give a model with -m MODEL, and a prompt with -p TEXT"
+                raise click.UsageError(f"{error.message}: {how}", ctx) from None
             raise
         apply_habits(self, ctx)
         return rest

@@ -13,8 +13,7 @@ import pytest
 from source_tree import root
 
 from sparsekv_cli.cli import COMMANDS as ALL
-from sparsekv_cli.cli import WORDS
-from sparsekv_cli.commands.options.habits import ALIASES, COMMANDS, HABITS, habits_of
+from sparsekv_cli.commands.options.habits import ALIASES, COMMANDS, HABITS, WORDS, habits_of
 
 VALUES = {"-ngl": "99", "-sm": "layer", "-ts": "1,1", "--numa": "distribute", "-fa": "on"}
 
