@@ -87,6 +87,7 @@ def test_flag_without_its_value_takes_no_option(capfd: pytest.CaptureFixture[str
     ("arguments", "code", "words"),
     [
         (["-hf", "a/b"], 2, "chat -m MODEL"),
+        (["run", "-p", "x"], 2, "give a GGUF file with -m FILE"),
         (["version"], 0, "version"),
         (["-V"], 0, "version"),
         (["help"], 0, "Commands:"),
@@ -105,6 +106,7 @@ def test_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     result = invoke(*arguments)
     assert result.code == code and words in result.out + result.err
     assert "Traceback" not in result.err
