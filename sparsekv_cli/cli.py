@@ -74,11 +74,25 @@ COMMANDS = {
     ),
 }
 
+OWN_OPTIONS = ("-h", "--help", "-V", "--version", "-v", "--verbose")
+
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class LazyGroup(click.Group):
     """A group whose sub-commands are imported only when they run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = list(args)
+        at = next((i for i, each in enumerate(args) if each not in ("-v", "--verbose")), len(args))
+        words = args[at:]
+        if words and words[0].startswith("-") and words[0] not in OWN_OPTIONS:
+            ctx.fail(
+                f"No such option {words[0]!r} ahead of a command: begin with one, such as "
+                f"'{PROGRAM} chat -m MODEL' or '{PROGRAM} run -m MODEL -p TEXT'."
+            )
+        words = translated(words, COMMANDS)
+        return super().parse_args(ctx, [*args[:at], *words])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -112,7 +126,7 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=f"'{PROGRAM} COMMAND --help' shows the options of a command.",
 )
-@click.version_option(__version__, prog_name=PROGRAM)
+@click.version_option(__version__, "-V", "--version", prog_name=PROGRAM)
 @verbose_option
 def cli() -> None:
     """Run GGUF models on long contexts with sparse KV-cache methods."""
@@ -145,9 +159,6 @@ def _invoke(arguments: list[str]) -> int:
     """Runs the group; returns the exit code, raises BrokenPipeError and KeyboardInterrupt."""
     invocation = Invocation()
     try:
-        arguments = translated(
-            arguments, COMMANDS, lambda name: import_module(COMMANDS[name][0]).command, say
-        )
         with cli.make_context(PROGRAM, arguments, obj=invocation) as context:
             cli.invoke(context)
         sys.stdout.flush()

@@ -1,13 +1,14 @@
 """Models of the Hugging Face hub: ``owner/repo[:quant]``, kept in huggingface_hub's cache.
 
 Files in the cache are taken without asking the hub. A model then starts the same with and without a
-network. huggingface_hub gives a file its name when all of it is there. The rest of an interrupted
-download has another name, which nobody looks for.
+network. A file has its name when all of it is there. An interrupted download leaves its beginning
+under another name. The next download goes on after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.naming import DEFAULT_QUANTS, choose, quant_of, whole_models
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
+SHA256 = re.compile(r"[0-9a-f]{64}")
 TRUE = ("1", "ON", "YES", "TRUE")  # huggingface_hub's words for it
 TIMEOUT = 15.0  # seconds for the list of files
 HOW_TO_LOG_IN = "`hf auth login` or a token in HF_TOKEN"
@@ -141,11 +143,49 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
         size = f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
         say(f"downloading {file} of {repo}: {size}{part}, to {cache_folder()}")
         with explained(repo, endpoint):
+            fetch_blob(repo, file, str(info.sha), endpoint)
             path = hf_hub_download(
                 repo, file, revision=info.sha, endpoint=endpoint, cache_dir=cache_folder()
             )
         paths.append(Path(path))
     return paths[0]
+
+
+def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
+    """Downloads a file's bytes to where huggingface_hub takes them from.
+
+    The bytes of a download that broke off are kept, and the next one goes on after them. Raises
+    SparseKVError if they are not the hub's.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+
+    url = hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
+    told = get_hf_file_metadata(url, timeout=TIMEOUT)
+    if not told.etag or not told.size or told.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        return  # huggingface_hub has another way for it
+    blob = cache_folder() / f"models--{repo.replace('/', '--')}" / "blobs" / told.etag
+    partial = blob.with_name(f"{told.etag}.part")
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(blob.with_name(f"{told.etag}.lock")):
+        if blob.exists():
+            return
+        with partial.open("ab") as stream:
+            if stream.tell() > told.size:
+                stream.seek(0)
+                stream.truncate()
+            http_get(
+                url, stream, resume_size=stream.tell(), headers=build_hf_headers(),
+                expected_size=told.size, displayed_filename=file,
+            )  # fmt: skip
+        if SHA256.fullmatch(told.etag):
+            with partial.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != told.etag:
+                partial.unlink()
+                raise SparseKVError(f"{repo}: what came of {file} is damaged: download it again")
+        partial.replace(blob)
 
 
 def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
@@ -167,6 +207,8 @@ def explained(repo: str, endpoint: str) -> Iterator[None]:
 
     try:
         yield
+    except SparseKVError:
+        raise
     except errors.GatedRepoError as error:
         raise SparseKVError(
             f"{repo}: its owner wants terms to be accepted first: do that at {endpoint}/{repo}, "

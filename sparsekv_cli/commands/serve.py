@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
@@ -53,7 +54,9 @@ class Listen:
         return os.environ.get(KEY, "") if self.api_key is None else self.api_key
 
 
-@click.command(short_help="Serve OpenAI's and Anthropic's protocols, and a page.")
+@click.command(
+    cls=GroupedCommand, short_help="Serve OpenAI's and Anthropic's protocols, and a page."
+)
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="[default: 127.0.0.1]")
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8080,

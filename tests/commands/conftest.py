@@ -89,7 +89,7 @@ class FakeModel:
         self.metadata: dict[str, Any] = {"general.architecture": "llama"}
         self.gguf = SimpleNamespace(metadata=self.metadata, path=Path("fake.gguf"), tensors={})
         self.hparams = SimpleNamespace(
-            n_vocab=258, n_ctx_train=4096, rope=SimpleNamespace(n_ctx_original=4096)
+            n_vocab=258, n_ctx_train=4096, n_ctx_fit=4096, rope=SimpleNamespace(n_ctx_original=4096)
         )
         self.engine = SimpleNamespace(
             first_steps=1, shares_prefill=True, decode=self._decode_together

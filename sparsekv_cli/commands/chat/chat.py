@@ -87,6 +87,11 @@ def command(
     chat = Chat(conversation, options, prefix, shows_stats)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
+        if conversation.template is None:
+            say(
+                "warning: the model has no chat template, as base models have none: what it writes "
+                "may be no answer; 'run --raw' goes on with a text"
+            )
         say(f"{options.method} attention, {model.n_ctx} tokens of context; /help for help")
     if prompt is not None:
         respond(chat, lambda: send(chat, prompt))

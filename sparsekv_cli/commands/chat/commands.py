@@ -12,6 +12,7 @@ import click
 
 from sparsekv_cli.commands.chat.conversation import Conversation
 from sparsekv_cli.commands.chat.files import load_messages, read_text, save_messages
+from sparsekv_cli.commands.chat.screen import no_echo
 from sparsekv_cli.commands.chat.settings import change_setting, show_settings
 from sparsekv_cli.commands.options.model import ModelOptions, build_method
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
@@ -114,7 +115,8 @@ def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
     """Streams one answer; what cannot be answered becomes a line, as ``enter`` has it."""
     conversation = chat.conversation
     try:
-        answer = generate()
+        with no_echo():
+            answer = generate()
     except LostModelError:
         raise
     except SparseKVError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from sparsekv_cli.commands.chat.screen import word_wrap
 from sparsekv_cli.commands.shared.answer import stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
@@ -162,6 +163,7 @@ class Conversation:
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
             self.thinking[:2] if self.thinking is not None else ("", ""),
+            word_wrap(),
         )
 
         def make_room(tokens: Ids[int]) -> Ids[int] | None:

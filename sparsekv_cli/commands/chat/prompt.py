@@ -20,8 +20,9 @@ from prompt_toolkit.styles import Style
 
 from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
 from sparsekv_cli.commands.chat.settings import SETTINGS
-from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.methods import METHODS, method_class
+from sparsekv_cli.sequence import speed
 from sparsekv_cli.settings.option import allowed_values, options_of
 from sparsekv_cli.system.files import replace_file
 
@@ -63,10 +64,18 @@ def entries(chat: Chat) -> Iterator[str]:
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
-    """Returns the method and how full the context is, as far as they fit."""
+    """Returns how full the context is, the method, the speed and the model, as far as they fit."""
     conversation = chat.conversation
-    n_used, n_ctx = conversation.n_used, conversation.sequence.n_ctx
-    parts = [f"{n_used} of {n_ctx} tokens", chat.method]
+    sequence, timings = conversation.sequence, conversation.sequence.timings
+    n_used, dense = conversation.n_used, sequence.sparse_from
+    parts = [f"{n_used} of {sequence.n_ctx} tokens", chat.method]
+    if chat.method != "full" and n_used <= dense < sequence.n_ctx:
+        parts[1] += f", dense up to {dense}"
+    if timings.decode_tokens:
+        parts.append(f"{speed(timings.decode_tokens, timings.decode_s):.1f} t/s")
+    if timings.cached_tokens:
+        parts.append(f"{timings.cached_tokens} from the prefix cache")
+    parts.append(one_line(conversation.model.gguf.path.stem))
     if chat.read:
         parts.append(f"files read: {len(chat.read)}")
     parts.append("/help")

@@ -170,6 +170,11 @@ def _change_context(conversation: Conversation, text: str) -> None:
     n = _whole("ctx", text, 0) or model.hparams.n_ctx_train
     if not model.engine.shares_prefill:
         raise SparseKVError("/set ctx: on a GPU the context has its size from the start: -c N")
+    if n > max(model.hparams.n_ctx_fit, sequence.n_ctx):
+        raise SparseKVError(
+            f"/set ctx {n}: the model was trained for {model.hparams.n_ctx_fit} tokens; start "
+            f"again with -c {n} to go beyond them"
+        )
     n_short = model.hparams.rope.n_ctx_original
     if "rope_factors_long.weight" in model.gguf.tensors and (n > n_short) != (
         sequence.n_ctx > n_short

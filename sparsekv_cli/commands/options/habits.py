@@ -1,128 +1,218 @@
-"""Words and flags of llama.cpp and ollama: translated, or taken with a word why not.
+"""Flags of llama.cpp that people type by habit: translated, or accepted with a line that says why.
 
-A flag of llama.cpp that has a counterpart becomes that. Another one is taken out of the command
-line, and a line says why it has no effect here.
+A flag that a command has itself is the command's. docs/models.md lists all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from pathlib import Path
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import click
+from click.parser import _OptionParser
 
-COMMANDS = ("run", "chat", "serve", "bench")  # whose flags are those of llama.cpp's programs
-WORDS = {"version": "--version", "-V": "--version", "list": "models", "ls": "models"}
-GROUP_OPTIONS = ("-h", "--help", "-v", "--verbose", "--version")
-ON_OFF = ("on", "off", "auto", "0", "1")
-FITS = "prefill takes chunks of the size that is best for the model"
-ONE_GPU = "a model runs on one GPU"
-SYSTEM = "the system keeps the file's pages, and repacked weights are in memory"
+from sparsekv_cli.commands.shared.terminal import say
 
-
-class Habit(NamedTuple):
-    """A flag of llama.cpp. ``ours`` is put in its place; without it ``reason`` is told."""
-
-    ours: str = ""
-    reason: str = ""
-    n_values: int = 1
-    choices: Sequence[str] = ()  # a value that may follow
-
-
-HABITS = {
-    ("-hf", "-hfr", "--hf-repo"): Habit("-m"),
-    ("-np",): Habit("--parallel"),
-    ("-tb", "--threads-batch"): Habit(reason="prefill and decode have the same threads (-t)"),
-    ("-ub", "--ubatch-size"): Habit(reason=FITS),
-    ("-b", "--batch-size"): Habit(reason=FITS),
-    ("-sm", "--split-mode"): Habit(reason=ONE_GPU),
-    ("-mg", "--main-gpu"): Habit(reason=ONE_GPU),
-    ("-ts", "--tensor-split"): Habit(reason=ONE_GPU),
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): Habit(
-        reason="all layers are on the GPU if there is one; --device cpu takes none"
-    ),
-    ("-fa", "--flash-attn"): Habit(
-        reason="attention never keeps all scores", n_values=0, choices=ON_OFF
-    ),
-    ("--jinja",): Habit(reason="chat templates are always rendered", n_values=0),
-    ("--mlock",): Habit(reason=SYSTEM, n_values=0),
-    ("--no-mmap",): Habit(reason=SYSTEM, n_values=0),
-    ("-cnv", "--conversation"): Habit(reason="'chat' is the conversation", n_values=0),
-    ("-no-cnv", "--no-conversation"): Habit(reason="'run' is no conversation", n_values=0),
+# The commands that take the flags: as llama-cli, llama-server and llama-bench have them.
+COMMANDS = ("run", "chat", "serve", "bench")
+# Other names of an option, by the option's name in this program.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model": ("-hf", "-hfr", "--hf-repo"),
+    "parallel": ("-np",),
+    "n_predict": ("--predict",),
+    "draft_model": ("-md", "--model-draft"),
+    "grammar": ("--grammar-file",),
+    "json_schema": ("-j", "-jf", "--json-schema-file"),
+    "timeout": ("-to",),
+    "stop": ("--reverse-prompt",),
 }
-FLAGS = {flag: habit for flags, habit in HABITS.items() for flag in flags}
 
 
-def translated(
-    arguments: Sequence[str],
-    commands: Container[str],
-    command_of: Callable[[str], click.Command],
-    tell: Callable[[str], object],
-) -> list[str]:
-    """Returns the command line in our words.
+# What users of ollama and llama.cpp type first -> the words of this program.
+WORDS = {
+    "version": ("--version",),
+    "help": ("--help",),
+    "list": ("models",),
+    "ls": ("models",),
+    "pull": ("models", "get"),
+}
 
-    commands: names of sub-commands. command_of: finds one. tell: gets the lines about what has no
-    effect. Raises click.UsageError for a line without a sub-command.
+
+@dataclass(frozen=True)
+class Habit:
+    """A flag without an option of its own.
+
+    takes: what follows it; empty: nothing; in brackets: it may be missing. why: the reason that it
+    has no effect. change: sets the values of other options in place of it, and returns the line to
+    say; empty: none. It raises click.UsageError for a value that is impossible here.
     """
-    if not arguments:
-        return []
-    first, *rest = arguments
-    if first in WORDS:
-        return [WORDS[first], *rest]
-    if first == "help":
+
+    names: tuple[str, ...]
+    takes: str = ""
+    why: str = ""
+    change: Callable[[dict[str, Any], str], str] | None = None
+    commands: tuple[str, ...] = ()  # that have it; empty: all
+
+    @property
+    def key(self) -> str:
+        return "habit_" + self.names[0].lstrip("-").replace("-", "_")
+
+    def option(self, names: list[str]) -> click.Option:
+        """The hidden option of the flag, under those of its names that are free."""
+        if not self.takes:
+            return click.Option([*names, self.key], is_flag=True, hidden=True)
+        optional: dict[str, Any] = {}
+        if self.takes.startswith("["):
+            optional = {"is_flag": False, "flag_value": "on"}
+        return click.Option([*names, self.key], type=str, hidden=True, **optional)
+
+
+def _gpu_layers(values: dict[str, Any], text: str) -> str:
+    """``-ngl``: 0 is the CPU; a number of layers is not chosen here."""
+    word = text.strip().lower()
+    if word not in ("auto", "all") and not word.lstrip("-").isdecimal():
+        raise click.UsageError(f"-ngl {text}: expected a number of layers, auto or all")
+    if word == "0":
+        if values.get("device") == "cuda":
+            raise click.UsageError("-ngl 0 is the CPU, and --device cuda a GPU: leave one out")
+        values["device"] = "cpu"
+        return ""
+    return "all layers are on the GPU if there is one, otherwise on the CPU (--device)"
+
+
+def _host_cache(values: dict[str, Any], _text: str) -> str:
+    values["kv"] = "host"
+    return ""
+
+
+def _no_conversation(values: dict[str, Any], _text: str) -> str:
+    if "raw" not in values:
+        raise click.UsageError("-no-cnv: chat is a conversation; use 'sparsekv-cli run --raw'")
+    values["raw"] = True
+    return ""
+
+
+def _offline(_values: dict[str, Any], _text: str) -> str:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return ""
+
+
+ONE_GPU = "one GPU computes all layers"
+CHUNKS = "the prefill chooses its chunks itself"
+MAPPED = "the file is mapped, and the system keeps the pages that are used"
+TEMPLATE = "the model's chat template is always used, except with --raw"
+THREADS = "prefill and decode use the threads of -t"
+QUIET = "the output is plain text as it is"
+HABITS = (
+    Habit(("-ngl", "--gpu-layers", "--n-gpu-layers"), "N", change=_gpu_layers),
+    Habit(("-nkvo", "--no-kv-offload"), change=_host_cache),
+    Habit(
+        ("-no-cnv", "-nocnv", "--no-conversation"),
+        change=_no_conversation,
+        commands=("run", "chat"),
+    ),
+    Habit(("--offline",), change=_offline),
+    Habit(
+        ("-cnv", "--conversation", "-i", "--interactive"),
+        why="chat is a conversation, and run gives one answer with the chat template",
+        commands=("run", "chat"),
+    ),
+    Habit(
+        ("-st", "--single-turn"),
+        why="run gives one answer, and chat goes on until /exit",
+        commands=("run", "chat"),
+    ),
+    Habit(("-fa", "--flash-attn"), "[on|off|auto]", "attention is always computed in blocks"),
+    Habit(("-b", "--batch-size"), "N", CHUNKS),
+    Habit(("-ub", "--ubatch-size"), "N", CHUNKS),
+    Habit(("-tb", "--threads-batch"), "N", THREADS),
+    Habit(("--jinja",), why=TEMPLATE),
+    Habit(("-sm", "--split-mode"), "MODE", ONE_GPU),
+    Habit(("-mg", "--main-gpu"), "N", f"{ONE_GPU}: choose it with CUDA_VISIBLE_DEVICES"),
+    Habit(("-ts", "--tensor-split"), "LIST", ONE_GPU),
+    Habit(("--mlock",), why=MAPPED),
+    Habit(("--mmap",), why=MAPPED),
+    Habit(("--no-mmap",), why=f"{MAPPED}; --repack on makes a copy"),
+    Habit(("-mmp",), "0|1", MAPPED, commands=("bench",)),
+    Habit(("--numa",), "TYPE", "threads and memory are placed by the system"),
+    Habit(("--prio",), "N", "the system's priority is used, as nice sets it"),
+    Habit(("-cb", "--cont-batching"), why="requests always join a running batch"),
+    Habit(("--no-warmup",), why="no empty run is made ahead of the first prompt"),
+    Habit(("--no-perf",), why="the line about speed goes to stderr"),
+    Habit(("-e", "--escape"), why="texts are taken as they are: write $'\\n' in the shell"),
+    Habit(("--no-escape",), why="texts are taken as they are"),
+    Habit(("--no-display-prompt",), why="the prompt is never printed"),
+    Habit(("--simple-io",), why=QUIET),
+    Habit(("-co", "--color"), "[on|off|auto]", QUIET),
+    Habit(("--log-disable",), why="there is no log; stderr has remarks: 2>/dev/null hides them"),
+    Habit(("--no-context-shift",), why="the context shifts only with chat's --context-shift"),
+    Habit(("--metrics",), why="/metrics is always there", commands=("serve",)),
+)  # fmt: skip
+
+
+def free_names(names: tuple[str, ...], taken: set[str]) -> list[str]:
+    return [name for name in names if name not in taken]
+
+
+def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit, click.Option]]:
+    """The flags of a command that runs a model, each with its option. name: its own."""
+    taken = {name for each in command.params for name in each.opts}
+    if name not in COMMANDS:
+        return
+    for habit in HABITS:
+        if habit.commands and name not in habit.commands:
+            continue
+        if names := free_names(habit.names, taken):
+            yield habit, habit.option(names)
+
+
+def add_aliases(command: click.Command, parser: _OptionParser) -> None:
+    """Lets the parser of a command take the other names of its options."""
+    taken = {name for each in command.params for name in each.opts}
+    for each in command.params:
+        names = free_names(ALIASES.get(each.name or "", ()), taken)
+        if names and isinstance(each, click.Option):
+            action = "append" if each.multiple else "store"
+            parser.add_option(obj=each, opts=names, dest=each.name, action=action, nargs=1)
+
+
+def apply_habits(command: click.Command, context: click.Context) -> None:
+    """Takes the flags out of a command line's values; translates each, or says why it is idle."""
+    values = context.params
+    for habit, option in habits_of(command, context.info_name):
+        given = values.pop(habit.key, None)
+        if given in (None, False):
+            continue
+        text = given if isinstance(given, str) else ""
+        try:
+            line = habit.change(values, text) if habit.change else habit.why
+        except click.UsageError as error:
+            error.ctx = context
+            raise
+        if line:
+            typed = " ".join(filter(None, [option.opts[0], text]))
+            say(f"{typed} has no effect: {line}")
+
+
+def translated(words: list[str], commands: Container[str]) -> list[str]:
+    """A command line with the words of this program. commands: the names that are its own."""
+    if not words or words[0] in commands or words[0].startswith("-"):
+        return words
+    first, *rest = words
+    if first == "help" and rest:
         return [*rest, "--help"]
-    if first == "pull":
-        name = " ".join(rest) or "OWNER/REPO:QUANT"
-        raise click.UsageError(
-            f"a model is downloaded when it is first used: 'sparsekv-cli chat -m {name}'"
-        )
-    if first.startswith("-") and first not in GROUP_OPTIONS and "-" + first.lstrip("-") in STARTS:
-        raise click.UsageError(f"a command comes first: 'sparsekv-cli chat {' '.join(arguments)}'")
-    if first not in commands and is_model(first):
-        tell(f"sparsekv-cli chat -m {first}")
-        return ["chat", "-m", *arguments]
-    return flags_translated(first, rest, command_of, tell) if first in COMMANDS else [*arguments]
-
-
-STARTS = {"-m", "-hf", "-hfr", "-hf-repo", "-model", "-p", "-f", "-c", "-n", "-t"}
+    if first in WORDS:
+        return [*WORDS[first], *rest]
+    return ["chat", "-m", *words] if is_model(first) else words
 
 
 def is_model(word: str) -> bool:
-    """Whether a word is a file, a repository of the hub, or the packaged model."""
-    is_name = "/" in word or word.endswith(".gguf") or word == "smollm2"
-    return not word.startswith("-") and (is_name or Path(word).is_file())
+    """Whether the first word of a command line is a model, by its look or by name."""
+    if word.lower().endswith(".gguf") or "/" in word:
+        return True
+    from sparsekv_cli.models.sources.folder import find_by_name
+    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
 
-
-def flags_translated(
-    command: str,
-    words: Sequence[str],
-    command_of: Callable[[str], click.Command],
-    tell: Callable[[str], object],
-) -> list[str]:
-    """``translated`` of the words after a sub-command."""
-    options = [each for each in command_of(command).params if isinstance(each, click.Option)]
-    ours = {name for each in options for name in (*each.opts, *each.secondary_opts)}
-    valued = {name for each in options if not each.is_flag for name in each.opts}
-    result, left = [command], list(words)
-    while left:
-        word = left.pop(0)
-        if word == "--":
-            return [*result, word, *left]
-        flag, joined, value = word.partition("=")
-        habit = FLAGS.get(flag)
-        if habit is None or flag in ours:
-            result.append(word)
-            if word in valued and left:
-                result.append(left.pop(0))
-            continue
-        values = [value] if joined else [left.pop(0) for _ in range(habit.n_values) if left]
-        if len(values) < habit.n_values:
-            raise click.UsageError(f"{flag} needs a value")
-        if habit.choices and left and left[0] in habit.choices:
-            left.pop(0)
-        if habit.ours:
-            result += [habit.ours, *values]
-        else:
-            tell(f"{flag} has no effect: {habit.reason}")
-    return result
+    return word in PACKAGED_MODELS or find_by_name(word) is not None

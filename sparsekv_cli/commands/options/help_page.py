@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 
 import click
+from click.parser import _OptionParser
+
+from sparsekv_cli.commands.options.habits import add_aliases, apply_habits, habits_of
 
 COMMON = "Common options"
 OWN = ""  # stands for a command's own parameters, which no group names
@@ -15,7 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
              "temp", "seed", "as_json", "threads", "verbose", "help"),
     "Prompt": ("system", "raw", "parse_special", "think", "drop_thinking", "context_shift", "keep"),
     "Answer": ("stop", "ignore_eos", "json_schema", "grammar", "regex"),
-    "Output": ("inline_thinking", "special", "logprobs", "jsonl", "parallel", "output"),
+    "Output": ("inline_thinking", "special", "logprobs", "jsonl", "output"),
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
                "calibration"),
     "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
@@ -57,7 +60,29 @@ def grouped_options(
 
 
 class GroupedCommand(click.Command):
-    """A command whose help page shows its options by ``GROUPS``."""
+    """A command whose help page shows its options by ``GROUPS``.
+
+    It takes the flags of llama.cpp, too, if it runs a model.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), *(option for _, option in habits_of(self, ctx.info_name))]
+
+    def make_parser(self, ctx: click.Context) -> _OptionParser:
+        parser = super().make_parser(ctx)
+        add_aliases(self, parser)
+        return parser
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message:
+                how = "give a model with -m MODEL, and a prompt with -p TEXT"
+                raise click.UsageError(f"{error.message}: {how}", ctx) from None
+            raise
+        apply_habits(self, ctx)
+        return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = 30 if formatter.width >= WIDE else formatter.width // 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
-from sparsekv_cli.errors import OptionError
+from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import MAX_WHOLE, options_of
 
@@ -243,10 +244,18 @@ def build_method(
 
 
 def find_model(name: str | None) -> Path:
-    """Returns the path of the model that ``-m`` (or the environment) names."""
-    from sparsekv_cli.models.sources.locate import resolve_model
+    """Returns the path of the model that ``-m`` (or the environment) names.
 
-    path = resolve_model(name, say)
+    Raises click.UsageError if nothing names one.
+    """
+    from sparsekv_cli.models.sources.locate import ENVIRONMENT_VARIABLE, resolve_model
+
+    try:
+        path = resolve_model(name, say)
+    except SparseKVError as error:
+        if name is None and not os.environ.get(ENVIRONMENT_VARIABLE):
+            raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+        raise
     explain_faults(path)
     return path
 

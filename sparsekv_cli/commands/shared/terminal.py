@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,8 +51,15 @@ class ShownAnswer:
     Thinking is dim where that is possible; elsewhere it stands between the model's own markers.
     """
 
-    def __init__(self, stream: TextIO, markers: tuple[str, str] = ("", "")) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        markers: tuple[str, str] = ("", ""),
+        wrap: Callable[[str], str] | None = None,
+    ) -> None:
+        """wrap: makes of each piece what a terminal is to get."""
         self._stream, self._markers = stream, markers
+        self._wrap = wrap or str
         self._is_styled = has_styles(stream)
         self._is_thinking = False
 
@@ -59,21 +67,21 @@ class ShownAnswer:
         """More of the thinking."""
         start, _ = self._markers
         if self._is_styled:
-            self._say(f"{DIM}{text}{PLAIN}")
+            self._say(f"{DIM}{self._wrap(text)}{PLAIN}")
         else:
-            self._say(text if self._is_thinking else f"{start}\n{text}")
+            self._say(self._wrap(text if self._is_thinking else f"{start}\n{text}"))
         self._is_thinking = True
 
     def write(self, text: str) -> None:
         """More of the answer."""
         self.end_thinking("\n\n")
-        write_text(text)
+        write_text(self._wrap(text))
 
     def end_thinking(self, space: str = "\n") -> None:
         """The thinking is over: what follows begins a line."""
         if self._is_thinking:
             self._is_thinking = False
-            self._say(space if self._is_styled else f"\n{self._markers[1]}{space}")
+            self._say(self._wrap(space if self._is_styled else f"\n{self._markers[1]}{space}"))
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -94,6 +94,7 @@ def test_settings(fake: Any, invoke: Invoke) -> None:
         ("/set think maybe", "must be on or off"),
         ('/set stop ["a", 1]', "must be texts that are not empty"),
         ("/set stop [", "is no JSON"),
+        ("/set ctx 4097", "was trained for 4096 tokens"),
         ("/set ctx 5", "the conversation takes"),
         ("/method", "NAME [KEY=VALUE ...] is missing"),
         ("/method lpfs", "unknown method 'lpfs' (did you mean lfps?)"),

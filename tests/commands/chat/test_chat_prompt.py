@@ -29,6 +29,7 @@ from sparsekv_cli.commands.chat.prompt import (
     open_history,
     toolbar,
 )
+from sparsekv_cli.sequence import Timings
 
 PASTE, END = "\x1b[200~", "\x1b[201~"
 
@@ -36,8 +37,9 @@ PASTE, END = "\x1b[200~", "\x1b[201~"
 @pytest.fixture
 def chat() -> Any:
     """What the prompt asks of a chat."""
-    sequence = SimpleNamespace(n_ctx=8192)
-    conversation = SimpleNamespace(n_used=1234, sequence=sequence)
+    sequence = SimpleNamespace(n_ctx=8192, sparse_from=0, timings=Timings())
+    model = SimpleNamespace(gguf=SimpleNamespace(path=Path("m/tiny.gguf")))
+    conversation = SimpleNamespace(n_used=1234, sequence=sequence, model=model)
     return SimpleNamespace(conversation=conversation, method="lfps", read=[], draft="")
 
 
@@ -171,7 +173,7 @@ def test_completion_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("width", "text"),
     [
-        (80, "1234 of 8192 tokens | lfps | files read: 1 | /help"),
+        (80, "1234 of 8192 tokens | lfps | tiny | files read: 1 | /help"),
         (30, "1234 of 8192 tokens | lfps"),
         (10, "1234 of 81"),
     ],
@@ -180,3 +182,14 @@ def test_the_toolbar_fits(chat: Any, width: int, text: str) -> None:
     chat.read = ["x"]
     ((_, shown),) = toolbar(chat, width)
     assert shown == text
+
+
+def test_the_toolbar_tells_the_last_answer(chat: Any) -> None:
+    sequence = chat.conversation.sequence
+    sequence.sparse_from = 4096
+    sequence.timings = Timings(decode_tokens=8, decode_s=0.5, cached_tokens=100)
+    ((_, shown),) = toolbar(chat, 200)
+    told = "lfps, dense up to 4096 | 16.0 t/s | 100 from the prefix cache | tiny"
+    assert shown == f"1234 of 8192 tokens | {told} | /help"
+    chat.conversation.n_used = 5000
+    assert "dense" not in toolbar(chat, 200)[0][1]

@@ -268,7 +268,7 @@ def test_failures(
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     assert inspect(model.parent / "missing.gguf") == 1
     assert "No such file" in capsys.readouterr().err
-    assert inspect() == 1
+    assert inspect() == 2
     assert "no model" in capsys.readouterr().err
     assert inspect(model, "-m", model) == 2
     assert "given twice" in capsys.readouterr().err

@@ -1,64 +1,119 @@
-"""Words and flags of llama.cpp and ollama: translated, or taken with a line that says why not."""
+"""Flags and words of llama.cpp and ollama: translated, or accepted with a line that says why."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+from source_tree import root
 
-from sparsekv_cli.cli import COMMANDS
-from sparsekv_cli.commands.options.habits import FLAGS, translated
+from sparsekv_cli.cli import COMMANDS as ALL
+from sparsekv_cli.commands.options.habits import ALIASES, COMMANDS, HABITS, WORDS, habits_of
+
+VALUES = {"-ngl": "99", "-sm": "layer", "-ts": "1,1", "--numa": "distribute", "-fa": "on"}
 
 
-def line(text: str) -> tuple[str, list[str]]:
-    """The command line in our words, and what is told."""
-    told: list[str] = []
+def parsed(name: str, *arguments: str) -> dict[str, Any]:
+    """The values of a command line, without a run of it."""
+    command = import_module(ALL[name][0]).command
+    return command.make_context(name, list(arguments)).params
 
-    def command_of(name: str) -> click.Command:
-        return import_module(COMMANDS[name][0]).command
 
-    return " ".join(translated(text.split(), COMMANDS, command_of, told.append)), told
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_flag_is_silent(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each either changes a value of the command, or says that it has no effect."""
+    command = import_module(ALL[name][0]).command
+    plain = parsed(name)
+    found = list(habits_of(command, name))
+    assert len(found) > 20
+    for habit, option in found:
+        for flag in option.opts:
+            if flag in ("--offline", "-no-cnv", "-nocnv", "--no-conversation"):
+                continue
+            capfd.readouterr()
+            value = VALUES.get(habit.names[0], "4")
+            values = parsed(name, flag, *([value] if habit.takes else []))
+            said = capfd.readouterr().err
+            assert values.keys() == plain.keys()
+            changed = [key for key in values if values[key] != plain[key]]
+            assert bool(changed) != bool(said), flag
+            assert not said or (said.count("\n") == 1 and "has no effect: " in said)
+
+
+def test_translations(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    for flag in ("-hf", "-hfr", "--hf-repo"):
+        assert parsed("run", flag, "a/b:Q8_0")["model"] == "a/b:Q8_0"
+    assert parsed("serve", "-np", "4", "-to", "9")["parallel"] == 4
+    assert parsed("run", "-ngl", "0", "-nkvo")["device"] == "cpu"
+    assert parsed("run", "-nkvo")["kv"] == "host"
+    assert parsed("run", "-no-cnv")["raw"] is True
+    assert parsed("chat", "-j", "{}", "-md", "x")["json_schema"] == "{}"
+    assert parsed("run", "--reverse-prompt", "a", "-r", "b")["stop"] == ("a", "b")
+    assert not capfd.readouterr().err
+    assert "habit_offline" not in parsed("run", "--offline")
+    import os
+
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize(
-    ("typed", "ours"),
+    ("name", "arguments", "words"),
     [
-        ("-V", "--version"),
-        ("version", "--version"),
-        ("help", "--help"),
-        ("help run", "run --help"),
-        ("list --json", "models --json"),
-        ("org/name:Q4_K_M -c 900", "chat -m org/name:Q4_K_M -c 900"),
-        ("m.gguf", "chat -m m.gguf"),
-        ("run -hf org/name -p x", "run -m org/name -p x"),
-        ("serve -m a.gguf -np 4", "serve -m a.gguf --parallel 4"),
-        ("bench -m a.gguf -b 4", "bench -m a.gguf -b 4"),
-        ("run -p -fa --stop --jinja", "run -p -fa --stop --jinja"),
-        ("run -p x -- --mlock", "run -p x -- --mlock"),
-        ("tokenize -fa", "tokenize -fa"),
-        ("nonsense", "nonsense"),
-        ("-v methods", "-v methods"),
+        ("run", ["-ngl", "x"], "a number of layers"),
+        ("run", ["-ngl", "0", "--device", "cuda"], "leave one out"),
+        ("chat", ["-no-cnv"], "run --raw"),
+        ("serve", ["-np", "0"], "--parallel"),
+        ("run", ["smollm2", "why"], "-m MODEL"),
     ],
 )
-def test_what_is_meant(typed, ours):
-    assert line(typed)[0] == ours
+def test_refused(name: str, arguments: list[str], words: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        parsed(name, *arguments)
+    assert words in caught.value.format_message()
 
 
-@pytest.mark.parametrize("flag", sorted(name for name, each in FLAGS.items() if each.reason))
-def test_what_has_no_effect_is_told(flag):
-    habit = FLAGS[flag]
-    command = "chat" if flag != "-no-cnv" else "run"
-    values = " 3" * habit.n_values + (f" {habit.choices[0]}" if habit.choices else "")
-    found, told = line(f"{command} {flag}{values} -m a.gguf")
-    assert found == f"{command} -m a.gguf" and told == [f"{flag} has no effect: {habit.reason}"]
-    if habit.n_values:
-        assert line(f"{command} {flag}=3")[0] == command
-        with pytest.raises(click.UsageError, match=f"{flag} needs a value"):
-            line(f"{command} {flag}")
+def test_flag_without_its_value_takes_no_option(capfd: pytest.CaptureFixture[str]) -> None:
+    assert parsed("run", "-fa", "-n", "3")["n_predict"] == 3
+    assert capfd.readouterr().err.startswith("-fa on has no effect")
 
 
-def test_what_to_type(invoke):
-    for typed, words in (("-hf org/x", "chat -hf org/x"), ("pull org/x", "chat -m org/x")):
-        result = invoke(*typed.split())
-        assert result.code == 2 and f"'sparsekv-cli {words}'" in result.err and not result.out
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["-hf", "a/b"], 2, "chat -m MODEL"),
+        (["run", "-p", "x"], 2, "give a GGUF file with -m FILE"),
+        (["version"], 0, "version"),
+        (["-V"], 0, "version"),
+        (["help"], 0, "Commands:"),
+        (["help", "serve"], 0, "--port"),
+        (["help", "x"], 2, "No such command"),
+        (["-v", "list", "--json"], 0, "["),
+        (["ls", "--json"], 0, "["),
+        (["pull"], 2, "OWNER/REPO"),
+        (["pull", "nothing-such"], 1, "no such file"),
+        (["models", "get", "./x.gguf"], 1, "no such file"),
+        (["no/such.gguf"], 1, "no/such.gguf"),
+    ],
+)
+def test_words(
+    arguments: list[str], code: int, words: str, invoke: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
+    result = invoke(*arguments)
+    assert result.code == code and words in result.out + result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_page_lists_every_flag() -> None:
+    page = (root() / "docs/models.md").read_text("utf-8")
+    listed = set(re.findall(r"`([^`\s]+)[^`]*`", page))
+    flags = {habit.names[0] for habit in HABITS} | {each[0] for each in ALIASES.values()}
+    assert flags | set(WORDS) <= listed

@@ -24,6 +24,9 @@ def test_every_option_once(name: str, width: int) -> None:
     page = LOADED[name].get_help(context)
     assert all(len(line) <= width for line in page.splitlines() if "[" not in line)
     for option in LOADED[name].get_params(context):
+        if getattr(option, "hidden", False):
+            assert option.opts[0] not in page.split()
+            continue
         lines = re.findall(rf"^  (?:-\S+, )*{re.escape(option.opts[0])}(?=[, \n])", page, re.M)
         assert len(lines) == 1, option.opts
     assert page.index(f"{COMMON}:") < page.index("Method:" if "Method:" in page else "Device:")
@@ -35,4 +38,4 @@ def test_groups_name_what_there_is() -> None:
     named = [name for names in GROUPS.values() for name in names if name not in (OWN, "help")]
     assert len(named) == len(set(named))
     assert set(named) <= known
-    assert GROUPED[:3] == ["run", "chat", "bench"]
+    assert GROUPED[:4] == ["run", "chat", "serve", "bench"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import os
 import signal
 import subprocess
@@ -226,4 +227,31 @@ def test_ctrl_c_while_downloading(hub: HubServer, monkeypatch: pytest.MonkeyPatc
     assert err.count(b"\n") == 1
     assert not cached_models()
     monkeypatch.setattr(hub, "on_chunk", lambda: None)
+    assert resolve_model("me/Tiny-GGUF:Q8_0").read_bytes() == 2 * BYTES
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_a_download_goes_on(hub: HubServer, is_good: bool) -> None:
+    """After what came; bytes that are not the hub's are thrown away, and told."""
+    digest = hashlib.sha256(2 * BYTES).hexdigest()
+    partial = Path(os.environ["HF_HUB_CACHE"]) / f"models--me--Tiny-GGUF/blobs/{digest}.part"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(BYTES if is_good else b"x" * len(BYTES))
+    n_chunks = 0
+
+    def count() -> None:
+        nonlocal n_chunks
+        n_chunks += 1
+
+    hub.on_chunk = count
+    if not is_good:
+        assert "is damaged: download it again" in failure("me/Tiny-GGUF:Q8_0")
+        assert not partial.exists() and not cached_models()
+        n_chunks = 0
+    assert resolve_model("me/Tiny-GGUF:Q8_0").read_bytes() == 2 * BYTES
+    n_bytes = len(BYTES) if is_good else 2 * len(BYTES)
+    assert n_chunks == -(-n_bytes // (1 << 14)) and not partial.exists()
+    hub.on_chunk = lambda: None
+    partial.write_bytes(b"too long" * len(BYTES))
+    partial.with_suffix("").unlink()
     assert resolve_model("me/Tiny-GGUF:Q8_0").read_bytes() == 2 * BYTES
