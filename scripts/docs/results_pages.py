@@ -174,8 +174,8 @@ def trained_results(data: Data) -> list[str]:
         f"`{model}` on {where['cores']} cores of {where['cpu']}.",
         "Every method is sparse from the first row (`--sparse-from 0`). Speed is by rows in the",
         "cache, and in brackets how many times as fast as `full`. Accuracy is after",
-        f"{length} tokens: KLD to `full` on code, and scores of RULER's tasks and of a code task,",
-        f"in per cent ({n} samples of each).",
+        f"{length} tokens. KLD is to `full`, on code. Scores are in per cent, of RULER's tasks and",
+        f"of a code task ({n} samples of each).",
         "",
         table(rows, "method = method:code" + columns),
     ]
