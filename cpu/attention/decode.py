@@ -225,6 +225,19 @@ def _teams(n_split, owners, n_threads):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def _attend_all(
+    tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out, n_threads
+):
+    """All tasks, by several threads."""
+    counter = np.zeros(1, np.int64)
+    for _thread in prange(n_threads):
+        _attend_pieces(
+            counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc,
+            out,
+        )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
 def attend_dense(
     q, layouts, stops, owners, window, n_kv_head, scale, softcap, sinks, out, n_threads
 ):
@@ -245,22 +258,18 @@ def attend_dense(
     most = n_split.max()
     spans = np.empty((most, n_token, 2), np.int64)
     for b in range(n_token):
-        n, size = stops[b], min(stops[b], window)
+        size = min(stops[b], window)
         for split in range(n_split[b]):
-            spans[split, b, 0] = n - size + split * size // n_split[b]
-            spans[split, b, 1] = n - size + (split + 1) * size // n_split[b]
+            spans[split, b, 0] = stops[b] - size + split * size // n_split[b]
+            spans[split, b, 1] = stops[b] - size + (split + 1) * size // n_split[b]
     tasks = _teams(n_split, owners, n_threads)
     peak = np.empty((most, n_token, n_head), np.float32)
     mass = np.empty((most, n_token, n_head), np.float32)
-    acc = np.empty((most if most > 1 else 0, n_token, n_head, d_v), np.float32)
-    counter = np.zeros(1, np.int64)
-    if n_rows < ONE_THREAD_BELOW:
-        n_threads = 1
-    for _thread in prange(n_threads):
-        _attend_pieces(
-            counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc,
-            out,
-        )  # fmt: skip
+    acc = np.empty((most, n_token, n_head, d_v), np.float32)
+    used = 1 if n_rows < ONE_THREAD_BELOW else n_threads
+    _attend_all(
+        tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out, used
+    )
     for b in range(n_token):
         pieces = n_split[b]
         if pieces > 1:
