@@ -31,7 +31,10 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 
 def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """Attention of the last B tokens, each over the rows that it sees: f32 (B, H, >= d_v)."""
-    return attend_stores(q, [store], [len(q)], spec)
+    n = len(q)
+    layouts = store.layout[None] if n == 1 else np.tile(store.layout, (n, 1))
+    stops = np.arange(store.n - n + 1, store.n + 1)
+    return _attend(q, layouts, stops, np.zeros(n, np.int64), store, spec)
 
 
 def attend_stores(
@@ -41,19 +44,28 @@ def attend_stores(
 
     Stores side by side that share a prefix read its rows together.
     """
-    first, b = stores[0], 0
-    layouts, (stops, owners) = np.empty((len(q), 8), np.int64), np.empty((2, len(q)), np.int64)
-    for store, n in zip(stores, counts, strict=True):
-        layouts[b : b + n], owners[b : b + n] = store.layout, store.owner
-        stops[b : b + n] = np.arange(store.n - n, store.n)
-        b += n
-    stops += 1
-    q, out = first.k_type.rotated(q), np.empty((*q.shape[:2], first.v_type.width), np.float32)
+    layouts = np.repeat([store.layout for store in stores], counts, axis=0)
+    pairs = zip(stores, counts, strict=True)
+    stops = np.concatenate([np.arange(store.n - n + 1, store.n + 1) for store, n in pairs])
+    owners = np.repeat([store.owner for store in stores], counts)
+    return _attend(q, layouts, stops, owners, stores[0], spec)
+
+
+def _attend(
+    q: np.ndarray,
+    layouts: np.ndarray,
+    stops: np.ndarray,
+    owners: np.ndarray,
+    store: KVStore,
+    spec: LayerSpec,
+) -> np.ndarray:
+    """Runs the kernel. store: one of them, whose rows have the types of all."""
+    q, out = store.k_type.rotated(q), np.empty((*q.shape[:2], store.v_type.width), np.float32)
     decode.attend_dense(
         q, layouts, stops, owners, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale,
         spec.softcap, spec.sinks, out, spec.n_threads,
     )  # fmt: skip
-    return first.v_type.rotated(out)
+    return store.v_type.rotated(out)
 
 
 def attend_rows(
