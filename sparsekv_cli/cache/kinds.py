@@ -90,15 +90,16 @@ def share_prefix(
 
 def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:
     """Lets each second store read the first n rows of the first one, but for what is no page."""
-    whole = [of.n_whole(n) for of, _ in pairs]
-    if any(of.n_prefix < n_whole for (of, _), n_whole in zip(pairs, whole, strict=True)):
-        sizes = [of.prefix_bytes(m) for (of, _), m in zip(pairs, whole, strict=True)]
+    given = [(of, to, of.n_whole(n)) for of, to in pairs]
+    given = [each for each in given if each[2]]  # rows of some sizes need many to fill whole pages
+    if any(of.n_prefix < n_whole for of, _, n_whole in given):
+        sizes = [of.prefix_bytes(n_whole) for of, _, n_whole in given]
         check_memory(f"K and V of {n} tokens that are shared", sum(sizes), "ask for less at a time")
         file, start = memory_file.MemoryFile(sum(sizes)), 0
-        for (of, _), n_whole, size in zip(pairs, whole, sizes, strict=True):
+        for (of, _, n_whole), size in zip(given, sizes, strict=True):
             of.read_prefix(Prefix(of, n_whole, file, start), n_whole, of.capacity)
             start += size
-    for (of, to), n_whole in zip(pairs, whole, strict=True):
+    for of, to, n_whole in given:
         assert of.prefix is not None
         to.read_prefix(of.prefix, n_whole, n_room)
 

@@ -379,8 +379,9 @@ def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
     for cache in caches:
         spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
         n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
+        n_bytes -= cache.store.nbytes + cache.n_spared
         if cache.can_prefill_in_parts:
-            kept += max(0, n_bytes - cache.store.nbytes)
+            kept += max(0, n_bytes)
         else:
-            largest = max(largest, n_bytes - cache.store.nbytes)
+            largest = max(largest, n_bytes)
     return kept + largest

@@ -225,7 +225,7 @@ def bytes_of_sequence(sequence: Sequence) -> int:
 
 
 def whole_bytes(sequence: Sequence) -> int:
-    """The same of a sequence that shares no rows."""
+    """Bytes that a sequence would take if it shared no rows."""
     return bytes_of_sequence(sequence) + sum(cache.n_spared for cache in sequence.caches)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 
 PAGE = mmap.PAGESIZE
+MAP_FIXED = 0x10  # which Python's mmap does not name
 
 
 @cache
@@ -74,7 +75,10 @@ class MemoryFile:
 
         Raises SparseKVError if the system refuses it.
         """
-        region = mmap.mmap(-1, max(1, n_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            region = mmap.mmap(-1, max(1, n_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise SparseKVError(f"{n_bytes} bytes of rows: {error}") from None
         block = np.frombuffer(region, np.uint8, n_bytes)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -86,6 +90,3 @@ class MemoryFile:
                 reason = os.strerror(ctypes.get_errno())
                 raise SparseKVError(f"{n} bytes of rows cannot be shared: {reason}")
         return block
-
-
-MAP_FIXED = 0x10  # which Python's mmap does not name

@@ -7,7 +7,7 @@ import pytest
 from tiny_sequences import tokens
 
 from sparsekv_cli.cache import kinds
-from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.layer import DenseCache, bytes_to_come
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.errors import SparseKVError
@@ -18,16 +18,17 @@ from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 N = 1100  # rows
 
 
-def cache_of(cache_type: str = "f16", n: int = 0, seed: int = 0) -> DenseCache:
+def cache_of(cache_type: str = "f16", n: int = 0, seed: int = 0, d: int = 64) -> DenseCache:
     types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
-    cache = DenseCache(LayerSpec(0, 1, 4, 2, 64, 48, 1, **types))
+    cache = DenseCache(LayerSpec(0, 1, 4, 2, d, 48, 1, **types))
     append(cache.store, n, seed)
     return cache
 
 
 def append(store: KVStore, n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    k, v = (rng.standard_normal((2, n, d)).astype(np.float32) for d in (64, 48))
+    widths = store.k_type.d, store.v_type.d
+    k, v = (rng.standard_normal((2, n, d)).astype(np.float32) for d in widths)
     store.append(k, v)
 
 
@@ -81,6 +82,20 @@ def test_few_rows_are_copied():
     kinds.share_prefix([given], [other], 512, 700)
     assert other.store.prefix is None and other.n == 512
     assert_rows(other.store, [rows[:, :512] for rows in rows_of(given.store)])
+
+
+def test_rows_of_which_so_many_fill_no_page():
+    """2048 rows of 86 bytes are the least that fill whole pages."""
+    given, other = cache_of("q8_0", N, d=80), cache_of("q8_0", d=80)
+    kinds.share_prefix([given], [other], N, N)
+    assert other.store.prefix is None
+    assert_rows(other.store, rows_of(given.store))
+
+
+def test_shared_rows_are_not_asked_for_again():
+    given, other = cache_of(n=N), cache_of()
+    kinds.share_prefix([given], [other], N, N)
+    assert bytes_to_come([other], N) == 0
 
 
 @pytest.mark.parametrize("name", ["full", "topk", "quest", "lfps", "snapkv", "freekv"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,3 +111,20 @@ def start(model: Model) -> Iterator[Callable[..., Scheduler]]:
     yield open_scheduler
     for scheduler in started:
         scheduler.stop()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any]) -> Any:
+    return serve()
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """Imported when it is needed: it takes two seconds."""
+    return import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def client(server: Any, openai: Any) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client

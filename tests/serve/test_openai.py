@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import httpx
@@ -15,23 +13,6 @@ ASKED = [{"role": "user", "content": "hello there"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1\}\}\n</tool_call>'
 THOUGHT = "<think>well</think>yes"
-
-
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., Any]) -> Any:
-    return serve()
-
-
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    """Imported when it is needed: it takes two seconds."""
-    return import_module("openai")
-
-
-@pytest.fixture(scope="module")
-def client(server: Any, openai: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(client: Any, **options: Any) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 import httpx
@@ -22,22 +21,6 @@ ONE = {"type": "object", "properties": {"n": {"enum": [7, 8]}}, "required": ["n"
 TOOL: dict[str, Any] = {"type": "function", "name": "pick", "parameters": ONE, "strict": True}
 CALL = r'<tool_call>\n\{"name": "pick", "arguments": \{"n": 7\}\}\n</tool_call>'
 THOUGHT = {"regex": "<think>well</think>yes", "think_budget": 0}
-
-
-@pytest.fixture(scope="module")
-def server(serve: Callable[..., Any]) -> Any:
-    return serve()
-
-
-@pytest.fixture(scope="module")
-def openai() -> Any:
-    return import_module("openai")
-
-
-@pytest.fixture(scope="module")
-def client(server: Any, openai: Any) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def create(client: Any, **options: Any) -> Any:

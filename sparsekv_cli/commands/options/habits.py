@@ -30,7 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-# What users of ollama and llama.cpp type first -> the words of this program.
+# First words of ollama and llama.cpp, and the words of this program.
 WORDS = {
     "version": ("--version",),
     "help": ("--help",),

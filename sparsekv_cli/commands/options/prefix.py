@@ -79,7 +79,7 @@ def _gather_folder(values: dict[str, Any]) -> PrefixOptions:
     return _gather_prefix(values)
 
 
-# The same without --session.
+# The options of the prefix cache, but for --session.
 folder_options = gathered("prefix", _gather_folder, OPTIONS[:-1])
 
 
