@@ -17,6 +17,7 @@ from sparsekv_cli.evaluation.intervals import N_DRAWS, interval, is_equal
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.planning.reading import N_WORDS, LossTask
+from sparsekv_cli.sequence import held_bytes
 
 if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence
@@ -131,7 +132,7 @@ class Trials:
 
         n_alone = N_COLD + N_TIMED
         seconds = _timed_steps(sequence, following[:n_alone], see)[N_COLD:]
-        n_bytes = sum(m.host + m.device + m.index for m in (c.memory() for c in sequence.caches))
+        n_bytes = held_bytes(sequence.caches)
         pace = [*before, *(seconds if is_full else self.pace())]
         nothing = np.empty(0)
         trial = MethodTrial(method, np.array(seconds), np.array(pace), n_bytes, nothing, nothing)
