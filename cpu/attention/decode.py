@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.attention.rows import (
 )
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.attention.tile import (
+    MAX_TILE,
     NEGATIVE_INFINITY,
     PAD,
     exp_in_place,
@@ -37,8 +38,8 @@ from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
-VALUES = 32  # rows of V that a tile takes at a time: they stay in the L1 cache for all dims
-TILE = 4  # query heads that share a loaded row
+VALUES = 64  # rows of V that a tile takes at a time: they stay in the L1 cache for all dims
+TILE = MAX_TILE  # query heads that share a loaded row
 ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 
 

@@ -1,7 +1,7 @@
 """Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
 
 Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
-widened once for a tile of up to four query heads of its GQA group. The dot products of a tile are
+widened once for a tile of several query heads of its GQA group. The dot products of a tile are
 summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers. A
 ``mode`` says both: the kind of the rows, + GATHER for listed ones. 0 and 1 are the modes of f16.
 
@@ -33,13 +33,15 @@ from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep,
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
 PAD = 32  # floats that a score buffer needs after its last score
-AHEAD_SCAN, AHEAD_GATHER = 64 if llvm.ON_AMD else 16, 40  # rows between a load and its prefetch
+AHEAD_SCAN, AHEAD_GATHER = 64, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
-MAX_TILE = 4  # query heads
-# Dims of a tile's values that registers sum at a time, a multiple of 16.
+# Dims of a tile's values that registers sum at a time, a multiple of 16, for each size of a tile.
 WIDE_DIMS = (
-    dict.fromkeys(range(1, 5), 64) if VECTOR_LANES == LANES else {1: 64, 2: 32, 3: 32, 4: 16}
+    dict.fromkeys(range(1, 8), 64) | {8: 32}
+    if VECTOR_LANES == LANES
+    else {1: 64, 2: 32, 3: 32, 4: 16}
 )
+MAX_TILE = len(WIDE_DIMS)  # query heads
 TABLE = "sparsekv_tiles"  # the linker's name of ``_TABLE``
 _TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # addresses: of a kind's scores, then its values
 _N_NUMBERS = 10  # arguments of a tile's kernel
@@ -281,8 +283,9 @@ def _call(which: int) -> Any:
 def tile_scores(typingctx, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
     """out[t, j] = q[t] . k[row j], t < tile, j < count; q f32 (tile, d), k rows, out f32.
 
-    Addresses are i64; tile: 1 to 4; ``out_stride`` in floats. ``mode``: see above; with GATHER, row
-    j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of 16.
+    Addresses are i64; tile: 1 to MAX_TILE; ``out_stride`` in floats. ``mode``: see above; with
+    GATHER, row j is idx[j] (int32). Writes up to 15 floats after out[t, count). d is a multiple of
+    16.
     """
     return _call(0)
 

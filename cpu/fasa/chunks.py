@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.decode import TILE, n_key_splits
+from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, s
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = LANES  # tokens of a block of Kdom
+TILE = 4  # query heads that share a loaded block
 AT_ONCE = 32  # blocks that all query heads of a group score while they are in the L1 cache
 AHEAD_SCAN = 4096  # bytes between a block that is scanned and what is fetched meanwhile
 AHEAD_LISTED = 2  # blocks between a block of a list and the one that is fetched meanwhile

@@ -44,7 +44,7 @@ from sparsekv_cli.cpu.lfps.search import (
     search_head,
 )
 
-SCORE_PIECE = 80  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
+SCORE_PIECE = 240  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
 
 
 @njit(cache=True, nogil=True, forceinline=True)
