@@ -24,7 +24,7 @@ SHAPES = {
 }
 SHAPES["qwen35, untied"] = {**SHAPES["qwen35"], "tied": False}
 SHAPES["qwen35moe, repacked"] = {**SHAPES["qwen35moe"], "wtype": "Q4_0"}
-PROMPT = tokens(60)
+PROMPT = tokens(80)
 F32 = 0  # ggml's number of the type
 
 
@@ -106,9 +106,9 @@ def test_drafts_are_those_of_the_naive_form(path, monkeypatch):
         assert rows.cache.n == len(rows._positions) == len(sequence.tokens)
         return draft
 
-    sequence.prefill(PROMPT[:40])
-    assert rows.cache.n == 39 and sequence.ledger()["bytes_host_drafts"] == rows.cache.memory().host
-    sequence.prefill(PROMPT[40:])
+    sequence.prefill(PROMPT[:60])
+    assert rows.cache.n == 59 and sequence.ledger()["bytes_host_drafts"] == rows.cache.memory().host
+    sequence.prefill(PROMPT[60:])
     draft = compare(7)
     sequence.engine.decode([sequence], [[7, *draft]])
     sequence.keep(len(PROMPT) + 2)  # the first token of the draft is right
