@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 OnCompile = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
 N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
-N_LOAD = 32  # rows that no prefill calls few
+N_LOAD = 64  # rows that no prefill calls few
 
 
 def kernel_folder() -> Path | None:
