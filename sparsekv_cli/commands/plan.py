@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.commands.bench.bench import build_for_bench
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
@@ -20,6 +21,7 @@ from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgress
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import say, write_json
+from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.plan import Plan, PlannedMethod
@@ -60,6 +62,11 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
 
     with open_gguf(path, header_only=True) as file:
         hparams = read_hparams(file)
+        if all(layer.kind != FULL for layer in hparams.layers):
+            raise SparseKVError(
+                f"{options.model}: no layer of this model attends to all rows, so a method changes "
+                "nothing; bench tells its speed"
+            )
         n_ctx = config.ctx_size or hparams.n_ctx_train
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
             from sparsekv_cli.planning.kept import speeds_of

@@ -79,3 +79,10 @@ def test_usage_errors(header, capsys, arguments, said):
     code, _, err = call(capsys, "-m", header, *arguments)
     assert code == 2
     assert said in err
+
+
+def test_a_model_of_windows_alone_is_told(tmp_path, capsys):
+    path = make_model(tmp_path / "windows.gguf", arch="gemma3", n_layer=3)
+    code, _, err = call(capsys, "-m", path)
+    assert code == 1
+    assert "no layer of this model attends to all rows" in err
