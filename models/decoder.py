@@ -20,6 +20,7 @@ from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import LayerCache, decode_caches
 from sparsekv_cli.cache.spec import AttnInput, StateInput
 from sparsekv_cli.cpu.jit import bf16
+from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
@@ -47,6 +48,7 @@ from sparsekv_cli.models.weights import ExpertWeights, Weights
 # f32 with decode's products: that takes about as long as to dequantise all weights. The second
 # number is for products of unrounded activations.
 FEW_ROWS, FEW_F32_ROWS = 48, 16
+DEEP = 1024  # rows from which the attention of a few new ones takes as long as their products
 # Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
 # by the type of the others: decoding weights to panels takes longer than these products. With int8
 # they are even at 50 rows (Zen 5).
@@ -287,7 +289,12 @@ class Decoder(Forward):
             x *= np.float32(layer.scale)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
-        return attend_causal(x.q, cache.extend(x), cache.spec)
+        """See ``Forward``. Few rows after many attend in bf16, as many rows do."""
+        store = cache.extend(x)
+        if x.q.dtype != np.float32 or self.rows_dtype != "bf16" or store.n < DEEP:
+            return attend_causal(x.q, store, cache.spec)
+        q = self._many[0].rounded(x.q.reshape(-1, x.q.shape[2])).reshape(x.q.shape)
+        return as_f32(attend_causal(q, store, cache.spec))
 
     def end_layer(self, i: int) -> None:
         decoded = self._decode_weights.layers[i].linears()

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.lfps.history import SINKS
 
 BLOCK = 256  # rows
 STEP = 4  # rows that a pass over the products takes in
@@ -28,6 +29,14 @@ class Moments(NamedTuple):
     centre: np.ndarray  # f32 (G, d): mean of the first block, near which sums lose few digits
     rows: np.ndarray  # f64 (G, d): sum of the rows
     products: np.ndarray  # f32 (G, d, d): sum of (row - centre)(row - centre)', or (G, 0, 0)
+
+    def copy(self) -> Moments:
+        return Moments(*(array.copy() for array in self))
+
+    def set_to(self, other: Moments) -> None:
+        """Makes these sums equal to others of the same sizes."""
+        for mine, given in zip(self, other, strict=True):
+            mine[...] = given
 
 
 def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
@@ -106,6 +115,65 @@ def _add(at, row_bytes, kind, count, centre, total, products):
             for j in range(d):
                 out[j] += a[i] * a[j] + b[i] * b[j] + c[i] * c[j] + e[i] * e[j]
     keep(one)
+
+
+class RowSums:
+    """The sums over a layer's rows after the sinks, of K and V, and those of the prefill before.
+
+    So a rewind to that prefill's end, which another question to a document begins with, reads no
+    row again.
+    """
+
+    def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:
+        self._now = (
+            make_moments(n_kv_head, d, covariance=covariance),
+            make_moments(n_kv_head, d_v, covariance=False),
+        )
+        self._earlier = self._now  # if there are none
+        self._no_covariance = np.empty((n_kv_head, 0, 0), np.float32)
+
+    def extend(
+        self,
+        layout: np.ndarray,
+        n: int,
+        means: tuple[np.ndarray, np.ndarray],
+        covariance: np.ndarray,
+        n_threads: int,
+    ) -> None:
+        """Computes means f32 (G, d) and the covariance f32 (G, d, d), or (G, 0, 0), of n rows."""
+        n -= SINKS
+        if 0 < self._now[0].n[0] < n // BLOCK * BLOCK:
+            self._earlier = self._now[0].copy(), self._now[1].copy()
+        mean_and_covariance(
+            layout, K, SINKS, n, self._now[0], means[0], covariance, n_threads
+        )  # fmt: skip
+        mean_and_covariance(
+            layout, V, SINKS, n, self._now[1], means[1], self._no_covariance, n_threads
+        )  # fmt: skip
+
+    def truncate(self, n: int) -> None:
+        """Forgets sums of rows after the first n."""
+        if n >= SINKS + self._now[0].n[0]:
+            return
+        if n < SINKS + self._earlier[0].n[0]:
+            self._earlier = self._now
+        for now, earlier in zip(self._now, self._earlier, strict=True):
+            if earlier is now:
+                now.n[0] = 0
+            else:
+                now.set_to(earlier)
+
+    def copy(self, of: RowSums, n: int) -> None:
+        """Takes the sums of another layer with the same first n rows, where they are of these."""
+        for given in (of._earlier, of._now):
+            if 0 < given[0].n[0] <= n - SINKS:
+                for now, moments in zip(self._now, given, strict=True):
+                    now.set_to(moments)
+
+    @property
+    def nbytes(self) -> int:
+        kept = {id(moments): moments for moments in (*self._now, *self._earlier)}
+        return sum(array.nbytes for moments in kept.values() for array in moments)
 
 
 def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

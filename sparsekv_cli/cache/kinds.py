@@ -86,6 +86,9 @@ def share_prefix(
         if not to.is_shared:
             to.k[:, first:n], to.v[:, first:n] = of.k[:, first:n], of.v[:, first:n]
         to.n = n
+    for cache, other in zip(given, into, strict=True):
+        if type(cache) is type(other):
+            other.copy_index(cache, n)
 
 
 def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:

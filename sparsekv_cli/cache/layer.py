@@ -192,6 +192,12 @@ class LayerCache(ABC):
         self.store.truncate(n)
         return self.store.n
 
+    def copy_index(self, of: LayerCache, n: int) -> None:  # noqa: B027 - few methods keep any
+        """Copies what is known of the first n rows from a cache of the same type that has them.
+
+        The next prefill, which computes that from the rows otherwise, then has the same result.
+        """
+
     def memory(self) -> Memory:
         return Memory(host=self.store.nbytes)
 

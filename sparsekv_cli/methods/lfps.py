@@ -39,10 +39,9 @@ from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.queries import PastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu.attention.rows import K, V
 from sparsekv_cli.cpu.lfps import scout, search
 from sparsekv_cli.cpu.lfps.bypass import Constants
-from sparsekv_cli.cpu.lfps.covariance import make_moments, mean_and_covariance
+from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.saved import SavedTables
 from sparsekv_cli.cpu.lfps.start import lfps_init
@@ -160,10 +159,7 @@ class LFPSCache(LayerCache):
             covariance=np.zeros((n_kv, size, size), np.float32),
             ratio=np.zeros(spec.n_head, np.float32),
         )
-        self._moments = (
-            make_moments(n_kv, width, covariance=method.sigma == "cov"),
-            make_moments(n_kv, padded(spec.value_dim), covariance=False),
-        )
+        self._sums = RowSums(n_kv, width, padded(spec.value_dim), covariance=size > 0)
         self._a_of_group = float(method.a * (1 + SHARED[0] * min(spec.group - 1, SHARED[1])))
         self._rules = search.Rules(
             float(spec.scale), n_kv, method.recent, float(method.a), method.horizon or NO_HORIZON,
@@ -232,14 +228,8 @@ class LFPSCache(LayerCache):
         """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
         self._marked = 0
         store, spec, constants = self.store, self.spec, self._constants
-        n, mean_only = store.n - N_SINKS, np.empty((spec.n_head_kv, 0, 0), np.float32)
-        for of, moments, mean, covariance in (
-            (K, self._moments[0], constants.mean_k, constants.covariance),
-            (V, self._moments[1], constants.mean_v, mean_only),
-        ):
-            mean_and_covariance(
-                store.layout, of, N_SINKS, n, moments, mean, covariance, spec.n_threads
-            )
+        means = constants.mean_k, constants.mean_v
+        self._sums.extend(store.layout, store.n, means, constants.covariance, spec.n_threads)
         q = np.zeros((spec.n_head, queries.shape[1], padded(spec.head_dim)), np.float32)
         q[..., : spec.head_dim] = queries
         if self.method.sigma != "cov":
@@ -355,15 +345,17 @@ class LFPSCache(LayerCache):
         self._queries.truncate(n)
         if n < max(self._n_indexed, self._n_pending):  # steps have changed the tables
             self._n_indexed = self._marked = self._n_pending = 0
-        for moments in self._moments:
-            if n < N_SINKS + moments.n[0]:  # of rows that are gone
-                moments.n[0] = 0
+        self._sums.truncate(n)
         return super().truncate(n)
 
+    def copy_index(self, of: LayerCache, n: int) -> None:
+        assert isinstance(of, LFPSCache)
+        if of.method.sigma == self.method.sigma:
+            self._sums.copy(of._sums, n)
+
     def memory(self) -> Memory:
-        key_sums, value_sums = self._moments
-        arrays = (*self._tables, *self._constants, *key_sums, *value_sums, self._queries)
-        index = sum(array.nbytes for array in arrays) + (self._scout.nbytes if self._scout else 0)
+        arrays = (*self._tables, *self._constants, self._queries, self._sums)
+        index = sum(each.nbytes for each in arrays) + (self._scout.nbytes if self._scout else 0)
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:

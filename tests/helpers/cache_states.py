@@ -23,6 +23,7 @@ from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis
 from sparsekv_cli.cpu.faedkv.spectrum import Spectrum
 from sparsekv_cli.cpu.freekv.pages import GROUPED, PageCache
 from sparsekv_cli.cpu.jit.llvm import LANES
+from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import BLOCK, Tables
 from sparsekv_cli.cpu.lfps.scout import Scout
 from sparsekv_cli.cpu.sals.latent import LatentStore, tile_bytes, words_of
@@ -133,7 +134,7 @@ PARTS = {
     KVStore: _rows, PageCache: _pages, LatentStore: _latents, Tables: _tables,
     BlockSpectrum: _blocks, Scout: _scout,
 }  # fmt: skip
-WHOLE = LastQueries, PastQueries, Checkpoints, FourierBasis, Spectrum  # all attributes count
+WHOLE = LastQueries, PastQueries, Checkpoints, FourierBasis, RowSums, Spectrum  # all attributes
 
 
 def _add(found: dict[str, Any], name: str, value: Any) -> None:

@@ -66,3 +66,23 @@ def test_ledger_of_lfps(preset, sequence_of):
     assert counts["sparse_rows_scored"] >= counts["sparse_rows_attended"]
     assert counts["heads_stepped"] == n_sparse * N_HEAD * 10
     assert counts["index_bytes"] > 0 and counts["bounds_read"] > 0
+
+
+def test_sums_over_rows_go_back_with_them(sequence_of):
+    """After rewinds into this prefill, the one before, and further: as if it came at once."""
+    used, fresh = (sequence_of("lfps", budget="40") for _ in range(2))
+    kept: list[int] = []
+    for seed, (n_kept, n_new) in enumerate([(0, 720), (720, 608), (720, 608), (304, 800),
+                                            (1104, 608), (1104, 96), (720, 400)]):  # fmt: skip
+        used.rewind(n_kept)
+        kept = kept[:n_kept] + tokens(n_new, seed)
+        fresh.reset()
+        first, second = used.prefill(kept[n_kept:]), fresh.prefill(kept)
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(decoded(used, tokens(4)), decoded(fresh, tokens(4)))
+        for mine, others in zip(used.caches, fresh.caches, strict=True):
+            if hasattr(mine, "_constants"):
+                np.testing.assert_array_equal(
+                    mine._constants.covariance, others._constants.covariance
+                )
+        used.rewind(len(kept))
