@@ -98,9 +98,13 @@ def test_shared_rows_are_not_asked_for_again():
     assert bytes_to_come([other], N) == 0
 
 
-@pytest.mark.parametrize("name", ["full", "topk", "quest", "lfps", "snapkv", "freekv"])
-def test_texts_have_the_bits_of_sequences_that_share_nothing(name, sequence_of):
-    donor = sequence_of("full", ctx_size=2048)
+@pytest.mark.parametrize(
+    ("of_donor", "name"),
+    [("full", name) for name in ("full", "topk", "quest", "lfps", "snapkv", "freekv")]
+    + [("lfps", "lfps")],
+)
+def test_texts_have_the_bits_of_sequences_that_share_nothing(of_donor, name, sequence_of):
+    donor = sequence_of(of_donor, ctx_size=2048, budget=None if of_donor == "full" else "64")
     engine, model = donor.engine, donor.model
     budget = {} if name == "full" else {"budget": "64"}
     attention = model.attention_of(build_method(name, {}, **budget))
