@@ -115,7 +115,7 @@ def test_texts_have_the_bits_of_sequences_that_share_nothing(of_donor, name, seq
         kinds.share_prefix(donor.caches, one.caches, 1024, 1400)
         one.tokens = ids[:1024]
         for each in (one, other):
-            each.prefill((ids[: 1240 + 20 * i])[len(each.tokens) :])
+            each.prefill((ids[:1024] + tokens(216 + 20 * i, 3))[len(each.tokens) :])
     donor.decode(7)
     for token in steps:
         together = engine.decode([donor, *sharing], [[token]] * 4)[1:]
