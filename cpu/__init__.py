@@ -1,7 +1,5 @@
 """Multicore CPU kernels (numba, LLVM vector IR), each with a numpy reference in the same file."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Reads memory as fast as it goes: the probe for the roofline lines of ``bench``."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -4,8 +4,6 @@ It serves signals that Python cannot answer. The thread that raised SIGBUS is in
 An alarm goes off while a C call holds the GIL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

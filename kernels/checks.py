@@ -1,7 +1,5 @@
 """The checks that launchers do on their arguments before a kernel gets bare pointers."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Timestamps of the GPU's own clock, taken within a stream, so also within a captured graph."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ that is registered with CUDA. It has the asked size in whole pages, and is unreg
 last tensor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

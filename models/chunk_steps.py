@@ -3,8 +3,6 @@
 ``ChunkSteps`` is what a forward pass asks for; device/prefill.py does the same with tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ A step has a row for each sequence. This is the one place that fills the records
 cpu/layer/decode.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

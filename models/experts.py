@@ -3,8 +3,6 @@
 ``ExpertSteps`` runs the kernels of cpu/experts/ in decode steps, ``prefill_experts`` in a prefill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ Reading a page that a mapped file no longer has raises SIGBUS, and a library tha
 aborts. Neither reaches Python as an exception.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from contextlib import AbstractContextManager

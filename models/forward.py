@@ -4,8 +4,6 @@ Thousands of rows go through one layer ahead of the next. Each layer's matrices 
 once for all rows.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing

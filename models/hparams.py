@@ -3,8 +3,6 @@
 Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gguf-py's constants.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property

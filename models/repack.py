@@ -1,7 +1,5 @@
 """Repacks the weights that decode reads (cpu/weights/interleaved.py) where that is faster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

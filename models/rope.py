@@ -6,8 +6,6 @@ constructor of llama_context. Everything after the rotation uses half-split pair
 whatever the file's pairing.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

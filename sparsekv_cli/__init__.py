@@ -1,7 +1,5 @@
 """sparsekv-cli: run GGUF models on long contexts with sparse KV-cache methods."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing heavy is imported here: ``--help`` and ``--version`` read the table belo
 command module.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,7 +1,5 @@
 """Where a model runs: on the CPU or on a GPU, and the engine that is opened there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container
 from typing import Any
 

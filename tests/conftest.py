@@ -4,8 +4,6 @@ A machine without torch, Triton or the default model fails; it does not skip. Wi
 kernels run in its interpreter, which has to be chosen before any of them is imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -6,8 +6,6 @@ have to be what they were, not only better than a limit: a changed default moves
 direction. Whether a default is good is measured by scripts/accuracy/measure.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The documents: sizes, links, commands that exist, and figures that are in docs/data."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Pages and docstrings are in plain English: short sentences that begin with their subject."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

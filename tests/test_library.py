@@ -1,7 +1,5 @@
 """The library: what it answers is what the commands answer, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

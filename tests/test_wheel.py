@@ -1,7 +1,5 @@
 """The wheel, installed into an environment of its own outside the source tree, runs there."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ part of it. f32. A thread never adds where another does, and the parts are merge
 The number of threads then changes no bit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types

@@ -6,8 +6,6 @@ sequences have chosen is read once. All products of a step that can go on at onc
 jobs. The threads share it by the bytes of the weights.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, prange
 

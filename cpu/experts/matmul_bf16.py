@@ -3,8 +3,6 @@
 The tasks of layer/matmul_bf16.py over the experts one after another. bf16 is a uint16 here.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

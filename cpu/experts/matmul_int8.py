@@ -4,8 +4,6 @@ The tasks are those of layer/matmul_int8.py over the experts one after another. 
 rows of an expert's weights once, for all inputs of that expert.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

@@ -1,7 +1,5 @@
 """Which experts a row takes, with which weights, and a chunk's rows grouped by expert."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

@@ -16,8 +16,6 @@ block keeps its mean only, it has one score for all its tokens. Rows are f16, sc
 a gain a block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

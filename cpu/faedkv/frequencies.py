@@ -1,7 +1,5 @@
 """Which frequencies FAEDKV keeps: the chunks of a spectrum by their importance."""
 
-from __future__ import annotations
-
 import numpy as np
 
 N_CHUNKS = 22  # paper, section 5.5

@@ -1,7 +1,5 @@
 """FASA's focused attention: exact, over a head's chosen rows, with K in its two parts."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

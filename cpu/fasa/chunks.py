@@ -5,8 +5,6 @@ are passed as u16, whose bits the vector code reads. fasa/step.py has the step o
 part.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic

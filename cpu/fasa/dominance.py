@@ -4,8 +4,6 @@ Chunk i of C is the dims i and i + C, which RoPE turns together. Dims from 2 C o
 belong to no chunk. In a layer where RoPE turns none the chunks are the pairs that it would turn.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

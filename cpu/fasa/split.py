@@ -5,8 +5,6 @@ by dim. Sixteen scores are one vector, and nothing is summed across lanes. Krest
 dims. It is gathered only, so it lies by rows, as V does. f16 are moved as u16, bit for bit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

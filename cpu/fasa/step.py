@@ -3,8 +3,6 @@
 Its arguments are a record of ``FASA`` and addresses: passing an array costs half a microsecond.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, prange
 

@@ -3,8 +3,6 @@
 Contexts of many pages are searched in groups of pages first.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -7,8 +7,6 @@ Only pages in slots are stored twice. The kernels are in freekv/choice.py and
 freekv/recall.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ Copies between the tiers convert. f16 rows are passed as uint64, four elements i
 has no f16 arrays.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

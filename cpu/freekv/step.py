@@ -3,8 +3,6 @@
 Arguments are a record of ``FREEKV`` and addresses: passing an array costs half a microsecond.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -5,8 +5,6 @@ types. A kernel that is called there is noted and not run. Each copy compiles wh
 begun. The copies end when all kernels are on disk, from where this process loads them.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect

@@ -5,8 +5,6 @@ is stored by rows. The right one is stored in pairs of rows: the elements (2i, 2
 are neighbours in 32 bits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import sys

@@ -7,8 +7,6 @@ start. A function that is called both ways is compiled twice. A kernel then does
 earlier compilations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """bf16 arrays. numpy has no bf16, so they are arrays of uint16: the upper halves of f32."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -6,8 +6,6 @@ count too. numba's own cache looks at one source file only and trusts what it re
 to the sources if it finds no other place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import pickle

@@ -4,8 +4,6 @@ The IR names no CPU. The compiling machine decides what a <16 x float> becomes: 
 register, two AVX2 registers or four NEON registers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 A kernel that is called through its address is compiled by itself, once, whatever calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from ctypes import addressof, c_char
 from typing import Any

@@ -10,8 +10,6 @@ Idle workers spin for some tens of microseconds, which bridges the calls of a st
 A thread that waits prefetches what will be read next, if ``expect`` has said what that is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -5,8 +5,6 @@ statements. The text of these files therefore says whether a compiled kernel is 
 of one of them concerns no kernel that does not import it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ the disk never stops a run. The kernel is compiled again, and kept in memory if 
 disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

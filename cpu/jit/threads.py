@@ -5,8 +5,6 @@ Each of these starts the threads once more. Kernels ask for prange loops only. T
 of jit/pool.py.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from functools import cache

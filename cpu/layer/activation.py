@@ -5,8 +5,6 @@ sqrt(2/pi) (x + 0.044715 x^3). gpt-oss's clamped SwiGLU has s(x) = 1.702 x and g
 Its up' is up, clamped to 7 on both sides, plus 1. Output gates of heads are sigmoid(gate) up.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -9,8 +9,6 @@ kernels look up. experts/decode.py has layers with experts. A step has one or se
 (sequences), which share every weight that is loaded.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, prange
 

@@ -5,8 +5,6 @@ large scale. The rotation spreads it over the whole row (QuaRot, arXiv:2404.0045
 symmetric and its own inverse. Rotated on both sides, queries and keys have the same products.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

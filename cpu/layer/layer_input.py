@@ -5,8 +5,6 @@ It is (norm(projection of the token's embedding) + the token's embedding for thi
 A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, prange
 

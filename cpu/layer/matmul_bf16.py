@@ -7,8 +7,6 @@ COLUMNS rows, then the next block of columns. A block of the chunk stays in the 
 in L1. No more than a panel of the weights exists as bf16. bf16 is a uint16 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ GROUP rows of weights once, some hundred columns at a time, into a panel in L1. 
 its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16 as uint16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -5,8 +5,6 @@ writes the chunk once. bf16 is a uint16 here: the upper half of an f32. Arithmet
 rounded once at the end, to nearest even.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange, types
 from numba.extending import intrinsic

@@ -8,8 +8,6 @@ registers. vpdpbusd (VNNI) adds four products to an i32. Without it vpmaddubsw a
 and as many of these are added as fit.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ lfps/search.py finds the candidates, lfps/start.py fills the tables after a pref
 shares a step between threads.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

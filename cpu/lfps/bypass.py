@@ -5,8 +5,6 @@ masses of the test are the weights. The sinks are the first rows and, in models 
 head's sink, a score without a value. Scores are those after the model's softcap.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

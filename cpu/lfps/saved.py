@@ -4,8 +4,6 @@ A step changes few entries: those of the rows that a head attends to. Only these
 small arrays. ``rescale`` changes all entries, once in some hundred steps; then all are copied.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

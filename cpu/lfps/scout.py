@@ -9,8 +9,6 @@ tiles of sixteen rows. A word is four directions. The sinks are attended to anyw
 code of the row after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

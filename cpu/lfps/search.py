@@ -4,8 +4,6 @@ Heads that score the same candidates are a head group: a kv group (``by_group``)
 Functions that take a StepState are inlined, because passing it by value takes .3 to .6 us a call.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Fills LFPS' tables after a prefill (eq 4)."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

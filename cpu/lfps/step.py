@@ -5,8 +5,6 @@ have no reference counts, which threads would otherwise change in turn. Passing 
 a microsecond.
 """
 
-from __future__ import annotations
-
 from typing import get_type_hints
 
 import numpy as np

@@ -8,8 +8,6 @@ mean + |q| . std. Summaries are f16, in which bounds of f16 keys are exact. They
 uint16, because numba has no f16 arrays.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types

@@ -5,8 +5,6 @@ It is c * conv(b * x), where b, c and x are projections of a row. The convolutio
 the delta net is in delta_net.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, prange
 

@@ -16,8 +16,6 @@ so that the state is read and written once a group. The state of 16 columns stay
 a group in registers. Value head h uses key head h % n_k.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ columns in f16, and the quantised values (sals/values.py).
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

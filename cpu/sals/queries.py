@@ -6,8 +6,6 @@ it, down to none. They are made for a span of sixteen blocks at a time, a block 
 turned and rounded to bytes, taken to latent space by products of bytes, and rounded again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

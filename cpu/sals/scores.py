@@ -5,8 +5,6 @@ over a quarter of the latents, two tiles of each block. All latents are then sco
 the weight of a score is kept.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic

@@ -5,8 +5,6 @@ of attention/decode.py attend to them and to the exact rows. Arguments are a rec
 addresses: passing an array costs half a microsecond.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, prange
 

@@ -6,8 +6,6 @@ With 4 bits byte i holds the channels i and i + 16. With 2 bits it holds the cha
 is no multiple of 32, its last group is stored whole and used in part.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from llvmlite import ir
 from numba import njit, types

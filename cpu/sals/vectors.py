@@ -5,8 +5,6 @@ across lanes, so nothing is shuffled, and any number of rows is fine. All stride
 addresses are i64.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import product

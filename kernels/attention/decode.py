@@ -6,8 +6,6 @@ rows, padded to the 16 rows of a tensor-core tile. A row is then read once. Quer
 enter the dot product as two f16 halves. One half alone would lose three digits of the scores.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

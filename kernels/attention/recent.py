@@ -1,7 +1,5 @@
 """The rows of a sliding window with sinks, as attention reads them, on the GPU."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Scores of all rows of the KV cache on the GPU: what an exact selection chooses by."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

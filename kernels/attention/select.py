@@ -7,8 +7,6 @@ the k-th largest of all, and few keys lie between. Each program collects its own
 program finishes. All of it counts integers, so the result does not depend on the order of programs.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

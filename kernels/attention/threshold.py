@@ -2,8 +2,6 @@
 attention/select.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

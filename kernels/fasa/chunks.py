@@ -10,8 +10,6 @@ count. Rows that any head of a group chooses are put together on the device (fas
 ``attend_rows`` (attention/decode.py) attends to them in the order of the split dims.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ without a slot is fetched over the bus into a slot whose row no head has chosen.
 one after the other.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

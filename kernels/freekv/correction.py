@@ -1,7 +1,5 @@
 """The beginning of FreeKV's step on the GPU: stores the new row, finds the kv heads to correct."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

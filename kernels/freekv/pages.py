@@ -7,8 +7,6 @@ Names as in cpu/freekv/pages.py, with a leading dimension of B sequences. Slots 
 pages for each kv head. A kv head's part of a page is contiguous in the pool.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

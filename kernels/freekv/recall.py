@@ -5,8 +5,6 @@ convert the layout as they copy. The device decides everything. There is one pro
 sequence, and none waits for another. ``wanted`` says which kv heads choose pages.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

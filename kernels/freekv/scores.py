@@ -4,8 +4,6 @@ cpu/quest/pages.py says what a score of a page is. The first launch writes the s
 the second one pools them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ projections gave. ``silu_multiply``: silu(gate) * up. All in f32; the formulas, 
 are those of TorchChunkSteps (sparsekv_cli/device/prefill.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

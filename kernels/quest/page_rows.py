@@ -1,7 +1,5 @@
 """From chosen pages to the rows that attention reads, on the GPU."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 cpu/quest/pages.py says what a summary is. quest/scores.py and freekv/scores.py score them.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

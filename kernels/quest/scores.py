@@ -3,8 +3,6 @@
 cpu/quest/pages.py says what a score is. freekv/scores.py pools the same scores by their softmax.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

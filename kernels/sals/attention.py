@@ -5,8 +5,6 @@ the keys to their positions. It attends to them with the values as stored, in 4 
 (attention/decode.py) joins the programs' pieces and the attention over the exact rows.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

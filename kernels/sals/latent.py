@@ -7,8 +7,6 @@ times a power of two. Angles are fixed-point fractions of a turn, 2^-64 each. A 
 angle then keeps all its digits and wraps by itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -7,8 +7,6 @@ queries of blocks pass through memory, a fraction of the latents' bytes. Blocks 
 that reads D once. Fused with the scoring, D would be read again for every few blocks.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

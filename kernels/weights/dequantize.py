@@ -1,7 +1,5 @@
 """Dequantisation of matrices on the GPU, for the dense products of a prefill."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ weight and full memory speed, an H200 has 3.4 instructions for each weight, an H
 weights/packed.py; kernels: weights/matvec.py and weights/matmul.py.
 """
 
-from __future__ import annotations
-
 import torch
 
 from sparsekv_cli.kernels.checks import check

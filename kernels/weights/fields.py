@@ -5,8 +5,6 @@ of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits,
 multiplied with four bytes of the inputs at once.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ Weights and inputs are f16 (of plain floats TF32), sums f32. The inputs of a vec
 that none is beyond f16. They are put in the order in which the kernel unpacks weights.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The vectors' units are rounded to 16 bits a number and multiplied as bytes, four
 keeps its inputs in registers, goes through many rows, and loads the next ones ahead.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

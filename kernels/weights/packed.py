@@ -10,8 +10,6 @@ group of 32 elements lie in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2
 other formats keep their size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby

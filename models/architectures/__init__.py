@@ -5,8 +5,6 @@ A file defines ``ARCHITECTURE``, an ``Architecture``. All architectures share th
 positions. Its feed-forward is gated, or a mixture of gated experts. The differences are data.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 

@@ -4,8 +4,6 @@ A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as 
 tags (tags.py). A text that is none of a form has no calls in it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -10,8 +10,6 @@ Templates look for words such as ``</think>`` in the texts. A word that the temp
 it is, unless a control token may begin in it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

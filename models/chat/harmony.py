@@ -1,7 +1,5 @@
 """gpt-oss's answers: messages on channels, of which one is thinking and one is for functions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ Templates differ in what they take of calls and of system messages, and some dro
 word. The code tries a template on a short conversation, once, when a conversation needs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import uuid

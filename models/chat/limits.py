@@ -1,7 +1,5 @@
 """The work and memory of a chat template. Text functions refuse before they make too much."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

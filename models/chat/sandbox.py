@@ -8,8 +8,6 @@ operators, methods and filters are allowed. Some of them have a check of their o
 still hangs ends with the process (watchdog.py).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, MappingView

@@ -4,8 +4,6 @@
 number, and a text may hold the tags themselves.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ is one line for the user. Options and extra functions are those of transformers'
 ``apply_chat_template``, which templates are written for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

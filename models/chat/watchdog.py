@@ -1,7 +1,5 @@
 """Ends a process whose template hangs inside a C call, where no deadline is looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Looks for NaN and infinity where a tensor keeps its floats: values, or the scales of blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ To read a large model takes seconds. A thread does it. A file in the user's cach
 files by device, inode, size and both times of change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tells from the first bytes of a file that is not GGUF which kind of file it is."""
 
-from __future__ import annotations
-
 import struct
 
 # (bytes at the start, what they say); llama.cpp's older formats stored the magic as a u32.

@@ -4,8 +4,6 @@ Source of the layout: ggml's GGUF specification. Nothing is allocated before the
 are known to lie within the file and within ``MAX_HEADER_BYTES``.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from array import array as compact_array

@@ -1,7 +1,5 @@
 """Typed, bounded access to the hyper-parameters of a file: the keys ``{architecture}.*``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

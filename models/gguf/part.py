@@ -6,8 +6,6 @@ trusted. A count is compared with the bytes that remain before anything is alloc
 take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap

@@ -5,8 +5,6 @@ Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` is 
 all files. The metadata are in the first file, and others may repeat them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reading tensors of a file by name, with their shapes checked against what is expected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The experts of a layer, as the metadata state them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sparsekv_cli.models.architectures import Architecture, Mixture

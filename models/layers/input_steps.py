@@ -1,7 +1,5 @@
 """The layers' own inputs in prefill and decode, by the kernels of cpu/layer/layer_input.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

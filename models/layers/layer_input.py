@@ -3,8 +3,6 @@
 A token has an embedding for each layer; a projection of its common embedding is added to that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Sizes of a recurrent layer, and which layers are recurrent, read from the metadata."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tensors of a recurrent layer's mixer, from the file to what its cache computes with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which layers have a window, and which read the rows of others."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsekv_cli.models.architectures import Architecture, Windows

@@ -1,7 +1,5 @@
 """The decoder of a next-token block: a model of one layer with embeddings of its own kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The rows that one sequence has of a next-token block: in its cache, and those that wait."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The tensors of a next-token block: those of a layer with attention, and what is around it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The user's models folder: files that ``-m`` takes by name."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ network. A file has its name when all of it is there. An interrupted download le
 under another name. The next download goes on after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The models that ``-m`` finds by name, read from their headers, one line each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

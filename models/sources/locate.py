@@ -1,7 +1,5 @@
 """From what the user calls a model to the path of a file."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 The rules are those of llama.cpp's ``-hf`` (common/download.cpp).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ Byte-level ones have ``tokenizer.ggml.model = "gpt2"``. Gemma 4's (``gemma4``) m
 spells unknown text in bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ llama.cpp's own matcher reads some expressions in its own way. The expression he
 that matcher does; every such line has a comment.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

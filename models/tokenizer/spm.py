@@ -6,8 +6,6 @@ becomes bytes. sentencepiece's BPE does the same if every token is a NORMAL piec
 is written with those rules. Special tokens and the space before the text are the caller's job.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@
 text (llama.cpp: ``tokenizer_st_partition``).
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``). A token's kin
 llama.cpp marks end-of-generation texts as control tokens in addition to the kind in the file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

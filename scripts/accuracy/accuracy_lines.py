@@ -3,8 +3,6 @@
 The figures and the acceptance lines are in figures.json, by method text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

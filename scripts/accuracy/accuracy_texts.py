@@ -6,8 +6,6 @@ Texts and facts are ours. A needle prompt is a text with one fact put between tw
 followed by a question about it, all as one user message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """llama.cpp for scripts/accuracy/formats: its quantiser and its logits, by llama-cpp-python."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ over E' instead of E values, of which the added ones are 0: with r = E / E', mea
 An added query head attends to an added kv head, whose values are zeros: it gives zeros.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

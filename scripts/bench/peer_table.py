@@ -1,7 +1,5 @@
 """The ratio table of scripts/bench/peer: what is compared, what is to be reached, as text."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Protocol, a JSON object a line. In: {"run": [n_prompt, n_gen, n_depth]}, {"fill"
 {"ready": {...}} about the program.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

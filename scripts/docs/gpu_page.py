@@ -6,8 +6,6 @@
 The same files give the same page, byte for byte: a test makes it again and compares.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -12,8 +12,6 @@ date. From these files come docs/benchmarks.md, the pictures in docs/ and README
 changes one of the sizes in results.toml.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

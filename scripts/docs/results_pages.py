@@ -3,8 +3,6 @@
 The same data give the same pages, byte for byte: a test makes them again and compares.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ Runner, the sizes and the records of ``run``, and returns the part's records. Th
 the commands, so that docs/benchmarks.md names them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex

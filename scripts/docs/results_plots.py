@@ -1,7 +1,5 @@
 """The pictures of docs/ as SVG text: speed by depth, accuracy against speed, and a terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping

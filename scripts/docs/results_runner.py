@@ -1,7 +1,5 @@
 """Runs the commands of scripts/results, and keeps them as a user would type them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

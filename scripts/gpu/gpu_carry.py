@@ -1,7 +1,5 @@
 """What scripts/gpu/pack carries to a machine with a GPU, and how it is used there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ what is compiled is what the engine launches, with its types, alignments and opt
 Triton's cache folder. --forbid: nothing may be compiled: every launch must find its kernel there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Decode steps of several sequences with random rows, and where their time goes by kernel."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Writes a GGUF model that has the first layers of another one, with its tensors as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gguf import GGUFReader, GGUFValueType, GGUFWriter

@@ -4,8 +4,6 @@ A step's launches do not depend on what kernels compute. So they can be counted 
 kernels are noted and left undone, and operations of torch run on the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

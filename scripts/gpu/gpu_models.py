@@ -4,8 +4,6 @@ All layers of a model share one layer's random numbers on the host, so that a sh
 weights is there in seconds; on the device each layer has its own copy, as in a real model.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The attention operators of scripts/gpu/bench: one layer's decode step, B sequences at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

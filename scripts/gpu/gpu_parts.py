@@ -1,7 +1,5 @@
 """The parts of scripts/gpu/bench: what each of them measures, row by row of its tables."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Prints what the machine has: versions, the hash of Triton's library, GPU, processor, memory."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -1,7 +1,5 @@
 """What the operators of scripts/gpu/bench must give at the timed shapes, in plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

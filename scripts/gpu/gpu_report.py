@@ -3,8 +3,6 @@
 A measurement that fails, or for which no time is left, costs the others nothing.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

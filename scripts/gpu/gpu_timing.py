@@ -1,7 +1,5 @@
 """Timing of GPU work for scripts/gpu/bench: replays of captured graphs, medians, bandwidth."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The products with quantised weights of scripts/gpu/bench, at the sizes of Llama-3.1-8B."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Attention over the rows of a KVStore: of a chunk of a prefill, and of a decode step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The counts that caches keep of their steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 

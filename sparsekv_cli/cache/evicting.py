@@ -4,8 +4,6 @@ A later prefill is dense over the rows that are left and its own. Keys are store
 absolute positions, so nothing is renumbered.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 A layer of either may read the rows of another one ahead of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np

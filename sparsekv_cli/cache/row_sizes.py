@@ -1,7 +1,5 @@
 """The types of rows of K and V, how many bytes rows take, and whether there is memory for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Protocol
 

@@ -3,8 +3,6 @@
 cpu/fasa/split.py describes the parts.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec

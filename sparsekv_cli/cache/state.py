@@ -1,7 +1,5 @@
 """The cache of a recurrent layer: a state of a fixed size, and copies of it for rewinds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The cache of a window layer: the last rows of a sequence, to all of which a step attends."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

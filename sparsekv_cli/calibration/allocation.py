@@ -3,8 +3,6 @@
 FAEDKV's budget are frequencies, SALS' columns of latents, FASA's chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

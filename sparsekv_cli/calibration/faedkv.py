@@ -1,7 +1,5 @@
 """FAEDKV's calibration (paper, section 3.2): which frequencies of K and V the answers need."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

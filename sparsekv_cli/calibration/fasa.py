@@ -5,8 +5,6 @@ enough. One layer, in which heads recall, needs half. Each layer alone therefore
 several shares of its chunks (calibration/trials.py). Chunks go where they save the most KLD.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

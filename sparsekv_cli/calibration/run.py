@@ -1,7 +1,5 @@
 """The inputs of a method's calibration, and the interface of a method's calibration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

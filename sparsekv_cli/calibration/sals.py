@@ -5,8 +5,6 @@ answer alike with an eighth of the columns. A few need half. Each layer alone is
 several ranks (calibration/trials.py). Columns go where they save the most KLD.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Methods share the file and are read and replaced one by one. The checksum of a m
 files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

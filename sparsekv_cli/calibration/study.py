@@ -4,8 +4,6 @@ The count is of rows that go through all layers. A row of a trial joins a pass a
 and counts as its share of the layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -11,8 +11,6 @@ lets it attend to its own prefix. Below the layer that a trial changes, its rows
 text. A copy therefore joins the pass at that layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """``sparsekv-cli cache``: lists and clears the prompts whose rows are kept on disk."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``sparsekv-cli completion``: the shell's completion of commands, options, models and methods."""
 
-from __future__ import annotations
-
 import os
 
 import click

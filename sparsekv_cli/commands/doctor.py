@@ -1,7 +1,5 @@
 """``sparsekv-cli doctor``: what a bug report needs to know of this installation."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

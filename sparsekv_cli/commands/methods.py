@@ -1,7 +1,5 @@
 """``sparsekv-cli methods``: the KV-cache methods, their papers, options and needs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``tokenize``: the token ids of a text, as the model sees it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

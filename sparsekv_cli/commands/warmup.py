@@ -1,7 +1,5 @@
 """``sparsekv-cli warmup``: compiles all kernels now, so that no later run has to wait for it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -15,8 +15,6 @@ The plan of a step holds for later steps too. The caches state the number of row
 holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple

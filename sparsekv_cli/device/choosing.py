@@ -3,8 +3,6 @@
 The settings of the sequences' chains lie in device memory, so that a captured step serves others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Which device torch and Triton offer, and what Triton compiles for it; imports little of ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine on a GPU: the device, the decoder, and where each cache lies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Hashable, Sequence
 from weakref import WeakValueDictionary
 

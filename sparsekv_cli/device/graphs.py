@@ -1,7 +1,5 @@
 """Runs a decode step in pieces: device work, captured in CUDA graphs, and host work between."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

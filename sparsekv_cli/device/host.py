@@ -5,8 +5,6 @@ device. In prefill the rows go to page-locked memory on a second stream while th
 and a thread hands them to the cache.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Prefill on a device: the steps between matrix products, as formulas in torch, and attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

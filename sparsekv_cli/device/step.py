@@ -1,7 +1,5 @@
 """The buffers through which a decode step on the device exchanges data with the host."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Work at the same time as a decode step: a second stream, forked and joined again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A decode step reads every weight once, so quantised weights are faster there. Th
 a prefill need bf16; one layer at a time is dequantised for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A Ray cluster that is there: found, checked, and left; what goes wrong is one line."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

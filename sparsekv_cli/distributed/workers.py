@@ -4,8 +4,6 @@ Ray places the actors and starts their processes; a shard goes to whichever is i
 lost, its shard goes to another one. A new actor takes its place if a node has room.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The folders that the program reads and writes: where they are, and whether it can use them."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The environment of the program: Python, packages, CPU, memory, GPU and environment variables."""
 
-from __future__ import annotations
-
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """The models that ``-m`` finds by name, told from their headers alone."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A section that fails is None in the report, and the reason is among the problems.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ There is a limit for the seconds that drafts may lose. It is a share of all deco
 earlier drafts have saved.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

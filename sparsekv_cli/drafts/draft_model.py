@@ -1,7 +1,5 @@
 """Drafts of a smaller model: the tokens that it would choose."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Ids
 
 import numpy as np

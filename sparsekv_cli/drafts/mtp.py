@@ -1,7 +1,5 @@
 """Drafts of a model's own next-token block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Ids
 
 from sparsekv_cli.models.next_token.rows import NextTokenRows

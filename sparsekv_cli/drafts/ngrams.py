@@ -5,8 +5,6 @@ place where the same tokens end. A list leads from each place to the one before 
 place with the longest match counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sparsekv_cli.prefix.prompt_rows import n_common

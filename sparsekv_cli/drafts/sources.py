@@ -1,7 +1,5 @@
 """The sources of drafts by their names, the values of ``--speculate``."""
 
-from __future__ import annotations
-
 from sparsekv_cli.drafts.auto import AutoDrafts
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.mtp import MtpDrafts

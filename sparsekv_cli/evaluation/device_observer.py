@@ -3,8 +3,6 @@
 A step that is watched is not captured: rows and queries come to the host layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

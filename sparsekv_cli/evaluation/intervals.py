@@ -4,8 +4,6 @@ The tokens of one prompt are drawn anew with replacement (Efron's percentile boo
 are compared on the same draws, token by token; an interval speaks of this prompt and this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Attended rows are compared with exact attention over the sequence's exact keys. 
 ``full`` give the prompt's keys. The keys of decoded rows are kept here.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

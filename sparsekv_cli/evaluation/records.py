@@ -3,8 +3,6 @@
 A record is written as soon as it is there, so that what was interrupted goes on where it ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """The result of a comparison for one method: figures, values token by token, recall by head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any

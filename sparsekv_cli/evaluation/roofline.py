@@ -7,8 +7,6 @@ CPU can be read faster than the bound. How many experts several sequences choose
 expectation (models/weights.py).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

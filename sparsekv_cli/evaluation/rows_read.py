@@ -1,7 +1,5 @@
 """The rows that the steps of a method read, as its caches count them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``--sweep budget=1%,5%``: methods with several values of an option each, as texts of methods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sparsekv_cli.methods import method_class

@@ -1,7 +1,5 @@
 """An answer, and the stop strings that end it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A model checks types and bounds. Here are its base, and the words for what it finds.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -6,8 +6,6 @@ Each line of stdin is a JSON list of kind and text. The process answers it with 
 {"definition": text} or {"error": text}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations as OpenAI's protocol and lines of ``run --jsonl`` have them, read for templates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The methods: one paper, one file. docs/extending.md says how to add one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import Field

@@ -12,8 +12,6 @@ with the default budget, and rounded up. It is not measured again, so that the s
 the same text. docs/methods.md has the figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

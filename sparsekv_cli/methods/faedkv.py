@@ -29,8 +29,6 @@ Departures; docs/methods.md has their reasons and figures:
 ``preset=paper``: ppl, uniform, additive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

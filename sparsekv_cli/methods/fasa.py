@@ -23,8 +23,6 @@ Departures; docs/methods.md has their reasons and figures:
 ``preset=paper``: CA, d/4 chunks in all layers, nothing forced, no dense layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -28,8 +28,6 @@ Departures; docs/methods.md has their reasons and figures:
 On a CPU the device's memory is the host's: a recall is a copy within it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

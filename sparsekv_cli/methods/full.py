@@ -1,7 +1,5 @@
 """Dense attention: every query attends to every key (Vaswani et al., arXiv:1706.03762)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

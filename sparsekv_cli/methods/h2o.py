@@ -20,8 +20,6 @@ Departures; docs/methods.md has their reasons:
     which is copied, or it is read again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

@@ -26,8 +26,6 @@ Departures; docs/methods.md has their reasons and figures:
 ``preset=paper`` undoes 3 to 9.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -20,8 +20,6 @@ Departures; docs/methods.md has their reasons:
 (7) A page has 8 rows, the paper's 16: larger pages miss one row among many that look alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -28,8 +28,6 @@ Departures; docs/methods.md has their reasons and figures:
 ``preset=paper`` undoes 1 to 3 and 7.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple

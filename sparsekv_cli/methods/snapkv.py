@@ -19,8 +19,6 @@ Departures; docs/methods.md has their reasons:
     read again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

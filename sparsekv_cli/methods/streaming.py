@@ -13,8 +13,6 @@ Departures:
 (2) Old rows stay in memory, because a later prefill attends to all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

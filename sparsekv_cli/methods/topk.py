@@ -4,8 +4,6 @@ The oracle that other methods are measured against. It scores every key, so it s
 only. Sinks and the most recent rows are always attended to; sinks are not counted in the budget.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Advice from trials: which methods are worth it on a document, and in which words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A stand-in of the model decodes with caches of random rows, as many as a context
 No prompt is read for that, so that a depth of 32768 rows takes a moment.
 """
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Seconds are those of speeds.py, which were measured with a stand-in on this mach
 caches say their bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A decode step takes the same time with any weights. The header of a file is then
 one. A few layers of a large model stand for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -12,8 +12,6 @@ end of a block is its snapshot. It is a file of the same form and name with anot
 layer's rows in it are not the tokens'.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

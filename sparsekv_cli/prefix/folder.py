@@ -4,8 +4,6 @@ Prompts are private: the folder has mode 0700 and its files 0600. A fault of the
 never stops a run. Files of others may lie in the folder. They are neither read nor removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

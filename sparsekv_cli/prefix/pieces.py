@@ -1,7 +1,5 @@
 """The part of one layer in a file: the sizes of its rows, and the conversion of their types."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

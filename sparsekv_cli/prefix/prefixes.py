@@ -6,8 +6,6 @@ Methods that need queries take those of the last tokens, which are computed agai
 (Method.n_queried).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

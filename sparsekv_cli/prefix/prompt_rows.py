@@ -1,7 +1,5 @@
 """The interface of a store of prompts' rows, for an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """The new blocks of a prompt on their way to disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -4,8 +4,6 @@ Other products (--prefill-dtype) may have computed the rows. Their types may dif
 session's; they are converted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ ends of blocks. Chunks and the delta net's groups begin there too. The rows afte
 bits of a whole prefill. The last block has one, and those before it, ever farther apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -7,8 +7,6 @@ text-generation-webui pull request 5677; the details follow llama.cpp (src/llama
 llama_sampler_dry).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ llguidance brings a converter. It takes fewer grammars than llama.cpp does. This
 the grammar in the words that it takes: rules are numbered, escapes become characters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib import import_module

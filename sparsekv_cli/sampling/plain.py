@@ -1,7 +1,5 @@
 """Chains of the plainest samplers, which can be applied on a device, where the logits are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

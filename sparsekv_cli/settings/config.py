@@ -1,7 +1,5 @@
 """Frozen configuration: what the user asked for, validated once, before anything is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from sparsekv_cli.settings.option import check_options, option

@@ -4,8 +4,6 @@ The methods, the engine and the samplers declare their options so. One declarati
 of a value, the text on the command line and the description that ``sparsekv-cli methods`` prints.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import numbers

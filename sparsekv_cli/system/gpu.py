@@ -3,8 +3,6 @@
 Nothing heavy is imported here: torch takes seconds, and most machines need no answer from it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 Most of that code runs only while a model is opened.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

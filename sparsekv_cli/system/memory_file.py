@@ -4,8 +4,6 @@ The bytes lie in a file without a name, in memory (Linux's memfd). A block maps 
 own: all blocks read the same memory. A page that is written to becomes a copy of that block alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Caches that drop rows, in whole sequences."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_sequences import N_KV, N_LAYER, decoded, tokens
 

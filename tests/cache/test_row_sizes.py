@@ -1,7 +1,5 @@
 """How many bytes rows take, and what is refused where there is no memory for them."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sequences that read the first rows in the same memory: equal rows, equal bits, no trace."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_sequences import tokens

@@ -1,7 +1,5 @@
 """Recurrent layers in sequences: rewinds to checkpoints, message ends, memory, what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

@@ -1,7 +1,5 @@
 """The cache of a window layer: what it attends to, what memory it takes, how far it goes back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A tiny model in a folder of its own, and a method that is calibrated on it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

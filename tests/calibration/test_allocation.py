@@ -1,7 +1,5 @@
 """A budget of the whole model, shared out to layers by what they lose."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

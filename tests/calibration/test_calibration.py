@@ -1,7 +1,5 @@
 """Where a calibration lies, when it is made, and what a sequence makes of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

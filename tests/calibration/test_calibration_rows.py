@@ -3,8 +3,6 @@
 A minute for a model with 1.5B parameters was measured; five for one with 8B are estimated from it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

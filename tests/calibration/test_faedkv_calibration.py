@@ -1,7 +1,5 @@
 """What FAEDKV measures of a model, and sequences that use it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

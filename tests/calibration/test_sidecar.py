@@ -1,7 +1,5 @@
 """The sidecar: what is written and read, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from dataclasses import replace

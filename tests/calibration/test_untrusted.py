@@ -1,7 +1,5 @@
 """Calibration files that say what they must not: one line, ahead of any use or large memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """``calibrate`` and ``--calibration`` on a tiny model with a small calibrated method."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The group: help without heavy imports, and failures as a line and an exit code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

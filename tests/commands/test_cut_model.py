@@ -1,7 +1,5 @@
 """A model file that is cut while it is mapped: one line, exit code 1, JSON valid or empty."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """``doctor``: what it prints, and what it must not import or show."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

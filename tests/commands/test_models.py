@@ -1,7 +1,5 @@
 """The command ``models``: what ``-m NAME`` finds, broken files too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``plan`` through the program's entry point."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands where the environment, the locale or the limits of a process are odd."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The commands on a real, tiny model: the whole way from the command line to the kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

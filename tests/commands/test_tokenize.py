@@ -1,7 +1,5 @@
 """The command ``tokenize``, through the program's entry point, on a vocabulary-only file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``warmup``: what is compiled, what later runs then leave out, and what is said."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The bandwidth probe really reads everything."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

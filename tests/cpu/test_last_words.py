@@ -1,7 +1,5 @@
 """The line that a process says when a signal ends it, and what is left as it was."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

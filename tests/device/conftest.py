@@ -1,7 +1,5 @@
 """Caches and models on a device; the kernels themselves are tested in tests/kernels."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Tokens that a device chooses against those of the host's chain, at the same random numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Several sequences in one launch a kernel, against each of them alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A calibration's trials on a device, whose decoder computes all but their attention."""
 
-from __future__ import annotations
-
 import numpy as np
 from tiny_models import make_model
 

@@ -1,7 +1,5 @@
 """``compare`` on a device: the figures that the CPU has."""
 
-from __future__ import annotations
-
 import json
 import weakref
 

@@ -1,7 +1,5 @@
 """FreeKV on a device against FreeKV on the host: the same pages and attention, step by step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A graph is replayed while the key of ``begin_step`` is the same: no tensor may have moved."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

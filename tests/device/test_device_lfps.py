@@ -1,7 +1,5 @@
 """LFPS with its sinks on a device against LFPS on the host alone: outputs, tables, counters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

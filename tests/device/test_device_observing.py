@@ -1,7 +1,5 @@
 """Rows that a watched step on a device attends to, against those on the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from side_by_side import Geometry, SideBySide

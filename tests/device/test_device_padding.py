@@ -1,7 +1,5 @@
 """Steps are padded to 1, 2, 4 or 8 rows, so that a sequence that joins takes no capture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

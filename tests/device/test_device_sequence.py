@@ -1,7 +1,5 @@
 """Prefill on the device against the CPU's: logits, and what caches on the host were given."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Several sequences on the device: of several methods, and what each draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

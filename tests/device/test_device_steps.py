@@ -1,7 +1,5 @@
 """A step on the device: what the host does while the device works, and Ctrl-C in the wait."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

@@ -1,7 +1,5 @@
 """Weights on the device: a format that the GPU has no kernel for is held as bf16."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf import GGUFReader

@@ -3,8 +3,6 @@
 They are planted in one of two sequences that decode together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count

@@ -6,8 +6,6 @@ and step launch the same, and nothing reads what nobody wrote. test_planted_erro
 errors of each kind are found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``run --jsonl --ray`` on a cluster of two nodes, one of which is lost in the middle."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``run --jsonl --ray`` and ``eval ruler --ray`` give what one machine gives, byte by byte."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

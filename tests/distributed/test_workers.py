@@ -1,7 +1,5 @@
 """Shards and actors: order, losses, nodes that cannot work; what is sent along; bad addresses."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace

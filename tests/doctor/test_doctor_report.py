@@ -1,7 +1,5 @@
 """The facts of ``doctor``, on machines that lack what it asks for."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -1,7 +1,5 @@
 """Drafts that pay: what ``auto`` does in worlds whose steps take seconds by a rule."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafts of a smaller model: what it would write, in its own sequence."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Drafts from n-grams of the text, against a search through the whole text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafts in a server: the same texts, right counts, no memory that is left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

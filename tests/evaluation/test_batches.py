@@ -1,7 +1,5 @@
 """Comparisons whose methods do not fit memory together."""
 
-from __future__ import annotations
-
 from sparsekv_cli.evaluation import prefill as shared_prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 

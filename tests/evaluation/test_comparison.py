@@ -1,7 +1,5 @@
 """Comparisons on a tiny model: one prefill for all, what is watched, and what the figures mean."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import calibrated_method

@@ -1,7 +1,5 @@
 """Bootstrap intervals, what is said to be equal, and the Pareto front."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Perplexity and KLD on a tiny model, against plain computations of what llama-perplexity does."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The roofline: its arithmetic by hand, its bytes against a real sequence, a measured bandwidth."""
 
-from __future__ import annotations
-
 import pytest
 from opened import open_sequence
 from tiny_models import make_model

@@ -1,7 +1,5 @@
 """RULER's tasks: what samples hold, how long they are, what methods answer, and the records."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Sweeps: methods once with each of several values of an option."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekv_cli.evaluation.compare import parse_methods

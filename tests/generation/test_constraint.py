@@ -1,7 +1,5 @@
 """Thinking ahead of a constrained answer: it is free, it is closed in time, the answer matches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

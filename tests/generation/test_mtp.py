@@ -1,7 +1,5 @@
 """An answer with drafts of the model's next-token block is the answer without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

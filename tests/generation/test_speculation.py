@@ -3,8 +3,6 @@
 The drafts of these tests know the answer, and have mistakes at some places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

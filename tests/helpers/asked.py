@@ -1,7 +1,5 @@
 """Jobs for a scheduler, and what they are told."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Memory that no later step reads before it is written again is left out: rows aft
 places of pages that hold none, and the room of arrays that grow.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import is_dataclass

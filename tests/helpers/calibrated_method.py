@@ -1,7 +1,5 @@
 """A small method that needs a calibration, so that the machinery is tested without a real one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

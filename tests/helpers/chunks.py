@@ -1,7 +1,5 @@
 """A chunk of a prefill as the CPU's decoder hands it to a layer."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_causal

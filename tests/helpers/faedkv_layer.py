@@ -1,7 +1,5 @@
 """Methods of FAEDKV whose layers all have the same share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sparsekv_cli.cache.spec import Budget

@@ -1,7 +1,5 @@
 """A Ray whose actors are objects of this process; tests end them as a lost node does."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

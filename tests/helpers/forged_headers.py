@@ -1,7 +1,5 @@
 """Files of rows whose headers say something else, with the checksums that this takes."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from pathlib import Path

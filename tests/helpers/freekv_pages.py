@@ -1,7 +1,5 @@
 """A page cache of random rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec

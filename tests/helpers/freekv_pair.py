@@ -1,7 +1,5 @@
 """FreeKV and its naive form: also which pages its LRU cache recalls, and when."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any

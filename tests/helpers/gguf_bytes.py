@@ -1,7 +1,5 @@
 """GGUF files built byte by byte, so that every field can be made wrong."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sequences that keep prompts in a folder of a test, and what they say about it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

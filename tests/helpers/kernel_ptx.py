@@ -1,7 +1,5 @@
 """What a kernel's PTX tells of its speed: how wide it reads, what it multiplies with, its loop."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """A kernel that reads single elements, and one that does not, for kernels/test_compile.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A calibration of one layer for all methods that need one."""
 
-from __future__ import annotations
-
 import numpy as np
 from layer_rows import Geometry, LowRankStream
 

@@ -1,7 +1,5 @@
 """Random inputs of one layer, for tests that follow a method step by step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A method's cache of one layer, fed row by row."""
 
-from __future__ import annotations
-
 import numpy as np
 from chunks import attend_chunk
 from layer_calibration import calibration_of

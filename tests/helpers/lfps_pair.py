@@ -1,7 +1,5 @@
 """LFPS and its naive form: also its tables, and what it counts: rows, key rows, bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

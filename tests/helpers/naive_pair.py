@@ -1,7 +1,5 @@
 """A method's cache and its naive form on the same rows, held against each other in every step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

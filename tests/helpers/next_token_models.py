@@ -1,7 +1,5 @@
 """Tiny models with a next-token block whose drafts are right now and then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A chat template that a reader follows at a glance, and what is said to a fake model with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 TEMPLATE = (

@@ -1,7 +1,5 @@
 """SALS and its naive form: also what the latents and values in memory are."""
 
-from __future__ import annotations
-
 import numpy as np
 from naive_pair import Pair
 

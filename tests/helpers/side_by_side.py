@@ -1,7 +1,5 @@
 """A method twice, on the host and on the device, fed the same: one layer, or a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path

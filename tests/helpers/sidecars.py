@@ -1,7 +1,5 @@
 """A tiny model to calibrate, and what its sidecar holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Split models: a GGUF file in parts, as llama-gguf-split writes them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path

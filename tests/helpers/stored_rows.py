@@ -1,7 +1,5 @@
 """K and V as a layer stores them, in every cache type, for tests of kernels."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Parameters of which scripts/test --fast takes one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequences on a tiny model whose heads are like those of real ones, for tests of every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from pathlib import Path

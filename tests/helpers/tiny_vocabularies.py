@@ -1,7 +1,5 @@
 """Metadata of tiny tokenizers: byte-level BPE and SentencePiece."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -12,8 +12,6 @@ quarter more), and its own instructions where matrices are multiplied. So it get
 of each kernel, the first one that multiplies, and those that take more than MANY registers.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Launches of kernels/fasa/row_cache.py to compile; see test_compile.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

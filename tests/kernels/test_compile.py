@@ -4,8 +4,6 @@ No GPU is needed. The launches are listed in launches_NAME.py, one file a module
 ``--all`` every launch compiles, and for sm_80 too; else the first launch of each kernel.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The GPU's table of packed formats against the records of the CPU's."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekv_cli.cpu.weights.formats import FORMATS

@@ -1,7 +1,5 @@
 """Triton's decode attention against numpy, on awkward sizes; NaN lies wherever nothing may look."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

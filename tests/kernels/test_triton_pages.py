@@ -1,7 +1,5 @@
 """Page summaries, pooled scores and rows of pages in Triton against numpy, on awkward sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

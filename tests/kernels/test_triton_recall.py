@@ -1,7 +1,5 @@
 """Kernels of FreeKV's recall one by one, two sequences at a time, on awkward sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

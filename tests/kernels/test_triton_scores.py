@@ -1,7 +1,5 @@
 """Scores of all rows, and the rows of a sliding window, against plain torch and Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Scores and the selection of the k largest in Triton, against numpy: ties, borders, long rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Quantised rows of K and V: the same guarantees as with f16."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

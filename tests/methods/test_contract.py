@@ -4,8 +4,6 @@ Whole sequences on tiny models; test_rewinds.py has what holds when a sequence g
 test_limits.py goes layer by layer.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import generated

@@ -4,8 +4,6 @@ Figures of accuracy and speed hold for these. Who changes one measures again (do
 why each is what it is), and changes it here and in tests/test_accuracy.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekv_cli.methods import METHODS, build_method, method_class

@@ -1,7 +1,5 @@
 """From which depth on methods are sparse (methods/depth.py), and that they are dense up to it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_sequences import N_HEAD, N_KV, decoded, tokens

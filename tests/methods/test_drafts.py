@@ -4,8 +4,6 @@ After that the sequence is what it would be without them: every table, index and
 byte, and every later logit, bit by bit.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiny_sequences

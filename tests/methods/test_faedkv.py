@@ -1,7 +1,5 @@
 """FAEDKV and its naive form, its limiting cases, shares, memory, ledger and calibration."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from chunks import attend_chunk

@@ -1,7 +1,5 @@
 """FASA and its naive form, its limiting cases, its two variants, its options."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FreeKV's two tiers of memory, the thread that works ahead, sequences, options."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

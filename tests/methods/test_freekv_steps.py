@@ -1,7 +1,5 @@
 """FreeKV over hundreds of steps: its naive form and its page cache, and its limiting cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

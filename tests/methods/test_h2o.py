@@ -1,7 +1,5 @@
 """H2O and its naive form: sums, what is dropped, decode, further turns; memory, the ledger."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from layer_rows import GEOMETRIES, Geometry, Rows

@@ -1,7 +1,5 @@
 """LFPS in whole sequences: how it starts, its dense layers, its ledger."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_sequences import N_HEAD, counts_after, decoded, tokens

@@ -1,7 +1,5 @@
 """LFPS over hundreds of steps: its naive form, tables, sums and counts; sinks, scout, threads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

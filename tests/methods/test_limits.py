@@ -5,8 +5,6 @@ attention: that row's key points away from all queries, and its value is so larg
 noticed. test_contract.py has budgets that cover the context.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Layers without RoPE, partial rotation, queries scaled by position, other attenti
 windows, softcaps and sinks.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

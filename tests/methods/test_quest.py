@@ -1,7 +1,5 @@
 """Quest and its naive form, step by step; its options, budget, ledger and rewinding."""
 
-from __future__ import annotations
-
 import pytest
 from layer_rows import GEOMETRIES, Geometry, Stream
 from layer_stream import attended_rows, decode, make_cache, prefill

@@ -1,7 +1,5 @@
 """The table of methods against the files, and what text on the command line becomes."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import FrozenInstanceError, fields, is_dataclass

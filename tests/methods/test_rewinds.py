@@ -4,8 +4,6 @@ After a rewind a sequence answers as one would that came the same way for the fi
 that cannot go back to a row goes back to the end of the last prefill, or forgets all rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Ids
 
 import numpy as np

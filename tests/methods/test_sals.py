@@ -1,7 +1,5 @@
 """SALS and its naive form, its limiting cases, its memory, turns and rewinds."""
 
-from __future__ import annotations
-
 import tracemalloc
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """SnapKV and its naive form: what is kept, decode, further turns; memory, the ledger."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from layer_rows import GEOMETRIES, Geometry

@@ -1,7 +1,5 @@
 """StreamingLLM: what it counts, and positions within the cache."""
 
-from __future__ import annotations
-
 from layer_rows import Geometry
 from naive_pair import Pair
 from tiny_sequences import N_HEAD, counts_after

@@ -1,7 +1,5 @@
 """Exact top-k: what it counts."""
 
-from __future__ import annotations
-
 from tiny_sequences import N_HEAD, counts_after
 
 from sparsekv_cli.cache.spec import N_SINKS

@@ -3,8 +3,6 @@
 Prefill in one and in parts, decode, after a rewind, in batches, and with the other products.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

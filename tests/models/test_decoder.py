@@ -3,8 +3,6 @@
 Tiny random models of every architecture and weight type, then the default model where installed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

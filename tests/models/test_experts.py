@@ -1,7 +1,5 @@
 """Mixtures of experts: the tensors and keys that a file must have, bytes a token."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

@@ -1,7 +1,5 @@
 """What a process says whose model or memory is gone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

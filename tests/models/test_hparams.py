@@ -1,7 +1,5 @@
 """Hyper-parameters: defaults, per-layer values, scaling, and every value that must be refused."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The next-token block against a naive form of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

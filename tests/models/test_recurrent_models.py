@@ -1,7 +1,5 @@
 """Models with recurrent layers: blocks that are not run, and files that are refused by name."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import open_sequence

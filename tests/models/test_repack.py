@@ -1,7 +1,5 @@
 """A model whose weights are repacked when it is opened: same answers, no more memory."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

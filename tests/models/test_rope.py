@@ -1,7 +1,5 @@
 """Angles: the formula, Llama 3's factors, linear scaling and YaRN, and how the table grows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

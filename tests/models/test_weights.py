@@ -1,7 +1,5 @@
 """Tensors by name: shapes checked, fused q/k/v split, tied output, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter

@@ -1,7 +1,5 @@
 """``advise``'s parts without a model: the task, the time to read, the choice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """How a model attends: the measures against plain sums, and ``inspect --attention``."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``--method auto``: what is chosen, what it is chosen by, and how commands show it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

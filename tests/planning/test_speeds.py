@@ -1,7 +1,5 @@
 """Forecasts from measured speeds, and what is measured of a model's shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/bench/prefix: which questions it asks, with the cache and without, what it reports."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A file of the prefix cache: what is read is what was written, or the file is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

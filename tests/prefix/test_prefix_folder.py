@@ -1,7 +1,5 @@
 """The folder of the prefix cache: whose files it touches, and who may make it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

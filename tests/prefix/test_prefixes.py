@@ -1,7 +1,5 @@
 """Prompts that begin as earlier ones: their answers, what is computed, what is kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``--session FILE``: a prompt's rows under a name of the user's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts of a model whose hash is not known yet; and the last tokens that a method queries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Constrained answers: which tokens may follow, when an answer is whole, what is refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sampler chain against what llama.cpp did (data/samplers.json), and its own promises."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """scripts/accuracy/measure on a tiny model: what it measures, and the verdicts."""
 
-from __future__ import annotations
-
 import json
 import sys
 

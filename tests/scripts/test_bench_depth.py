@@ -1,7 +1,5 @@
 """scripts/bench/depth on a tiny model: rows laid end to end are a prefill's, and are counted."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

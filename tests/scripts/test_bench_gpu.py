@@ -1,7 +1,5 @@
 """scripts/gpu/bench where there is no GPU: each part of it, on interpreted kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

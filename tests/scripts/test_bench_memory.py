@@ -1,7 +1,5 @@
 """scripts/bench/memory on a tiny model: what is said is what is held, and what the formula says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """scripts/bench/plan: predictions beside what is measured, with a tiny model."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

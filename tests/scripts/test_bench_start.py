@@ -1,7 +1,5 @@
 """scripts/bench/start: what it times, an empty cache a method, and a command that says nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 llama.cpp is a plain decoder and gguf's quantiser here.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

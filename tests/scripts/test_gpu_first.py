@@ -1,7 +1,5 @@
 """scripts/gpu/first: limits of stages, what is left of one that is cut, carried kernels."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

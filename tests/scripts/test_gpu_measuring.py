@@ -1,7 +1,5 @@
 """How scripts/gpu measures, where there is no GPU: the order of a sample, launches, the model."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace

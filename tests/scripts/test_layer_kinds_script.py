@@ -1,7 +1,5 @@
 """scripts/bench/kinds: bytes of the kinds of layers, and that steps are taken with every method."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

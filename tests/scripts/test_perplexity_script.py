@@ -1,7 +1,5 @@
 """scripts/accuracy/perplexity: the same chunks, its figures, and when it fails."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """scripts/random_model: types and shapes of what it writes, and the memory that it takes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

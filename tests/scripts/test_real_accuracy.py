@@ -1,7 +1,5 @@
 """scripts/accuracy/real on a tiny model: its halves, its rows, its deadline, and its parts."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

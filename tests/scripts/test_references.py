@@ -1,7 +1,5 @@
 """The reference decoder and the tiny models against the recorded logits of llama.cpp."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from reference_decoder import kl_divergences, nmse, reference_logits

@@ -1,7 +1,5 @@
 """scripts/results: what is measured again, what a failure costs, and the pages of some figures."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/results' part of budgets: a record a cell, what is run again, and its tables."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Several sequences of one model, which a step decodes together, and what a step refuses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from opened import OpenSequence, decode_together, open_sequence

@@ -1,7 +1,5 @@
 """A sequence that goes on with another method: which rows it takes over, and their bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tiny_sequences import decoded, tokens

@@ -1,7 +1,5 @@
 """Sequences: limits, growth of the KV store, timings, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sequences on a model whose layers alternate between a window and all tokens."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

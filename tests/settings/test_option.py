@@ -1,7 +1,5 @@
 """Declared options: what is refused, how it is said, and what a description holds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Files: what is read is a regular file, and what cannot be written is named."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The document of ``advise``: where it comes from, what of it is read, and how it is asked."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The output of ``bench``: llama-bench's fields in its order, then our own, in four formats."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

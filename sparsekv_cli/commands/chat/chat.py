@@ -1,7 +1,5 @@
 """``sparsekv-cli chat``: a conversation; the KV cache of what was said is kept between turns."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The input of a user of ``chat``: a message, or one of the commands in the table below."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap

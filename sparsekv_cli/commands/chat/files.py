@@ -1,7 +1,5 @@
 """Files of ``chat``: conversations that are saved and loaded, and texts to send."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The line that a user of ``chat`` edits at a terminal, by prompt_toolkit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A terminal while an answer is written: words wrap, and keys are not echoed into the text."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

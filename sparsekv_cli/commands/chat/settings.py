@@ -1,7 +1,5 @@
 """``/set`` in ``chat``: what can be set in the middle of a conversation, by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

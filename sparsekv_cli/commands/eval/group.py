@@ -1,7 +1,5 @@
 """``sparsekv-cli eval``: perplexity and KLD as llama-perplexity has them, and RULER's tasks."""
 
-from __future__ import annotations
-
 import click
 
 from sparsekv_cli.commands.eval.kld import kld

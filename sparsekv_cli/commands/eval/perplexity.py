@@ -1,7 +1,5 @@
 """``eval perplexity``: perplexity of a text by llama-perplexity's algorithm, with any method."""
 
-from __future__ import annotations
-
 import click
 
 from sparsekv_cli.commands.eval.chunks import (

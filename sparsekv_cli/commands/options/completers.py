@@ -1,7 +1,5 @@
 """Completions for a shell: paths, names of models and methods, options of a method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

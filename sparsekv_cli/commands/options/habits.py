@@ -3,8 +3,6 @@
 A flag that a command has itself is the command's. docs/models.md lists all of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass

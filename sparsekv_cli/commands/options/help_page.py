@@ -1,7 +1,5 @@
 """The page of ``--help``: options in groups, the common ones first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The options of SessionConfig on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers and lists on the command line."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

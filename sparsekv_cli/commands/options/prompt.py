@@ -1,7 +1,5 @@
 """The options by which commands get a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lines of ``run --jsonl``: what each asks for, checked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any
 

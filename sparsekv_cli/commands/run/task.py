@@ -1,7 +1,5 @@
 """The task of ``run``: asked for by the command line, and with --jsonl by each line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

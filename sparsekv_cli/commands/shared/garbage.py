@@ -1,7 +1,5 @@
 """The garbage collector of Python, while a model is loaded."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Reads the text that the user typed, piped or wrote in a file, as a prompt."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A terminal gets rich's tables, folded to its width. In a narrow one the last cel
 below the others. Anything else gets lines of columns, which are never folded.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Words to the user: what the program says goes to stderr, what the model says to stdout."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The caches on a GPU, a file a method. Shared code finds them here, by what a method says."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

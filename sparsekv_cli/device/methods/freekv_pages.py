@@ -1,7 +1,5 @@
 """One layer's rows as FreeKV's pages on a device and its host: made from a store, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Dense attention on a device: the method full, and the dense layers of every other method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

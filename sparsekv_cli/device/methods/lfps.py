@@ -9,8 +9,6 @@ The output leaves the host first. The host updates its tables (eq 10) and finds 
 the next step (eq 7, 8) while the device continues with the layer (``end_step``).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace

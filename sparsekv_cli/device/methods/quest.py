@@ -1,7 +1,5 @@
 """Quest on a device (methods/quest.py): whole pages, chosen by bounds of their keys' scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """StreamingLLM on a device (methods/streaming.py): sinks and the most recent rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Exact top-k on a device (methods/topk.py): every key is scored, the best are attended to."""
 
-from __future__ import annotations
-
 import torch
 
 from sparsekv_cli.cache.spec import N_SINKS

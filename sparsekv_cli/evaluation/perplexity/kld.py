@@ -4,8 +4,6 @@ The base is a file of log-probabilities (kld_file.py) or other logits. Entries o
 whose log-probability in the base is -16 or less are left out of the KLD.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ log-probability, and 16 bits for each entry of the vocabulary (perplexity.cpp, l
 Log-probabilities of more than 16 below the best are cut there.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The records of ``eval perplexity`` and ``eval kld``: a line a chunk and way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar

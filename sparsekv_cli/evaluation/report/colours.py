@@ -1,7 +1,5 @@
 """The colours of a report: those of pictures, and how a page takes them from the reader's theme."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The pictures of a comparison, drawn by matplotlib from its contents (result.py)."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """A comparison as one HTML page that loads nothing: table, pictures, what the words mean."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

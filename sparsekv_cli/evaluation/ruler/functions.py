@@ -5,8 +5,6 @@ the same while this program changes. Each name gets two words at its end: nobody
 from the body, and no name exists twice.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import textwrap

@@ -1,7 +1,5 @@
 """The records of ``eval ruler``: a line a sample and setting."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples: which are asked for, and each of a length in the model's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random

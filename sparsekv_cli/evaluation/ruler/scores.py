@@ -1,7 +1,5 @@
 """Scores of samples, and how sure they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

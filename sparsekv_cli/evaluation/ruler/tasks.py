@@ -4,8 +4,6 @@ Needles, haystacks, numbers of keys and values, frequencies and scores are RULER
 wording are ours, so results are RULER-style. The task ``code`` is not RULER's.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

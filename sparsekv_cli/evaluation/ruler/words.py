@@ -1,7 +1,5 @@
 """Words and sentences of our own: keys and values of needles, and prose of any length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 from uuid import UUID

@@ -1,7 +1,5 @@
 """The naive form of every method in numpy and f64. Read it next to its paper. Only tests use it."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from sparsekv_cli.cache.spec import LayerSpec

@@ -3,8 +3,6 @@
 Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

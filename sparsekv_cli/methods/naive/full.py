@@ -5,8 +5,6 @@
 | section 3.2.1, eq 1, of the newest token | Naive.attend over all rows |
 """
 
-from __future__ import annotations
-
 from sparsekv_cli.methods.naive.base import Naive
 
 

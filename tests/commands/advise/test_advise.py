@@ -1,7 +1,5 @@
 """``advise`` on tiny models: what it reports, what it reads, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

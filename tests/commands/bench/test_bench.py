@@ -1,7 +1,5 @@
 """``bench``: which tests run, what is timed, and llama-bench's shape of the output."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """``chat``: turns, commands, what is kept in the cache, interrupts, a full context."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

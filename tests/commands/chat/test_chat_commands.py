@@ -1,7 +1,5 @@
 """The commands of ``chat``: what they do, and the line that says what cannot be."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

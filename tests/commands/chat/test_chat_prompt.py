@@ -1,7 +1,5 @@
 """The line that is edited at a terminal: several lines, pastes, completion, history, keys."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

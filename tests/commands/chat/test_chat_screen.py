@@ -1,7 +1,5 @@
 """The terminal while an answer is written: words wrap, and nothing that is typed is echoed."""
 
-from __future__ import annotations
-
 import os
 import pty
 import random

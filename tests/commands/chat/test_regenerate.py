@@ -1,7 +1,5 @@
 """``/regen`` on the default model: at temperature 0 the same answer again, of any turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

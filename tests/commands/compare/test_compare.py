@@ -1,7 +1,5 @@
 """``compare`` on a tiny model: the JSON of the contract, the table, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``eval perplexity`` and ``eval kld`` on a tiny model: what they print and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command ``inspect``, through the program's entry point."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

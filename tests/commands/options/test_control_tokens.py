@@ -1,7 +1,5 @@
 """Control tokens in what the user says are text, unless --parse-special asks for more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

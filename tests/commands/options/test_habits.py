@@ -1,7 +1,5 @@
 """Flags and words of llama.cpp and ollama: translated, or accepted with a line that says why."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from importlib import import_module

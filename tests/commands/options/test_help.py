@@ -1,7 +1,5 @@
 """Help pages: options in groups, each once, on pages of any width."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 

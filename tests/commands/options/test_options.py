@@ -1,7 +1,5 @@
 """Values that mean nothing, options of the session, and garbage while a model is loaded."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

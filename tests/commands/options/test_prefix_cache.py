@@ -1,7 +1,5 @@
 """The prefix cache on the command line: ``run`` and ``chat`` use it, ``cache`` shows it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

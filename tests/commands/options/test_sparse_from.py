@@ -1,7 +1,5 @@
 """``--sparse-from``: who has it, who shows it, and who runs the method itself."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``run`` and ``chat`` with --json-schema, --grammar and --regex."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

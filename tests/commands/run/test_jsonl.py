@@ -1,7 +1,5 @@
 """``run --jsonl``: an answer a line, in order, together, resumed; log probabilities."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``run``: prompts in, text or JSON out, stop strings, interrupts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``--speculate`` on the command line: every command writes what it writes without drafts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

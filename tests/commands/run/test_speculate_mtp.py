@@ -1,7 +1,5 @@
 """``--speculate mtp`` on the command line: every command writes what it writes without drafts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables: plain lines for a pipe, rich's for a terminal; nothing of a file is markup."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What attended rows are worth, against a plain computation in f64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

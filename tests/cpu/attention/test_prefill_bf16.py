@@ -1,7 +1,5 @@
 """The causal bf16 attention of a prefill against numpy in f64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

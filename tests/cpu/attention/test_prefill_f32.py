@@ -1,7 +1,5 @@
 """The causal f32 attention of a prefill, over rows as they are stored, against numpy in f64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Selection of the k largest against sorting: ties, borders, extreme values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A decode step through experts: against numpy, for one row and several, and bits of each alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

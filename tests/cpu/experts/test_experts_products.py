@@ -1,7 +1,5 @@
 """A prefill's products with experts: each pair has the bits of its expert alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from quantized_weights import random_rows

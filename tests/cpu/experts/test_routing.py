@@ -1,7 +1,5 @@
 """Routing against its numpy reference: the choice, ties, no numbers; groups; weighted sums."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

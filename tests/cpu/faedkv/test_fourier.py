@@ -1,7 +1,5 @@
 """Bins, waves and bases that tokens are added to of FAEDKV against literal references."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

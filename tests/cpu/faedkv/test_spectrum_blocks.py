@@ -1,7 +1,5 @@
 """FAEDKV's blocks against attention over the keys and values that their rows stand for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FASA's kernels against plain numpy: appending, scores by chunks, selection, attention."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The ranking of frequency chunks against docs/methods.md, taken literally."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """K in two parts against numpy: where every dim goes, that nothing else is touched, and back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Groups of pages: their summaries, and the choice among the pages of the best of them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from freekv_pages import half, make_cache

@@ -1,7 +1,5 @@
 """Kernels of FreeKV against numpy references: layouts, choice, LRU cache, a whole step."""
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 import pytest

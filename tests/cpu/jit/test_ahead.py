@@ -1,7 +1,5 @@
 """Kernels compiled ahead: which ones some calls need, and what becomes of the processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

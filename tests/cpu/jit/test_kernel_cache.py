@@ -3,8 +3,6 @@
 Each test runs a small kernel in processes of their own, which share a cache folder.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

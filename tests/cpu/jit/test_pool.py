@@ -1,7 +1,5 @@
 """The threads of parallel loops: every task once, whoever asks, however many at a time."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a kernel's key is made of: the files that its module imports, and no others."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The threads of numpy's BLAS."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused decode calls of one layer against numpy in f64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType

@@ -3,8 +3,6 @@
 Decode steps are compared with prefills in tests/models/test_architectures.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

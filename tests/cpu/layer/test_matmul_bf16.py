@@ -1,7 +1,5 @@
 """A prefill's products in bf16 against gguf's own dequantisation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from quantized_weights import random_rows

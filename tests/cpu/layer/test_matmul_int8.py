@@ -1,7 +1,5 @@
 """A prefill's integer products against gguf's own dequantisation, every format, awkward sizes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from quantized_weights import random_rows

@@ -1,7 +1,5 @@
 """The fused passes of a prefill against the steps of a device's (device/prefill.py)."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

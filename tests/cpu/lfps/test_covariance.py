@@ -1,7 +1,5 @@
 """Mean and covariance of stored rows against f64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

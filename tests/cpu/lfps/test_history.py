@@ -1,7 +1,5 @@
 """The parts of LFPS' kernels against plain numpy, above all at the borders of 64 entries."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from stored_rows import KINDS, layout, store

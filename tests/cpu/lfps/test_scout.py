@@ -1,7 +1,5 @@
 """The scout's codes: which directions, which bytes, and which row of a part is found."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numba import njit

@@ -1,7 +1,5 @@
 """Short convolutions: against the reference, in one and in parts, in f32 and bf16."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The gated delta net: groups of rows and single rows against the reference, across chunks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

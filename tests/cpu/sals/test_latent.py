@@ -1,7 +1,5 @@
 """Latents against their references: encoding, reconstruction, slots, on awkward sizes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

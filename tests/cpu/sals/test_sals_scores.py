@@ -1,7 +1,5 @@
 """SALS' scores by bytes against their references: queries, scores, weights summed over heads."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_latent import CASES, ROPE_SCALE, Case, bases, make_rows, make_store, stored_latents

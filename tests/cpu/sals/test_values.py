@@ -1,7 +1,5 @@
 """Quantised value rows: their bytes as the format says, and back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Sixteen-lane building blocks against numpy: products, angles, rotations, halves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numba import njit

@@ -1,7 +1,5 @@
 """The grids of IQ1, IQ2 and IQ3 against gguf's, and known blocks of what gguf lacks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants

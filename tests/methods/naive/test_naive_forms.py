@@ -1,7 +1,5 @@
 """Every method's cache against its naive form: prompts, answers past every border, rewinds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """No watchdog: on a busy machine it would end the tests. test_watchdog.py calls it itself."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What a chat template may not do: hang inside one operation, fill the memory, show addresses."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import tracemalloc

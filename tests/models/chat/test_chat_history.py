@@ -1,7 +1,5 @@
 """Conversations as real templates take them: calls, system messages, answers that go on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates: what transformers renders, and templates that mean no good (FORMAT item 41)."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from datetime import datetime

@@ -4,8 +4,6 @@ The templates here have the shape of model families' own; SPARSEKV_TEMPLATE_VECT
 folder of real ones, which are tried too.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

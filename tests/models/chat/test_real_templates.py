@@ -4,8 +4,6 @@ tests/data/templates has those of the families that this program is for, as thei
 them; SPARSEKV_TEMPLATE_VECTORS may name a folder of more *.jinja files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Thinking: which markers a template has, how a text is split at them, who opened it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

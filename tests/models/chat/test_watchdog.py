@@ -1,7 +1,5 @@
 """A template that hangs inside one C call ends the process; nothing else notices the watchdog."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

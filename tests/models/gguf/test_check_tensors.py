@@ -1,7 +1,5 @@
 """The search for NaN and infinity, held against gguf's reference dequantisation."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which model a file holds: by every byte, for as long as nothing is written to it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

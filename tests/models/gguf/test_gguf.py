@@ -1,7 +1,5 @@
 """The GGUF reader: what it reads."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

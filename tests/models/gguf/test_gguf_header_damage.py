@@ -1,7 +1,5 @@
 """Damaged and foreign files, from the first byte to the last key: one clear line each."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

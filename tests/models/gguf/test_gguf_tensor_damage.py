@@ -1,7 +1,5 @@
 """Damaged tensor tables and data, files that are no whole model, and random damage."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct

@@ -1,7 +1,5 @@
 """Split models: any part opens all, and what does not belong together is named."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The models folder: files by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of the hub, from a stand-in on this machine: chosen, downloaded once, refused."""
 
-from __future__ import annotations
-
 import builtins
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """From a model's name to a path."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What names of GGUF files say."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsekv_cli.models.sources.naming import choose, is_model, quant_of, split_name, whole_models

@@ -1,7 +1,5 @@
 """Gemma 4's tokenizer: what it asks of a file, and its special tokens; its ids: test_stress.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every pre-tokenizer and tokenizer on the stress texts: the ids that llama.cpp gave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

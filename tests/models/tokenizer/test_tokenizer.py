@@ -4,8 +4,6 @@ SPARSEKV_TOKENIZER_VECTORS may name a folder of llama.cpp's ggml-vocab-*.gguf fi
 and .out: then all cases of all of them run too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The table of pre-tokenizers: how each cuts a text, and that the engine reads it as llama.cpp."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from tokenizers import pre_tokenizers
