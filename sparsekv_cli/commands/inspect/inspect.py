@@ -12,7 +12,6 @@ import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
-from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.hparams import LayerParams
 
 CONTEXT = 32768  # tokens for which the memory of K and V is shown
-DEFAULT_TOKENS = 4096  # of a text that the model's attention is shown of
 SPECIAL_ID_SUFFIX = "_token_id"
 
 
@@ -36,16 +34,6 @@ SPECIAL_ID_SUFFIX = "_token_id"
     "--check-tensors", is_flag=True,
     help="Read all tensors and fail if a float or a block's scale is NaN or infinite.",
 )  # fmt: skip
-@click.option(
-    "--attention", is_flag=True,
-    help="Show instead how the model attends to a text: what sparse attention can rely on.",
-)  # fmt: skip
-@file_option("The text of --attention; - is stdin. [default: a built-in one]", "text")
-@click.option(
-    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
-    help="Use the first N tokens of the text. [default: 4096]",
-)  # fmt: skip
-@click.option("--png", metavar="FILE", shell_complete=completers.files, help="Draw --attention.")
 @verbose_option
 def command(
     file: str | None,
@@ -54,10 +42,6 @@ def command(
     list_tensors: bool,
     list_metadata: bool,
     check_tensors: bool,
-    attention: bool,
-    text: str | None,
-    n_tokens: int | None,
-    png: str | None,
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
@@ -67,14 +51,7 @@ def command(
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
-    if not attention and (text, n_tokens, png) != (None, None, None):
-        raise click.UsageError("-f, --tokens and --png are for --attention")
     path = find_model(file if file is not None else model)
-    if attention:
-        from sparsekv_cli.commands.inspect.attention import inspect_attention
-
-        inspect_attention(path, text, n_tokens or DEFAULT_TOKENS, png, as_json)
-        return
     from sparsekv_cli.models.gguf.check import check_tensors as scan
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.sources.listing import find_problem

@@ -25,8 +25,8 @@ think_option = click.option(
 )  # fmt: skip
 
 
-def file_option(help_text: str, name: str = "file") -> Callable[[Any], Any]:
-    """``-f``: the file of a text. name: the parameter's."""
+def file_option(help_text: str) -> Callable[[Any], Any]:
+    """``-f``: the file of a text."""
     return click.option(
-        "-f", "--file", name, metavar="FILE", shell_complete=completers.files, help=help_text
+        "-f", "--file", metavar="FILE", shell_complete=completers.files, help=help_text
     )
