@@ -1,4 +1,4 @@
-"""Compiles every launch of tests/kernels/launches_NAME.py for GPUs that need not be there.
+"""Compiles the launches of tests/kernels/launches.py for GPUs that need not be there.
 
 Run as a program: [--first] NAME... With --first only the first launch of each kernel is compiled,
 for sm_90. The launchers are called as they are, on CPU tensors; what a launch would
@@ -12,7 +12,6 @@ quarter more), and its own instructions where matrices are multiplied. So it get
 of each kernel, the first one that multiplies, and those that take more than MANY registers.
 """
 
-import importlib
 import json
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import launches
 import triton
 from gpu_compile import AbsentGpu
 from kernel_ptx import read_ptx
@@ -90,7 +90,7 @@ def compile_all(
     try:
         for name in names:
             try:
-                for launch in importlib.import_module(f"launches_{name}").launches():
+                for launch in getattr(launches, name)():
                     launch()
                     yield from lines
                     lines.clear()

@@ -1,6 +1,6 @@
 """Every Triton kernel compiles for sm_90, without spills, within 99 KB of shared memory a block.
 
-No GPU is needed. The launches are listed in launches_NAME.py, one file a module of kernels/. With
+No GPU is needed. The launches are listed in launches.py, a function a module of kernels/. With
 ``--all`` every launch compiles, and for sm_80 too; else the first launch of each kernel.
 """
 
@@ -97,19 +97,24 @@ def test_warps_wait_ahead_of_a_store_that_others_read(compiled):
 
 @pytest.mark.slow
 def test_loads_of_single_elements_are_found(compiled):
-    """One kernel of helpers/launches_scalar_loads.py reads every other element, one all."""
+    """One kernel of ``scalar_loads`` reads every other element, one all."""
     loads = {line["kernel"]: line["loads"] for line in compiled}
     assert loads["_every_other_kernel"].keys() == {"2"} and loads["_all_kernel"] == {"16": 1}
 
 
 def python_path() -> str:
-    """For the child: launches_NAME.py, what they import, and what this process was given."""
+    """For the child: launches.py, what it imports, and what this process was given."""
     root = HERE.parents[1]
     shared = [root / "fixtures" / "models", root / "scripts" / "gpu"]
     folders = [str(folder) for folder in (HERE, HERE.parent / "helpers", *shared)]
     return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def test_every_launches_file_is_of_a_module_with_kernels():
-    named = {path.stem.removeprefix("launches_") for path in HERE.glob("launches_*.py")}
-    assert named == set(KERNELS)
+def test_every_function_is_of_a_module_with_kernels():
+    tree = ast.parse((HERE / "launches.py").read_text(encoding="utf-8"))
+    named = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or node) == "Launches"
+    }
+    assert named == {*KERNELS, "scalar_loads"}

@@ -1,0 +1,335 @@
+"""Launches of every kernel to compile, a function a module of kernels/; see test_compile.py."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+
+from sparsekv_cli.kernels.attention import decode, recent, scores, select
+from sparsekv_cli.kernels.attention.decode import NewRow
+from sparsekv_cli.kernels.clock import take_time
+from sparsekv_cli.kernels.fasa import chunks, row_cache
+from sparsekv_cli.kernels.freekv import correction, recall
+from sparsekv_cli.kernels.freekv import pages as page_cache
+from sparsekv_cli.kernels.freekv import scores as of_freekv
+from sparsekv_cli.kernels.layer import decode as layer
+from sparsekv_cli.kernels.quest import page_rows, pages
+from sparsekv_cli.kernels.quest import scores as of_quest
+from sparsekv_cli.kernels.sals import attention, latent
+from sparsekv_cli.kernels.sals import scores as of_sals
+from sparsekv_cli.kernels.weights import dot, packed
+from sparsekv_cli.kernels.weights.dequantize import dequantize
+
+Launches = Iterator[Callable[[], object]]
+CPU = torch.device("cpu")
+# (H, G, d), (B, capacity, rows listed): few small tiles, or many large ones.
+ATTENDED = (
+    ((32, 8, 128), (1, 128, 64)),
+    ((32, 8, 128), (2, 32768, 8192)),
+    ((32, 32, 128), (2, 32768, 8192)),
+    ((9, 3, 64), (2, 32768, 8192)),
+    ((6, 2, 80), (1, 128, 64)),
+)
+
+
+def empty_matrix(name: str, n_rows: int, n_columns: int) -> packed.PackedMatrix:
+    n_elements, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    data = torch.zeros(1, n_columns // n_elements * n_bytes, dtype=torch.uint8)
+    return packed.repack(name, data.repeat(n_rows, 1), n_columns)
+
+
+def attention_decode() -> Launches:
+    for (n_head, n_kv, d), (n_batch, capacity, m) in ATTENDED:
+        new = torch.empty(n_batch, n_kv, d)
+        cache = torch.empty(n_batch, n_kv, capacity, d, dtype=torch.float16)
+        n = torch.zeros(n_batch, dtype=torch.int32)
+        q = torch.empty(n_batch, n_head, d)
+        row = NewRow(new, new)
+        yield partial(decode.attend_dense, q, cache, cache, n, capacity, 1.0, new=row)
+        if (n_kv, capacity) == (8, 32768):
+            yield partial(decode.attend_dense, q, cache, cache, n, capacity, 1.0)
+            others = decode.Attended(torch.empty(n_batch, n_head, d), torch.empty(n_batch, n_head))
+            yield partial(decode.attend_dense, q, cache, cache, n, 4, 1.0, others=others)
+        n_list = n_kv if d == 64 else n_head
+        idx = torch.zeros(n_batch, n_list, m, dtype=torch.int32)
+        counts = torch.zeros(n_batch, n_list, dtype=torch.int32)
+        lse = torch.empty(n_batch, n_head)
+        yield partial(decode.attend_rows, q, cache, cache, idx, counts, 1.0, lse=lse)
+    yield partial(decode.attend_dense, q.half(), cache, cache, n, capacity, 1.0)
+
+
+def attention_recent() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_kv, d in ((8, 128), (3, 64), (2, 80)):
+        k, new = torch.empty(2, n_kv, 4096, d, dtype=torch.float16), torch.empty(2, n_kv, d)
+        yield partial(recent.recent_rows, n, n, 512, 4, NewRow(new, new), k, k)
+
+
+def attention_scores() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
+        k = torch.empty(2, n_kv, 32768, d, dtype=torch.float16)
+        q, new = torch.empty(2, n_head, d), torch.empty(2, n_kv, d)
+        for n_max in (64, 32768) if n_kv == 8 else (32768,):
+            yield partial(scores.score_rows, q, k, n, n_max, 1.0, new=NewRow(new, new), v=k)
+
+
+def attention_select() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_max, k_max in (
+        (8, 2),
+        (1000, 40),
+        (3000, 256),
+        (8192, 512),
+        (32768, 512),
+        (131072, 32768),
+    ):
+        scores = torch.empty(2, 8, n_max)
+        wanted = torch.ones(2, 8, dtype=torch.int32) if n_max == 8192 else None
+        yield partial(select.select_largest, scores, n, n_max, n, k_max, 4, 16, wanted=wanted)
+
+
+def clock() -> Launches:
+    for stop in (False, True):
+        yield partial(take_time, torch.zeros(2, dtype=torch.int64), stop=stop)
+
+
+def fasa_chunks() -> Launches:
+    capacity = 4096
+    # The last two: N_tip = d/4, and sizes that are no powers of two.
+    for n_head, n_kv, d, n_dim in ((32, 8, 128, 32), (32, 32, 128, 32), (9, 3, 64, 16),
+                                   (32, 8, 128, 64), (6, 2, 80, 20)):  # fmt: skip
+        q, new = torch.zeros(2, n_head, d), torch.zeros(2, n_kv, d)
+        dims = torch.zeros(n_kv, d, dtype=torch.int32)
+        dom = torch.zeros(2, n_kv, n_dim, capacity, dtype=torch.float16)
+        rest = torch.zeros(2, n_kv, capacity, d - n_dim, dtype=torch.float16)
+        v = torch.zeros(2, n_kv, capacity, d, dtype=torch.float16)
+        n = torch.zeros(2, dtype=torch.int32)
+        score = partial(chunks.score_chunks, q, dims[:, :n_dim], dom, n, capacity)
+        if (n_kv, n_dim) == (8, 32):
+            yield partial(score, new=NewRow(new, new), into=(v, v))
+        yield partial(score, new=NewRow(new, new), into=(rest, v), k_dims=dims[:, n_dim:])
+
+
+def fasa_row_cache() -> Launches:
+    capacity, m = 4096, 256
+    # The last two: N_tip = d/4, and sizes that are no powers of two.
+    for n_head, n_kv, d, n_dim in ((32, 8, 128, 32), (32, 32, 128, 32), (9, 3, 64, 16),
+                                   (32, 8, 128, 64), (6, 2, 80, 20)):  # fmt: skip
+        dom = torch.zeros(2, n_kv, n_dim, capacity, dtype=torch.float16)
+        rest = torch.zeros(2, n_kv, capacity, d - n_dim, dtype=torch.float16)
+        v = torch.zeros(2, n_kv, capacity, d, dtype=torch.float16)
+        n = torch.zeros(2, dtype=torch.int32)
+        idx = torch.zeros(2, n_head, m, dtype=torch.int32)
+        counts = torch.zeros(2, n_head, dtype=torch.int32)
+        slots = row_cache.empty_resident(2, n_kv, n_head // n_kv * m, d, d, capacity, CPU)
+        yield partial(row_cache.place_rows, slots, idx, counts, n, torch.zeros_like(idx))
+        yield partial(row_cache.fetch_rows, slots, dom, rest, v)
+
+
+def freekv_correction() -> Launches:
+    n, layout = torch.zeros(1, dtype=torch.int32), page_cache.Layout(4, 5, meanstd=True)
+    for n_head, n_kv, d, page in ((32, 8, 128, 32), (32, 32, 128, 8), (9, 3, 64, 8), (6, 2, 80, 5)):
+        pages = page_cache.empty_pages(1, n_kv, d, d, page, 9, 8, 4, layout, CPU)
+        q, new = torch.empty(1, n_head, d), torch.empty(1, n_kv, d)
+        wanted = torch.zeros(1, n_kv, dtype=torch.int32)
+        enter = partial(correction.enter_row, pages, layout, q, q, new, new, n, n, 64, 128, 0.8)
+        for current in (False, True):
+            yield partial(enter, current=current, wanted=wanted, query=q)
+
+
+def freekv_recall() -> Launches:
+    n = torch.zeros(1, dtype=torch.int32)
+    for n_head, n_kv, d, page, m in (
+        (32, 8, 128, 32, 128), (32, 32, 128, 8, 54), (9, 3, 64, 4, 108), (6, 2, 80, 5, 3)
+    ):  # fmt: skip
+        layout = page_cache.Layout(4, 5, meanstd=page != 32)
+        pages = page_cache.empty_pages(1, n_kv, d, d, page, 100, 2 * m, m, layout, CPU)
+        q = torch.empty(1, n_head, d)
+        heads, lists = torch.zeros(1, n_kv, dtype=torch.int32), torch.zeros(1, n_kv, 8192).int()
+        leave = partial(recall.offload_pages, pages, layout, n, 64)
+        apart = torch.zeros(1, dtype=torch.int64)
+        yield partial(leave, ahead=1, budget=n, reserved=9, wanted=heads)
+        assign = partial(recall.assign_slots, pages, layout, lists, heads, heads, n, n, 64, 128)
+        yield partial(assign, q=q, previous=q)
+        yield partial(recall.fetch_pages, pages, layout, n, 64, lists, heads)
+        if n_kv == 8:
+            yield leave
+            yield assign
+            yield partial(leave, pools=apart)
+            yield partial(recall.fetch_pages, pages, layout, pools=apart)
+            yield partial(recall.fetch_pages, pages, layout)
+
+
+def freekv_scores() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_head, n_kv, d, page in (
+        (32, 8, 128, 16),
+        (32, 32, 128, 32),
+        (9, 3, 64, 16),
+        (6, 2, 80, 5),
+    ):
+        hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
+        q = torch.empty(2, n_head, d)
+        score = partial(of_freekv.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0)
+        wanted = torch.zeros(2, n_kv, dtype=torch.int32)
+        yield partial(score, of_freekv.PageCandidates(4, 64, 80), wanted)
+        if n_kv == 8:
+            yield partial(score, of_freekv.PageCandidates(0, 1, 80))
+
+
+def layer_decode() -> Launches:
+    for n in (576, 4096):
+        x, weight = torch.zeros(2, n), torch.zeros(n)
+        yield partial(layer.rms_norm, x, weight, 1e-5)
+        yield partial(layer.rms_norm, x, weight, 1e-5, x)
+    yield partial(layer.silu_multiply, torch.zeros(2, 2 * 14336))
+    for n_head, n_kv, d in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (6, 2, 80)):
+        out = layer.empty_heads(2, n_head, n_kv, d, d, CPU)
+        raw, table = torch.zeros(2, (n_head + 2 * n_kv) * d), torch.zeros(64, d // 2)
+        pos, norm = torch.zeros(2, dtype=torch.int32), torch.zeros(d)
+        biases = torch.zeros(n_head * d), torch.zeros(n_kv * d), torch.zeros(n_kv * d)
+        none = (None, None, None)
+        scale = torch.zeros(64)
+        variants = (
+            (biases, (norm, norm), scale, False),
+            (none, none[:2], None, True),
+            (none, none[:2], scale, True),
+        )
+        for given, norms, q_scale, interleaved in variants if n_kv == 8 else variants[:1]:
+            yield partial(
+                layer.split_heads, raw, out, pos, table, table, q_scale, biases=given, norms=norms,
+                interleaved=interleaved,
+            )  # fmt: skip
+
+
+def quest_page_rows() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    chosen = torch.zeros(2, 8, 32, dtype=torch.int32)
+    for page, n_sinks in ((16, 4), (5, 11), (32, 0)):
+        yield partial(page_rows.page_rows, chosen, chosen[:, :, 0].contiguous(), n, page, n_sinks)
+
+
+def quest_pages() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_kv, d, page in ((8, 128, 16), (32, 128, 32), (3, 64, 16), (2, 80, 5)):
+        k = torch.empty(2, n_kv, 8192 * page // 4, d, dtype=torch.float16)
+        hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
+        new = NewRow(torch.empty(2, n_kv, d), torch.empty(2, n_kv, d))
+        for meanstd in (True, False) if n_kv == 8 else (True,):
+            yield partial(pages.page_summaries, k, hi, hi, page, meanstd, 0, 100)
+            yield partial(pages.append_row, new, k, k, hi, hi, n, page, meanstd, 4)
+
+
+def quest_scores() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_head, n_kv, d, page in (
+        (32, 8, 128, 16),
+        (32, 32, 128, 32),
+        (9, 3, 64, 16),
+        (6, 2, 80, 5),
+    ):
+        hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
+        q = torch.empty(2, n_head, d)
+        for n_page_max in (8192, 64) if n_kv == 8 else (8192,):
+            yield partial(of_quest.largest_scores, q, hi, hi, n, n, n_page_max, page, 1.0)
+
+
+def sals_attention() -> Launches:
+    m = 432
+    for n_batch, n_head, n_kv, d, n_rot, rank, bits in (
+        (1, 32, 8, 128, 128, 256, 4), (2, 32, 8, 128, 128, 256, 4), (1, 32, 32, 128, 128, 1024, 4),
+        (16, 32, 32, 128, 128, 512, 2), (1, 9, 3, 64, 64, 48, 4), (1, 6, 2, 80, 40, 40, 16),
+    ):  # fmt: skip
+        ones, theta = np.ones(n_kv * d), np.ones(n_rot // 2)
+        basis = latent.make_basis(np.ones((n_kv * d, rank)), ones, theta, 1.0, n_kv, CPU)
+        latents = torch.zeros(n_batch, 512, rank, dtype=torch.float16)
+        shape = n_batch, 512, n_kv, latent.head_bytes(d, bits)
+        values = torch.zeros(shape, dtype=torch.uint8)
+        idx = torch.zeros(n_batch, 1, m, dtype=torch.int32)
+        counts = torch.zeros(n_batch, 1, dtype=torch.int32)
+        out = attention.empty_pieces(n_batch, n_head, n_kv, d, m, CPU)
+        yield partial(
+            attention.attend_latents, torch.zeros(n_batch, n_head, d), idx, counts, latents,
+            values, basis, bits, d, 1.0, 16, out,
+        )  # fmt: skip
+
+
+def sals_latent() -> Launches:
+    for n_kv, d, rank, bits in (
+        (8, 128, 256, 4),
+        (32, 128, 1024, 4),
+        (3, 64, 48, 2),
+        (2, 80, 40, 16),
+    ):
+        exact = latent.empty_exact(2, n_kv, (d, d), 16, 64, 80, CPU)
+        latents = torch.zeros(2, 512, rank, dtype=torch.float16)
+        size = latent.head_bytes(d, bits)
+        values = torch.zeros(2, 512, n_kv, size, dtype=torch.uint8)
+        z, new, n = torch.zeros(2, rank), torch.zeros(2, n_kv, d), torch.zeros(2, dtype=torch.int32)
+        yield partial(
+            latent.append_latent, z, new, new, n, n, latents, values, exact, 1.0, bits, 16, 64
+        )
+
+
+def sals_scores() -> Launches:
+    capacity = 8192
+    for n_head, n_kv, d, n_rot, rank in ((32, 8, 128, 128, 256), (32, 32, 128, 128, 1024),
+                                         (9, 3, 64, 64, 48), (6, 2, 80, 40, 40)):  # fmt: skip
+        ones, theta = np.ones(n_kv * d), np.ones(n_rot // 2)
+        basis = latent.make_basis(np.ones((n_kv * d, rank)), ones, theta, 1.0, n_kv, CPU)
+        latents = torch.zeros(2, capacity, rank, dtype=torch.float16)
+        n = torch.zeros(2, dtype=torch.int32)
+        yield partial(
+            of_sals.score_latents, torch.zeros(2, n_head, d), torch.zeros(n_rot // 2), basis,
+            latents, rank // 2, n, capacity, 1.0, 16, torch.zeros(2, n_head),
+        )  # fmt: skip
+        yield partial(of_sals.score_summed, torch.zeros(2, rank // 2), latents, n, capacity, 16)
+
+
+def weights_dequantize() -> Launches:
+    for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"):
+        yield partial(dequantize, empty_matrix(name, 96, 768))
+
+
+def weights_matmul() -> Launches:
+    for name in packed.PACKABLE:
+        yield partial(dot.multiply, empty_matrix(name, 8192, 4096), torch.zeros(16, 4096))
+    # the columns in parts
+    yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(8, 14336))
+
+
+def weights_matvec() -> Launches:
+    for name in packed.PACKABLE:
+        w = empty_matrix(name, 8192, 4096)
+        for n_batch in (1, 2) if name in ("Q4_K", "Q6_K", "F16") else (1,):
+            yield partial(dot.multiply, w, torch.zeros(n_batch, 4096))
+    for name in ("Q4_0", "Q6_K"):  # one warp a row
+        yield partial(dot.multiply, empty_matrix(name, 96, 768), torch.zeros(1, 768))
+    yield partial(dot.multiply, empty_matrix("Q4_K", 4096, 14336), torch.zeros(1, 14336))
+
+
+@triton.jit
+def _every_other_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + 2 * at))
+
+
+@triton.jit
+def _all_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+
+def scalar_loads() -> Launches:
+    """One kernel reads single elements, and one does not."""
+    x = torch.empty(2048, dtype=torch.float16)
+    kernels: tuple[Any, ...] = (_every_other_kernel, _all_kernel)
+    for kernel in kernels:
+        yield partial(kernel[(1,)], x, x, BLOCK=1024, num_warps=4)
