@@ -61,11 +61,7 @@ class FusedChunkSteps:
     """Each step is one pass over f32 arrays; each result is rounded once."""
 
     def __init__(
-        self,
-        hparams: HParams,
-        ropes: RopeTables,
-        architecture: Architecture,
-        n_threads: int,
+        self, hparams: HParams, ropes: RopeTables, architecture: Architecture, n_threads: int
     ) -> None:
         self._ropes, self._n_threads = ropes, n_threads
         self._interleaved = architecture.rope_interleaved

@@ -9,11 +9,7 @@ from functools import cached_property
 
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.architectures import (
-    ARCHITECTURES,
-    Architecture,
-    architecture_of,
-)
+from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts

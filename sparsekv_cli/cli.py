@@ -66,10 +66,7 @@ COMMANDS = {
         "Compile all kernels now, so that later runs start at once.",
     ),
     "doctor": ("sparsekv_cli.commands.doctor", "Show what a bug report needs."),
-    "completion": (
-        "sparsekv_cli.commands.completion",
-        "Print the completion script of a shell.",
-    ),
+    "completion": ("sparsekv_cli.commands.completion", "Print the completion script of a shell."),
 }
 
 OWN_OPTIONS = ("-h", "--help", "-V", "--version", "-v", "--verbose")

@@ -41,10 +41,7 @@ class DecoderEngine(ABC):
     draft_specs: Ids[LayerSpec] = ()  # the layers of what makes drafts; their rows are f16
 
     def __init__(
-        self,
-        note: str,
-        n_ctx: int,
-        ends: Callable[[], Container[int]] = frozenset,
+        self, note: str, n_ctx: int, ends: Callable[[], Container[int]] = frozenset
     ) -> None:
         """n_ctx: the most tokens of a sequence. ends: returns the tokens that end a message."""
         self.note, self.n_ctx = note, n_ctx

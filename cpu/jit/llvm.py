@@ -153,13 +153,7 @@ class Prefetches:
     costs longer pieces of work more than it brings.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[ir.Value],
-        n_steps: int,
-        *,
-        fixed: bool = False,
-    ):
+    def __init__(self, addresses: Sequence[ir.Value], n_steps: int, *, fixed: bool = False):
         self._addresses, self._n_steps = addresses, n_steps
         self._fixed = fixed
         self._step = self._n_asked = 0

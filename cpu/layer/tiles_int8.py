@@ -16,20 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    VF,
-    VI,
-    const,
-    load,
-    splat,
-    vec,
-)
+from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import call_through, function_address
 from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products, round_halves

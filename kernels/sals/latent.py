@@ -78,10 +78,7 @@ def _cos_sin(turns):
     quadrant = nearest.to(tl.int32) & 3
     is_odd = (quadrant & 1) == 1
     s, c = tl.where(is_odd, cos, sin), tl.where(is_odd, sin, cos)
-    return (
-        tl.where((quadrant == 1) | (quadrant == 2), -c, c),
-        tl.where(quadrant >= 2, -s, s),
-    )
+    return (tl.where((quadrant == 1) | (quadrant == 2), -c, c), tl.where(quadrant >= 2, -s, s))
 
 
 def rotate(

@@ -120,10 +120,7 @@ def _k_scales(b: torch.Tensor) -> dict[str, torch.Tensor]:
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([first & 63, (third & 15) | first >> 6 << 4], dim=1)
     minimum = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
-    return {
-        "scale": _pairs(scale, minimum),
-        "super_scale": _pairs(_halves(b, 0), _halves(b, 2)),
-    }
+    return {"scale": _pairs(scale, minimum), "super_scale": _pairs(_halves(b, 0), _halves(b, 2))}
 
 
 def _q4_k(b: torch.Tensor) -> dict[str, torch.Tensor]:

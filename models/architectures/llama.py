@@ -3,7 +3,5 @@
 from sparsekv_cli.models.architectures import Architecture, Mixture
 
 ARCHITECTURE = Architecture(
-    name="llama",
-    rope_interleaved=True,
-    mixture=Mixture(required=False, own_length=False),
+    name="llama", rope_interleaved=True, mixture=Mixture(required=False, own_length=False)
 )

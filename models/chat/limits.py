@@ -228,10 +228,7 @@ class Limits:
             raise LimitError(f"it separates JSON by more than {MAX_JSON_INDENT} characters")
         self.weighed(value)
         encoder = json.JSONEncoder(
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
         if not n_columns:
             return self.built(encoder.encode(value))

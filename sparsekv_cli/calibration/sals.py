@@ -109,9 +109,7 @@ class _StatisticsCache(TextCache):
     """Sums up a layer's keys and queries during the calibration's prefill."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None],
+        self, spec: LayerSpec, keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None]
     ) -> None:
         super().__init__(spec)
         self._keep = keep

@@ -251,10 +251,7 @@ class DeviceDecoder(Forward):
         return found
 
     def _program(
-        self,
-        caches: Sequence[Sequence[LayerCache]],
-        plan: StepPlan,
-        choosing: _Choosing,
+        self, caches: Sequence[Sequence[LayerCache]], plan: StepPlan, choosing: _Choosing
     ) -> Iterator[Piece]:
         """A step: from the token's embedding in the buffers to the logits there, or a token."""
         buffers, runs = self._buffers, plan.runs_of(caches)

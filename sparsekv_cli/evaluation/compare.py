@@ -37,9 +37,7 @@ LEAST_STEPS = 4  # the first for the time to the first token, then some watched 
 
 
 def parse_methods(
-    text: str,
-    common: Mapping[str, str] | None = None,
-    sweeps: Iterable[tuple[str, Ids[str]]] = (),
+    text: str, common: Mapping[str, str] | None = None, sweeps: Iterable[tuple[str, Ids[str]]] = ()
 ) -> dict[str, Method]:
     """``lfps,topk:budget=2%`` -> methods by their text.
 

@@ -69,10 +69,7 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
 
 
 def plant_needles(
-    model: Model,
-    document: str,
-    lengths: Sequence[int],
-    encode: Callable[[str], list[int]],
+    model: Model, document: str, lengths: Sequence[int], encode: Callable[[str], list[int]]
 ) -> list[Planted]:
     """Makes a prompt for each of ``lengths`` and each depth.
 

@@ -46,10 +46,7 @@ MakeConstraint = Callable[
 
 
 def new_constraint(
-    model: Model,
-    sampling: SamplingOptions,
-    thinking: Thinking | None,
-    think: bool | None = None,
+    model: Model, sampling: SamplingOptions, thinking: Thinking | None, think: bool | None = None
 ) -> AnswerConstraint | None:
     """Returns the constraint of a model's answers, as MakeConstraint says."""
     return constraint_maker(model.tokenizer)(sampling, thinking, think)

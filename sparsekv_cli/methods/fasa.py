@@ -58,12 +58,7 @@ class FASA(Method):
     device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {
-            "metric": "ca",
-            "force": "none",
-            "allocation": "uniform",
-            "dense_layers": (),
-        },
+        "paper": {"metric": "ca", "force": "none", "allocation": "uniform", "dense_layers": ()},
     }
 
     preset: str = option("tuned", "other options change it", choices=tuple(presets))

@@ -66,12 +66,7 @@ class SALS(Method):
     undo: ClassVar[int] = UNDO
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
-        "paper": {
-            "basis": "pca",
-            "score": "paper",
-            "exact_sinks": False,
-            "allocation": "uniform",
-        },
+        "paper": {"basis": "pca", "score": "paper", "exact_sinks": False, "allocation": "uniform"},
     }
 
     dense_layers: tuple[int, ...] = option((0, 1, -1), DENSE_HELP)

@@ -116,12 +116,7 @@ class Advice:
     def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
         """A told method, for ``--json``."""
         speedup, ends = (
-            (1.0, (1.0, 1.0))
-            if trial is self.full
-            else (
-                trial.speedup,
-                trial.interval(),
-            )
+            (1.0, (1.0, 1.0)) if trial is self.full else (trial.speedup, trial.interval())
         )
         return {
             "spec": spec_of(trial.method),

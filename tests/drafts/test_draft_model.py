@@ -93,11 +93,7 @@ def test_a_draft_ends_with_doubt_and_with_the_context(path: Path) -> None:
 @pytest.mark.parametrize("source", ["draft-model", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 def test_answers_are_the_same(
-    source: str,
-    temperature: float,
-    path: Path,
-    other: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: str, temperature: float, path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ModelDrafts, "least_chance", 0.0)  # these models are never certain
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 3}

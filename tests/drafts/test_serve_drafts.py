@@ -13,12 +13,7 @@ from tiny_sequences import open_tiny, tokens
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.sequence import Sequence
-from sparsekv_cli.serve.jobs import (
-    Event,
-    Failed,
-    Finished,
-    NewToken,
-)
+from sparsekv_cli.serve.jobs import Event, Failed, Finished, NewToken
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.config import SessionConfig
 

@@ -5,13 +5,7 @@ import pytest
 
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning.advice import Advice
-from sparsekv_cli.planning.reading import (
-    FACTS,
-    N_WORDS,
-    affordable_tokens,
-    fitting_text,
-    make_task,
-)
+from sparsekv_cli.planning.reading import FACTS, N_WORDS, affordable_tokens, fitting_text, make_task
 from sparsekv_cli.planning.trial import MethodTrial
 
 

@@ -79,11 +79,7 @@ def _place(sample: RulerPoint) -> dict[str, Any]:
 
 
 def answer(
-    model: Model,
-    prompt: RulerPrompt,
-    n_read: int,
-    start: MethodPrefill,
-    n_answer: int,
+    model: Model, prompt: RulerPrompt, n_read: int, start: MethodPrefill, n_answer: int
 ) -> dict[str, Any]:
     """Returns the greedy answer after ``n_read`` tokens of a prompt, and its score.
 
