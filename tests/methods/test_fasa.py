@@ -185,14 +185,6 @@ def test_whole_keys():
 # --- options --------------------------------------------------------------------------------------
 
 
-def test_presets():
-    tuned, paper = build_method("fasa", {}), build_method("fasa", {"preset": "paper"})
-    assert (tuned.metric, tuned.force, tuned.dense_layers) == ("var", "default", (0, 1))
-    assert (paper.metric, paper.force, paper.dense_layers) == ("ca", "none", ())
-    assert tuned.budget == paper.budget == Budget(tokens=256)
-    assert build_method("fasa", {}, budget="5%").budget == Budget(share=0.05)
-
-
 @pytest.mark.parametrize(
     ("option", "value"), [("metric", "cos"), ("force", "all"), ("variant", "x"), ("n_tip", "-1")]
 )

@@ -282,47 +282,6 @@ def opened(sequence_of):
     return lambda **options: sequence_of("freekv", common | options)
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
-def test_a_rewound_sequence_equals_a_fresh_one(overlap, opened):
-    prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
-    used = opened(overlap=overlap)
-    for keep in (8 * CHUNK, 5 * CHUNK, 2 * CHUNK, 0):
-        fresh = opened(overlap=overlap)
-        if keep:
-            fresh.prefill(prompt[:keep])
-        used.rewind(0)
-        used.prefill(prompt)
-        decoded(used, tokens(30, 3))
-        used.rewind(keep)
-        assert used.tokens == prompt[:keep] and {cache.n for cache in used.caches} == {keep}
-        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
-        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
-
-
-@pytest.mark.parametrize("calls", [1, 3, 6, 8])
-def test_an_interrupted_prefill_adds_nothing(calls, opened):
-    """Progress is reported after each chunk of each layer: 2 chunks, 4 layers."""
-
-    def interrupt(done: int, total: int) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    prompt, question, answer = tokens(8 * CHUNK), tokens(7, 1), tokens(40, 2)
-    sequence, other = opened(overlap="true"), opened()
-    for each in (sequence, other):
-        each.prefill(prompt)
-        decoded(each, answer)
-    left, before = calls, list(sequence.tokens)
-    with pytest.raises(KeyboardInterrupt):
-        sequence.prefill(tokens(2 * CHUNK, 5), interrupt)
-    assert left == 0 and sequence.tokens == before
-    assert {cache.n for cache in sequence.caches} == {len(before)}
-    np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
-    np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
-
-
 @pytest.mark.parametrize("before_or_after", ["before", "after"])
 def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeypatch):
     """Some layers have the row already when it strikes, or this layer has computed it as well."""
@@ -348,16 +307,6 @@ def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeyp
     question, answer = tokens(7, 3), tokens(20, 4)
     np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
     np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
-
-
-@pytest.mark.parametrize("budget", ["1", "2", "8", "5%", "30%"])
-@pytest.mark.parametrize("n_prompt", [1, 5, 17, 40, 70])
-def test_short_contexts_and_small_budgets(budget, n_prompt, opened):
-    sequence = opened(budget=budget, overlap="true")
-    sequence.prefill(tokens(n_prompt))
-    assert np.isfinite(decoded(sequence, tokens(80, 1))).all()
-    counts = sequence.ledger()
-    assert 0 < counts["sparse_rows_attended"] < counts["sparse_rows_total"]
 
 
 def test_generation_as_long_as_the_prompt(opened):
