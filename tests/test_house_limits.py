@@ -11,7 +11,7 @@ import builtins
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -113,17 +113,17 @@ def arrows_of_modules() -> Iterator[str]:
         ("arrows", arrows_of_modules),
     ],
 )
-def test_nothing_but_the_known_exceptions(kind: str, find: Callable[[], Iterator[str]]) -> None:
+def test_nothing_but_the_known_exceptions(kind, find):
     assert sorted(find()) == sorted(EXCEPTIONS[kind])
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_lines(part: str) -> None:
+def test_lines(part):
     total = sum(map(n_lines, PARTS[part]))
     assert len(PARTS[part]) > 10 and total <= LIMITS["lines"][part]
 
 
-def test_scripts_import_each_other_in_no_circle() -> None:
+def test_scripts_import_each_other_in_no_circle():
     """They import by plain names; ``if TYPE_CHECKING`` counts too."""
     scripts = {path.stem: path for path in PARTS["scripts"] if path in trees()}
     arrows: dict[str, set[str]] = {}
@@ -139,12 +139,12 @@ def test_scripts_import_each_other_in_no_circle() -> None:
     list(TopologicalSorter(arrows).static_order())  # or a CycleError, which shows it
 
 
-def test_the_citation_has_the_version() -> None:
+def test_the_citation_has_the_version():
     citation = (root() / "CITATION.cff").read_text("utf-8")
     assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [__version__]
 
 
-def test_the_workflow_runs_what_people_run() -> None:
+def test_the_workflow_runs_what_people_run():
     workflow = (root() / ".github/workflows/test.yml").read_text("utf-8")
     assert re.findall(r"run: (.*)", workflow) == [".ci/run"]
     assert "exec scripts/test\n" in (root() / ".ci/run").read_text("utf-8")

@@ -30,7 +30,7 @@ def model(path: Path) -> Iterator[LanguageModel]:
         yield opened
 
 
-def test_an_answer_is_that_of_run(path: Path, model: LanguageModel, invoke_run: Any) -> None:
+def test_an_answer_is_that_of_run(path, model, invoke_run):
     reply = model.chat(ASKED, temperature=0, max_tokens=12)
     told = invoke_run(path, "-p", "What is it?", "-n", "12", "--temp", "0")
     assert str(reply) == reply.text == told["text"] and reply.tokens == told["tokens"]
@@ -44,7 +44,7 @@ def test_an_answer_is_that_of_run(path: Path, model: LanguageModel, invoke_run: 
     assert plain.tokens == told["tokens"] != reply.tokens
 
 
-def test_pieces_of_a_stream(model: LanguageModel) -> None:
+def test_pieces_of_a_stream(model):
     whole = model.generate("some words", temperature=0.0, max_tokens=20)
     stream = model.generate("some words", temperature=0.0, max_tokens=20, stream=True)
     pieces = list(stream)
@@ -52,7 +52,7 @@ def test_pieces_of_a_stream(model: LanguageModel) -> None:
     assert stream.reply.tokens == whole.tokens and stream.reply.ledger == whole.ledger
 
 
-def test_a_beginning_is_not_computed_again(model: LanguageModel) -> None:
+def test_a_beginning_is_not_computed_again(model):
     ids = "a b c d e f g " * 12
     first = model.generate(ids, max_tokens=4, temperature=0)
     again = model.generate(ids, max_tokens=4, temperature=0)
@@ -62,7 +62,7 @@ def test_a_beginning_is_not_computed_again(model: LanguageModel) -> None:
     assert again.tokens == first.tokens and 0 < longer.usage["cached_tokens"] <= n
 
 
-def test_one_call_at_a_time(model: LanguageModel) -> None:
+def test_one_call_at_a_time(model):
     stream = model.generate("x", stream=True, max_tokens=30)
     next(stream)
     with pytest.raises(SparseKVError, match="busy with another answer"):
@@ -71,7 +71,7 @@ def test_one_call_at_a_time(model: LanguageModel) -> None:
     assert model.generate("y", max_tokens=1).usage["completion_tokens"] <= 1
 
 
-def test_methods_of_a_call(path: Path, model: LanguageModel) -> None:
+def test_methods_of_a_call(path, model):
     """A call's method is its own; the next call has the model's again. Threads take turns."""
     prompt = "a b c d e f g " * 20
     full = model.generate(prompt, temperature=0, max_tokens=10)
@@ -92,7 +92,7 @@ def test_methods_of_a_call(path: Path, model: LanguageModel) -> None:
     assert found[0].tokens == full.tokens
 
 
-def test_stops_schemas_and_seeds(model: LanguageModel) -> None:
+def test_stops_schemas_and_seeds(model):
     text = model.generate("a", temperature=0, max_tokens=30).text
     stop = text[len(text) // 2 :][:3]
     ended = model.generate("a", temperature=0, max_tokens=30, stop=stop)
@@ -117,7 +117,7 @@ def test_stops_schemas_and_seeds(model: LanguageModel) -> None:
         ({"json_schema": True, "regex": "a"}, "exclude each other"),
     ],
 )
-def test_what_is_refused(model: LanguageModel, given: Any, words: str) -> None:
+def test_what_is_refused(model, given, words):
     with pytest.raises((SparseKVError, ValueError), match=words):
         model.generate("a", **given)
     with pytest.raises((SparseKVError, ValueError), match=words):
@@ -125,7 +125,7 @@ def test_what_is_refused(model: LanguageModel, given: Any, words: str) -> None:
     assert model.generate("a", max_tokens=1).usage["prompt_tokens"] >= 1
 
 
-def test_prompts_that_cannot_be(model: LanguageModel) -> None:
+def test_prompts_that_cannot_be(model):
     with pytest.raises(SparseKVError, match="do not fit the context of 400"):
         model.generate("word " * 500)
     with pytest.raises(SparseKVError, match="role"):
@@ -133,7 +133,7 @@ def test_prompts_that_cannot_be(model: LanguageModel) -> None:
     assert model.generate("a", max_tokens=0).text == ""
 
 
-def test_tokens_and_the_end(path: Path) -> None:
+def test_tokens_and_the_end(path):
     with load(path, **FAST) as model:
         ids = model.tokenize("some words", add_bos=True)
         assert model.detokenize(ids[1:]).strip() == "some words"
@@ -167,7 +167,7 @@ def invoke_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     return run
 
 
-def test_the_notebook_runs(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notebook_runs(default_model, capsys):
     """Every cell of docs/python.ipynb, in order, on the default model."""
     path = Path(__file__).resolve().parents[1] / "docs" / "python.ipynb"
     cells = json.loads(path.read_text("utf-8"))["cells"]

@@ -1,7 +1,6 @@
 """How many bytes rows take, and what is refused where there is no memory for them."""
 
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.mark.parametrize(("k", "v"), list(product(CACHE_TYPES, repeat=2)))
-def test_token_bytes_are_those_of_a_store(k: str, v: str) -> None:
+def test_token_bytes_are_those_of_a_store(k, v):
     spec = LayerSpec(0, 2, 6, 3, 40, 80, 1, cache_type_k=k, cache_type_v=v)
     rows = KVStore(spec)
     rows.reserve(7)
@@ -28,13 +27,13 @@ def test_token_bytes_are_those_of_a_store(k: str, v: str) -> None:
     assert fitting_context(600 * rows.nbytes // 7, rows.nbytes // 7) == 512
 
 
-def test_methods_that_are_sparse_later_hold_all_rows() -> None:
+def test_methods_that_are_sparse_later_hold_all_rows():
     held = {name for name in METHODS if method_class(name).holds_all_rows}
     assert held >= {name for name in METHODS if method_class(name).work_of_a_head} | {"full"}
     assert not held & {"h2o", "snapkv", "sals", "faedkv"}
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     path = make_model(tmp_path / "model.gguf", n_ctx=4000)
     n_bytes = 0
 

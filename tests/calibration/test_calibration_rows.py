@@ -27,7 +27,7 @@ N_LAYER = 4
 
 
 @pytest.mark.parametrize(("n_weights", "n_used"), [(10**8, 8), (10**12, 8), (10**12, 1)])
-def test_rows_follow_from_the_weights_that_a_row_takes(n_weights: int, n_used: int) -> None:
+def test_rows_follow_from_the_weights_that_a_row_takes(n_weights, n_used):
     tensors: dict[str, Any] = {
         "blk.0.ffn_up_exps.weight": SimpleNamespace(n_elements=n_weights, shape=(8, 2, 2)),
         "token_embd.weight": SimpleNamespace(n_elements=10**15, shape=(2, 2)),
@@ -53,9 +53,7 @@ def plan(n_layer: int, n_trials: int, dense: tuple[int, ...], n_rows: int, has_t
     ids=["faedkv", "fasa", "sals"],
 )
 @pytest.mark.parametrize(("n_layer", "n_weights"), [(28, 1.31e9), (32, 6.98e9)])
-def test_large_models_take_the_rows_of_their_time(
-    n_layer: int, n_weights: float, n_trials: int, dense: tuple[int, ...], has_text: bool
-) -> None:
+def test_large_models_take_the_rows_of_their_time(n_layer, n_weights, n_trials, dense, has_text):
     """Two cores take 60 rows a second of 1.5B, all included; 8B is an estimate by its weights."""
     dense = tuple(i % n_layer for i in dense)
     n_rows = max(LEAST_ROWS, int(PRODUCTS / n_weights))
@@ -105,9 +103,7 @@ class Counted:
 
 @pytest.mark.parametrize("n_rows", [900, 1 << 30])
 @pytest.mark.parametrize("name", ["fasa", "sals", "faedkv"])
-def test_passes_take_the_rows_that_are_planned(
-    name: str, n_rows: int, model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_take_the_rows_that_are_planned(name, n_rows, model, monkeypatch):
     """Progress counts the same rows."""
     plans: list[Study] = []
     begin = Study.__init__
@@ -142,7 +138,7 @@ def test_passes_take_the_rows_that_are_planned(
     assert counted.n_logits - others <= n_trial_rows * 5 * n_scored
 
 
-def test_likely_tokens_alone_are_compared(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likely_tokens_alone_are_compared(model, monkeypatch):
     """KLD of what both say of these tokens; with all tokens it is that of the whole answers."""
     specs, ids = model.decoder.layer_specs(), tokens(231)
     run = CalibrationRun(specs, ids, model.decoder.forward, lambda share: None)

@@ -55,7 +55,7 @@ def refused(invoke: Invoke, code: int, *arguments: str) -> str:
     return result.err
 
 
-def test_what_is_written_and_said(model: Path, fake: Any, invoke: Invoke) -> None:
+def test_what_is_written_and_said(model, fake, invoke):
     beside = model.with_name("tiny.calibration.npz")
     found = calibrate(invoke, model)
     assert found["model"] == str(model) and found["path"] == str(beside)
@@ -75,7 +75,7 @@ def test_what_is_written_and_said(model: Path, fake: Any, invoke: Invoke) -> Non
     assert [len(ids) for ids in fake.runs] == [N_CTX, 270]
 
 
-def test_runs_take_what_was_calibrated(model: Path, fake: Any, invoke: Invoke) -> None:
+def test_runs_take_what_was_calibrated(model, fake, invoke):
     first = invoke("run", "-m", str(model), "--method", "fake", *RUN)
     assert first.code == 0 and "calibrating fake" in first.err and "stored in" in first.err
     again = invoke("run", "-m", str(model), "--method", "fake", *RUN)
@@ -83,9 +83,7 @@ def test_runs_take_what_was_calibrated(model: Path, fake: Any, invoke: Invoke) -
     assert len(fake.runs) == 1
 
 
-def test_a_text_and_a_place_of_ones_own(
-    model: Path, fake: Any, invoke: Invoke, tmp_path: Path
-) -> None:
+def test_a_text_and_a_place_of_ones_own(model, fake, invoke, tmp_path):
     text, place = tmp_path / "text.txt", tmp_path / "elsewhere" / "mine.npz"
     text.write_text("the sand and the thing " * 60)
     found = calibrate(invoke, model, "-f", str(text), "--output", str(place))
@@ -105,7 +103,7 @@ def test_a_text_and_a_place_of_ones_own(
     assert missing in refused(invoke, 1, *arguments)
 
 
-def test_a_damaged_sidecar_is_named_and_made_again(model: Path, fake: Any, invoke: Invoke) -> None:
+def test_a_damaged_sidecar_is_named_and_made_again(model, fake, invoke):
     beside = model.with_name("tiny.calibration.npz")
     calibrate(invoke, model)
     beside.write_bytes(beside.read_bytes()[:-100])
@@ -115,9 +113,7 @@ def test_a_damaged_sidecar_is_named_and_made_again(model: Path, fake: Any, invok
     assert invoke("run", "-m", str(model), "--method", "fake", *RUN).code == 0
 
 
-def test_what_cannot_be_done(
-    model: Path, fake: Any, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done(model, fake, invoke, tmp_path, monkeypatch):
     base = ["calibrate", "-m", str(model)]
     for name in ("topk", "nothing", "fake,", ""):
         assert "those are fake" in refused(invoke, 2, *base, "--method", name)
@@ -136,11 +132,11 @@ def test_what_cannot_be_done(
     assert "cuda" in refused(invoke, 1, *base, "--device", "cuda")
 
 
-def test_nothing_to_calibrate(no_calibrated: None, model: Path, invoke: Invoke) -> None:
+def test_nothing_to_calibrate(no_calibrated, model, invoke):
     assert "no method needs" in refused(invoke, 2, "calibrate", "-m", str(model))
 
 
-def test_the_need_is_listed(fake: Any, invoke: Invoke) -> None:
+def test_the_need_is_listed(fake, invoke):
     described = json.loads(invoke("methods", "--json").out)
     needs = {method["name"]: method["needs"] for method in described}
     assert needs["fake"] == "calibration" and needs["topk"] == needs["full"] == ""
@@ -148,9 +144,7 @@ def test_the_need_is_listed(fake: Any, invoke: Invoke) -> None:
     assert "  needs    calibration\n" in text
 
 
-def test_what_remains_is_told_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_remains_is_told_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     with progress.CalibrationProgress() as calibrating, progress.MeasureProgress() as measuring:
         for done in range(5):

@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ HEAVY = ("torch", "numba", "gguf", "rich", "numpy", "jinja2", "tokenizers", "sen
 MOST_MODULES = 200  # Python's own and click are 130, which take a tenth of a second
 
 
-def test_help_lists_every_command_and_imports_none(invoke: Callable[..., Any]) -> None:
+def test_help_lists_every_command_and_imports_none(invoke):
     result = invoke("--help")
     assert result.code == 0
     for name, (_, short) in cli.COMMANDS.items():
@@ -26,14 +24,14 @@ def test_help_lists_every_command_and_imports_none(invoke: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_listed_command_has_help(name: str, invoke: Callable[..., Any]) -> None:
+def test_every_listed_command_has_help(name, invoke):
     result = invoke(name, "--help")
     assert result.code == 0 and f"sparsekv-cli {name}" in result.out
     assert "--verbose" in result.out
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_are_light(argument: str) -> None:
+def test_help_and_version_are_light(argument):
     code = (
         "import sys\nfrom sparsekv_cli.cli import main\n"
         f"try:\n    main([{argument!r}])\nexcept SystemExit as error:\n    assert not error.code\n"
@@ -77,9 +75,7 @@ def test_help_and_version_are_light(argument: str) -> None:
         (["bench", "-pg", "5"], "PROMPT,GEN"),
     ],
 )
-def test_usage_errors_exit_with_2(
-    arguments: list[str], words: str, invoke: Callable[..., Any]
-) -> None:
+def test_usage_errors_exit_with_2(arguments, words, invoke):
     result = invoke(*arguments)
     assert result.code == 2, result.err
     assert words in result.err and result.err.startswith("error: ")
@@ -87,7 +83,7 @@ def test_usage_errors_exit_with_2(
     assert result.out == ""
 
 
-def test_no_command_shows_the_help(invoke: Callable[..., Any]) -> None:
+def test_no_command_shows_the_help(invoke):
     result = invoke()
     assert result.code == 2 and "Commands:" in result.err and result.out == ""
 
@@ -103,13 +99,7 @@ def test_no_command_shows_the_help(invoke: Callable[..., Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("verbose", [(), ("-v",)])
-def test_failures_are_one_line_with_exit_code_1(
-    error: Exception,
-    line: str,
-    verbose: tuple[str, ...],
-    invoke: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failures_are_one_line_with_exit_code_1(error, line, verbose, invoke, monkeypatch):
     def fail(options: object) -> None:
         raise error
 
@@ -123,7 +113,7 @@ def test_failures_are_one_line_with_exit_code_1(
         assert verbose or not trace
 
 
-def test_ctrl_c_exits_with_130(invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130(invoke, monkeypatch):
     def interrupt(options: object) -> None:
         raise KeyboardInterrupt
 
@@ -132,11 +122,11 @@ def test_ctrl_c_exits_with_130(invoke: Callable[..., Any], monkeypatch: pytest.M
     assert (result.code, result.out, result.err) == (130, "", "")
 
 
-def test_control_characters_of_a_file_do_not_reach_the_terminal() -> None:
+def test_control_characters_of_a_file_do_not_reach_the_terminal():
     assert one_line("bad \x1b[31mname\x07\nnext") == "bad \\x1b[31mname\\x07 next"
 
 
-def test_closed_stdout_ends_quietly() -> None:
+def test_closed_stdout_ends_quietly():
     command = " ".join(PROGRAM)
     done = subprocess.run(
         ["bash", "-c", f"{{ sleep 0.5; {command} run --help; echo $? >&2; }} | true"],
@@ -146,7 +136,7 @@ def test_closed_stdout_ends_quietly() -> None:
     assert done.stderr == "0\n"
 
 
-def test_stdout_closed_from_the_start() -> None:
+def test_stdout_closed_from_the_start():
     command = " ".join(PROGRAM)
     done = subprocess.run(
         ["bash", "-c", f"{command} --version >&-"], capture_output=True, text=True
@@ -155,7 +145,7 @@ def test_stdout_closed_from_the_start() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_a_line() -> None:
+def test_a_full_disk_is_a_line():
     done = subprocess.run(
         ["bash", "-c", f"{' '.join(PROGRAM)} run --help >/dev/full"], capture_output=True, text=True
     )

@@ -1,7 +1,6 @@
 """What a shell is offered."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +25,14 @@ def offered(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     return ask
 
 
-def test_commands_and_options(offered: Callable[..., list[str]]) -> None:
+def test_commands_and_options(offered):
     assert offered("c") == [f"plain,{name}" for name in COMMANDS if name.startswith("c")]
     assert offered("run", "--cache-l") == ["plain,--cache-limit"]
     assert offered("run", "--device", "c") == ["plain,cpu", "plain,cuda"]
     assert offered("run", "-f", "doc") == ["file,doc"]
 
 
-def test_methods_and_their_options(offered: Callable[..., list[str]]) -> None:
+def test_methods_and_their_options(offered):
     assert offered("run", "--method", "f") == [f"plain,{m}" for m in METHODS if m[0] == "f"]
     assert offered("bench", "--method", "full,qu") == ["plain,full,quest"]
     assert offered("methods", "lf") == ["plain,lfps"]
@@ -43,9 +42,7 @@ def test_methods_and_their_options(offered: Callable[..., list[str]]) -> None:
     assert offered("run", "-o", "dense") == ["plain,dense_layers=0,1"]
 
 
-def test_models(
-    offered: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models(offered, tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSEKV_MODELS", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "Tiny-Q8_0.gguf").write_bytes(b"")
@@ -54,6 +51,6 @@ def test_models(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_scripts(shell: str, invoke: Invoke) -> None:
+def test_scripts(shell, invoke):
     script = invoke("completion", shell).out
     assert VARIABLE in script and "sparsekv-cli" in script

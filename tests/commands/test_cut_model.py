@@ -98,7 +98,7 @@ def run(moment: str, model: str, *arguments: str) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("moment", ["load", "prefill", "decode"])
 @pytest.mark.parametrize("as_json", [False, True])
-def test_run(moment: str, as_json: bool, model: str) -> None:
+def test_run(moment, as_json, model):
     done = run(moment, model, *RUN, *["--json"] * as_json)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {model}: ") and done.stderr.count("\n") == 1
@@ -107,14 +107,14 @@ def test_run(moment: str, as_json: bool, model: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["load", "prefill", "decode", "row"])
-def test_bench(moment: str, model: str) -> None:
+def test_bench(moment, model):
     done = run(moment, model, *BENCH)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {model}: ") and done.stderr.count("\n") == 1
     assert done.stdout == "" or isinstance(json.loads(done.stdout), list)
 
 
-def test_chat_between_turns(model: str) -> None:
+def test_chat_between_turns(model):
     arguments = command("", model, "chat", "-n", "4", "--temp", "0", "--ignore-eos")
     with subprocess.Popen(
         arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -131,7 +131,7 @@ def test_chat_between_turns(model: str) -> None:
     assert said.startswith(f"error: {model}: ") and said.count("\n") == 1
 
 
-def test_chat_within_an_answer(model: str) -> None:
+def test_chat_within_an_answer(model):
     done = subprocess.run(
         command("decode", model, "chat", "-n", "8", "--temp", "0", "--ignore-eos"),
         input=b"first\nsecond\n",
@@ -142,7 +142,7 @@ def test_chat_within_an_answer(model: str) -> None:
     assert done.stderr.startswith(f"error: {model}: ".encode()) and done.stderr.count(b"\n") == 1
 
 
-def test_a_bar_leaves_the_cursor_visible(model: str) -> None:
+def test_a_bar_leaves_the_cursor_visible(model):
     terminal, end = pty.openpty()
     done = subprocess.Popen(
         command("bar", model, *RUN),

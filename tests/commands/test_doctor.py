@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from sparsekv_cli import __version__
 from sparsekv_cli.doctor import report
 
-Invoke = Callable[..., Any]
 HEAVY = ("torch", "triton", "numba", "gguf", "tokenizers", "sentencepiece", "jinja2")
 
 
@@ -25,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_json(home: Path, invoke: Invoke) -> None:
+def test_json(home, invoke):
     result = invoke("doctor", "--json")
     assert result.code == 0 and result.err == ""
     found = json.loads(result.out)
@@ -33,7 +31,7 @@ def test_json(home: Path, invoke: Invoke) -> None:
     assert list(found) == ["version", *report.SECTIONS, "problems"]
 
 
-def test_text(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text(home, invoke, monkeypatch):
     folder = home / ".local" / "share" / "sparsekv-cli" / "models"
     folder.mkdir(parents=True)
     (folder / "[red]\x1b[2J.gguf").write_bytes(b"")
@@ -51,9 +49,7 @@ def test_text(home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> No
     assert invoke("doctor").out.splitlines()[-1] == "no problems"
 
 
-def test_sections_that_fail_are_unknown(
-    home: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sections_that_fail_are_unknown(home, invoke, monkeypatch):
     def fail(problems: list[str]) -> Any:
         raise OSError("broken")
 
@@ -66,7 +62,7 @@ def test_sections_that_fail_are_unknown(
     assert all(found[name] is None for name in report.SECTIONS)
 
 
-def test_nothing_heavy_is_imported_and_no_secret_is_shown(home: Path) -> None:
+def test_nothing_heavy_is_imported_and_no_secret_is_shown(home):
     code = (
         "import sys\nfrom sparsekv_cli.doctor import machine\n"
         "from sparsekv_cli.cli import main\nmachine.may_have_device = lambda: False\n"
@@ -86,7 +82,7 @@ def test_nothing_heavy_is_imported_and_no_secret_is_shown(home: Path) -> None:
     assert "secret" not in done.stdout and done.stderr == ""
 
 
-def test_an_environment_that_kernels_refuse(home: Path) -> None:
+def test_an_environment_that_kernels_refuse(home):
     """Other commands end with one line; this one tells what the line would be."""
     done = subprocess.run(
         [sys.executable, "-m", "sparsekv_cli", "doctor", "--json"],

@@ -29,7 +29,7 @@ def listed(invoke: Invoke) -> dict[str, dict[str, Any]]:
     return {model["name"]: model for model in json.loads(result.out)}
 
 
-def test_no_models(folder: Path, invoke: Invoke) -> None:
+def test_no_models(folder, invoke):
     assert listed(invoke) == {}
     result = invoke("models")
     assert result.code == 0 and result.out == ""
@@ -38,7 +38,7 @@ def test_no_models(folder: Path, invoke: Invoke) -> None:
     assert listed(invoke) == {}
 
 
-def test_models(folder: Path, invoke: Invoke, tiny_model: Callable[..., Path]) -> None:
+def test_models(folder, invoke, tiny_model):
     whole = tiny_model(wtype="Q8_0")
     (folder / "Tiny.gguf").write_bytes(whole.read_bytes())
     parts = split_model(whole, folder, name="split")
@@ -72,9 +72,7 @@ def test_models(folder: Path, invoke: Invoke, tiny_model: Callable[..., Path]) -
     assert "cannot be run" not in result.out and result.err == ""
 
 
-def test_broken_files_are_listed_with_the_reason(
-    folder: Path, invoke: Invoke, tiny_model: Callable[..., Path]
-) -> None:
+def test_broken_files_are_listed_with_the_reason(folder, invoke, tiny_model):
     whole = tiny_model(wtype="Q8_0")
     (folder / "cut.gguf").write_bytes(whole.read_bytes()[:-7])
     (folder / "empty.gguf").write_bytes(b"")
@@ -94,13 +92,13 @@ def test_broken_files_are_listed_with_the_reason(
     assert "cannot be run: cut 7 bytes are missing: " in shown and "empty is empty; a GGUF" in shown
 
 
-def test_names_are_no_markup(folder: Path, invoke: Invoke) -> None:
+def test_names_are_no_markup(folder, invoke):
     (folder / "[red]a\x1b[2J.gguf").write_bytes(b"")
     result = invoke("models")
     assert "[red]a\\x1b[2J" in result.out and "\x1b[2J" not in result.out
 
 
-def test_a_name_that_is_nearly_right(folder: Path, invoke: Invoke) -> None:
+def test_a_name_that_is_nearly_right(folder, invoke):
     (folder / "Tiny-Q8_0.gguf").write_bytes(b"")
     result = invoke("inspect", "-m", "tinny-q8_0")
     assert result.code == 1 and "(did you mean Tiny-Q8_0?)" in result.err

@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
@@ -39,13 +38,13 @@ def run(
         ("NUMBA_CPU_NAME", "generic"),
     ],
 )
-def test_what_numba_is_told_and_cannot_work_is_a_line(name: str, value: str) -> None:
+def test_what_numba_is_told_and_cannot_work_is_a_line(name, value):
     done = run("methods", environment={name: value})
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(f"error: {name}".encode()) and done.stderr.count(b"\n") == 1
 
 
-def test_a_warning_of_a_library_is_a_line() -> None:
+def test_a_warning_of_a_library_is_a_line():
     done = run("methods", environment={"NUMBA_OPT": "x"})
     assert done.returncode == 0 and b"lfps" in done.stdout
     assert done.stderr.startswith(b"warning: ") and done.stderr.count(b"\n") == 1
@@ -71,9 +70,7 @@ def with_limit(name: str, value: int, *arguments: str) -> subprocess.CompletedPr
         *[("RLIMIT_AS", mebibytes << 20) for mebibytes in (60, 150, 250, 300)],
     ],
 )
-def test_a_limit_is_a_line_or_no_hindrance(
-    name: str, value: int, tiny_model: Callable[..., Path]
-) -> None:
+def test_a_limit_is_a_line_or_no_hindrance(name, value, tiny_model):
     arguments = ("run", "-m", str(tiny_model(wtype="Q8_0")), "-p", "x", "-n", "2", "-t", "1")
     assert run(*arguments).returncode == 0  # compiles what is not compiled yet
     done = with_limit(name, value, *arguments)
@@ -89,9 +86,7 @@ def test_a_limit_is_a_line_or_no_hindrance(
 
 
 @pytest.mark.parametrize("n", [3, 4, 8])
-def test_too_few_open_files_are_one_line_that_says_what_to_do(
-    n: int, tiny_model: Callable[..., Path]
-) -> None:
+def test_too_few_open_files_are_one_line_that_says_what_to_do(n, tiny_model):
     for command in ("run", "serve"):
         more = () if command == "serve" else ("-p", "x", "-n", "2")
         model = str(tiny_model(wtype="Q8_0"))
@@ -102,7 +97,7 @@ def test_too_few_open_files_are_one_line_that_says_what_to_do(
         assert "ulimit -n 1024" in done.stderr
 
 
-def test_a_library_that_finds_no_room_is_out_of_memory() -> None:
+def test_a_library_that_finds_no_room_is_out_of_memory():
     try:
         try:
             raise OSError("libx.so: failed to map segment from shared object")
@@ -116,7 +111,7 @@ def test_a_library_that_finds_no_room_is_out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("environment", [{}, POSIX])
-def test_utf8_in_every_locale(environment: dict[str, str], tiny_model: Callable[..., Path]) -> None:
+def test_utf8_in_every_locale(environment, tiny_model):
     text, model = "Zürich ✓", str(tiny_model(wtype="Q8_0"))
     as_options = [text], ["-p", text], ["-f", "-"]
     expected = None
@@ -133,7 +128,7 @@ def test_utf8_in_every_locale(environment: dict[str, str], tiny_model: Callable[
         assert done.returncode == 1 and b"not UTF-8: byte 0xff at offset 1" in done.stderr
 
 
-def test_stdout_is_utf8_in_every_locale(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_stdout_is_utf8_in_every_locale(tiny_model, tmp_path):
     file = tmp_path / "ü.txt"
     file.write_text("é", encoding="utf-8")
     arguments = ("tokenize", "-m", str(tiny_model(wtype="Q8_0")), "--no-bos", "-f", str(file))
@@ -141,7 +136,7 @@ def test_stdout_is_utf8_in_every_locale(tiny_model: Callable[..., Path], tmp_pat
     assert plain.returncode == 0 and (posix.returncode, posix.stdout) == (0, plain.stdout)
 
 
-def test_texts_of_options_are_utf8(tiny_model: Callable[..., Path]) -> None:
+def test_texts_of_options_are_utf8(tiny_model):
     command = ["run", "-m", str(tiny_model(wtype="Q8_0")), "-p", "x"]
     for option in ("-sys", "--stop", "--dry-sequence-breaker"):
         done = run(*command, option, b"\xff")

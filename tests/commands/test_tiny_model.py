@@ -55,7 +55,7 @@ def run_json(invoke: Invoke, model: str, *arguments: str) -> dict[str, Any]:
     return json.loads(result.out)
 
 
-def test_run_with_every_method(model: str, invoke: Invoke) -> None:
+def test_run_with_every_method(model, invoke):
     full = run_json(invoke, model, "-p", LONG, "-n", "8")
     assert full["generated_tokens"] == len(full["tokens"]) == 8
     assert full["stop_reason"] == "length" and full["prompt_tokens"] > 100
@@ -71,7 +71,7 @@ def test_run_with_every_method(model: str, invoke: Invoke) -> None:
         assert 0 < ledger["rows_attended"] < 0.5 * ledger["rows_total"]
 
 
-def test_run_with_a_part_of_a_split_model(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_run_with_a_part_of_a_split_model(model, invoke, tmp_path):
     whole = run_json(invoke, model, "-p", LONG, "-n", "8")
     parts = split_model(Path(model), tmp_path)
     assert run_json(invoke, str(parts[1]), "-p", LONG, "-n", "8")["tokens"] == whole["tokens"]
@@ -81,7 +81,7 @@ def test_run_with_a_part_of_a_split_model(model: str, invoke: Invoke, tmp_path: 
     assert result.err.startswith(f"error: {parts[2]}: 1000 bytes are missing: ")
 
 
-def test_run_with_cache_types(model: str, invoke: Invoke) -> None:
+def test_run_with_cache_types(model, invoke):
     arguments = ["-p", LONG, "-n", "8"]
     half = run_json(invoke, model, *arguments)
     both = run_json(invoke, model, *arguments, "-ctk", "q8_0", "--cache-type-v", "q8_0")
@@ -92,7 +92,7 @@ def test_run_with_cache_types(model: str, invoke: Invoke) -> None:
     assert both["ledger"]["rows_total"] == half["ledger"]["rows_total"]
 
 
-def test_bench_of_batches_counts_every_sequence(model: str, invoke: Invoke) -> None:
+def test_bench_of_batches_counts_every_sequence(model, invoke):
     arguments = ["-p", "0", "-n", "5", "-pg", "4,2", "-d", "0,40", "-r", "1", "--dense-layers", "0"]
     methods = ["--method", "full,topk", "--budget", "8"]
     result = invoke("bench", "-m", model, *arguments, *methods, "-b", "1,3", "-O", "json")
@@ -112,7 +112,7 @@ def test_bench_of_batches_counts_every_sequence(model: str, invoke: Invoke) -> N
             assert attended == 3 * one["ledger"]["rows_attended"]
 
 
-def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
+def test_text_is_the_streamed_text(model, invoke):
     arguments = ["-p", "Hi", "-n", "12", "-s", "3", "--temp", "1.5", "--ignore-eos"]
     as_json = invoke("run", "-m", model, *arguments, "--json")
     streamed = invoke("run", "-m", model, *arguments)
@@ -121,9 +121,7 @@ def test_text_is_the_streamed_text(model: str, invoke: Invoke) -> None:
     assert other.out != streamed.out
 
 
-def test_chat_continues_as_a_new_run_would(
-    model: str, invoke: Invoke, sequences: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_continues_as_a_new_run_would(model, invoke, sequences, monkeypatch):
     prefilled: list[int] = []
     real = chat_conversation.stream_answer
 
@@ -145,9 +143,7 @@ def test_chat_continues_as_a_new_run_would(
     assert result.out.startswith(first["text"])
 
 
-def test_bench_takes_the_rows_of_depths_from_a_folder(
-    model: str, invoke: Invoke, sequences: list[Any], tmp_path: Path
-) -> None:
+def test_bench_takes_the_rows_of_depths_from_a_folder(model, invoke, sequences, tmp_path):
     """A depth is computed once for both methods, and for later runs; steps see the same rows."""
     tests = ["-p", "0", "-n", "2", "-d", "600,1200", "-r", "1", "--method", "full,topk", "-t", "1"]
     alone = invoke("bench", "-m", model, *tests, "-O", "json")
@@ -166,7 +162,7 @@ def test_bench_takes_the_rows_of_depths_from_a_folder(
         assert counts[0] == counts[1] and counts[0][1]["rows_attended"] > 0
 
 
-def test_bench(model: str, invoke: Invoke) -> None:
+def test_bench(model, invoke):
     arguments = ["-p", "16", "-n", "4", "-d", "0,96", "-r", "2", "-O", "jsonl"]
     methods = ["--method", "full,lfps", "--budget", "10%"]
     result = invoke("bench", "-m", model, *arguments, *methods)
@@ -190,9 +186,7 @@ def test_bench(model: str, invoke: Invoke) -> None:
         (["-p", "x", "--device", "cuda"], "no CUDA device"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
-    model: str, arguments: list[str], words: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done_is_one_line(model, arguments, words, invoke, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = invoke("run", "-m", model, *arguments)
@@ -201,7 +195,7 @@ def test_what_cannot_be_done_is_one_line(
     assert words in result.err
 
 
-def test_a_context_beyond_the_training_is_a_warning(model: str, invoke: Invoke) -> None:
+def test_a_context_beyond_the_training_is_a_warning(model, invoke):
     compare = ["compare", "--methods", "full", "--steps", "4", "--raw"]
     for command in (["run", "-n", "1", "--json"], ["chat", "-n", "1"], [*compare, "--json"]):
         arguments = [*command, "-m", model, "-p", "x", "--prefill-dtype", "f32"]
@@ -217,7 +211,7 @@ def test_a_context_beyond_the_training_is_a_warning(model: str, invoke: Invoke) 
 
 
 @pytest.mark.slow
-def test_chat_at_a_terminal(model: str, tmp_path: Path) -> None:
+def test_chat_at_a_terminal(model, tmp_path):
     """Typed as a user would: an answer, then another method, then the end."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 80))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -35,7 +34,7 @@ def byte_ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def test_lines(vocabulary: Path, invoke: Any) -> None:
+def test_lines(vocabulary, invoke):
     result = invoke("tokenize", "-m", str(vocabulary), "-p", "hi\u00e9<|im_end|>")
     assert (result.code, result.err) == (0, "")
     assert result.out == (
@@ -44,24 +43,24 @@ def test_lines(vocabulary: Path, invoke: Any) -> None:
     )
 
 
-def test_ids(vocabulary: Path, invoke: Any) -> None:
+def test_ids(vocabulary, invoke):
     assert invoke("tokenize", "--ids", "hi").out == "[258, 256]\n"
     assert invoke("tokenize", "--ids", "--no-bos", "hi").out == "[256]\n"
     assert invoke("tokenize", "--ids", "--no-bos", "").out == "[]\n"
 
 
-def test_json(vocabulary: Path, invoke: Any) -> None:
+def test_json(vocabulary, invoke):
     out = invoke("tokenize", "--json", "hi<|im_end|>\n").out
     assert out == '{"ids": [258, 256, 257, 10], "tokens": ["<bos>", "hi", "<|im_end|>", "\\n"]}\n'
 
 
-def test_special_tokens_as_text(vocabulary: Path, invoke: Any) -> None:
+def test_special_tokens_as_text(vocabulary, invoke):
     out = invoke("tokenize", "--json", "--no-bos", "--no-parse-special", "<|im_end|>").out
     assert json.loads(out) == {"ids": byte_ids("<|im_end|>"), "tokens": list("<|im_end|>")}
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"a\r\nb\n\n", b" \xc3\xa9\x00\n"])
-def test_every_byte_counts(vocabulary: Path, tmp_path: Path, invoke: Any, data: bytes) -> None:
+def test_every_byte_counts(vocabulary, tmp_path, invoke, data):
     path = tmp_path / "text"
     path.write_bytes(data)
     expected = f"{list(data)}\n"
@@ -70,7 +69,7 @@ def test_every_byte_counts(vocabulary: Path, tmp_path: Path, invoke: Any, data: 
     assert invoke("tokenize", "--ids", "--no-bos", "-f", "-", stdin=data).out == expected
 
 
-def test_not_utf8(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
+def test_not_utf8(vocabulary, tmp_path, invoke):
     path = tmp_path / "text"
     path.write_bytes(b"ab\xff")
     for result in (invoke("tokenize", "-f", str(path)), invoke("tokenize", stdin=b"ab\xff")):
@@ -89,18 +88,18 @@ def test_not_utf8(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
         (("--no-such-option",), "No such option"),
     ],
 )
-def test_usage(vocabulary: Path, invoke: Any, arguments: tuple[str, ...], message: str) -> None:
+def test_usage(vocabulary, invoke, arguments, message):
     result = invoke("tokenize", *arguments)
     assert result.code == 2 and message in result.err and result.out == ""
 
 
-def test_missing_files(vocabulary: Path, tmp_path: Path, invoke: Any) -> None:
+def test_missing_files(vocabulary, tmp_path, invoke):
     for arguments in (("-f", str(tmp_path / "none")), ("-m", str(tmp_path / "none"), "a")):
         result = invoke("tokenize", *arguments)
         assert result.code == 1 and "No such file" in result.err and result.err.count("\n") == 1
 
 
-def test_unknown_pre_tokenizer(tmp_path: Path, invoke: Any) -> None:
+def test_unknown_pre_tokenizer(tmp_path, invoke):
     path = tmp_path / "odd.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")

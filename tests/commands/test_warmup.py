@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +26,6 @@ from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
 from sparsekv_cli.models.weights import Linear
 from sparsekv_cli.settings.config import SessionConfig
-
-Invoke = Callable[..., Any]
 
 
 @pytest.fixture
@@ -65,7 +62,7 @@ def model_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(path, arch="qwen2moe", wtype="Q8_0", n_embd=128)
 
 
-def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -> None:
+def test_every_format_and_type(markers, compiled):
     reports: list[tuple[str, int, int]] = []
     n_steps = warmup.compile_common_kernels(lambda *report: reports.append(report))
     expected: set[tuple[Any, ...]] = set()
@@ -90,9 +87,7 @@ def test_every_format_and_type(markers: Path, compiled: list[tuple[Any, ...]]) -
 
 
 @pytest.mark.parametrize("repacks", [True, False])
-def test_only_the_layout_that_decode_reads(
-    markers: Path, compiled: list[tuple[Any, ...]], repacks: bool
-) -> None:
+def test_only_the_layout_that_decode_reads(markers, compiled, repacks):
     code = FORMATS["Q4_0"].code
     linear = Linear(code, np.zeros((32, 18), np.uint8), 32)
     layer = SimpleNamespace(linears=lambda: [linear], ffn=None)
@@ -103,9 +98,7 @@ def test_only_the_layout_that_decode_reads(
     assert kernels == {("kernel_address", code), ("kernel_address", code, 1, is_repacked)}
 
 
-def test_an_unfinished_step_is_taken_again(
-    markers: Path, compiled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_step_is_taken_again(markers, compiled, monkeypatch):
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -115,9 +108,7 @@ def test_an_unfinished_step_is_taken_again(
     assert not list(markers.glob("*"))
 
 
-def test_a_model_after_it_says_nothing(
-    markers: Path, model: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_after_it_says_nothing(markers, model, invoke, monkeypatch):
     """The real thing, for two formats, with the kernels from the disk cache of the machine."""
     few = {FORMATS[name].code: FORMATS[name] for name in ("F32", "Q8_0")}
     monkeypatch.setattr(formats, "FORMAT_OF_CODE", few)
@@ -146,9 +137,7 @@ def test_a_model_after_it_says_nothing(
     assert again.code == 0 and "compiling" not in again.err and "0 compiled" in again.err
 
 
-def test_without_a_model(
-    markers: Path, compiled: list[tuple[Any, ...]], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model(markers, compiled, invoke, monkeypatch):
     def none(name: str | None) -> Path:
         raise SparseKVError("no model")
 
@@ -159,9 +148,7 @@ def test_without_a_model(
     assert len(compiled) > 2 * len(FORMAT_OF_CODE)
 
 
-def test_a_model_that_is_named_must_exist(
-    markers: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_named_must_exist(markers, invoke, monkeypatch):
     result = invoke("warmup", "-m", "no-such-model")
     assert result.code == 1 and result.err.startswith("error: no-such-model")
     monkeypatch.setenv("SPARSEKV_MODEL", "neither-this")
@@ -169,7 +156,7 @@ def test_a_model_that_is_named_must_exist(
     assert result.code == 1 and "neither-this" in result.err
 
 
-def test_a_model_compiles_what_its_method_uses_of_others(markers: Path, model: Path) -> None:
+def test_a_model_compiles_what_its_method_uses_of_others(markers, model):
     loaded = load_model(model, build_method("lfps", {}), SessionConfig(threads=1))
     loaded.gguf.close()
     done = [path.name for path in markers.iterdir()]
@@ -178,7 +165,7 @@ def test_a_model_compiles_what_its_method_uses_of_others(markers: Path, model: P
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
-def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
+def test_a_trial_reaches_the_sparse_kernels(model, name):
     """Both of them: rows are left out, or the step would end in the dense kernels."""
     method = build_method(name, {})
     loaded = load_model(model, method, SessionConfig(threads=1))
@@ -197,7 +184,7 @@ def test_a_trial_reaches_the_sparse_kernels(model: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_first_run_that_is_interrupted_ends_at_once(model: Path, tmp_path: Path) -> None:
+def test_a_first_run_that_is_interrupted_ends_at_once(model, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsekv_cli", "run", "-m", str(model), "-p", "a", "-n", "1"],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, text=True, start_new_session=True,
@@ -255,14 +242,12 @@ def loaded_by_first_steps(model: Path, name: str, dtype: str, n_prompt: int) -> 
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_the_first_steps_load_no_kernel(model: Path, name: str, dtype: str) -> None:
+def test_the_first_steps_load_no_kernel(model, name, dtype):
     assert loaded_by_first_steps(model, name, dtype, 300) == "[]\n"
 
 
 @pytest.mark.parametrize(("dtype", "n_prompt"), [("int8", 300), ("int8", 20), ("f32", 300)])
-def test_nor_those_of_a_model_with_experts(
-    model_with_experts: Path, dtype: str, n_prompt: int
-) -> None:
+def test_nor_those_of_a_model_with_experts(model_with_experts, dtype, n_prompt):
     assert loaded_by_first_steps(model_with_experts, "full", dtype, n_prompt) == "[]\n"
 
 

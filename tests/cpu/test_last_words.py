@@ -35,7 +35,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     thread.join()""",
     ],
 )
-def test_an_alarm_is_heard_while_a_c_call_holds_the_gil(call: str) -> None:
+def test_an_alarm_is_heard_while_a_c_call_holds_the_gil(call):
     done = run(
         "with install(signal.SIGALRM, b'error: too long'):\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0.3)\n"
@@ -44,7 +44,7 @@ def test_an_alarm_is_heard_while_a_c_call_holds_the_gil(call: str) -> None:
     assert (done.returncode, done.stderr) == (1, "error: too long\n")
 
 
-def test_a_mapped_file_that_shrinks() -> None:
+def test_a_mapped_file_that_shrinks():
     done = run(
         "with tempfile.TemporaryFile() as file:\n"
         "    file.truncate(1 << 16)\n"
@@ -56,7 +56,7 @@ def test_a_mapped_file_that_shrinks() -> None:
     assert (done.returncode, done.stderr) == (1, "error: größer, bitte\n")
 
 
-def test_python_handles_the_signal_again_afterwards() -> None:
+def test_python_handles_the_signal_again_afterwards():
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
@@ -68,7 +68,7 @@ def test_python_handles_the_signal_again_afterwards() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_inner_words_are_said_then_the_outer() -> None:
+def test_the_inner_words_are_said_then_the_outer():
     nested = (
         "with install(signal.SIGUSR1, b'outer'):\n"
         "    with install(signal.SIGUSR1, b'inner'):\n"
@@ -79,6 +79,6 @@ def test_the_inner_words_are_said_then_the_outer() -> None:
     assert run(nested.format("os.kill(os.getpid(), signal.SIGUSR1)")).stderr == "inner\n"
 
 
-def test_a_signal_that_does_not_exist() -> None:
+def test_a_signal_that_does_not_exist():
     with pytest.raises(ValueError, match="signal_number 1000"), install(1000, b""):
         pass

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ N_LINES = 120
 
 
 @pytest.mark.slow
-def test_a_node_is_lost(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_node_is_lost(tiny_model, tmp_path):
     from ray.cluster_utils import Cluster
 
     model, prompts, one, many = str(tiny_model()), *(tmp_path / name for name in "pom")

@@ -1,9 +1,8 @@
 """``run --jsonl --ray`` and ``eval ruler --ray`` give what one machine gives, byte by byte."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def call(*arguments: str) -> Any:
 LINES = [{"prompt": "one two"}, {"prompt": "", "id": 3}, {"prompt": "b"}, *[{"prompt": "c"}] * 5]
 
 
-def test_lines(ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+def test_lines(ray, tiny_model, tmp_path, capsys):
     prompts, one, many = (tmp_path / name for name in "pom")
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), "utf-8")
     command = ["run", "--jsonl", "-m", str(tiny_model()), "-f", str(prompts), "-n", "4"]
@@ -56,7 +55,7 @@ def test_lines(ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path, ca
     assert call(*command, "--ray", "auto", "--session", str(tmp_path / "s")) == 2
 
 
-def test_samples_of_ruler(ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_samples_of_ruler(ray, tiny_model, tmp_path):
     model = tiny_model(n_vocab=270, n_ctx=1100)
     command = ["eval", "ruler", "-m", str(model), "-t", "1", "--prefill-dtype", "f32", "--raw"]
     command += ["--tasks", "niah_single_1", "--lengths", "1000", "--samples", "3", "-n", "3"]
@@ -70,9 +69,7 @@ def test_samples_of_ruler(ray: FakeRay, tiny_model: Callable[..., Path], tmp_pat
     assert many.read_bytes() == one.read_bytes() and ray.n_made == 3
 
 
-def test_chunks_of_a_text(
-    ray: FakeRay, tiny_model: Callable[..., Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_chunks_of_a_text(ray, tiny_model, tmp_path, capsys):
     """Figures, records and log-probabilities; what is there is not scored again."""
     text, one, many = (tmp_path / name for name in ("text", "one", "many"))
     text.write_text("the quick brown fox jumps over the lazy dog and runs away " * 8)

@@ -39,7 +39,7 @@ def squares(ray: FakeRay, numbers: Any, settings: str = "") -> tuple[list[int], 
     return list(workers.map(numbers)), workers, told
 
 
-def test_results_come_in_order_from_all_the_room_there_is() -> None:
+def test_results_come_in_order_from_all_the_room_there_is():
     ray = FakeRay([4, 1, 3], lambda arguments: False)
     found, workers, told = squares(ray, range(20, 29))
     assert found == [n * n for n in range(20, 29)]
@@ -49,7 +49,7 @@ def test_results_come_in_order_from_all_the_room_there_is() -> None:
     assert squares(ray, [])[0] == []
 
 
-def test_a_lost_shard_goes_to_another_actor() -> None:
+def test_a_lost_shard_goes_to_another_actor():
     """Whose place is taken as long as a node has room for it."""
     ray = FakeRay([2, 2], lambda arguments: False)
     lost: list[int] = []
@@ -76,17 +76,17 @@ def test_a_lost_shard_goes_to_another_actor() -> None:
         (lambda arguments: False, [2], "no model", "m.gguf is missing"),
     ],
 )
-def test_what_ends_the_work(lost: Any, cpus: list[int], settings: str, words: str) -> None:
+def test_what_ends_the_work(lost, cpus, settings, words):
     with pytest.raises(SparseKVError, match=words):
         squares(FakeRay(cpus, lost), [5, 6], settings)
 
 
-def test_a_fault_of_the_work_is_no_loss() -> None:
+def test_a_fault_of_the_work_is_no_loss():
     with pytest.raises(SparseKVError, match="unexpected ZeroDivisionError: of 13"):
         squares(FakeRay([2], lambda arguments: False), [13])
 
 
-def test_a_lost_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_cluster(monkeypatch):
     from sparsekv_cli.distributed import workers
 
     monkeypatch.setattr(workers, "SECONDS_BETWEEN_CHECKS", 0.01)
@@ -102,7 +102,7 @@ def test_a_lost_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     [("here", "expected auto or HOST:PORT"), ("a:0", "expected auto"),
      ("127.0.0.1:1", "nobody answers there")],
 )  # fmt: skip
-def test_addresses(address: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses(address, words, monkeypatch):
     with pytest.raises(SparseKVError, match=words):
         check_address(address)
     monkeypatch.setattr(connection, "find_spec", lambda name: None)
@@ -110,7 +110,7 @@ def test_addresses(address: str, words: str, monkeypatch: pytest.MonkeyPatch) ->
         check_address(address)
 
 
-def test_a_model_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_opened_as_it_was_here(tmp_path, monkeypatch):
     """Nothing is left to a machine; a calibration is sent, and not made again."""
     path = make_model(tmp_path / "model.gguf", n_layer=3, n_ctx=400, wtype="Q8_0")
     fake = calibrated_method.install(monkeypatch)
@@ -139,7 +139,7 @@ def test_a_model_is_opened_as_it_was_here(tmp_path: Any, monkeypatch: pytest.Mon
             wrong.open()
 
 
-def test_a_draft_model_is_counted_and_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_is_counted_and_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = make_model(tmp_path / "model.gguf", n_layer=3, n_ctx=400, wtype="Q8_0")
     small = make_model(tmp_path / "small.gguf", n_layer=1, n_ctx=300, wtype="Q8_0")

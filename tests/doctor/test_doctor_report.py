@@ -3,7 +3,6 @@
 import configparser
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ def by_name(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found}
 
 
-def test_packages_are_those_of_setup_cfg() -> None:
+def test_packages_are_those_of_setup_cfg():
     setup = configparser.ConfigParser()
     setup.read(root() / "setup.cfg")
 
@@ -54,7 +53,7 @@ def test_packages_are_those_of_setup_cfg() -> None:
     assert set(machine.OPTIONAL) == wanted
 
 
-def test_features_are_those_that_kernels_ask_for() -> None:
+def test_features_are_those_that_kernels_ask_for():
     asked = {
         name
         for path in (root() / SOURCES["cpu"]).rglob("*.py")
@@ -63,7 +62,7 @@ def test_features_are_those_that_kernels_ask_for() -> None:
     assert set(machine.FEATURES) == asked
 
 
-def test_folders_are_those_that_the_program_uses(home: Path) -> None:
+def test_folders_are_those_that_the_program_uses(home):
     """The owners of some folders import numba, which the doctor does not."""
     found = by_name(folders.folders([]))
     assert found["prefixes"]["path"] == str(default_prefix_folder())
@@ -75,7 +74,7 @@ def test_folders_are_those_that_the_program_uses(home: Path) -> None:
     assert found["calibration"]["path"] == str(store.places()[1].parent)
 
 
-def test_a_home_without_anything(home: Path) -> None:
+def test_a_home_without_anything(home):
     found = report.examine()
     assert list(found) == ["version", *report.SECTIONS, "problems"]
     assert found["models"] == [] and found["environment"] == {} and found["problems"] == []
@@ -85,7 +84,7 @@ def test_a_home_without_anything(home: Path) -> None:
     assert not list(home.iterdir())  # the doctor makes no folder
 
 
-def test_a_folder_with_files(home: Path) -> None:
+def test_a_folder_with_files(home):
     kernels = home / ".cache" / "sparsekv-cli" / "kernels"
     kernels.mkdir(parents=True, mode=0o700)
     (kernels / "a.kernel").write_bytes(b"123")
@@ -101,7 +100,7 @@ def test_a_folder_with_files(home: Path) -> None:
     assert len(problems) == 1 and problems[0].startswith("folder kernels: it is not used: ")
 
 
-def test_a_file_in_place_of_a_folder(home: Path) -> None:
+def test_a_file_in_place_of_a_folder(home):
     (home / ".cache").write_bytes(b"")
     problems: list[str] = []
     found = by_name(folders.folders(problems))
@@ -115,7 +114,7 @@ def test_a_file_in_place_of_a_folder(home: Path) -> None:
     assert problems == ["folder speeds: it is no folder"]
 
 
-def test_folders_that_the_system_refuses(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_the_system_refuses(home, monkeypatch):
     """As for a user without rights; it is planted, since the tests may run as root."""
     models_folder = home / ".local" / "share" / "sparsekv-cli" / "models"
     models_folder.mkdir(parents=True)
@@ -135,7 +134,7 @@ def test_folders_that_the_system_refuses(home: Path, monkeypatch: pytest.MonkeyP
 
 
 @NEEDS_RIGHTS
-def test_a_folder_without_rights(home: Path) -> None:
+def test_a_folder_without_rights(home):
     models_folder = home / ".local" / "share" / "sparsekv-cli" / "models"
     models_folder.mkdir(parents=True)
     models_folder.chmod(0)
@@ -146,7 +145,7 @@ def test_a_folder_without_rights(home: Path) -> None:
     assert "folder models: it cannot be read: Permission denied" in problems
 
 
-def test_no_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_home_folder(home, monkeypatch):
     def none(path: Any) -> Any:
         raise RuntimeError("Could not determine home directory.")
 
@@ -160,7 +159,7 @@ def test_no_home_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["models"] == []
 
 
-def test_broken_models(home: Path, tiny_model: Callable[..., Path]) -> None:
+def test_broken_models(home, tiny_model):
     folder = home / ".local" / "share" / "sparsekv-cli" / "models"
     folder.mkdir(parents=True)
     whole = tiny_model(wtype="Q8_0").read_bytes()
@@ -183,7 +182,7 @@ def test_broken_models(home: Path, tiny_model: Callable[..., Path]) -> None:
     assert str(home) not in "".join(problems)
 
 
-def test_many_models_are_listed_without_reading_all(home: Path) -> None:
+def test_many_models_are_listed_without_reading_all(home):
     folder = home / ".local" / "share" / "sparsekv-cli" / "models"
     folder.mkdir(parents=True)
     for i in range(models.MOST_READ + 2):
@@ -194,7 +193,7 @@ def test_many_models_are_listed_without_reading_all(home: Path) -> None:
     assert found[-1]["problem"] is None
 
 
-def test_a_section_that_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_fails(home, monkeypatch):
     def fail(problems: list[str]) -> Any:
         raise ImportError("libllvmlite.so: cannot open")
 
@@ -204,7 +203,7 @@ def test_a_section_that_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert found["problems"] == ["cpu_features: ImportError: libllvmlite.so: cannot open"]
 
 
-def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch):
     versions = dict.fromkeys(machine.REQUIRED, "1.0") | {"numba": None, "torch": None}
     monkeypatch.setattr(machine, "_version", versions.get)
     problems: list[str] = []
@@ -212,7 +211,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems == ["packages: numba is not installed"]
 
 
-def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(machine, "may_have_device", lambda: False)
     monkeypatch.setattr(cuda, "describe_devices", lambda: pytest.fail("torch was asked"))
@@ -245,7 +244,7 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert problems == ["gpu: torch or triton fails: OSError: libcudart.so.12: cannot open"]
 
 
-def test_devices_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_torch(monkeypatch):
     properties = SimpleNamespace(name="H100", total_memory=5, major=9, minor=0)
     monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda.torch.cuda, "device_count", lambda: 2)

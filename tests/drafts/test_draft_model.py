@@ -56,7 +56,7 @@ def assert_likely(model: Model, text: list[int], draft: list[int]) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "quest", "lfps"])
-def test_a_draft_is_what_the_model_would_write(method: str, path: Path) -> None:
+def test_a_draft_is_what_the_model_would_write(method, path):
     """Also when tokens of the last draft were refused, and when many tokens are new."""
     model = opened(path, name=method)
     drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), list(TOKENS)
@@ -78,7 +78,7 @@ def test_a_draft_is_what_the_model_would_write(method: str, path: Path) -> None:
     model.close()
 
 
-def test_a_draft_ends_with_doubt_and_with_the_context(path: Path) -> None:
+def test_a_draft_ends_with_doubt_and_with_the_context(path):
     model = opened(path, n_ctx=len(TOKENS) + 6)
     drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
     drafts.begin(TOKENS)
@@ -92,9 +92,7 @@ def test_a_draft_ends_with_doubt_and_with_the_context(path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["draft-model", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_answers_are_the_same(
-    source: str, temperature: float, path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_the_same(source, temperature, path, other, monkeypatch):
     monkeypatch.setattr(ModelDrafts, "least_chance", 0.0)  # these models are never certain
     asked: dict[str, Any] = {"max_tokens": 60, "temperature": temperature, "seed": 3}
     told = []
@@ -114,7 +112,7 @@ def test_answers_are_the_same(
             assert own["accepted"] > 30 > others["accepted"]
 
 
-def test_a_long_text_is_read_piece_by_piece(path: Path) -> None:
+def test_a_long_text_is_read_piece_by_piece(path):
     model = opened(path, n_ctx=3 * PIECE)
     drafts, text = ModelDrafts(model.sequence(), model.hparams.n_vocab), [5, 6, 7] * (PIECE - 20)
     sequence = drafts.sequence
@@ -129,7 +127,7 @@ def test_a_long_text_is_read_piece_by_piece(path: Path) -> None:
     model.close()
 
 
-def test_tokens_that_the_draft_model_lacks(path: Path) -> None:
+def test_tokens_that_the_draft_model_lacks(path):
     """A text that has one has no draft. The next text has drafts again."""
     model = opened(path)
     drafts = ModelDrafts(model.sequence(), 450)
@@ -144,7 +142,7 @@ def test_tokens_that_the_draft_model_lacks(path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.filterwarnings("error")
-def test_logits_that_are_no_numbers(bad: float, path: Path, monkeypatch: Any) -> None:
+def test_logits_that_are_no_numbers(bad, path, monkeypatch):
     model = opened(path)
     drafts = ModelDrafts(model.sequence(), model.hparams.n_vocab)
     assert len(draft_of(drafts, TOKENS, 3)) == 3
@@ -163,7 +161,7 @@ def test_logits_that_are_no_numbers(bad: float, path: Path, monkeypatch: Any) ->
     model.close()
 
 
-def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
+def test_another_vocabulary_is_refused(path, default_model):
     with pytest.raises(SparseKVError, match=r"another vocabulary than .*: a draft model needs the"):
         load(path, speculate="auto", draft_model=str(default_model))
 
@@ -178,9 +176,7 @@ def test_another_vocabulary_is_refused(path: Path, default_model: Path) -> None:
         ({"speculate": "guess"}, ValueError, "must be auto, ngram, mtp, draft-model or off"),
     ],
 )
-def test_settings_that_do_not_fit(
-    settings: dict[str, str], error: type[Exception], words: str, path: Path
-) -> None:
+def test_settings_that_do_not_fit(settings, error, words, path):
     with pytest.raises(error, match=words):
         load(path, **settings)
 
@@ -200,7 +196,7 @@ def test_a_vocabulary_may_have_more_tokens_at_its_end(n_vocab, path, tmp_path, m
     assert reply.tokens == expected and reply.timings["speculation"]["drafted"] > 0
 
 
-def test_the_context_of_a_draft_model(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_context_of_a_draft_model(tmp_path, monkeypatch):
     """That of the other model, as far as the draft model was trained; its rows need memory."""
     shorter = make_model(tmp_path / "shorter.gguf", n_layer=1, n_ctx=300)
     longer = make_model(tmp_path / "longer.gguf", n_layer=1, n_ctx=900)
@@ -224,7 +220,7 @@ def test_the_context_of_a_draft_model(tmp_path: Path, monkeypatch: Any) -> None:
         assert model.generate(text, max_tokens=1).tokens
 
 
-def test_a_model_that_is_closed_holds_no_draft_model(path: Path, other: Path) -> None:
+def test_a_model_that_is_closed_holds_no_draft_model(path, other):
     model = load(path, n_ctx=300, threads=1, speculate="draft-model", draft_model=str(other))
     stream = model.generate("a b c", max_tokens=9, stream=True)
     next(stream)
@@ -239,6 +235,6 @@ def test_a_model_that_is_closed_holds_no_draft_model(path: Path, other: Path) ->
         model.generate("a")
 
 
-def test_a_method_that_does_not_exist_is_an_option_error(path: Path) -> None:
+def test_a_method_that_does_not_exist_is_an_option_error(path):
     with pytest.raises(OptionError, match=r"--draft-method: .*nothing"):
         load(path, speculate="auto", draft_model=str(path), draft_method="nothing")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def model(tiny_model: Callable[..., Any]) -> Iterator[Model]:
     model.gguf.close()
 
 
-def test_drafts_of_a_next_token_block(tmp_path: Path) -> None:
+def test_drafts_of_a_next_token_block(tmp_path):
     """The block's rows count as those of one more layer."""
     path, told = knowing(tmp_path / "tiny.gguf", "qwen35moe"), []
     for source in ("off", "mtp"):
@@ -50,7 +49,7 @@ def drafting(model: Model, source: str, n: int = 1) -> Scheduler:
     return Scheduler(replace(model, config=config), n_parallel=n, n_queue=99, kv_bytes=1 << 30)
 
 
-def test_drafts_change_no_text(model: Model) -> None:
+def test_drafts_change_no_text(model):
     """Answers of few different tokens, together; a client that asks for rows gets them a step."""
     texts, stats, n_steps, last_rows = [], [], [], []
     few: dict[str, Any] = {"sampling": FEW_TOKENS}
@@ -78,7 +77,7 @@ def test_drafts_change_no_text(model: Model) -> None:
     assert (off.rows_total, off.rows_attended) == (drafted.rows_total, drafted.rows_attended)
 
 
-def test_counts_of_answers_that_end_within_a_draft(model: Model) -> None:
+def test_counts_of_answers_that_end_within_a_draft(model):
     """By a stop string, or by a token that ends the answer and is not in it."""
     scheduler, reasons = drafting(model, "ngram"), set()
     scheduler.start()
@@ -103,7 +102,7 @@ def test_counts_of_answers_that_end_within_a_draft(model: Model) -> None:
     assert reasons >= {"stop", "eos"}
 
 
-def test_a_parked_sequence_has_no_copies_of_a_draft(model: Model) -> None:
+def test_a_parked_sequence_has_no_copies_of_a_draft(model):
     """Its client left while the step of a draft was on its way."""
     scheduler, parked = drafting(model, "ngram"), []
     asked = Asked(scheduler, tokens(60), 300, sampling=FEW_TOKENS)

@@ -109,7 +109,7 @@ def chosen(constraint: Any, wants: Sequence[int], tokenizer: Tokenizer, n: int) 
 
 @pytest.mark.parametrize("kind", [0, CONTROL])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_answer_always_comes(name: str, kind: int) -> None:
+def test_the_answer_always_comes(name, kind):
     """Whatever a model wants to say, with every template: after half of its tokens."""
     for wanted in (LONG, f"<think>{LONG}", f"<|channel|>analysis<|message|>{LONG}", ""):
         answer = answered(TEMPLATES[name], wanted, kind=kind, n=200)
@@ -129,7 +129,7 @@ THINKERS = {
 
 @KINDS
 @pytest.mark.parametrize("name", THINKERS)
-def test_thinking_is_free_and_closed_in_time(name: str, kind: int) -> None:
+def test_thinking_is_free_and_closed_in_time(name, kind):
     template, thought = TEMPLATES[name], THINKERS[name]
     assert (answer := answered(template, thought + "no!", kind=kind, n=200)).text == "no!"
     assert answer.thinking == "so"
@@ -149,14 +149,14 @@ def test_thinking_is_free_and_closed_in_time(name: str, kind: int) -> None:
 
 @KINDS
 @pytest.mark.parametrize("name", ["Qwen3.5-4B", "Qwen-Qwen3-0.6B", "google-gemma-4-31B-it"])
-def test_thinking_that_is_switched_off(name: str, kind: int) -> None:
+def test_thinking_that_is_switched_off(name, kind):
     off = answered(TEMPLATES[name], "<think>so</think>no!", kind=kind, think=False)
     assert (off.thinking, off.text, len(off.tokens)) == ("", "no!", 3)
 
 
 @KINDS
 @pytest.mark.parametrize("name", THINKERS)
-def test_a_budget_without_a_grammar(name: str, kind: int) -> None:
+def test_a_budget_without_a_grammar(name, kind):
     template, begun = TEMPLATES[name], THINKERS[name].partition("so")[0]
     free = answered(template, begun + LONG, kind=kind, grammar=None, n=300, budget=100)
     assert 60 <= len(free.thinking) <= 100 and free.text.strip("hm ") == "" and free.text
@@ -166,7 +166,7 @@ def test_a_budget_without_a_grammar(name: str, kind: int) -> None:
 
 
 @KINDS
-def test_a_header_that_is_half_written_is_closed(kind: int) -> None:
+def test_a_header_that_is_half_written_is_closed(kind):
     """gpt-oss': wherever the budget ends, the answer is on the channel of answers."""
     written = THINKERS["openai-gpt-oss-120b"].replace("final", "analysis") + LONG
     n = len(TOKENIZERS[kind].encode(written.partition("hm")[0], add_bos=False, add_eos=False))
@@ -176,7 +176,7 @@ def test_a_header_that_is_half_written_is_closed(kind: int) -> None:
         assert answer.text in ("yes!", "no!") and "channel" not in answer.thinking
 
 
-def test_a_token_that_ends_the_marker_and_goes_on() -> None:
+def test_a_token_that_ends_the_marker_and_goes_on():
     """It would put text in front of the answer that no grammar has seen."""
     metadata = bpe_metadata()
     metadata["tokenizer.ggml.tokens"] += [">x", ">Ċ"]
@@ -190,6 +190,6 @@ def test_a_token_that_ends_the_marker_and_goes_on() -> None:
     assert (spaced.thinking, spaced.text) == ("so", "no!")
 
 
-def test_a_budget_needs_markers() -> None:
+def test_a_budget_needs_markers():
     with pytest.raises(SparseKVError, match="names no markers of thinking"):
         answered(TEMPLATES["meta-llama-Llama-3.1-8B-Instruct"], "", budget=5)

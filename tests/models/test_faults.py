@@ -22,14 +22,14 @@ with faults.explain_abort(), faults.explain_cut("a.gguf", "start "):
         ("signal.raise_signal(signal.SIGBUS)", "start error: a.gguf: a part of the file cannot"),
     ],
 )
-def test_a_fault_is_a_line(fault: str, words: str) -> None:
+def test_a_fault_is_a_line(fault, words):
     program = [sys.executable, "-c", PROGRAM.format(fault)]
     done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
 
 
-def test_a_signal_that_the_system_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_the_system_lacks_is_left_out(monkeypatch):
     monkeypatch.delattr(faults.signal, "SIGBUS")
     with faults.explain_cut("a.gguf"):
         pass

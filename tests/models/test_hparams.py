@@ -56,7 +56,7 @@ def failure(folder: Path, without: str = "", /, **changes: bytes) -> str:
     return message
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_defaults(tmp_path):
     hparams = read(tmp_path)
     assert hparams == HParams(
         architecture="llama",
@@ -71,7 +71,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert hparams.rope.magnitude == 1.0
 
 
-def test_stated_values(tmp_path: Path) -> None:
+def test_stated_values(tmp_path):
     hparams = read(
         tmp_path,
         kv=uint32("llama.attention.head_count_kv", 2),
@@ -87,7 +87,7 @@ def test_stated_values(tmp_path: Path) -> None:
     assert hparams.rope.freq_base == 500000.0
 
 
-def test_any_integer_type_is_taken(tmp_path: Path) -> None:
+def test_any_integer_type_is_taken(tmp_path):
     hparams = read(
         tmp_path,
         block_count=pair("llama.block_count", UINT64, struct.pack("<Q", 2)),
@@ -96,7 +96,7 @@ def test_any_integer_type_is_taken(tmp_path: Path) -> None:
     assert (hparams.n_layer, hparams.n_ctx_train) == (2, 77)
 
 
-def test_per_layer_arrays(tmp_path: Path) -> None:
+def test_per_layer_arrays(tmp_path):
     hparams = read(
         tmp_path,
         heads=array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, 2, 1)),
@@ -108,7 +108,7 @@ def test_per_layer_arrays(tmp_path: Path) -> None:
     assert [layer.n_ff for layer in hparams.layers] == [32, 64, 96]
 
 
-def test_vocabulary_size(tmp_path: Path) -> None:
+def test_vocabulary_size(tmp_path):
     tokens = strings("tokenizer.ggml.tokens", ["a", "b"])
     assert read(tmp_path, tokens=tokens).n_vocab == 2
     assert "llama.vocab_size is missing" in failure(tmp_path, "vocab_size")
@@ -118,7 +118,7 @@ def test_vocabulary_size(tmp_path: Path) -> None:
     assert read_hparams(file).n_vocab == 5
 
 
-def test_linear_scaling(tmp_path: Path) -> None:
+def test_linear_scaling(tmp_path):
     rope = read(tmp_path, factor=float32("llama.rope.scaling.factor", 4.0)).rope
     assert (rope.scaling, rope.factor, rope.freq_scale, rope.ext_factor) == ("linear", 4.0, 0.25, 0)
     assert rope.magnitude == 1.0
@@ -133,7 +133,7 @@ def test_linear_scaling(tmp_path: Path) -> None:
     assert none.freq_scale == 1.0
 
 
-def test_the_context_that_a_model_is_made_for(tmp_path: Path) -> None:
+def test_the_context_that_a_model_is_made_for(tmp_path):
     """Trained on 4096 tokens, or stretched by its scaling."""
     assert read(tmp_path).n_ctx_fit == 4096
     factor = float32("llama.rope.scaling.factor", 4.0)
@@ -144,7 +144,7 @@ def test_the_context_that_a_model_is_made_for(tmp_path: Path) -> None:
     assert read(tmp_path, factor=factor, scaling=none).n_ctx_fit == 4096
 
 
-def test_yarn(tmp_path: Path) -> None:
+def test_yarn(tmp_path):
     yarn = {
         "scaling": string("llama.rope.scaling.type", "yarn"),
         "factor": float32("llama.rope.scaling.factor", 4.0),
@@ -175,7 +175,7 @@ def test_yarn(tmp_path: Path) -> None:
     assert (rope.ext_factor, rope.magnitude) == (0.0, 1.5)
 
 
-def test_architecture(tmp_path: Path) -> None:
+def test_architecture(tmp_path):
     file = open_gguf(Builder([string("general.name", "x")]).write(tmp_path))
     with pytest.raises(SparseKVError, match=r"has no general\.architecture"):
         read_architecture(file)
@@ -199,7 +199,7 @@ def test_architecture(tmp_path: Path) -> None:
         "attention.head_count", "attention.layer_norm_rms_epsilon",
     ],
 )  # fmt: skip
-def test_missing_and_mistyped(tmp_path: Path, name: str) -> None:
+def test_missing_and_mistyped(tmp_path, name):
     assert f"llama.{name} is missing" in failure(tmp_path, name)
     changes = {name: string(f"llama.{name}", "3")}
     assert f"llama.{name} is of type string; it must be" in failure(tmp_path, **changes)
@@ -213,7 +213,7 @@ def test_missing_and_mistyped(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 513, 2**32 - 1])
-def test_number_of_layers(tmp_path: Path, count: int) -> None:
+def test_number_of_layers(tmp_path, count):
     message = failure(tmp_path, block_count=uint32("llama.block_count", count))
     assert f"llama.block_count is {count}; it must be 1 to 512" in message
 
@@ -238,13 +238,13 @@ def test_number_of_layers(tmp_path: Path, count: int) -> None:
         ("expert_count", 513, "is 513; it must be 0 to 512"),
     ],
 )
-def test_out_of_range(tmp_path: Path, name: str, value: int, says: str) -> None:
+def test_out_of_range(tmp_path, name, value, says):
     message = failure(tmp_path, **{name: uint32(f"llama.{name}", value)})
     assert f"llama.{name}" in message
     assert says in message
 
 
-def test_head_counts_that_do_not_divide(tmp_path: Path) -> None:
+def test_head_counts_that_do_not_divide(tmp_path):
     message = failure(tmp_path, kv=uint32("llama.attention.head_count_kv", 3))
     assert "head_count is 4 in layer 0, not a multiple of head_count_kv = 3" in message
     kv = array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, 2, 8))
@@ -256,7 +256,7 @@ def test_head_counts_that_do_not_divide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
-def test_per_layer_array_of_the_wrong_length(tmp_path: Path, count: int) -> None:
+def test_per_layer_array_of_the_wrong_length(tmp_path, count):
     name = "llama.attention.head_count"
     heads = array(name, INT32, count, struct.pack(f"<{count}i", *[4] * count))
     message = failure(tmp_path, **{"attention.head_count": heads})
@@ -264,12 +264,12 @@ def test_per_layer_array_of_the_wrong_length(tmp_path: Path, count: int) -> None
 
 
 @pytest.mark.parametrize("value", [0, -1])
-def test_per_layer_value_out_of_range(tmp_path: Path, value: int) -> None:
+def test_per_layer_value_out_of_range(tmp_path, value):
     heads = array("llama.attention.head_count_kv", INT32, 3, struct.pack("<3i", 4, value, 4))
     assert f"is {value} in layer 1; it must be" in failure(tmp_path, kv=heads)
 
 
-def test_per_layer_array_of_floats(tmp_path: Path) -> None:
+def test_per_layer_array_of_floats(tmp_path):
     heads = array("llama.attention.head_count_kv", FLOAT32, 3, struct.pack("<3f", 4, 4, 4))
     assert "is of type array; it must be an integer or" in failure(tmp_path, kv=heads)
 
@@ -283,12 +283,12 @@ def test_per_layer_array_of_floats(tmp_path: Path) -> None:
         "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     ],
 )  # fmt: skip
-def test_non_finite_and_negative_numbers(tmp_path: Path, name: str, value: float) -> None:
+def test_non_finite_and_negative_numbers(tmp_path, name, value):
     message = failure(tmp_path, **{name: float32(f"llama.{name}", value)})
     assert f"llama.{name} is {value:g}; it must be" in message
 
 
-def test_other_numbers(tmp_path: Path) -> None:
+def test_other_numbers(tmp_path):
     assert "freq_base is 0" in failure(tmp_path, base=float32("llama.rope.freq_base", 0.0))
     ext = float32("llama.rope.scaling.yarn_ext_factor", math.nan)
     assert "yarn_ext_factor is nan" in failure(tmp_path, ext=ext)
@@ -296,7 +296,7 @@ def test_other_numbers(tmp_path: Path) -> None:
     assert "rope.scaling.factor is" in failure(tmp_path, factor=tiny)
 
 
-def test_what_is_no_plain_decoder(tmp_path: Path) -> None:
+def test_what_is_no_plain_decoder(tmp_path):
     for scaling in ("dynamic", ""):
         message = failure(tmp_path, scaling=string("llama.rope.scaling.type", scaling))
         assert f"is {scaling!r}; supported are none, linear, yarn, longrope" in message
@@ -308,7 +308,7 @@ def test_what_is_no_plain_decoder(tmp_path: Path) -> None:
     assert "is of type uint32; it must be bool" in message
 
 
-def test_unsupported_is_told_from_broken(tmp_path: Path) -> None:
+def test_unsupported_is_told_from_broken(tmp_path):
     with pytest.raises(UnsupportedModelError):
         read(tmp_path, scaling=string("llama.rope.scaling.type", "dynamic"))
     with pytest.raises(UnsupportedModelError):
@@ -333,7 +333,7 @@ def windows(tmp_path: Path, arch: str, n_layer: int, *more: bytes) -> list[int]:
     return [each.window for each in read_hparams(open_gguf(Builder(pairs).write(tmp_path))).layers]
 
 
-def test_windows(tmp_path: Path) -> None:
+def test_windows(tmp_path):
     size = uint32("gemma3.attention.sliding_window", 512)
     assert windows(tmp_path, "gemma3", 7, size) == [512] * 5 + [0, 512]
     name = "gemma3.attention.sliding_window_pattern"
@@ -350,7 +350,7 @@ def test_windows(tmp_path: Path) -> None:
         windows(tmp_path, "gemma3", 4, size, string(name, "all"))
 
 
-def test_layers_that_read_the_rows_of_others(tmp_path: Path) -> None:
+def test_layers_that_read_the_rows_of_others(tmp_path):
     """The last ones read those of the last layer of their kind ahead of them."""
     name, flags = "gemma4.attention.shared_kv_layers", "gemma4.attention.sliding_window_pattern"
     size = uint32("gemma4.attention.sliding_window", 8)

@@ -92,7 +92,7 @@ def keep_and_die(folder: Path, caches: list[DenseCache], deadly: int) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_every_write(tmp_path: Path) -> None:
+def test_killed_at_every_write(tmp_path):
     caches = layers(len(IDS))
     n_steps, found = 0, set()
     while keep_and_die(tmp_path / str(n_steps), caches, n_steps + 1):

@@ -41,9 +41,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_files_of_others_are_never_touched(
-    foreign: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_others_are_never_touched(foreign, capfd, monkeypatch):
     monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)
 
     def told(code: int, *arguments: str) -> str:
@@ -79,12 +77,12 @@ def test_files_of_others_are_never_touched(
     assert all((foreign / name).read_bytes() == data for name, data in FOREIGN.items())
 
 
-def test_a_folder_that_is_empty_or_not_there_is_taken(tmp_path: Path) -> None:
+def test_a_folder_that_is_empty_or_not_there_is_taken(tmp_path):
     check_folder(tmp_path)
     check_folder(tmp_path / "none")
 
 
-def test_two_first_runs_make_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_first_runs_make_the_folder(tmp_path, monkeypatch):
     """Neither finds it; the one that makes it says so, the other one goes on."""
     mkdir = Path.mkdir
 

@@ -1,7 +1,5 @@
 """Prompts of a model whose hash is not known yet; and the last tokens that a method queries."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from kept_prompts import KnownRoot, keep, keeping, prefixes_of, small_layers
@@ -18,9 +16,7 @@ ROOT, OTHER = "a" * 32, "b" * 32
 @pytest.mark.parametrize("is_kept", [True, False])
 @pytest.mark.parametrize("begun", [None, ROOT])
 @pytest.mark.parametrize("ended", [None, ROOT, OTHER])
-def test_a_prompt_is_kept_if_its_model_is_known_in_the_end(
-    begun: str | None, ended: str | None, is_kept: bool, tmp_path: Path
-) -> None:
+def test_a_prompt_is_kept_if_its_model_is_known_in_the_end(begun, ended, is_kept, tmp_path):
     """is_kept: whether the caches keep their rows; else copies are written during the prefill."""
     said: list[str] = []
     caches = small_layers(len(IDS))
@@ -64,7 +60,7 @@ def test_snapshots_of_a_model_that_is_known_late(sequence_of, tmp_path, monkeypa
     assert sequence.timings.cached_tokens == 1024 and "not looked for" in said[0]
 
 
-def test_the_tokens_that_a_method_queries_are_computed_again(tmp_path: Path) -> None:
+def test_the_tokens_that_a_method_queries_are_computed_again(tmp_path):
     caches = small_layers(len(IDS))
     first = prefixes_of(tmp_path, KnownRoot(ROOT), print, lambda text: None)
     first.begin(IDS, first.find(IDS), 0, caches)

@@ -1,8 +1,6 @@
 """Constrained answers: which tokens may follow, when an answer is whole, what is refused."""
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +52,7 @@ def matches(constraint: Constraint, text: str, tokenizer: Tokenizer = BPE) -> bo
     return constraint.is_finished or bool(allowed & tokenizer.eog_ids)
 
 
-def test_tokens_that_may_follow() -> None:
+def test_tokens_that_may_follow():
     constraint = constraint_of("regex", "hell(o|i)+")
     assert texts(constraint) == [b"h", b"he", b"hell", b"hello"]
     say(constraint, "hell")
@@ -65,7 +63,7 @@ def test_tokens_that_may_follow() -> None:
     assert texts(constraint) == [b"h", b"he", b"hell", b"hello"]
 
 
-def test_spm_tokens_and_bytes_may_follow() -> None:
+def test_spm_tokens_and_bytes_may_follow():
     """Nothing is put before what the grammar forces; a text's byte token is as good."""
     constraint = constraint_of("regex", "b(a|ab)", SPM)
     say(constraint, "b", SPM)
@@ -75,13 +73,13 @@ def test_spm_tokens_and_bytes_may_follow() -> None:
 
 
 @BOTH
-def test_control_and_unused_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+def test_control_and_unused_tokens_are_no_text(tokenizer):
     allowed = constraint_of("regex", "(?s:.*)", tokenizer).allowed(tokenizer.n_vocab).tolist()
     assert {token for token in allowed if not tokenizer.is_shown(token)} == tokenizer.eog_ids
     assert all(tokenizer.token_bytes(token) for token in allowed)
 
 
-def test_an_answer_is_finished_where_nothing_can_follow() -> None:
+def test_an_answer_is_finished_where_nothing_can_follow():
     schema = '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],'
     constraint = constraint_of("json-schema", schema + '"additionalProperties": false}')
     for text in ('{"a":1}', '{\n  "a": 2\n}'):
@@ -94,7 +92,7 @@ def test_an_answer_is_finished_where_nothing_can_follow() -> None:
 
 
 @pytest.mark.parametrize("schema", ["{}", " true\n"])
-def test_any_json(schema: str) -> None:
+def test_any_json(schema):
     constraint = constraint_of("json-schema", schema)
     for text in ("null", "-1.5e3", '["a", {"b": []}]', '"h\\né"', "{\n\n    }"):
         assert matches(constraint, text), text
@@ -102,7 +100,7 @@ def test_any_json(schema: str) -> None:
         assert not matches(constraint, text), text
 
 
-def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:
+def test_white_space_is_bounded_unless_the_schema_says_otherwise():
     item = '"type": "array", "items": {"type": "integer"}'
     assert not matches(constraint_of("json-schema", f"{{{item}}}"), "[     1]")
     own = f'{{{item}, "x-guidance": {{"whitespace_pattern": " +"}}}}'
@@ -114,7 +112,7 @@ LARK = 'start: item+\nitem: "- " word "\\n"\nword: /[a-z]+/ | "(" word ")"\n'
 
 
 @pytest.mark.parametrize("grammar", [GBNF, LARK], ids=["gbnf", "lark"])
-def test_grammars(grammar: str) -> None:
+def test_grammars(grammar):
     constraint = constraint_of("grammar", grammar)
     assert matches(constraint, "- hello\n- ((x))\n")
     for text in ("", "- hello", "- \n", "- (x\n", "hello"):
@@ -135,12 +133,12 @@ LEGAL = [
 
 
 @pytest.mark.parametrize(("grammar", "text", "other"), LEGAL)
-def test_gbnf_that_llama_cpp_takes(grammar: str, text: str, other: str) -> None:
+def test_gbnf_that_llama_cpp_takes(grammar, text, other):
     constraint = constraint_of("grammar", grammar)
     assert matches(constraint, text) and not matches(constraint, other)
 
 
-def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
+def test_a_lark_grammar_may_name_the_models_special_tokens():
     constraint = constraint_of("grammar", 'start: "a" <|im_start|> "b"')
     say(constraint, "a")
     assert texts(constraint) == [b"<|im_start|>"]
@@ -171,14 +169,14 @@ def test_a_lark_grammar_may_name_the_models_special_tokens() -> None:
         ("grammar", "root ::= root", "--grammar: no token of the model can follow"),
     ],
 )
-def test_what_cannot_be_matched_is_refused_in_a_line(kind: str, text: str, expected: str) -> None:
+def test_what_cannot_be_matched_is_refused_in_a_line(kind, text, expected):
     with pytest.raises(SparseKVError) as info:
         constraint_of(kind, text)
     assert str(info.value).startswith(expected)
     assert "\n" not in str(info.value) and len(str(info.value)) < 300
 
 
-def test_a_token_that_cannot_follow_is_an_error() -> None:
+def test_a_token_that_cannot_follow_is_an_error():
     constraint = constraint_of("regex", "ab")
     with pytest.raises(SparseKVError, match="--regex: ") as info:
         constraint.accept(ord("b"))
@@ -187,7 +185,7 @@ def test_a_token_that_cannot_follow_is_an_error() -> None:
     say(constraint, "ab")
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SparseKVError, match=r"pip install 'sparsekv-cli\[grammar\]'"):
         read_grammar("regex", "a")
@@ -221,12 +219,12 @@ A, B, C = BPE.encode_within("abc")
     ],
     ids=str,
 )  # fmt: skip
-def test_the_chain_sees_what_may_follow_only(params: dict[str, Any]) -> None:
+def test_the_chain_sees_what_may_follow_only(params):
     best = {C: 30.0, B: 20.0, A: 15.0, END: 10.0}
     assert sampled("[ab]{3}", {"seed": 1, **params}, best, 3) == "bbb"
 
 
-def test_penalties_choose_among_what_may_follow() -> None:
+def test_penalties_choose_among_what_may_follow():
     params = {"temp": 0, "dry_multiplier": 5.0, "dry_allowed_length": 1}
     best = {C: 30.0, B: 4.0, A: 2.0}
     assert sampled("[ab]{6}", {"temp": 0}, best, 6) == "bbbbbb"
@@ -236,7 +234,7 @@ def test_penalties_choose_among_what_may_follow() -> None:
 
 
 @pytest.mark.parametrize("narrowed_by", ["top_k", "grammar"])
-def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by: str) -> None:
+def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by):
     """The first step's candidates all have smaller ids than the breaker."""
     options: dict[str, Any] = {"temp": 0, "dry_multiplier": 9.0, "dry_sequence_breakers": (":",)}
     if narrowed_by == "top_k":
@@ -250,7 +248,7 @@ def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by: str) -> No
     assert sample(logits, BPE.encode_within("a:ba:")) == B
 
 
-def test_a_grammar_that_takes_too_long_is_refused(tiny_model: Callable[..., Path]) -> None:
+def test_a_grammar_that_takes_too_long_is_refused(tiny_model):
     """llguidance would read this schema for a quarter of a minute; the next one is read again."""
     trial = GrammarTrial(tiny_model(wtype="Q8_0"), seconds=1)
     try:

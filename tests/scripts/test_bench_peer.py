@@ -62,9 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_embd=128, n_ff=128)
 
 
-def test_turns_and_table(
-    fakes: list[Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_and_table(fakes, model, tmp_path, capsys):
     file = tmp_path / "result.json"
     arguments = ["-m", str(model), "--pp", "700", "--depths", "8192,0", "--methods", "full,lfps"]
     arguments += ["--tokens", "4", "--pairs", "3", "--memory", "16384", "--json", str(file)]
@@ -102,14 +100,14 @@ def test_turns_and_table(
     assert result["rows"][0]["peers"]["llama.cpp"]["median"] == 250.0
 
 
-def test_lfps_over_depths() -> None:
+def test_lfps_over_depths():
     assert table.flatness({2048: [10.0]}) is None
     row = table.flatness({2048: [100.0, 90.0, 110.0], 32768: [80.0]})
     assert row.ratio == pytest.approx(0.8) and row.met == "must"
     assert row.cells(["llama.cpp"])[1:4] == ("80", "", "0.80")
 
 
-def test_targets_are_found_by_their_case() -> None:
+def test_targets_are_found_by_their_case():
     """Every speed target belongs to a test that the default options run."""
     options = script.arguments().parse_args([])
     cases = [table.Case(n, 0, 0, "full") for n in options.pp]
@@ -138,9 +136,7 @@ def test_targets_are_found_by_their_case() -> None:
         (["--json", "no/such/folder/x.json"], "no such folder"),
     ],
 )
-def test_usage_errors(
-    arguments: list[str], message: str, fakes: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors(arguments, message, fakes, capsys):
     with pytest.raises(SystemExit) as error:
         script.main(arguments)
     assert error.value.code == 2
@@ -148,9 +144,7 @@ def test_usage_errors(
     assert fakes == []
 
 
-def test_without_any_peer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_any_peer(monkeypatch, capsys):
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None)
     assert script.main(["--pp", "8"]) == 1
     printed = capsys.readouterr()
@@ -158,7 +152,7 @@ def test_without_any_peer(
     assert "--ik" in printed.err and printed.err.count("\n") == 1 and printed.out == ""
 
 
-def test_worker_measures_ours_and_reports_its_memory(model: Path) -> None:
+def test_worker_measures_ours_and_reports_its_memory(model):
     """A real process with this program in it: speeds, memory, and an end without a word."""
     setup = {"model": str(model), "threads": 1, "n_ctx": 200, "seed": 0}
     setup |= {"method": "lfps", "options": {"budget": "16"}}
@@ -171,14 +165,14 @@ def test_worker_measures_ours_and_reports_its_memory(model: Path) -> None:
     assert ours._process.returncode == 0
 
 
-def test_worker_failures_are_one_line(model: Path, tmp_path: Path) -> None:
+def test_worker_failures_are_one_line(model, tmp_path):
     setup = {"model": str(tmp_path / "none.gguf"), "threads": 1, "n_ctx": 8, "seed": 0}
     setup |= {"method": "full", "options": {}}
     with pytest.raises(script.BenchError, match=r"ours: .*none\.gguf"):
         script.Worker("ours", setup).__enter__()
 
 
-def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_names_its_signal(monkeypatch):
     """llama.cpp is C++: it may end without a reply."""
 
     def crash(*_: Any, **keywords: Any) -> subprocess.Popen[str]:
@@ -191,7 +185,7 @@ def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch) -> None:
         script.Worker("llama.cpp", {}).__enter__()
 
 
-def test_serving_in_order() -> None:
+def test_serving_in_order():
     class Program:
         calls: list[Any] = []  # noqa: RUF012
 
@@ -225,7 +219,7 @@ def test_serving_in_order() -> None:
     (33, 64, ["double 16", "double 32"]),
     (40, 10, []),
 ])  # fmt: skip
-def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -> None:
+def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected):
     done: list[str] = []
 
     class Fake(worker.LlamaCpp):
@@ -247,7 +241,7 @@ def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected) -
     assert done == expected and fake._n_past == depth
 
 
-def test_help_runs_without_a_model() -> None:
+def test_help_runs_without_a_model():
     done = subprocess.run(
         [sys.executable, str(FOLDER / "bench" / "peer"), "--help"],
         capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ),

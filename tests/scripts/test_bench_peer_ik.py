@@ -116,9 +116,7 @@ def opened(fake: Fake, model: Path) -> Any:
     return ik.IkBench("ik_llama.cpp", str(fake.path), model, 2, dict(os.environ))
 
 
-def test_table_with_ik_alone(
-    fake: Fake, only_ik: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_with_ik_alone(fake, only_ik, model, tmp_path, capsys):
     file = tmp_path / "result.json"
     arguments = ["-m", str(model), "--ik", str(fake.path), "-t", "2", "--pp", "512"]
     arguments += ["--depths", "0,64", "--methods", "full", "--tokens", "4", "--pairs", "3"]
@@ -136,7 +134,7 @@ def test_table_with_ik_alone(
     assert told["rows"][3]["peers"]["ik_llama.cpp"]["median"] > 1  # MiB of a Python
 
 
-def test_both_kinds_of_weights_in_the_first_round_only(fake: Fake, model: Path) -> None:
+def test_both_kinds_of_weights_in_the_first_round_only(fake, model):
     prompt, near, deep = (table.Case(*shape, None) for shape in
                           ((512, 0, 0), (0, 4, 0), (0, 4, 64)))  # fmt: skip
     with opened(fake, model) as bench:
@@ -154,7 +152,7 @@ def test_both_kinds_of_weights_in_the_first_round_only(fake: Fake, model: Path) 
     assert all((c["-t"], c["-fa"], c["-o"]) == ("2", "1", "json") for c in calls)
 
 
-def test_ratio_is_to_the_best_peer() -> None:
+def test_ratio_is_to_the_best_peer():
     theirs = {"llama.cpp": [250.0], "ik_llama.cpp": [500.0, 400.0, 600.0]}
     row = table.PeerRow("pp512", "t/s", [1000.0], theirs, table.TARGETS["pp512"])
     assert row.best == "ik_llama.cpp" and row.ratio == 2 and row.met == "aim"
@@ -164,9 +162,7 @@ def test_ratio_is_to_the_best_peer() -> None:
     assert memory.best == "llama.cpp" and memory.ratio == 4
 
 
-def test_what_cannot_be_used_is_said_in_a_line(
-    fake: Fake, only_ik: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_used_is_said_in_a_line(fake, only_ik, model, tmp_path, capsys):
     def error_of(*arguments: str) -> str:
         assert script.main(["-m", str(model), "--pp", "8", "--depths", "", *arguments]) == 1
         said = capsys.readouterr().err.splitlines()
@@ -184,19 +180,19 @@ def test_what_cannot_be_used_is_said_in_a_line(
     assert "Exec format error" in error_of("--ik", str(fake.path))
 
 
-def test_a_model_that_it_cannot_load(fake: Fake, tmp_path: Path) -> None:
+def test_a_model_that_it_cannot_load(fake, tmp_path):
     said = "ik_llama.cpp ended with exit code 1: main: error: failed to load model"
     with pytest.raises(table.BenchError, match=said), opened(fake, tmp_path / "none.gguf"):
         pass
 
 
-def test_output_without_a_result(fake: Fake, model: Path) -> None:
+def test_output_without_a_result(fake, model):
     fake.path.write_text(fake.path.read_text().replace('print("  {")', 'print("  (")'))
     with pytest.raises(table.BenchError, match="gave 0 results"), opened(fake, model):
         pass
 
 
-def test_rows_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_the_pages(monkeypatch):
     """scripts/results names the program, not where it lies; peers have columns of their own."""
     spread = {"median": 2.0, "min": 1.0, "max": 3.0}
     row = {"test": "pp512", "unit": "t/s", "ratio": 1.0, "sparsekv_cli": spread}

@@ -54,7 +54,7 @@ def write_report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare_report.write_reports({}, str(path), None)
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     identity = identity_of(make_model(tmp_path / "m.gguf", n_layer=1, n_embd=64, n_ff=64))
     values = {"a": np.zeros((1, 100_000), np.float32)}
     writers: dict[str, Callable[[Path], None]] = {
@@ -78,7 +78,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resume(tmp_path / "none") == 0 == resume(Path(os.devnull))
 
 
-def test_a_file_is_replaced_as_a_whole_or_not(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_or_not(tmp_path):
     path = tmp_path / "a"
     replace_file(path, b"before")
     with full_disk(10), pytest.raises(OSError):
@@ -87,7 +87,7 @@ def test_a_file_is_replaced_as_a_whole_or_not(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path):
     (tmp_path / "a").write_bytes(b"x")
     (tmp_path / "link").symlink_to("a")
     os.mkfifo(tmp_path / "pipe")
@@ -98,7 +98,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             open_regular(path)
 
 
-def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path):
     old = [".a.0123abcd.tmp", ".a.0123abcd.tmp.tmp", ".a.thesis.tmp", ".ab.0123abcd.tmp", "a.tmp"]
     for name in [*old, ".a.0123abce.tmp"]:
         (tmp_path / name).write_bytes(b"x")

@@ -17,7 +17,7 @@ def resident(start: int) -> int:
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="needs Linux' /proc/self/maps")
-def test_release_code() -> None:
+def test_release_code():
     a, b = np.random.default_rng(0).standard_normal((2, 64, 64))
     product = a @ b
     starts = []
@@ -32,7 +32,7 @@ def test_release_code() -> None:
     np.testing.assert_array_equal(a @ b, product)
 
 
-def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory(tmp_path, monkeypatch):
     """What the machine has free, unless a control group on the way up leaves less."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     monkeypatch.setattr(memory, "PROC", proc)

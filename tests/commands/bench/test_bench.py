@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from sparsekv_cli.commands.bench import bench
 from sparsekv_cli.commands.bench.report import BenchModel, BenchResult, BenchTest
 
-Invoke = Callable[..., Any]
 LLAMA_BENCH_TEXT = """
 build_commit build_number cpu_info gpu_info backends model_filename model_type model_size
 model_n_params n_batch n_ubatch n_threads type_k type_v n_gpu_layers n_prompt n_gen n_depth
@@ -55,7 +53,7 @@ def models(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[Any]:
     return opened
 
 
-def test_json_fields_and_order(models: list[Any], invoke: Invoke) -> None:
+def test_json_fields_and_order(models, invoke):
     arguments = ["-p", "8", "-n", "4", "-r", "2", "--method", "topk", "--budget", "5%"]
     result = invoke("bench", *arguments, "-O", "json")
     assert result.code == 0, result.err
@@ -75,7 +73,7 @@ def test_json_fields_and_order(models: list[Any], invoke: Invoke) -> None:
     assert prompt["ledger"]["rows_attended"] == 0
 
 
-def test_an_old_name_of_an_option_is_taken_with_a_line(models: list[Any], invoke: Invoke) -> None:
+def test_an_old_name_of_an_option_is_taken_with_a_line(models, invoke):
     arguments = ["-p", "8", "-n", "0", "-r", "1", "--method", "lfps,topk", "-O", "json"]
     result = invoke("bench", *arguments, "-o", "dense_rows=70")
     assert result.code == 0, result.err
@@ -85,7 +83,7 @@ def test_an_old_name_of_an_option_is_taken_with_a_line(models: list[Any], invoke
     assert "pages_from" not in topk["method_options"]
 
 
-def test_order_of_tests_and_labels(models: list[Any], invoke: Invoke) -> None:
+def test_order_of_tests_and_labels(models, invoke):
     arguments = ["-p", "8,16", "-n", "4", "-pg", "8,4", "-d", "0,32", "--method", "full,topk"]
     result = invoke("bench", *arguments, "-r", "1")
     table = [line for line in result.out.splitlines() if line.startswith("|")]
@@ -110,9 +108,7 @@ def test_order_of_tests_and_labels(models: list[Any], invoke: Invoke) -> None:
         (BenchTest(0, 4, 200), 200), (BenchTest(8, 4, 200), 200), (BenchTest(0, 4, 1), 1),
     ],
 )  # fmt: skip
-def test_depth_of_what_is_timed(
-    test: BenchTest, before: int, can_rewind_within: bool, n_last: int, fake: Any
-) -> None:
+def test_depth_of_what_is_timed(test, before, can_rewind_within, n_last, fake):
     fake.n_ctx = bench.context_size([test])
     fake.can_rewind_within = can_rewind_within
     ids = list(range(fake.n_ctx))
@@ -130,9 +126,7 @@ def test_depth_of_what_is_timed(
         assert all(n <= 64 for n in fake.prefilled[1:])
 
 
-def test_a_run_ahead_of_each_test_is_not_timed(
-    models: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_ahead_of_each_test_is_not_timed(models, invoke, monkeypatch):
     arguments = ["bench", "-p", "8", "-n", "20", "-d", "0,40", "-r", "2", "-O", "json"]
     timed: list[tuple[int, int, int]] = []
     real = bench.time_once
@@ -158,7 +152,7 @@ def test_a_run_ahead_of_each_test_is_not_timed(
         assert [row["ledger"]["rows_attended"] for row in rows] == [0, 40, 0, 40]
 
 
-def test_options_go_to_the_methods_that_have_them(models: list[Any], invoke: Invoke) -> None:
+def test_options_go_to_the_methods_that_have_them(models, invoke):
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
     result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
     assert result.code == 0, result.err
@@ -174,7 +168,7 @@ def test_options_go_to_the_methods_that_have_them(models: list[Any], invoke: Inv
     assert result.code == 2 and "streaming" in result.err
 
 
-def test_cache_types(models: list[Any], invoke: Invoke) -> None:
+def test_cache_types(models, invoke):
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk"]
     result = invoke(*arguments, "-ctk", "q8_0", "--cache-type-v", "f16", "-O", "json")
     rows = json.loads(result.out)
@@ -185,7 +179,7 @@ def test_cache_types(models: list[Any], invoke: Invoke) -> None:
     assert "type_k" not in invoke(*arguments).out
 
 
-def test_roofline_of_tests_that_decode(models: list[Any], invoke: Invoke) -> None:
+def test_roofline_of_tests_that_decode(models, invoke):
     arguments = ["bench", "-p", "8", "-n", "4", "-pg", "8,4", "-d", "0,32", "-r", "3"]
     result = invoke(*arguments, "--method", "full,topk")
     lines = [line for line in result.out.splitlines() if line and not line.startswith("|")]
@@ -202,7 +196,7 @@ def test_roofline_of_tests_that_decode(models: list[Any], invoke: Invoke) -> Non
     assert gen["fraction"] == pytest.approx(gen["avg_ts"] / 2000)
 
 
-def test_csv_and_json_lines(models: list[Any], invoke: Invoke) -> None:
+def test_csv_and_json_lines(models, invoke):
     arguments = ["bench", "-p", "4", "-n", "4", "-r", "1", "--method", "topk"]
     header, *rows = list(csv.reader(io.StringIO(invoke(*arguments, "-O", "csv").out)))
     assert header == [n for n in LLAMA_BENCH_ORDER if not n.startswith("samples")] + OURS
@@ -212,9 +206,7 @@ def test_csv_and_json_lines(models: list[Any], invoke: Invoke) -> None:
     assert [json.loads(line)["n_gen"] for line in lines] == [0, 4]
 
 
-def test_json_is_complete_after_an_error(
-    models: list[Any], invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_is_complete_after_an_error(models, invoke, monkeypatch):
     real = bench.time_once
 
     def fail_at_decode(model: Any, sequences: Any, ids: Any, test: BenchTest) -> int:
@@ -228,7 +220,7 @@ def test_json_is_complete_after_an_error(
     assert len(json.loads(result.out)) == 1
 
 
-def test_seed_makes_the_tokens(models: list[Any], invoke: Invoke) -> None:
+def test_seed_makes_the_tokens(models, invoke):
     for seed in ([], [], ["--seed", "7"]):
         invoke("bench", "-p", "0", "-n", "32", "-r", "1", *seed)
     first, second, third = (sequence.decoded for sequence in models)
@@ -236,7 +228,7 @@ def test_seed_makes_the_tokens(models: list[Any], invoke: Invoke) -> None:
     assert all(0 <= token < 258 for token in first)
 
 
-def test_mean_of_rates() -> None:
+def test_mean_of_rates():
     model = BenchModel(Path("x.gguf"), "llama 2B F16", 3 << 30, 2_500_000_000, 4, 512)
     result = BenchResult(model, BenchTest(0, 10, 0), "full", {}, None, [10**9, 5 * 10**8], {})
     fields = result.fields()
@@ -247,7 +239,7 @@ def test_mean_of_rates() -> None:
     assert (columns["size"], columns["params"]) == ("3.00 GiB", "2.50 B")
 
 
-def test_order_of_batches_and_their_rates(models: list[Any], invoke: Invoke) -> None:
+def test_order_of_batches_and_their_rates(models, invoke):
     arguments = ["-p", "8", "-n", "4", "-pg", "8,4", "-b", "1,3", "-d", "32"]
     tests = []
 
@@ -267,6 +259,6 @@ def test_order_of_batches_and_their_rates(models: list[Any], invoke: Invoke) -> 
 
 
 @pytest.mark.parametrize("value", ["0", "1,0", "x", "-1", ""])
-def test_a_batch_has_sequences(value: str, models: list[Any], invoke: Invoke) -> None:
+def test_a_batch_has_sequences(value, models, invoke):
     result = invoke("bench", f"--batch={value}")
     assert result.code == 2 and "batch" in result.err and not models

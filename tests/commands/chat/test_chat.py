@@ -16,15 +16,13 @@ from prompt_toolkit.output import DummyOutput
 
 from sparsekv_cli.cli import main
 
-Invoke = Callable[..., Any]
-
 
 @pytest.fixture(autouse=True)
 def template(fake: Any) -> None:
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
 
 
-def test_turns_keep_the_cache(fake: Any, invoke: Invoke) -> None:
+def test_turns_keep_the_cache(fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
     result = invoke("chat", stdin=lines("A", "", "B"))
     assert (result.code, result.out, result.err) == (0, "one\ntwo\n", "")
@@ -35,19 +33,19 @@ def test_turns_keep_the_cache(fake: Any, invoke: Invoke) -> None:
     assert fake.rewinds == []
 
 
-def test_first_message_system_and_exit(fake: Any, invoke: Invoke) -> None:
+def test_first_message_system_and_exit(fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
     result = invoke("chat", "-p", "A", "-sys", "Be brief", stdin=lines("B", "/exit", "C"))
     assert result.code == 0 and result.out == "one\ntwo\n"
     assert prompts_of(fake)[0] == "[system]Be brief\n[user]A\n[assistant]"
 
 
-def test_last_line_needs_no_line_break(fake: Any, invoke: Invoke) -> None:
+def test_last_line_needs_no_line_break(fake, invoke):
     fake.script = ["one<eos>"]
     assert invoke("chat", stdin=b"A").out == "one\n"
 
 
-def test_regenerate(fake: Any, invoke: Invoke) -> None:
+def test_regenerate(fake, invoke):
     fake.script = ["one<eos>", "two<eos>", "three<eos>", "x<eos>"]
     result = invoke("chat", stdin=lines("/regen", "A" * 100, "/regen", "/regen", "B"))
     assert result.out == "one\ntwo\nthree\nx\n"
@@ -60,7 +58,7 @@ def test_regenerate(fake: Any, invoke: Invoke) -> None:
     assert fake.prefilled == [len(prompts[0]), len(prompts[3]) - len(prompts[0] + "three")]
 
 
-def test_regenerate_behind_an_interrupted_prompt(fake: Any, invoke: Invoke) -> None:
+def test_regenerate_behind_an_interrupted_prompt(fake, invoke):
     """The end of the first prompt is no checkpoint any more: its last 64 tokens are read again."""
 
     def interrupt() -> None:
@@ -76,13 +74,13 @@ def test_regenerate_behind_an_interrupted_prompt(fake: Any, invoke: Invoke) -> N
     assert fake.rewinds == [n_prompt - 64] and fake.prefilled == [n_prompt, 64]
 
 
-def test_regenerate_after_an_empty_answer(fake: Any, invoke: Invoke) -> None:
+def test_regenerate_after_an_empty_answer(fake, invoke):
     fake.script = ["<eos>", "two<eos>"]
     result = invoke("chat", stdin=lines("A", "/regen"))
     assert (result.code, result.out) == (0, "\ntwo\n")
 
 
-def test_a_method_that_cannot_go_back(fake: Any, invoke: Invoke) -> None:
+def test_a_method_that_cannot_go_back(fake, invoke):
     fake.can_rewind_within = False
     fake.script = ["one<eos>", "two<eos>"]
     assert invoke("chat", stdin=lines("A" * 100, "/regen")).out == "one\ntwo\n"
@@ -91,14 +89,14 @@ def test_a_method_that_cannot_go_back(fake: Any, invoke: Invoke) -> None:
     assert fake.prefilled == [len(prompts[0])] * 2
 
 
-def test_clear(fake: Any, invoke: Invoke) -> None:
+def test_clear(fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
     result = invoke("chat", "-sys", "S", stdin=lines("A", "/clear", "B"))
     assert result.out == "one\ntwo\n" and "forgotten" in result.err
     assert prompts_of(fake)[1] == "[system]S\n[user]B\n[assistant]"
 
 
-def test_unknown_commands_and_paths(fake: Any, invoke: Invoke) -> None:
+def test_unknown_commands_and_paths(fake, invoke):
     fake.script = ["a file<eos>"]
     result = invoke("chat", stdin=lines("/foo", "/clear now", "/etc/hosts is what?", "/help"))
     assert result.out == "a file\n"
@@ -106,7 +104,7 @@ def test_unknown_commands_and_paths(fake: Any, invoke: Invoke) -> None:
     assert "/regen" in result.err
 
 
-def test_interrupt_keeps_the_partial_answer(fake: Any, invoke: Invoke) -> None:
+def test_interrupt_keeps_the_partial_answer(fake, invoke):
     def interrupt(n: int) -> None:
         if n == 2 and len(fake.prompts) == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -118,7 +116,7 @@ def test_interrupt_keeps_the_partial_answer(fake: Any, invoke: Invoke) -> None:
     assert prompts_of(fake)[1] == "[user]A\n[assistant]abc\n[user]B\n[assistant]"
 
 
-def test_interrupt_during_prefill_takes_the_message_back(fake: Any, invoke: Invoke) -> None:
+def test_interrupt_during_prefill_takes_the_message_back(fake, invoke):
     def interrupt() -> None:
         if fake.n_begun == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -130,7 +128,7 @@ def test_interrupt_during_prefill_takes_the_message_back(fake: Any, invoke: Invo
     assert prompts_of(fake) == ["[user]B\n[assistant]"]
 
 
-def test_full_context_before_and_during_an_answer(fake: Any, invoke: Invoke) -> None:
+def test_full_context_before_and_during_an_answer(fake, invoke):
     fake.n_ctx = 60
     fake.script = ["one<eos>", "y" * 100, "two<eos>"]
     result = invoke("chat", stdin=lines("A" * 60, "A", "B", "/clear", "C"))
@@ -142,20 +140,20 @@ def test_full_context_before_and_during_an_answer(fake: Any, invoke: Invoke) -> 
     assert all("/clear" in line and "-c" in line for line in (too_long, full))
 
 
-def test_length_is_not_a_full_context(fake: Any, invoke: Invoke) -> None:
+def test_length_is_not_a_full_context(fake, invoke):
     fake.script = ["abcdef<eos>"]
     result = invoke("chat", "-n", "3", stdin=lines("A"))
     assert (result.out, result.err) == ("abc\n", "")
 
 
-def test_stop_strings_and_chatml_without_a_template(fake: Any, invoke: Invoke) -> None:
+def test_stop_strings_and_chatml_without_a_template(fake, invoke):
     del fake.metadata["tokenizer.chat_template"]
     fake.script = ["one<|im_end|>more<eos>", "two. three<eos>"]
     assert invoke("chat", "-r", ".", stdin=lines("A", "B")).out == "one\ntwo\n"
     assert prompts_of(fake)[0] == "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_stats(fake: Any, invoke: Invoke) -> None:
+def test_stats(fake, invoke):
     for option in ("--stats", "-v"):
         fake.script = ["one<eos>"]
         result = invoke("chat", option, "--method", "lfps", stdin=lines("/clear", "A"))
@@ -165,7 +163,7 @@ def test_stats(fake: Any, invoke: Invoke) -> None:
         fake.tokens.clear()
 
 
-def test_input_that_is_not_utf8(fake: Any, invoke: Invoke) -> None:
+def test_input_that_is_not_utf8(fake, invoke):
     fake.script = ["one<eos>"]
     result = invoke("chat", stdin=b"A\n\xff\n")
     assert (result.code, result.out) == (1, "one\n")
@@ -197,13 +195,13 @@ def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., t
     return run
 
 
-def test_at_a_terminal(fake: Any, terminal: Callable[..., tuple[int, str]]) -> None:
+def test_at_a_terminal(fake, terminal):
     fake.script = ["one<eos>", "two<eos>"]
     assert terminal("A\r/undo\r!\r\x04") == (0, "one\ntwo\n")
     assert prompts_of(fake)[1] == "[user]A!\n[assistant]"
 
 
-def test_ctrl_c_at_the_prompt_leaves(fake: Any, terminal: Callable[..., tuple[int, str]]) -> None:
+def test_ctrl_c_at_the_prompt_leaves(fake, terminal):
     assert terminal("no\x03\x03")[0] == 130 and fake.prompts == []
 
 
@@ -212,9 +210,7 @@ def test_ctrl_c_at_the_prompt_leaves(fake: Any, terminal: Callable[..., tuple[in
 THOUGHT = "<think>\nhm\n</think>\n\nYes<eos>"
 
 
-def test_thinking_is_dim_at_a_terminal(
-    fake: Any, terminal: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thinking_is_dim_at_a_terminal(fake, terminal, monkeypatch):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{# </think> #}"
     fake.script = [THOUGHT] * 2
     monkeypatch.setenv("TERM", "xterm")
@@ -227,7 +223,7 @@ def test_thinking_is_dim_at_a_terminal(
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_thinking_is_kept_or_dropped(drops: bool, fake: Any, invoke: Invoke) -> None:
+def test_thinking_is_kept_or_dropped(drops, fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{# </think> #}"
     fake.script = [THOUGHT, "two<eos>"]
     result = invoke("chat", *["--drop-thinking"] * drops, stdin=lines("A", "B"))
@@ -236,7 +232,7 @@ def test_thinking_is_kept_or_dropped(drops: bool, fake: Any, invoke: Invoke) -> 
     assert prompts_of(fake)[1] == f"[user]A\n[assistant]{answer}\n[user]B\n[assistant]"
 
 
-def test_thinking_is_switched(fake: Any, invoke: Invoke) -> None:
+def test_thinking_is_switched(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{{ enable_thinking }}"
     fake.script = ["one<eos>", "two<eos>"]
     invoke("chat", "--think", "on", stdin=lines("A", "/set think off", "B"))
@@ -249,7 +245,7 @@ def test_thinking_is_switched(fake: Any, invoke: Invoke) -> None:
 # --- a full context -------------------------------------------------------------------------------
 
 
-def test_context_shift_drops_the_oldest_turns(fake: Any, invoke: Invoke) -> None:
+def test_context_shift_drops_the_oldest_turns(fake, invoke):
     fake.n_ctx = 120
     fake.script = ["one<eos>", "two<eos>", "three<eos>", "four<eos>"]
     said = [letter * 20 for letter in "ABCD"]
@@ -259,7 +255,7 @@ def test_context_shift_drops_the_oldest_turns(fake: Any, invoke: Invoke) -> None
     assert prompts_of(fake)[2] == f"[system]S\n[user]{said[2]}\n[assistant]"
 
 
-def test_kept_turns_stay(fake: Any, invoke: Invoke) -> None:
+def test_kept_turns_stay(fake, invoke):
     fake.n_ctx = 120
     fake.script = ["one<eos>", "two<eos>", "three<eos>"]
     said = [letter * 20 for letter in "ABC"]
@@ -270,7 +266,7 @@ def test_kept_turns_stay(fake: Any, invoke: Invoke) -> None:
     assert invoke("chat", "--keep", "1").code == 2
 
 
-def test_context_shift_in_the_middle_of_an_answer(fake: Any, invoke: Invoke) -> None:
+def test_context_shift_in_the_middle_of_an_answer(fake, invoke):
     fake.n_ctx = 80
     fake.script = ["one<eos>", "y" * 60 + "<eos>", "z" * 10 + "<eos>", *["q" * 200] * 2]
     result = invoke("chat", "--context-shift", stdin=lines("A" * 20, "B", "C"))
@@ -284,7 +280,7 @@ def test_context_shift_in_the_middle_of_an_answer(fake: Any, invoke: Invoke) -> 
     assert set(third) == {"q"}
 
 
-def test_a_message_that_cannot_fit(fake: Any, invoke: Invoke) -> None:
+def test_a_message_that_cannot_fit(fake, invoke):
     fake.n_ctx = 60
     result = invoke("chat", "--context-shift", stdin=lines("A" * 100))
     assert "takes 118 tokens, the context holds 60; the last message alone takes 118" in result.err

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +10,13 @@ from plain_chat import TEMPLATE, lines, prompts_of
 from sparsekv_cli.commands.chat.files import load_messages
 from sparsekv_cli.errors import SparseKVError
 
-Invoke = Callable[..., Any]
-
 
 @pytest.fixture(autouse=True)
 def template(fake: Any) -> None:
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
 
 
-def test_undo_and_system(fake: Any, invoke: Invoke) -> None:
+def test_undo_and_system(fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
     entered = lines("/undo", "A", "/system Be brief", "/system", "/undo", "B", '/system ""')
     result = invoke("chat", stdin=entered)
@@ -34,7 +30,7 @@ def test_undo_and_system(fake: Any, invoke: Invoke) -> None:
     ]
 
 
-def test_read_puts_texts_before_the_next_message(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_read_puts_texts_before_the_next_message(fake, invoke, tmp_path):
     fake.script = ["one<eos>", "two<eos>"]
     for name in ("a b.txt", "c.txt"):
         (tmp_path / name).write_text(f"text of {name}\n")
@@ -46,7 +42,7 @@ def test_read_puts_texts_before_the_next_message(fake: Any, invoke: Invoke, tmp_
     assert "15 characters, which come before" in result.err and "No such file" in result.err
 
 
-def test_save_and_load(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_save_and_load(fake, invoke, tmp_path):
     fake.script = ["one<eos>", "two<eos>", "three<eos>"]
     file = tmp_path / "said.json"
     result = invoke("chat", "-sys", "S", stdin=lines(f"/save {tmp_path}/no", "A", f"/save {file}"))
@@ -68,7 +64,7 @@ def test_save_and_load(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
     assert file.read_text() == "notes"
 
 
-def test_settings(fake: Any, invoke: Invoke) -> None:
+def test_settings(fake, invoke):
     fake.script = ["abcdef<eos>", "ab.cd<eos>"]
     entered = ["/set temp 0.5", "/set n-predict 3", "/set stop .", "/set seed 7", "A", "/set temp"]
     entered += ["/set temp default", "/set n_predict -1", "B", "/set ctx 100", "/set"]
@@ -103,7 +99,7 @@ def test_settings(fake: Any, invoke: Invoke) -> None:
         ("/load /", "/: Is a directory"),
     ],
 )
-def test_what_cannot_be(text: str, reason: str, fake: Any, invoke: Invoke) -> None:
+def test_what_cannot_be(text, reason, fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
     result = invoke("chat", stdin=lines("A", text, "B"))
     assert result.out == "one\ntwo\n" and result.code == 0
@@ -123,14 +119,14 @@ def test_what_cannot_be(text: str, reason: str, fake: Any, invoke: Invoke) -> No
         ([{"role": "user", "content": "x"}] * 2, "message 2: role 'user': expected 'assistant'"),
     ],
 )
-def test_a_file_that_is_no_conversation(value: Any, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_conversation(value, reason, tmp_path):
     file = tmp_path / "said.json"
     file.write_text(value if isinstance(value, str) else json.dumps({"messages": value}))
     with pytest.raises(SparseKVError, match=re.escape(reason)):
         load_messages(str(file))
 
 
-def test_another_method(fake: Any, invoke: Invoke) -> None:
+def test_another_method(fake, invoke):
     fake.script = ["one<eos>", "two<eos>", "three<eos>"]
     entered = lines("A", "/method quest page=32", "B", "/method h2o", "C", "/stats")
     result = invoke("chat", "--budget", "64", "--method", "lfps", stdin=entered)

@@ -73,17 +73,17 @@ def type_in(chat: Any) -> Iterator[Callable[[str], list[str]]]:
         ('""""""', True, ""),
     ],
 )
-def test_several_lines(text: str, complete: bool, message: str) -> None:
+def test_several_lines(text, complete, message):
     assert is_complete(text) == complete
     assert not complete or message_of(text) == message
 
 
-def test_what_is_typed(type_in: Callable[[str], list[str]]) -> None:
+def test_what_is_typed(type_in):
     assert type_in('Hi\rone\\\rtwo\r"""a\r\rb"""\r') == ["Hi", "one\ntwo", "a\n\nb"]
     assert type_in("one\x1b\rtwo\r") == ["one\ntwo"]
 
 
-def test_a_paste(type_in: Callable[[str], list[str]], state: Path) -> None:
+def test_a_paste(type_in, state):
     """It is one message whatever lines it has, and too long to be remembered on disk."""
     text = "".join(f"line {i} of a long document\n" for i in range(4000))
     assert len(text) > 100_000 and len(text) > MOST_REMEMBERED
@@ -93,27 +93,25 @@ def test_a_paste(type_in: Callable[[str], list[str]], state: Path) -> None:
     assert list(open_history(Pastes()).load_history_strings()) == ["a\nb"]
 
 
-def test_ctrl_c_clears_the_line_and_leaves_an_empty_one(
-    type_in: Callable[[str], list[str]],
-) -> None:
+def test_ctrl_c_clears_the_line_and_leaves_an_empty_one(type_in):
     assert type_in("no\x03yes\r") == ["yes"]
     with pytest.raises(KeyboardInterrupt):
         type_in("\x03")
 
 
-def test_a_draft_is_edited(type_in: Callable[[str], list[str]], chat: Any) -> None:
+def test_a_draft_is_edited(type_in, chat):
     chat.draft = "taken back"
     assert type_in("!\rnew\r") == ["taken back!", "new"]
 
 
-def test_the_history_outlives_the_process(type_in: Callable[[str], list[str]]) -> None:
+def test_the_history_outlives_the_process(type_in):
     type_in("first\rsecond\\\rline\r")
     file = history_file()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert list(open_history(Pastes()).load_history_strings()) == ["second\\\nline", "first"]
 
 
-def test_a_long_history_loses_its_older_half() -> None:
+def test_a_long_history_loses_its_older_half():
     history = open_history(Pastes())
     for i in range(120):
         history.store_string(f"{i} " + "x" * 10_000)  # type: ignore[attr-defined]
@@ -125,13 +123,13 @@ def test_a_long_history_loses_its_older_half() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_history_that_cannot_be_kept(state: Path, capsys: Any) -> None:
+def test_a_history_that_cannot_be_kept(state, capsys):
     state.chmod(0o500)
     assert list(open_history(Pastes()).load_history_strings()) == []
     assert "is not remembered" in capsys.readouterr().err
 
 
-def test_a_folder_in_place_of_the_history(capsys: Any) -> None:
+def test_a_folder_in_place_of_the_history(capsys):
     history_file().mkdir(parents=True)
     open_history(Pastes()).append_string("x")
     assert "is not remembered" in capsys.readouterr().err
@@ -156,11 +154,11 @@ def completions(text: str) -> list[str]:
         ("Hi /s", []),
     ],
 )
-def test_completion(text: str, expected: list[str]) -> None:
+def test_completion(text, expected):
     assert completions(text) == expected
 
 
-def test_completion_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_of_paths(tmp_path, monkeypatch):
     (tmp_path / "my notes.txt").touch()
     monkeypatch.chdir(tmp_path)
     for command in ("/read", "/save", "/load"):
@@ -176,13 +174,13 @@ def test_completion_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (10, "1234 of 81"),
     ],
 )
-def test_the_toolbar_fits(chat: Any, width: int, text: str) -> None:
+def test_the_toolbar_fits(chat, width, text):
     chat.read = ["x"]
     ((_, shown),) = toolbar(chat, width)
     assert shown == text
 
 
-def test_the_toolbar_tells_the_last_answer(chat: Any) -> None:
+def test_the_toolbar_tells_the_last_answer(chat):
     sequence = chat.conversation.sequence
     sequence.sparse_from = 4096
     sequence.timings = Timings(decode_tokens=8, decode_s=0.5, cached_tokens=100)

@@ -40,13 +40,13 @@ def screen(written: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_words_wrap(text: str, lines: list[str], size: int) -> None:
+def test_words_wrap(text, lines, size):
     wrap = WordWrap(10)
     written = "".join(wrap(text[i : i + size]) for i in range(0, len(text), size))
     assert [line.rstrip() for line in screen(written)] == [line.rstrip() for line in lines]
 
 
-def test_any_text_keeps_its_words() -> None:
+def test_any_text_keeps_its_words():
     draw = random.Random(0)
     text = "".join(draw.choice("abcde  \n") for _ in range(5000))
     lines = screen(WordWrap(12)(text))
@@ -56,11 +56,11 @@ def test_any_text_keeps_its_words() -> None:
     assert words <= set(" ".join(lines).split())
 
 
-def test_no_terminal_is_not_wrapped() -> None:
+def test_no_terminal_is_not_wrapped():
     assert word_wrap() is None
 
 
-def test_nothing_is_echoed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_echoed(monkeypatch):
     terminal, end = pty.openpty()
     with os.fdopen(end, "rb+", buffering=0) as stream:
         monkeypatch.setattr("sys.stdin", stream)

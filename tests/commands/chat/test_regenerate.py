@@ -1,9 +1,5 @@
 """``/regen`` on the default model: at temperature 0 the same answer again, of any turn."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 STORY = (
@@ -13,7 +9,7 @@ STORY = (
 
 
 @pytest.mark.parametrize("name", ["full", "lfps", "quest", "freekv", "h2o"])
-def test_the_same_answer_again(name: str, invoke: Callable[..., Any], default_model: Path) -> None:
+def test_the_same_answer_again(name, invoke, default_model):
     story = "".join(STORY.format(7 * day % 11, day) for day in range(1, 25))
     lines = [
         f"{story}How did the story go on?",

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import calibrated_method
@@ -45,7 +44,7 @@ def refused(invoke: Invoke, code: int, *arguments: str) -> str:
     return result.err
 
 
-def test_json(model: str, invoke: Invoke) -> None:
+def test_json(model, invoke):
     methods = "full,topk:budget=10%,lfps:preset=paper;budget=10%,streaming"
     found = compare(
         invoke, model, "-p", TEXT, "--methods", methods, "--steps", "8", "--budget", "20%"
@@ -74,7 +73,7 @@ def test_json(model: str, invoke: Invoke) -> None:
     assert topk["rows_scored_mean"] == full["rows_scored_mean"]
 
 
-def test_prompts(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_prompts(model, invoke, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT + "\n")
     common = ["--methods", "topk", "--steps", "4"]
@@ -89,7 +88,7 @@ def test_prompts(model: str, invoke: Invoke, tmp_path: Path) -> None:
     assert contexts[:4] == [contexts[4] + 1] * 4
 
 
-def test_continuation(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_continuation(model, invoke, tmp_path):
     file = tmp_path / "next.txt"
     file.write_text("and then it sleeps in the inn")
     common = ["-p", TEXT, "--methods", "streaming"]
@@ -106,7 +105,7 @@ def test_continuation(model: str, invoke: Invoke, tmp_path: Path) -> None:
     assert "too few for 4 steps" in refused(invoke, 1, *arguments)
 
 
-def test_table(model: str, invoke: Invoke) -> None:
+def test_table(model, invoke):
     result = invoke("compare", "-m", model, "-p", TEXT, "--methods", "lfps", "--steps", "6")
     assert result.code == 0
     lines = result.out.splitlines()
@@ -118,9 +117,7 @@ def test_table(model: str, invoke: Invoke) -> None:
     assert rows["full"][1:5] == ["0.0000", "100%", "-", "-"] and rows["lfps"][3].endswith("%")
 
 
-def test_reports(
-    model: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports(model, invoke, tmp_path, monkeypatch):
     """A sweep with needles, as JSON, page and picture. The page loads nothing."""
     monkeypatch.setattr(needles, "DEPTHS", (0.0, 1.0))
     monkeypatch.setattr(needles, "FACT", "fox {}. ")
@@ -146,7 +143,7 @@ def test_reports(
     assert all(link.startswith(("#", "data:")) for pair in loaded for link in pair if link)
 
 
-def test_a_calibrated_method(model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibrated_method(model, invoke, monkeypatch):
     fake = calibrated_method.install(monkeypatch)
     arguments = ["-m", model, "-p", TEXT, "--methods", "fake", "--steps", "4"]
     first = invoke("compare", *arguments)
@@ -156,7 +153,7 @@ def test_a_calibrated_method(model: str, invoke: Invoke, monkeypatch: pytest.Mon
     assert again.code == 0 and "calibrat" not in again.err and len(fake.runs) == 1
 
 
-def test_cache_types(model: str, invoke: Invoke) -> None:
+def test_cache_types(model, invoke):
     """The reference keeps f16, whatever the others have."""
     methods = "full:cache_type_k=q8_0,topk:cache_type_v=f16"
     types = ["-ctk", "q8_0", "-ctv", "q8_0"]
@@ -172,9 +169,7 @@ def test_cache_types(model: str, invoke: Invoke) -> None:
     )
 
 
-def test_what_cannot_be_done(
-    model: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_done(model, invoke, tmp_path, monkeypatch):
     compare(invoke, model, "-p", TEXT, "--steps", "4")  # compiles, with a word about it
     base = ["-m", model, "-p", TEXT, "--prefill-dtype", "f32"]
     assert "choose from" in refused(invoke, 2, *base, "--methods", "fulll")
@@ -200,9 +195,7 @@ def test_what_cannot_be_done(
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
 
 
-def test_compiling_is_said_once(
-    model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_is_said_once(model, invoke, monkeypatch):
     """Though kernels are compiled for the model, and then for each method."""
     real = warmup._run
 
@@ -216,9 +209,7 @@ def test_compiling_is_said_once(
     assert result.code == 0 and result.err.count("compiling kernels") == 1
 
 
-def test_on_a_gpu(
-    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, few_programs: None
-) -> None:
+def test_on_a_gpu(tmp_path, invoke, monkeypatch, few_programs):
     monkeypatch.setattr(prefill, "N_TRIAL_STEPS", 1)
     path = tmp_path / "m.gguf"
     make_model(path, n_layer=1, n_embd=32, n_ff=32, n_vocab=270, head_dim=32, wtype="F32")

@@ -79,7 +79,7 @@ def read_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(captured.out, parse_constant=refuse)
 
 
-def test_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(model, capsys):
     assert inspect(model, "--json", "--tensors", "--check-tensors") == 0
     summary = read_json(capsys)
     assert summary["architecture"] == "llama"
@@ -122,7 +122,7 @@ def test_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["check"] == {"tensors": 2, "bad": 0, "unchecked_types": []}
 
 
-def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables(model, capsys):
     assert inspect("-m", model, "--tensors", "--metadata") == 0
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out
@@ -141,15 +141,13 @@ def test_tables(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ["f16", "512", "B", "64.00", "KiB"] in [x.split()[:5] for x in captured.out.splitlines()]
 
 
-def test_environment_names_the_model(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_names_the_model(model, capsys, monkeypatch):
     monkeypatch.setenv("SPARSEKV_MODEL", str(model))
     assert inspect("--json") == 0
     assert read_json(capsys)["path"] == str(model)
 
 
-def test_vocabulary_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vocabulary_only(tmp_path, capsys):
     path = write_model(tmp_path / "vocab.gguf", tensors=False)
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
@@ -161,9 +159,7 @@ def test_vocabulary_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "none (vocabulary only)" in capsys.readouterr().out
 
 
-def test_a_broken_hyper_parameter_is_shown_and_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_hyper_parameter_is_shown_and_fails(tmp_path, capsys):
     path = write_model(tmp_path / "odd.gguf", head_count=3)
     assert inspect(path, "--json") == 1
     captured = capsys.readouterr()
@@ -176,9 +172,7 @@ def test_a_broken_hyper_parameter_is_shown_and_fails(
     assert "cannot run" in capsys.readouterr().out
 
 
-def test_an_unsupported_architecture_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unsupported_architecture_is_shown(tmp_path, capsys):
     path = write_model(tmp_path / "other.gguf", architecture="mamba")
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
@@ -191,9 +185,7 @@ def test_an_unsupported_architecture_is_shown(
     ("arch", "shown"),
     [("qwen2moe", "3 of 8 a token, and a shared one"), ("qwen3moe", "3 of 8 a token")],
 )
-def test_experts_are_shown(
-    arch: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_are_shown(arch, shown, tmp_path, capsys):
     path = make_model(tmp_path / "experts.gguf", arch=arch, n_embd=64)
     assert inspect(path) == 0
     assert any(
@@ -206,9 +198,7 @@ def test_experts_are_shown(
     assert sizes["n_ff"] == 0 and sizes["normalised"] == (arch == "qwen3moe")
 
 
-def test_experts_of_a_model_that_cannot_be_run_are_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_of_a_model_that_cannot_be_run_are_shown(tmp_path, capsys):
     path = make_model(tmp_path / "experts.gguf", arch="qwen3", n_embd=64, experts=Experts())
     assert inspect(path, "--json") == 0
     summary = read_json(capsys)
@@ -216,16 +206,14 @@ def test_experts_of_a_model_that_cannot_be_run_are_shown(
     assert "no experts can be run with this architecture" in summary["problem"]
 
 
-def test_layers_that_differ_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_differ_are_listed(tmp_path, capsys):
     path = make_model(tmp_path / "model.gguf", arch="smollm3", n_layer=4, n_embd=64)
     assert inspect(path, "--json") == 0
     sizes = read_json(capsys)["hyperparameters"]
     assert sizes["n_rot"] == [16, 16, 16, 0] and sizes["n_head"] == 4
 
 
-def test_kinds_of_layers_and_their_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kinds_of_layers_and_their_memory(tmp_path, capsys):
     """Recurrent layers have a state, whose bytes do not depend on the context."""
     path = make_model(tmp_path / "model.gguf", arch="qwen35", n_layer=4, n_embd=64)
     assert inspect(path, "--json") == 0
@@ -241,7 +229,7 @@ def test_kinds_of_layers_and_their_memory(
     assert kinds["window"] == (2, 2 * 2 * (40 + 256) * 2 * 2 * 256)
 
 
-def test_an_unsupported_type_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unsupported_type_is_shown(tmp_path, capsys):
     path = write_model(tmp_path / "other.gguf", extra_type=gguf.GGMLQuantizationType.Q8_K)
     assert inspect(path, "--json", "--check-tensors") == 0
     summary = read_json(capsys)
@@ -249,7 +237,7 @@ def test_an_unsupported_type_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert summary["hyperparameters"]["n_layer"] == 2
 
 
-def test_damaged_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_scales(tmp_path, capsys):
     path = write_model(tmp_path / "nan.gguf", nan=True)
     assert inspect(path) == 0
     capsys.readouterr()
@@ -260,9 +248,7 @@ def test_damaged_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "'token_embd.weight' (Q8_0): 1 of 8 blocks, from row 2 on" in captured.err
 
 
-def test_failures(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures(model, capsys, monkeypatch):
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     assert inspect(model.parent / "missing.gguf") == 1
     assert "No such file" in capsys.readouterr().err
@@ -277,7 +263,7 @@ def test_failures(
     assert error.count("\n") == 1
 
 
-def test_split_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split_model(model, tmp_path, capsys):
     parts = split_model(model, tmp_path, 2)
     assert inspect(parts[1], "--json", "--tensors", "--check-tensors") == 0
     summary = read_json(capsys)

@@ -1,9 +1,7 @@
 """Flags and words of llama.cpp and ollama: translated, or accepted with a line that says why."""
 
 import re
-from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,7 +21,7 @@ def parsed(name: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_flag_is_silent(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_flag_is_silent(name, capfd):
     """Each either changes a value of the command, or says that it has no effect."""
     command = import_module(ALL[name][0]).command
     plain = parsed(name)
@@ -43,7 +41,7 @@ def test_no_flag_is_silent(name: str, capfd: pytest.CaptureFixture[str]) -> None
             assert not said or (said.count("\n") == 1 and "has no effect: " in said)
 
 
-def test_translations(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_translations(capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for flag in ("-hf", "-hfr", "--hf-repo"):
         assert parsed("run", flag, "a/b:Q8_0")["model"] == "a/b:Q8_0"
@@ -70,13 +68,13 @@ def test_translations(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         ("run", ["smollm2", "why"], "-m MODEL"),
     ],
 )
-def test_refused(name: str, arguments: list[str], words: str) -> None:
+def test_refused(name, arguments, words):
     with pytest.raises(click.UsageError) as caught:
         parsed(name, *arguments)
     assert words in caught.value.format_message()
 
 
-def test_flag_without_its_value_takes_no_option(capfd: pytest.CaptureFixture[str]) -> None:
+def test_flag_without_its_value_takes_no_option(capfd):
     assert parsed("run", "-fa", "-n", "3")["n_predict"] == 3
     assert capfd.readouterr().err.startswith("-fa on has no effect")
 
@@ -100,9 +98,9 @@ def test_flag_without_its_value_takes_no_option(capfd: pytest.CaptureFixture[str
     ],
 )
 def test_words(
-    arguments: list[str], code: int, words: str, invoke: Callable[..., Any], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    arguments, code, words, invoke, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     result = invoke(*arguments)
@@ -110,7 +108,7 @@ def test_words(
     assert "Traceback" not in result.err
 
 
-def test_the_page_lists_every_flag() -> None:
+def test_the_page_lists_every_flag():
     page = (root() / "docs/models.md").read_text("utf-8")
     listed = set(re.findall(r"`([^`\s]+)[^`]*`", page))
     flags = {habit.names[0] for habit in HABITS} | {each[0] for each in ALIASES.values()}

@@ -15,7 +15,7 @@ GROUPED = [name for name, command in LOADED.items() if isinstance(command, Group
 
 @pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("width", [60, 100])
-def test_every_option_once(name: str, width: int) -> None:
+def test_every_option_once(name, width):
     context = click.Context(
         LOADED[name], info_name=name, terminal_width=width, help_option_names=["-h", "--help"]
     )
@@ -31,7 +31,7 @@ def test_every_option_once(name: str, width: int) -> None:
     assert not re.search(r"\dx|x>", page)
 
 
-def test_groups_name_what_there_is() -> None:
+def test_groups_name_what_there_is():
     known = {each.name for command in LOADED.values() for each in command.params}
     named = [name for names in GROUPS.values() for name in names if name not in (OWN, "help")]
     assert len(named) == len(set(named))

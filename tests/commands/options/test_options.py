@@ -14,7 +14,7 @@ from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import options_of
 
 
-def test_collector_is_off_within_and_on_after() -> None:
+def test_collector_is_off_within_and_on_after():
     try:
         with collecting_no_garbage():
             assert not gc.isenabled()
@@ -26,7 +26,7 @@ def test_collector_is_off_within_and_on_after() -> None:
         gc.unfreeze()
 
 
-def test_triton_does_not_complain_at_the_end() -> None:
+def test_triton_does_not_complain_at_the_end():
     program = (
         "from sparsekv_cli.commands.shared.garbage import collecting_no_garbage\n"
         "with collecting_no_garbage():\n    import triton\n"
@@ -43,12 +43,12 @@ def test_triton_does_not_complain_at_the_end() -> None:
         ("serve", "--timeout", "nan"), ("run", "--cache-limit", "inf"),
     ],
 )  # fmt: skip
-def test_a_value_without_a_meaning_is_refused(arguments: tuple[str, ...]) -> None:
+def test_a_value_without_a_meaning_is_refused(arguments):
     result = CliRunner().invoke(cli, [*arguments, "-m", "none.gguf"])
     assert result.exit_code == 2 and arguments[-1] in result.output
 
 
-def test_run_has_every_option_of_a_session() -> None:
+def test_run_has_every_option_of_a_session():
     """Each with its default, and the number that is below its bound is refused."""
     command = cli.get_command(click.Context(cli), "run")
     assert command is not None

@@ -1,14 +1,11 @@
 """``--sparse-from``: who has it, who shows it, and who runs the method itself."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_models import make_model
 
-Invoke = Callable[..., Any]
 # The tiny model has groups of two heads.
 LFPS, QUEST = 2 * 1280, 2 * 384
 PROMPT = ["--raw", "-p", "to and fro " * 30]
@@ -24,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("arguments", "depth"), [([], LFPS), (["--sparse-from", "0"], 0), (["--sparse-from", "9"], 9)]
 )
-def test_run(arguments: list[str], depth: int, model: str, invoke: Invoke) -> None:
+def test_run(arguments, depth, model, invoke):
     """Rows are left out where the context is longer than the depth, which --json and -v tell."""
     own = ["-m", model, "--method", "lfps", *STEPS, *arguments]
     result = invoke("run", *PROMPT, *own, "--json")
@@ -41,7 +38,7 @@ def test_run(arguments: list[str], depth: int, model: str, invoke: Invoke) -> No
 
 
 @pytest.mark.slow
-def test_bench(model: str, invoke: Invoke) -> None:
+def test_bench(model, invoke):
     own = ["bench", "-m", model, "-p", "0", "-n", "2", "-r", "1", "--device", "cpu"]
     own += ["--method", "full,lfps,quest,h2o"]
     rows = json.loads(invoke(*own, "-O", "json").out)
@@ -54,7 +51,7 @@ def test_bench(model: str, invoke: Invoke) -> None:
     assert "dense up to" not in invoke(*own, "--sparse-from", "0").out
 
 
-def test_compare_runs_the_methods_themselves(model: str, invoke: Invoke) -> None:
+def test_compare_runs_the_methods_themselves(model, invoke):
     own = ["compare", "-m", model, *PROMPT, "--methods", "full,lfps", "--budget", "12"]
     result = invoke(*own, "--steps", "4", "--json")
     assert result.code == 0, result.err
@@ -64,7 +61,7 @@ def test_compare_runs_the_methods_themselves(model: str, invoke: Invoke) -> None
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "sals", "faedkv"])
-def test_a_method_without_such_a_depth(name: str, invoke: Invoke) -> None:
+def test_a_method_without_such_a_depth(name, invoke):
     """Refused before a model is looked for."""
     for command in (["run", *PROMPT], ["chat"], ["bench"]):
         result = invoke(*command, "-m", "none.gguf", "--method", name, "--sparse-from", "9")

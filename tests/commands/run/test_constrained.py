@@ -58,7 +58,7 @@ def run_json(invoke: Invoke, model: str, *arguments: str) -> dict[str, Any]:
     return json.loads(result.out)
 
 
-def test_every_answer_is_what_was_asked_for(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_every_answer_is_what_was_asked_for(model, invoke, tmp_path):
     """Random weights at a high temperature want to say anything but JSON."""
     file = tmp_path / "person.json"
     file.write_text(json.dumps(PERSON), "utf-8-sig")
@@ -69,7 +69,7 @@ def test_every_answer_is_what_was_asked_for(model: str, invoke: Invoke, tmp_path
         assert answer["stop_reason"] == "eos"
 
 
-def test_other_options_hold_beside_a_grammar(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_other_options_hold_beside_a_grammar(model, invoke, tmp_path):
     grammar = tmp_path / "list.gbnf"
     grammar.write_text('root ::= ("- " [ab] "\\n"){3,}\n', "utf-8-sig")
     ever = ["--grammar", str(grammar), "--temp", "0"]
@@ -84,7 +84,7 @@ def test_other_options_hold_beside_a_grammar(model: str, invoke: Invoke, tmp_pat
     assert whole["text"] == "hello" and whole["stop_reason"] == "eos"
 
 
-def test_each_answer_of_a_chat_matches(model: str, invoke: Invoke) -> None:
+def test_each_answer_of_a_chat_matches(model, invoke):
     result = invoke(
         "chat", "-m", model, "--regex", "(yes|no)!", "-s", "5", stdin=b"A?\nB?\n/regen\n"
     )
@@ -96,13 +96,13 @@ def test_each_answer_of_a_chat_matches(model: str, invoke: Invoke) -> None:
 OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\n' }}"
 
 
-def test_a_budget_where_nothing_is_thought(model: str, invoke: Invoke) -> None:
+def test_a_budget_where_nothing_is_thought(model, invoke):
     for command in (["run", "-p", "a"], ["chat", "-p", "a"]):
         result = invoke(command[0], "-m", model, *command[1:], "--think-budget", "5")
         assert result.code == 1 and "names no markers of thinking" in result.err
 
 
-def test_thinking_comes_first(tiny_model: Callable[..., Path], invoke: Invoke) -> None:
+def test_thinking_comes_first(tiny_model, invoke):
     """The template opens it, and a model of random weights never ends it."""
     thinker = str(tiny_model(wtype="Q8_0", chat_template=OPENING))
     for n, budget in ((40, ()), (-1, ("--think-budget", "9")), (40, ("--think-budget", "0"))):
@@ -134,9 +134,7 @@ def test_thinking_comes_first(tiny_model: Callable[..., Path], invoke: Invoke) -
     ],
     ids=str,
 )
-def test_refused_before_the_model_is_loaded(
-    arguments: list[str], expected: str, code: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_before_the_model_is_loaded(arguments, expected, code, invoke, monkeypatch):
     monkeypatch.setattr(run_module, "open_model", lambda options: pytest.fail("opened"))
     for command in (["run", "-p", "Hi"], ["chat"]):
         result = invoke(*command, *arguments)
@@ -144,14 +142,14 @@ def test_refused_before_the_model_is_loaded(
         assert result.err.count("\n") == 1 and result.out == ""
 
 
-def test_a_file_that_is_not_utf8(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8(invoke, tmp_path):
     file = tmp_path / "latin.gbnf"
     file.write_bytes('root ::= "é"'.encode("latin-1"))
     result = invoke("run", "-p", "Hi", "--grammar", str(file))
     assert result.code == 1 and "latin.gbnf is not UTF-8" in result.err
 
 
-def test_without_llguidance(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance(invoke, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     result = invoke("run", "-p", "Hi", "--json-schema", "{}")
     assert result.code == 1 and result.err.count("\n") == 1
@@ -159,7 +157,7 @@ def test_without_llguidance(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("schema", "question"), [(PERSON, "Who?"), (POINTS, "Where?")])
-def test_a_model_that_was_trained(schema: Any, question: str, default_model: Path) -> None:
+def test_a_model_that_was_trained(schema, question, default_model):
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
     model = open_model(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
     constraint = new_constraint(

@@ -55,9 +55,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("n_parallel", ["1", "3", "20"])
-def test_an_answer_a_line_in_order(
-    n_parallel: str, model: str, prompts: Path, invoke: Invoke
-) -> None:
+def test_an_answer_a_line_in_order(n_parallel, model, prompts, invoke):
     result = run(invoke, model, "-f", str(prompts), "--parallel", n_parallel)
     answers = objects(result.out)
     assert [answer["line"] for answer in answers] == list(range(1, 9))
@@ -73,9 +71,7 @@ def test_an_answer_a_line_in_order(
     assert answers[0]["tokens"] != answers[5]["tokens"]
 
 
-def test_a_line_gets_the_answer_that_it_gets_alone(
-    model: str, prompts: Path, invoke: Invoke
-) -> None:
+def test_a_line_gets_the_answer_that_it_gets_alone(model, prompts, invoke):
     together = objects(run(invoke, model, "-f", str(prompts), "--parallel", "4").out)
     alone = invoke(
         *("run", "-m", model, "-c", "256", "-s", "3", "-n", "6", "--json"),
@@ -88,7 +84,7 @@ def test_a_line_gets_the_answer_that_it_gets_alone(
     assert together == one_by_one
 
 
-def test_lines_of_stdin(model: str, invoke: Invoke) -> None:
+def test_lines_of_stdin(model, invoke):
     result = run(invoke, model, stdin=b'\n{"prompt": "a"}\r\n  \n{"prompt": "b"}')
     assert result.code == 0, result.err
     assert [answer["line"] for answer in objects(result.out)] == [2, 4]
@@ -96,9 +92,7 @@ def test_lines_of_stdin(model: str, invoke: Invoke) -> None:
     assert (empty.code, empty.out) == (0, "")
 
 
-def test_it_goes_on_where_the_output_ends(
-    model: str, prompts: Path, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_where_the_output_ends(model, prompts, invoke, tmp_path, monkeypatch):
     whole, output = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     arguments = ("-f", str(prompts), "--parallel", "2", "--output")
     result = run(invoke, model, *arguments, str(whole))
@@ -121,9 +115,7 @@ def test_it_goes_on_where_the_output_ends(
 
 
 @pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n', '{"line": 2}\n{"line": 1}\n', "[]\n"])
-def test_a_file_of_something_else_is_left_alone(
-    text: str, model: str, prompts: Path, invoke: Invoke, tmp_path: Path
-) -> None:
+def test_a_file_of_something_else_is_left_alone(text, model, prompts, invoke, tmp_path):
     output = tmp_path / "other"
     output.write_text(text, "utf-8")
     result = run(invoke, model, "-f", str(prompts), "--output", str(output))
@@ -131,9 +123,7 @@ def test_a_file_of_something_else_is_left_alone(
     assert result.err.count("\n") == 1 and output.read_text("utf-8") == text
 
 
-def test_an_interrupt_keeps_what_is_done(
-    model: str, prompts: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_keeps_what_is_done(model, prompts, invoke, monkeypatch):
     steps: list[int] = []
     decode = HostEngine.decode
 
@@ -201,13 +191,13 @@ def test_an_interrupt_keeps_what_is_done(
         (b'{"prompt": "a", "json_schema": {"uniqueItems": true}}', "json_schema: Unimplemented"),
     ],
 )
-def test_a_line_that_is_no_task(line: bytes, expected: str) -> None:
+def test_a_line_that_is_no_task(line, expected):
     with pytest.raises(SparseKVError) as info:
         read_task(line, Task())
     assert str(info.value).startswith(expected) and "\n" not in str(info.value)
 
 
-def test_a_task_overrides_the_command_line() -> None:
+def test_a_task_overrides_the_command_line():
     defaults = Task(n_predict=9, stop=("x",), seed=1, system="S")
     line = {"prompt": "a", "stop": "y", "temp": 0, "logit_bias": {"5": -1.5}, "samplers": ["top_k"]}
     line |= {"system": None, "seed": -1}
@@ -234,12 +224,12 @@ def test_a_task_overrides_the_command_line() -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_together(arguments: list[str], invoke: Invoke) -> None:
+def test_options_that_do_not_fit_together(arguments, invoke):
     result = invoke("run", *arguments)
     assert result.code == 2 and result.err.count("\n") == 1
 
 
-def test_log_probabilities(model: str, invoke: Invoke) -> None:
+def test_log_probabilities(model, invoke):
     arguments = ["--temp", "0", "--prefill-dtype", "f32", "--raw", "-n", "3", "--logprobs", "2"]
     single = invoke("run", "-m", model, "-p", "hello", "--json", *arguments)
     answer = json.loads(single.out)
@@ -265,14 +255,14 @@ def test_log_probabilities(model: str, invoke: Invoke) -> None:
     opened.gguf.close()
 
 
-def test_special_tokens_are_written(fake: Any, invoke: Invoke) -> None:
+def test_special_tokens_are_written(fake, invoke):
     fake.script = ["a<bos>b<eos>"] * 2
     assert invoke("run", "-p", "Hi").out == "ab"
     fake.tokens.clear()
     assert invoke("run", "-p", "Hi", "--special").out == "a<bos>b<eos>"
 
 
-def test_thinking_has_a_field_of_its_own(tiny_model: Callable[..., Path], invoke: Invoke) -> None:
+def test_thinking_has_a_field_of_its_own(tiny_model, invoke):
     """The prompt opens the thinking, which ends in time for the answer."""
     template = TEMPLATE + "{% if thinking is not false %}<think>{% endif %}"
     model = str(tiny_model(wtype="Q8_0", chat_template=template))

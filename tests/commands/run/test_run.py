@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from sparsekv_cli.commands.shared.answer import ledger_line
 from sparsekv_cli.generation.answer import StopStrings
 
-Invoke = Callable[..., Any]
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -38,16 +35,14 @@ def prompt_of(fake: Any) -> str:
         ([], "ünïcode ✓\n".encode(), "ünïcode ✓"),
     ],
 )
-def test_prompt_assembly(
-    arguments: list[str], stdin: bytes, expected: str, fake: Any, invoke: Invoke
-) -> None:
+def test_prompt_assembly(arguments, stdin, expected, fake, invoke):
     fake.script = ["ok<eos>"]
     result = invoke("run", *arguments, stdin=stdin)
     assert (result.code, result.out) == (0, "ok")
     assert prompt_of(fake) == expected
 
 
-def test_file_prompt_does_not_read_stdin(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_file_prompt_does_not_read_stdin(fake, invoke, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes(b" text \n\n")
     fake.script = ["ok<eos>"]
@@ -56,13 +51,13 @@ def test_file_prompt_does_not_read_stdin(fake: Any, invoke: Invoke, tmp_path: Pa
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\n"])
-def test_empty_prompt(stdin: bytes, fake: Any, invoke: Invoke) -> None:
+def test_empty_prompt(stdin, fake, invoke):
     result = invoke("run", stdin=stdin)
     assert result.code == 1 and result.err.startswith("error: the prompt is empty")
     assert result.err.count("\n") == 1 and not fake.prompts
 
 
-def test_a_byte_order_mark_is_no_text(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text(fake, invoke, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"\xef\xbb\xbftext\n")
     fake.script = ["ok<eos>"] * 2
@@ -71,7 +66,7 @@ def test_a_byte_order_mark_is_no_text(fake: Any, invoke: Invoke, tmp_path: Path)
     assert [bytes(ids) for ids in fake.prompts] == [b"text", b"textoktext"]
 
 
-def test_prompt_that_is_not_utf8(fake: Any, invoke: Invoke, tmp_path: Path) -> None:
+def test_prompt_that_is_not_utf8(fake, invoke, tmp_path):
     result = invoke("run", stdin=b"abc\xff")
     assert result.code == 1 and "0xff at offset 3" in result.err
     file = tmp_path / "latin.txt"
@@ -84,7 +79,7 @@ def test_prompt_that_is_not_utf8(fake: Any, invoke: Invoke, tmp_path: Path) -> N
     assert result.code == 1 and "none.txt: No such file" in result.err
 
 
-def test_chat_template_and_raw(fake: Any, invoke: Invoke) -> None:
+def test_chat_template_and_raw(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
     fake.script = ["a<eos>", "b<eos>"]
     invoke("run", "-p", "Hi", "-sys", "Be brief")
@@ -95,7 +90,7 @@ def test_chat_template_and_raw(fake: Any, invoke: Invoke) -> None:
     assert prompt_of(fake) == "Hi"
 
 
-def test_bos_is_not_doubled(fake: Any, invoke: Invoke) -> None:
+def test_bos_is_not_doubled(fake, invoke):
     fake.tokenizer.bos_id = 257
     fake.metadata["tokenizer.chat_template"] = "{{ bos_token }}" + TEMPLATE
     fake.script = ["a<eos>", "a<eos>"]
@@ -107,12 +102,12 @@ def test_bos_is_not_doubled(fake: Any, invoke: Invoke) -> None:
     assert fake.prompts[0].count(257) == 1
 
 
-def test_system_message_needs_a_template(fake: Any, invoke: Invoke) -> None:
+def test_system_message_needs_a_template(fake, invoke):
     result = invoke("run", "-p", "Hi", "-sys", "Be brief")
     assert result.code == 1 and "no chat template" in result.err
 
 
-def test_json(fake: Any, invoke: Invoke) -> None:
+def test_json(fake, invoke):
     fake.script = ["né<eos>"]
     result = invoke("run", "-p", "Hi", "--json", "--method", "full")
     assert result.code == 0 and result.err == "" and result.out.count("\n") == 1
@@ -149,9 +144,7 @@ def test_json(fake: Any, invoke: Invoke) -> None:
         (["-r", "ghi"], "abcdefgh", "eos", 8), (["-r", "bcdx", "-r", "cde"], "ab", "stop", 5),
     ],
 )  # fmt: skip
-def test_how_an_answer_ends(
-    arguments: list[str], text: str, reason: str, n_tokens: int, fake: Any, invoke: Invoke
-) -> None:
+def test_how_an_answer_ends(arguments, text, reason, n_tokens, fake, invoke):
     fake.script = ["abcdefgh<eos>"] * 2
     result = json.loads(invoke("run", "-p", "x", "--json", *arguments).out)
     assert (result["text"], result["stop_reason"]) == (text, reason)
@@ -160,7 +153,7 @@ def test_how_an_answer_ends(
     assert invoke("run", "-p", "x", *arguments).out == text
 
 
-def test_full_context_ends_with_length(fake: Any, invoke: Invoke) -> None:
+def test_full_context_ends_with_length(fake, invoke):
     fake.n_ctx = 5
     fake.script = ["abcdefgh<eos>"]
     printed = invoke("run", "-p", "xyz", "--json")
@@ -173,7 +166,7 @@ THINKING = TEMPLATE + "{# </think> #}"
 THOUGHT = "<think>\nhm\n</think>\n\nYes<eos>"
 
 
-def test_thinking_goes_to_stderr(fake: Any, invoke: Invoke) -> None:
+def test_thinking_goes_to_stderr(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = THINKING
     fake.script = [THOUGHT] * 4
     result = invoke("run", "-p", "Hi")
@@ -184,7 +177,7 @@ def test_thinking_goes_to_stderr(fake: Any, invoke: Invoke) -> None:
         assert invoke("run", "-p", "Hi", option).out == THOUGHT.removesuffix("<eos>")
 
 
-def test_thinking_that_the_prompt_opens(fake: Any, invoke: Invoke) -> None:
+def test_thinking_that_the_prompt_opens(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "<think>\n"
     fake.script = ["hm</think>Yes<eos>", "hm"]
     printed = json.loads(invoke("run", "-p", "Hi", "--json").out)
@@ -194,7 +187,7 @@ def test_thinking_that_the_prompt_opens(fake: Any, invoke: Invoke) -> None:
     assert (printed["text"], printed["thinking"]) == ("", "hm")
 
 
-def test_thinking_is_switched_off(fake: Any, invoke: Invoke) -> None:
+def test_thinking_is_switched_off(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{{ enable_thinking }}"
     fake.script = ["a<eos>"]
     invoke("run", "-p", "Hi", "--think", "off")
@@ -205,12 +198,12 @@ def test_thinking_is_switched_off(fake: Any, invoke: Invoke) -> None:
     assert invoke("run", "-p", "Hi", "--think", "on", "--raw").code == 2
 
 
-def test_text_that_is_cut_inside_a_character(fake: Any, invoke: Invoke) -> None:
+def test_text_that_is_cut_inside_a_character(fake, invoke):
     fake.script = ["é<eos>"]
     assert invoke("run", "-p", "x", "-n", "1").out == "\ufffd"
 
 
-def test_timing_line_goes_to_stderr(fake: Any, invoke: Invoke) -> None:
+def test_timing_line_goes_to_stderr(fake, invoke):
     fake.script = ["abc<eos>"] * 2
     result = invoke("run", "-p", "x")
     assert result.out == "abc"
@@ -219,7 +212,7 @@ def test_timing_line_goes_to_stderr(fake: Any, invoke: Invoke) -> None:
     assert "attended" in invoke("run", "-p", "x", "-v").err
 
 
-def test_interrupt_prints_what_there_is(fake: Any, invoke: Invoke) -> None:
+def test_interrupt_prints_what_there_is(fake, invoke):
     def interrupt(n: int) -> None:
         if n == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -237,7 +230,7 @@ def test_interrupt_prints_what_there_is(fake: Any, invoke: Invoke) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_interrupt_during_prefill(fake: Any, invoke: Invoke) -> None:
+def test_interrupt_during_prefill(fake, invoke):
     fake.on_prefill = lambda: os.kill(os.getpid(), signal.SIGINT)
     fake.script = ["abc<eos>"]
     result = invoke("run", "-p", "xyz", "--json")
@@ -245,7 +238,7 @@ def test_interrupt_during_prefill(fake: Any, invoke: Invoke) -> None:
     assert json.loads(result.out)["stop_reason"] == "interrupt"
 
 
-def test_second_interrupt_leaves_at_once(fake: Any, invoke: Invoke) -> None:
+def test_second_interrupt_leaves_at_once(fake, invoke):
     def interrupt(n: int) -> None:
         if n == 1:
             os.kill(os.getpid(), signal.SIGINT)
@@ -269,7 +262,7 @@ def test_second_interrupt_leaves_at_once(fake: Any, invoke: Invoke) -> None:
         ("abc", [], "abc"),
     ],
 )
-def test_stop_strings_across_pieces(text: str, stops: list[str], shown: str, size: int) -> None:
+def test_stop_strings_across_pieces(text, stops, shown, size):
     matcher = StopStrings(stops)
     out = ""
     for start in range(0, len(text), size):
@@ -280,7 +273,7 @@ def test_stop_strings_across_pieces(text: str, stops: list[str], shown: str, siz
     assert bool(matcher.found) == (shown != text)
 
 
-def test_held_back_text_is_as_short_as_possible() -> None:
+def test_held_back_text_is_as_short_as_possible():
     matcher = StopStrings(["</s>", "User:"])
     assert matcher.push("Hello </") == "Hello "
     assert matcher.push("b> Us") == "</b> "

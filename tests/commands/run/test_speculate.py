@@ -35,7 +35,7 @@ def told(invoke: Invoke, *arguments: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])
-def test_run(method: str, model: str, invoke: Invoke) -> None:
+def test_run(method, model, invoke):
     given = ["run", "-m", model, *GREEDY, "-p", TEXT, "-n", "60", "--method", method, "--json"]
     given += [] if method == "full" else ["--budget", "20", "--sparse-from", "0"]
     off, ngram = (json.loads(told(invoke, *given, "--speculate", source).out) for source in SOURCES)
@@ -55,7 +55,7 @@ def test_run(method: str, model: str, invoke: Invoke) -> None:
     assert verbose.out == plain.out == off["text"]
 
 
-def test_lines_together(model: str, invoke: Invoke) -> None:
+def test_lines_together(model, invoke):
     lines: list[dict[str, Any]] = [
         {"prompt": TEXT[: 90 + 40 * i], "seed": i, "temp": 1.2 * (i % 2), "n_predict": 20 + 9 * i}
         for i in range(5)
@@ -73,7 +73,7 @@ def test_lines_together(model: str, invoke: Invoke) -> None:
     assert decoded[0] == decoded[1] and tokens - 6 <= int(decoded[0]) <= tokens
 
 
-def test_chat_with_an_answer_again(model: str, invoke: Invoke) -> None:
+def test_chat_with_an_answer_again(model, invoke):
     stdin = f"{TEXT}\n/stats\n/regen\nand now?\n/undo\n{TEXT[:50]}\n/stats\n".encode()
     given = ["chat", "-m", model, *GREEDY, "-c", "900", "-n", "40", "--method", "lfps"]
     given += ["--budget", "20", "--sparse-from", "0", "--speculate"]
@@ -82,7 +82,7 @@ def test_chat_with_an_answer_again(model: str, invoke: Invoke) -> None:
     assert ngram.err.count("ngram drafts: ") == 2 and "drafts" not in off.err
 
 
-def test_bench_takes_a_text(model: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_bench_takes_a_text(model, invoke, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     given = ["bench", "-m", model, "-p", "0", "-n", "30", "-d", "80", "-b", "1,2", "-r", "2"]
@@ -99,7 +99,7 @@ def test_bench_takes_a_text(model: str, invoke: Invoke, tmp_path: Path) -> None:
     assert result.code == 2 and "-f FILE" in result.err
 
 
-def test_the_library(model: str) -> None:
+def test_the_library(model):
     replies, asked = [], {"temperature": 0, "max_tokens": 50, "regex": REPEATING}
     for source in SOURCES:
         with load(model, threads=1, prefill_dtype="f32", speculate=source) as opened:
@@ -113,7 +113,7 @@ def test_the_library(model: str) -> None:
     assert ngram.timings["speculation"]["accepted"] > 10 and "speculation" not in off.timings
 
 
-def test_a_gpu_is_refused(model: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_refused(model, invoke, monkeypatch):
     monkeypatch.setattr(machine, "find_device", lambda name: ("cuda", ""))
     result = invoke("run", "-m", model, "-p", "a", "--device", "cuda", "--speculate", "ngram")
     assert result.code == 2 and "--speculate ngram works on the CPU only" in result.err
@@ -123,7 +123,7 @@ def test_a_gpu_is_refused(model: str, invoke: Invoke, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "bench"])
-def test_options_without_effect_are_refused(command: str, model: str, invoke: Invoke) -> None:
+def test_options_without_effect_are_refused(command, model, invoke):
     """Before anything is loaded, in one line after that of the usage."""
     given = [command, "-m", "none.gguf"]
     for options, words in (
@@ -135,9 +135,7 @@ def test_options_without_effect_are_refused(command: str, model: str, invoke: In
         assert result.code == 2 and words in result.err.splitlines()[-1]
 
 
-def test_a_session_file_and_a_context_that_shifts(
-    model: str, invoke: Invoke, tmp_path: Path
-) -> None:
+def test_a_session_file_and_a_context_that_shifts(model, invoke, tmp_path):
     outputs = []
     for source in SOURCES:
         session = str(tmp_path / f"{source}.session")

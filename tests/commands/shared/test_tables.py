@@ -1,10 +1,6 @@
 """Tables: plain lines for a pipe, rich's for a terminal; nothing of a file is markup."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table
 from sparsekv_cli.methods import METHODS
@@ -12,7 +8,7 @@ from sparsekv_cli.methods import METHODS
 ROWS = [("a [red]b", 7, 0.1234567891), ("long name\x1b[2J\n", "", "x" * 200)]
 
 
-def test_a_pipe_gets_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_columns(capsys):
     print_table("things", ("name", "n", "value"), ROWS)
     print_pairs("", [("file", "f"), ("size", None), ("architecture", "llama")])
     print_pairs("nothing", [("size", None)])
@@ -23,9 +19,7 @@ def test_a_pipe_gets_columns(capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_a_terminal_gets_richs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_gets_richs(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "dumb")
     print_table("things", ("name", "n", "value"), ROWS)
@@ -44,7 +38,7 @@ def test_a_terminal_gets_richs(
     assert r"long name\x1b[2J\n" in lines[1] and lines[2] == "    " + "x" * 46
 
 
-def test_methods(invoke: Callable[..., Any]) -> None:
+def test_methods(invoke):
     _, *lines = invoke("methods").out.partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines] == list(METHODS)
     shown = invoke("methods", "quest", "sals").out

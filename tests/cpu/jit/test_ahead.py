@@ -49,11 +49,11 @@ def run(cache: Path, program: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_calls_are_not_made_but_what_they_need_is_on_disk(tmp_path: Path) -> None:
+def test_calls_are_not_made_but_what_they_need_is_on_disk(tmp_path):
     assert run(tmp_path, COMPILE) == ["4", "True", "0"]
 
 
-def test_kernels_are_noted_without_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_noted_without_running_them(monkeypatch):
     """A signature that nobody else uses: arrays of complex numbers would not compile."""
     seen = []
 
@@ -66,7 +66,7 @@ def test_kernels_are_noted_without_running_them(monkeypatch: pytest.MonkeyPatch)
     assert seen == [0, None]
 
 
-def test_a_kernel_that_returns_a_value_is_known_by_its_text() -> None:
+def test_a_kernel_that_returns_a_value_is_known_by_its_text():
     assert ahead._returns_value(llvm.sum_squares.py_func)
     assert not ahead._returns_value(integer.quantize_rows.py_func)
 
@@ -97,7 +97,7 @@ def children_of(process: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
-def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + SLOW],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, text=True,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def flipped(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_the_second_process_loads_what_the_first_has_compiled(cache: Path) -> None:
+def test_the_second_process_loads_what_the_first_has_compiled(cache):
     assert run(cache) == ("loaded", "")
 
 
@@ -82,7 +82,7 @@ def test_the_second_process_loads_what_the_first_has_compiled(cache: Path) -> No
     sweep([lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flipped]),
     ids=["empty", "half", "last byte", "flipped"],
 )
-def test_a_damaged_file_is_compiled_again(cache: Path, damaged: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_file_is_compiled_again(cache, damaged):
     files = kernel_files(cache)
     assert files
     for path in files:
@@ -91,7 +91,7 @@ def test_a_damaged_file_is_compiled_again(cache: Path, damaged: Callable[[bytes]
     assert run(cache) == ("loaded", "")
 
 
-def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_stops_nothing(tmp_path):
     full = """
         import errno, os
         def replace(*_):
@@ -104,7 +104,7 @@ def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-def test_only_the_user_may_read_or_write_what_is_kept(tmp_path: Path) -> None:
+def test_only_the_user_may_read_or_write_what_is_kept(tmp_path):
     old = os.umask(0)
     try:
         run(tmp_path)
@@ -117,7 +117,7 @@ def test_only_the_user_may_read_or_write_what_is_kept(tmp_path: Path) -> None:
         assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache):
     folder = kernel_files(cache)[0].parent
     folder.chmod(0o777)
     how, said = run(cache)
@@ -125,7 +125,7 @@ def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache: Path) -> No
     assert "others may write" in said
 
 
-def test_a_folder_of_another_user_is_not_loaded_from(cache: Path) -> None:
+def test_a_folder_of_another_user_is_not_loaded_from(cache):
     other = "import os; uid = os.geteuid(); os.geteuid = lambda: uid + 1"
     how, said = run(cache, other)
     assert how == "compiled" and said.count("\n") == 1
@@ -156,13 +156,13 @@ WITHOUT_ROOT = f"""
 """
 
 
-def test_a_cache_that_cannot_be_written_is_read(read_only: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_read(read_only):
     before = sorted(read_only.rglob("*"))
     assert run(read_only, WITHOUT_ROOT) == ("loaded", "")
     assert sorted(read_only.rglob("*")) == before
 
 
-def test_a_kernel_that_cannot_be_kept_is_compiled(read_only: Path) -> None:
+def test_a_kernel_that_cannot_be_kept_is_compiled(read_only):
     (path,) = kernel_files(read_only)
     path.parent.chmod(0o700)
     path.unlink()
@@ -172,7 +172,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled(read_only: Path) -> None:
     assert "Permission denied" in said and not kernel_files(read_only)
 
 
-def test_nothing_is_written_beside_the_sources(tmp_path: Path) -> None:
+def test_nothing_is_written_beside_the_sources(tmp_path):
     (tmp_path / "file").write_text("")
     how, said = run(tmp_path / "file" / "cache")  # where no folder can be
     assert how == "compiled" and said.count("\n") == 1 and str(tmp_path) in said
@@ -181,7 +181,7 @@ def test_nothing_is_written_beside_the_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_compile_once(tmp_path):
     together = """
         import time
         from numba.core import typed_passes
@@ -200,7 +200,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
         assert said == "waiting for another process that compiles sum_squares\n"
 
 
-def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(tmp_path: Path) -> None:
+def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(tmp_path):
     """LLVM hands machine code over by a callback, whose exceptions Python prints and drops."""
     first = """
         import os, signal

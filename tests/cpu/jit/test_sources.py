@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_imports_are_followed_through_folders_brackets_and_functions(root: Path) -> None:
+def test_imports_are_followed_through_folders_brackets_and_functions(root):
     found = Sources("top", root).closure("top.attend")
     assert found - {"top", "top.inner"} == {
         "top.attend", "top.inner.tile", "top.inner.rows", "top.late", "top.last",
@@ -42,7 +42,7 @@ def test_imports_are_followed_through_folders_brackets_and_functions(root: Path)
 
 
 @pytest.mark.parametrize("edited", ["attend.py", "inner/rows.py", "late.py", "last.py"])
-def test_an_edit_changes_the_digest_of_what_imports_it(root: Path, edited: str) -> None:
+def test_an_edit_changes_the_digest_of_what_imports_it(root, edited):
     before = Sources("top", root)
     (root / edited).write_text(f"{(root / edited).read_text()}\n# edited")
     after = Sources("top", root)
@@ -50,13 +50,13 @@ def test_an_edit_changes_the_digest_of_what_imports_it(root: Path, edited: str) 
     assert before.digest("top.inner.rows") == after.digest("top.inner.rows") or "rows" in edited
 
 
-def test_an_edit_of_another_file_changes_nothing(root: Path) -> None:
+def test_an_edit_of_another_file_changes_nothing(root):
     before = Sources("top", root).digest("top.attend")
     (root / "other.py").write_text("import numpy")
     assert Sources("top", root).digest("top.attend") == before
 
 
-def test_kernels_depend_on_what_writes_their_code() -> None:
+def test_kernels_depend_on_what_writes_their_code():
     found = SOURCES.closure("sparsekv_cli.cpu.attention.decode")
     assert {"sparsekv_cli.cpu.attention.tile", "sparsekv_cli.cpu.jit.llvm"} <= found
     assert not any("lfps" in name or "sals" in name for name in found)

@@ -43,7 +43,7 @@ def moments_of(store: KVStore, *lengths: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("n", [1, 5, 256, 703, 20000])
-def test_moments(n: int, kind: str) -> None:
+def test_moments(n, kind):
     store = stored(n, kind)
     expected_mean, expected = mean_and_covariance_ref(
         store.keys(FIRST).astype(np.float32)
@@ -60,13 +60,13 @@ def test_moments(n: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 1300), (BLOCK, 1300), (3, 300, 301, 1299, 1300)])
-def test_what_is_added_to_earlier_sums_is_what_one_call_gives(lengths: tuple[int, ...]) -> None:
+def test_what_is_added_to_earlier_sums_is_what_one_call_gives(lengths):
     store = stored(1300, "f16")
     for result, expected in zip(moments_of(store, *lengths), moments_of(store, 1300), strict=True):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_rows_of_whole_blocks_are_not_read_again() -> None:
+def test_rows_of_whole_blocks_are_not_read_again():
     store = stored(600, "f16")
     moments = make_moments(3, 80, covariance=True)
     mean, covariance = np.empty((3, 80), np.float32), np.empty((3, 80, 80), np.float32)

@@ -43,11 +43,11 @@ def stopped(template: str) -> str:
         "{{ 1e300 | int }}",
     ],
 )  # fmt: skip
-def test_templates_compute_with_60_bits(template: str) -> None:
+def test_templates_compute_with_60_bits(template):
     assert "more than 60 bits" in stopped(template)
 
 
-def test_numbers_of_a_conversation_may_be_larger() -> None:
+def test_numbers_of_a_conversation_may_be_larger():
     shown = render("{{ messages[0].n }} {{ messages | tojson }}", [{"n": 2**64}])
     assert shown == f'{2**64} [{{"n": {2**64}}}]'
 
@@ -60,7 +60,7 @@ def test_numbers_of_a_conversation_may_be_larger() -> None:
         "{{ namespace(messages[0].n | batch(2) | list) is defined }}",
     ],
 )
-def test_input_of_filters_is_counted(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_of_filters_is_counted(template, monkeypatch):
     """Numbers of the conversation, whose hashes are equal: each takes longer than the last."""
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
     numbers = list(range(0, 120000 * STRIDE, STRIDE))
@@ -90,7 +90,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("template", SLOW.values(), ids=SLOW)
-def test_slow_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_templates_are_stopped(template, monkeypatch):
     """After about MAX_SECONDS; each would take minutes."""
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
     start = time.thread_time()
@@ -115,14 +115,14 @@ LARGE = {
 
 
 @pytest.mark.parametrize("template", LARGE.values(), ids=LARGE)
-def test_what_is_kept_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded(template, monkeypatch):
     """However fast the machine is."""
     monkeypatch.setattr(limits, "MAX_SECONDS", 30)
     monkeypatch.setattr(limits, "MAX_COPIES", 8)
     assert "characters in all" in stopped(template)
 
 
-def test_json_is_bounded_while_it_is_indented() -> None:
+def test_json_is_bounded_while_it_is_indented():
     value: list = [0] * 100000
     for _ in range(200):
         value = [value]
@@ -148,12 +148,12 @@ def test_json_is_bounded_while_it_is_indented() -> None:
         *("raise_exception([range])", "raise_exception(range)"),
     ],
 )
-def test_no_address_is_shown(value: str) -> None:
+def test_no_address_is_shown(value):
     text = stopped(f"{{{{ {value} }}}}")
     assert " at 0x" not in text
 
 
-def test_the_time_of_other_programs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_other_programs_does_not_count(monkeypatch):
     """On a busy machine a second passes soon; the template has worked for a moment only."""
     clock = itertools.count()
     monkeypatch.setattr(limits.time, "perf_counter", lambda: float(next(clock)))

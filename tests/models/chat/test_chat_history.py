@@ -39,7 +39,7 @@ def result(identity: str | None, content: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WITH_CALLS)
-def test_every_template_takes_calls_with_any_ids(name: str) -> None:
+def test_every_template_takes_calls_with_any_ids(name):
     """None of them is lost, nor a result; each result belongs to its call."""
     for ids in (("call_0123456789abcdef", "toolu_01A-b"), (new_call_id(), "a"), (None, None)):
         asked = {"role": "assistant", "content": "I look."}
@@ -52,7 +52,7 @@ def test_every_template_takes_calls_with_any_ids(name: str) -> None:
         assert [words[i] for i in order] == sorted(words), ids
 
 
-def test_forms_and_ids() -> None:
+def test_forms_and_ids():
     forms = {
         name: form for name in WITH_CALLS if (form := call_form(TEMPLATES[name])) != CallForm()
     }
@@ -76,7 +76,7 @@ def test_forms_and_ids() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if "gemma-2" not in name])
-def test_no_system_message_is_lost(name: str) -> None:
+def test_no_system_message_is_lost(name):
     first, second = ({"role": "system", "content": f"Rule {i}."} for i in "12")
     answer = {"role": "assistant", "content": "Yes."}
     for messages in ([first, second, ASKED], [ASKED, answer, first, ASKED]):
@@ -85,7 +85,7 @@ def test_no_system_message_is_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_goes_on(name: str) -> None:
+def test_an_answer_goes_on(name):
     begun = {"role": "assistant", "content": "It is  <|im_end|> "}
     text, prompt = text_of(name, [ASKED, begun], continues=True), text_of(name, [ASKED])
     assert text.startswith(prompt.rstrip()) and text.endswith(begun["content"])
@@ -99,7 +99,7 @@ def test_an_answer_goes_on(name: str) -> None:
     assert ended != prompt or name.lower().startswith("mistral")
 
 
-def test_what_is_continued() -> None:
+def test_what_is_continued():
     said = {"role": "assistant", "content": "a"}
     called = {**said, "tool_calls": [call("x", "Bonn")]}
     assert continues_last([ASKED, said], None, None) and continues_last([said], True, False)
@@ -117,7 +117,7 @@ def test_what_is_continued() -> None:
             continues_last(messages, *flags)
 
 
-def test_arguments_that_are_texts_are_json() -> None:
+def test_arguments_that_are_texts_are_json():
     text = text_of("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", [
         ASKED, {"role": "assistant", "content": "", "tool_calls": [call("a", 'Bonn "D"')]},
     ])  # fmt: skip

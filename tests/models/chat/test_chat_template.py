@@ -51,7 +51,7 @@ def plain_environment() -> jinja2.Environment:
 # what templates do
 
 
-def test_chatml_where_there_is_no_template() -> None:
+def test_chatml_where_there_is_no_template():
     text = render(None, TURNS[:2])
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
@@ -94,11 +94,11 @@ def test_chatml_where_there_is_no_template() -> None:
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
     ],
 )  # fmt: skip
-def test_what_templates_use(template: str, expected: str) -> None:
+def test_what_templates_use(template, expected):
     assert render(template, [USER], bos_token="<s>", eos_token="</s>") == expected
 
 
-def test_variables_and_tools() -> None:
+def test_variables_and_tools():
     template = (
         "{{ date_string }}{{ enable_thinking }}{{ tools[0].function.name }}{{ x is defined }}"
     )
@@ -106,11 +106,11 @@ def test_variables_and_tools() -> None:
     assert render(template, [USER], tools=[WEATHER], **variables) == "1 JanFalseget_weatherFalse"
 
 
-def test_time() -> None:
+def test_time():
     assert render("{{ strftime_now('%Y') }}", [USER]) == str(datetime.now().year)
 
 
-def test_the_conversation_is_not_changed() -> None:
+def test_the_conversation_is_not_changed():
     messages = [dict(USER)]
     with pytest.raises(SparseKVError, match="not allowed"):
         render("{{ messages.append(1) }}", messages)
@@ -119,7 +119,7 @@ def test_the_conversation_is_not_changed() -> None:
     assert messages == [USER]
 
 
-def test_long_conversations_and_texts() -> None:
+def test_long_conversations_and_texts():
     messages = [USER, {"role": "assistant", "content": "Hello."}] * 1000
     messages.append({"role": "user", "content": "x" * 3_000_000})
     template = (
@@ -157,7 +157,7 @@ def test_long_conversations_and_texts() -> None:
         ("{{ self.x() }}", "no attribute 'x'"),
     ],
 )
-def test_errors_are_one_line(template: str, message: str) -> None:
+def test_errors_are_one_line(template, message):
     with pytest.raises(SparseKVError) as error:
         render(template, [USER])
     text = str(error.value)
@@ -233,7 +233,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("template", GREEDY.values(), ids=GREEDY)
-def test_greedy_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_templates_are_stopped(template, monkeypatch):
     """Each ends in one line, ahead of the watchdog, having taken little memory on the way."""
     monkeypatch.setattr(limits, "MAX_SECONDS", 0.3)
     tracemalloc.start()
@@ -247,7 +247,7 @@ def test_greedy_templates_are_stopped(template: str, monkeypatch: pytest.MonkeyP
     assert peak < 64 << 20
 
 
-def test_time_limit_without_tracing() -> None:
+def test_time_limit_without_tracing():
     with pytest.raises(SparseKVError, match="stopped: it takes"):
         render(LOOP * 3 + "{% set t = i | string | upper | length %}" + END * 3, [USER])
 
@@ -255,6 +255,6 @@ def test_time_limit_without_tracing() -> None:
 # the template of models that have none
 
 
-def test_chatml_is_a_plain_template() -> None:
+def test_chatml_is_a_plain_template():
     given = {"messages": TURNS, "add_generation_prompt": True}
     assert render(CHATML, TURNS) == plain_environment().from_string(CHATML).render(**given)

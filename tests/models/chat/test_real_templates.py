@@ -173,7 +173,7 @@ def bounded(template: str, messages: Messages, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_as_jinja2_renders_them(path: Path) -> None:
+def test_as_jinja2_renders_them(path):
     """Within bounds; texts that are covered, rendered and lifted are what they are without."""
     template = path.read_text(encoding="utf-8")
     plain = compiled(template)

@@ -56,11 +56,11 @@ def split(text: str, *, n: int, is_open: bool = False) -> tuple[str, str]:
         ("", False, "", ""),
     ],
 )
-def test_split(text: str, is_open: bool, thought: str, answer: str, n: int) -> None:
+def test_split(text, is_open, thought, answer, n):
     assert split(text, n=n, is_open=is_open) == (thought, answer)
 
 
-def test_without_thinking() -> None:
+def test_without_thinking():
     assert without_thinking(THINK, "<think>\na</think>\n\nb") == "b"
     assert without_thinking(THINK, "a </think>") == "a </think>"
     assert without_thinking(None, "<think>a</think>b") == "<think>a</think>b"
@@ -77,13 +77,13 @@ def test_without_thinking() -> None:
         ("meta-llama-Llama-3.1-8B-Instruct", None, None),
     ],
 )
-def test_real_templates(name: str, start: str | None, switch: str | None) -> None:
+def test_real_templates(name, start, switch):
     template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
     thinking = thinking_of(template, Characters())  # type: ignore[arg-type]
     assert (thinking and thinking.start, switch_of(template)) == (start, switch)
 
 
-def test_control_tokens_and_who_opened_it() -> None:
+def test_control_tokens_and_who_opened_it():
     tokenizer: Any = Characters()
     template = "{{ '[THINK]' }}{% if thinking %}x{% endif %}{{ messages[0].thinking }}"
     thinking = thinking_of(template, tokenizer)
@@ -95,7 +95,7 @@ def test_control_tokens_and_who_opened_it() -> None:
     assert thinking.opened_by(tokenizer, []) == ""
 
 
-def test_the_switch_of_a_real_template_closes_the_thinking() -> None:
+def test_the_switch_of_a_real_template_closes_the_thinking():
     messages = [{"role": "user", "content": "Hi"}]
     template = (TEMPLATES / "Qwen-Qwen3-0.6B.jinja").read_text("utf-8")
     off = render(template, messages, **{"enable_thinking": False})
@@ -110,7 +110,7 @@ CHANNELS = (
 
 
 @pytest.mark.parametrize("n", [1, 3, 1000])
-def test_the_channel_of_analysis_is_thinking(n: int) -> None:
+def test_the_channel_of_analysis_is_thinking(n):
     template = (TEMPLATES / "openai-gpt-oss-120b.jinja").read_text()
     thinking = thinking_of(template, Characters())  # type: ignore[arg-type]
     assert thinking is not None and thinking.is_dropped

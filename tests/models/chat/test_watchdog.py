@@ -21,12 +21,12 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_hanging_call_ends_the_process_with_one_line() -> None:
+def test_a_hanging_call_ends_the_process_with_one_line():
     ended = run(f"print('before', flush=True)\nwith watched(0.2):\n    {HANGING}\nprint('behind')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "before\n", LAST_WORDS + "\n")
 
 
-def test_a_template_is_watched() -> None:
+def test_a_template_is_watched():
     ended = run(
         "from sparsekv_cli.models.chat import limits, template\n"
         "limits.SLOW_SEARCHES = ()\n"
@@ -36,14 +36,14 @@ def test_a_template_is_watched() -> None:
     assert (ended.returncode, ended.stderr) == (1, LAST_WORDS + "\n")
 
 
-def test_a_block_that_ends_in_time_leaves_no_timer() -> None:
+def test_a_block_that_ends_in_time_leaves_no_timer():
     with watched(0.05):
         pass
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     time.sleep(0.1)
 
 
-def test_a_timer_that_was_set_goes_on() -> None:
+def test_a_timer_that_was_set_goes_on():
     rung: list[int] = []
     handler = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -58,7 +58,7 @@ def test_a_timer_that_was_set_goes_on() -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-def test_other_threads_are_not_watched() -> None:
+def test_other_threads_are_not_watched():
     ran: list[float] = []
 
     def block() -> None:

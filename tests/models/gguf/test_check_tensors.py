@@ -1,7 +1,6 @@
 """The search for NaN and infinity, held against gguf's reference dequantisation."""
 
 import struct
-from pathlib import Path
 
 import gguf
 import gguf_formats  # noqa: F401
@@ -21,7 +20,7 @@ DEQUANTISED = [k for k in WITH_SCALES if k != GGMLType.Q8_1]  # Q8_1 is for acti
 
 
 @pytest.mark.parametrize("kind", DEQUANTISED, ids=lambda kind: kind.name)
-def test_scales_are_where_the_table_says(kind: GGMLType) -> None:
+def test_scales_are_where_the_table_says(kind):
     """Finite scales dequantise to finite values whatever the other bytes; a NaN scale does not."""
     rng = np.random.RandomState(7)
     blocks = rng.randint(0, 256, (4, kind.block_bytes)).astype(np.uint8)
@@ -58,14 +57,14 @@ def test_scales_are_where_the_table_says(kind: GGMLType) -> None:
         (GGMLType.IQ1_M, "ff" * 53 + "f0ff6f", "00" * 53 + "f000ff"),
     ],
 )
-def test_values_and_e8m0(kind: GGMLType, good: str, bad: str) -> None:
+def test_values_and_e8m0(kind, good, bad):
     blocks = np.frombuffer(bytes.fromhex(good + bad + good), np.uint8).reshape(3, -1)
     flags = non_finite_blocks(kind, blocks)
     assert flags is not None
     assert flags.tolist() == [False, True, False]
 
 
-def test_the_scattered_scale_of_iq1_m() -> None:
+def test_the_scattered_scale_of_iq1_m():
     """Every f16 as its scale: what is finite is what dequantises to finite values."""
     scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     blocks = np.random.RandomState(7).randint(0, 256, (len(scales), 56)).astype(np.uint8)
@@ -77,7 +76,7 @@ def test_the_scattered_scale_of_iq1_m() -> None:
     np.testing.assert_array_equal(flags, ~np.isfinite(values).all(axis=1))
 
 
-def test_every_scale_of_nvfp4_is_finite() -> None:
+def test_every_scale_of_nvfp4_is_finite():
     blocks = np.zeros((256, 36), np.uint8)
     blocks[:, :4], blocks[:, 4:] = np.arange(256)[:, None], 0x77
     assert np.isfinite(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.NVFP4)).all()
@@ -85,13 +84,13 @@ def test_every_scale_of_nvfp4_is_finite() -> None:
     assert flags is not None and not flags.any()
 
 
-def test_every_decodable_type_is_checked() -> None:
+def test_every_decodable_type_is_checked():
     for kind in DECODABLE_TYPES:
         assert non_finite_blocks(kind, np.zeros((2, kind.block_bytes), np.uint8)) is not None
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 1 << 20])
-def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_file(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     values = np.ones((6, 8), np.float32)
     values[4, 3] = np.nan
@@ -116,7 +115,7 @@ def test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> No
         check_tensors(file)
 
 
-def test_row_of_a_damaged_block(tmp_path: Path) -> None:
+def test_row_of_a_damaged_block(tmp_path):
     blocks = np.zeros((3, 2, 18), np.uint8)
     blocks[1, 1, :2] = 0xFF
     tensor = Tensor("q", (64, 3), int(GGMLType.Q4_0), blocks.tobytes())

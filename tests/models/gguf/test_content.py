@@ -36,7 +36,7 @@ def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content, "_hash_of", fail)
 
 
-def test_every_byte_counts(model: Path, tmp_path: Path) -> None:
+def test_every_byte_counts(model, tmp_path):
     hashed, data = hash_of(model), model.read_bytes()
     assert re.fullmatch("[0-9a-f]{32}", hashed)
     other, size = tmp_path / "other.gguf", len(data)
@@ -49,9 +49,7 @@ def test_every_byte_counts(model: Path, tmp_path: Path) -> None:
         assert hash_of(other) != hashed, at
 
 
-def test_a_hash_is_remembered_until_the_file_changes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hash_is_remembered_until_the_file_changes(model, tmp_path, monkeypatch):
     hashed = hash_of(model)
     memory = tmp_path / "cache" / "sparsekv-cli" / "hashes.json"
     assert memory.stat().st_mode & 0o777 == 0o600 and len(json.loads(memory.read_bytes())) == 1
@@ -71,7 +69,7 @@ def test_a_hash_is_remembered_until_the_file_changes(
 
 
 @pytest.mark.parametrize("what", ["text", "nested", "types", "pipe", "writable", "none"])
-def test_a_memory_that_is_damaged_is_not_believed(what: str, model: Path, tmp_path: Path) -> None:
+def test_a_memory_that_is_damaged_is_not_believed(what, model, tmp_path):
     hashed = hash_of(model)
     memory = tmp_path / "cache" / "sparsekv-cli" / "hashes.json"
     (mark,) = json.loads(memory.read_bytes())
@@ -87,7 +85,7 @@ def test_a_memory_that_is_damaged_is_not_believed(what: str, model: Path, tmp_pa
     assert hash_of(model) == hashed
 
 
-def test_it_is_not_known_until_all_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_known_until_all_is_read(model, monkeypatch):
     hashed, may_end, read = hash_of(model), threading.Event(), content._hash_of
     monkeypatch.setenv("XDG_CACHE_HOME", str(model.parent / "empty"))
 
@@ -102,7 +100,7 @@ def test_it_is_not_known_until_all_is_read(model: Path, monkeypatch: pytest.Monk
         assert file.content.wait() == file.content.known() == hashed
 
 
-def test_a_file_that_changes_while_it_is_in_use_is_unknown(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_in_use_is_unknown(model, tmp_path):
     for is_read in (False, True):
         with open_gguf(model) as file:
             if is_read:

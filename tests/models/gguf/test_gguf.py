@@ -46,7 +46,7 @@ def written(tmp_path: Path) -> Path:
     return path
 
 
-def test_metadata_of_every_type(written: Path) -> None:
+def test_metadata_of_every_type(written):
     metadata = open_gguf(written).metadata
     assert metadata["v.u8"] == 200
     assert metadata["v.i8"] == -5
@@ -68,7 +68,7 @@ def test_metadata_of_every_type(written: Path) -> None:
         metadata["v.ints"][0] = 9
 
 
-def test_string_array(written: Path) -> None:
+def test_string_array(written):
     strings = open_gguf(written).metadata["v.strings"]
     expected = ["", "a", "żółw", "🐢" * 50]
     assert isinstance(strings, StringArray)
@@ -83,7 +83,7 @@ def test_string_array(written: Path) -> None:
         strings[4]
 
 
-def test_tensors_agree_with_the_gguf_package(written: Path) -> None:
+def test_tensors_agree_with_the_gguf_package(written):
     file = open_gguf(written)
     reference = gguf.GGUFReader(written)
     assert [info.name for info in reference.tensors] == list(file.tensors)
@@ -97,7 +97,7 @@ def test_tensors_agree_with_the_gguf_package(written: Path) -> None:
         assert file.data(ours).tobytes() == theirs.data.tobytes()
 
 
-def test_data_are_rows_of_read_only_bytes(written: Path) -> None:
+def test_data_are_rows_of_read_only_bytes(written):
     file = open_gguf(written)
     cube = file.data("cube")
     assert cube.shape == (6, 16)
@@ -109,7 +109,7 @@ def test_data_are_rows_of_read_only_bytes(written: Path) -> None:
         cube[0, 0] = 1
 
 
-def test_data_outlive_close_but_cannot_be_asked_for_after_it(written: Path) -> None:
+def test_data_outlive_close_but_cannot_be_asked_for_after_it(written):
     with open_gguf(written) as file:
         data = file.data("cube")
     assert data.view(np.float32)[0, 1] == 1.0
@@ -118,14 +118,14 @@ def test_data_outlive_close_but_cannot_be_asked_for_after_it(written: Path) -> N
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_versions_2_and_3(tmp_path: Path, version: int) -> None:
+def test_versions_2_and_3(tmp_path, version):
     file = open_gguf(Builder(version=version).write(tmp_path))
     assert file.version == version
     assert file.tensors["a.weight"].shape == (4, 8)
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 1 << 20])
-def test_alignment(tmp_path: Path, alignment: int) -> None:
+def test_alignment(tmp_path, alignment):
     pairs = [uint32("general.alignment", alignment), string("general.architecture", "llama")]
     tensors = [Tensor("a", (1,), data=b"abcd"), Tensor("b", (1,), data=b"efgh")]
     file = open_gguf(Builder(pairs, tensors, alignment=alignment).write(tmp_path))
@@ -133,13 +133,13 @@ def test_alignment(tmp_path: Path, alignment: int) -> None:
     assert file.data("b").tobytes() == b"efgh"
 
 
-def test_last_tensor_needs_no_padding(tmp_path: Path) -> None:
+def test_last_tensor_needs_no_padding(tmp_path):
     whole = Builder(tensors=[Tensor("a", (1,), data=b"abcd")]).build()
     assert open_gguf(write_raw(tmp_path, whole[:-28])).data("a").tobytes() == b"abcd"
     assert "1 bytes are missing" in failure(write_raw(tmp_path, whole[:-29]))
 
 
-def test_types_table_is_that_of_the_gguf_package() -> None:
+def test_types_table_is_that_of_the_gguf_package():
     for kind in GGMLType:
         theirs = gguf.GGMLQuantizationType(int(kind))
         assert kind.name == theirs.name
@@ -150,7 +150,7 @@ def test_types_table_is_that_of_the_gguf_package() -> None:
     assert {kind.name for kind in set(GGMLType) - DECODABLE_TYPES} == inspected_only
 
 
-def test_large_vocabulary_opens_fast(tmp_path: Path) -> None:
+def test_large_vocabulary_opens_fast(tmp_path):
     values = [f"token {i}" for i in range(300_000)]
     path = Builder([strings("tokenizer.ggml.tokens", values)], []).write(tmp_path)
     start = time.thread_time()

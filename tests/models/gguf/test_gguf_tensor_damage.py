@@ -4,7 +4,6 @@ import os
 import random
 import struct
 import time
-from pathlib import Path
 
 import pytest
 from gguf_bytes import (
@@ -30,7 +29,7 @@ from sparsekv_cli.models.gguf.file import GGMLType, StringArray, open_gguf
 
 
 @pytest.mark.parametrize("alignment", [0, 1, 4, 12, 33, 1 << 21, 2**31, 2**32 - 1])
-def test_bad_alignment(tmp_path: Path, alignment: int) -> None:
+def test_bad_alignment(tmp_path, alignment):
     message = failure(Builder([uint32("general.alignment", alignment)]).write(tmp_path))
     assert f"general.alignment is {alignment}" in message
 
@@ -45,11 +44,11 @@ def test_bad_alignment(tmp_path: Path, alignment: int) -> None:
         array("general.alignment", UINT32, 1, struct.pack("<I", 32)),
     ],
 )
-def test_alignment_of_the_wrong_type(tmp_path: Path, value: bytes) -> None:
+def test_alignment_of_the_wrong_type(tmp_path, value):
     assert "it must be uint32" in failure(Builder([value]).write(tmp_path))
 
 
-def test_tensor_names(tmp_path: Path) -> None:
+def test_tensor_names(tmp_path):
     assert "empty name" in failure(Builder(tensors=[Tensor("")]).write(tmp_path))
     assert open_gguf(Builder(tensors=[Tensor("n" * 63)]).write(tmp_path)).tensors
     message = failure(Builder(tensors=[Tensor("n" * 64)]).write(tmp_path))
@@ -59,13 +58,13 @@ def test_tensor_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_dims", [0, 5, 2**32 - 1])
-def test_number_of_dimensions(tmp_path: Path, n_dims: int) -> None:
+def test_number_of_dimensions(tmp_path, n_dims):
     message = failure(Builder(tensors=[Tensor(n_dims=n_dims)]).write(tmp_path))
     assert f"has {n_dims} dimensions" in message
 
 
 @pytest.mark.parametrize("dim", [0, -1, -(2**63)])
-def test_dimension_zero_or_negative(tmp_path: Path, dim: int) -> None:
+def test_dimension_zero_or_negative(tmp_path, dim):
     for dims in ((dim, 4), (8, dim)):
         message = failure(Builder(tensors=[Tensor(dims=dims)]).write(tmp_path))
         assert f"has a dimension of {dim}" in message
@@ -74,7 +73,7 @@ def test_dimension_zero_or_negative(tmp_path: Path, dim: int) -> None:
 @pytest.mark.parametrize(
     "dims", [(2**32, 2**32), (2**62, 2), (2**16,) * 4, (2**63 - 1,), (2**61, 1), (2**62, 4, 1)]
 )
-def test_element_or_byte_count_overflow(tmp_path: Path, dims: tuple[int, ...]) -> None:
+def test_element_or_byte_count_overflow(tmp_path, dims):
     assert "larger than any file" in failure(Builder(tensors=[Tensor(dims=dims)]).write(tmp_path))
 
 
@@ -82,13 +81,13 @@ def test_element_or_byte_count_overflow(tmp_path: Path, dims: tuple[int, ...]) -
     ("kind", "says"),
     [(4, "Q4_2"), (31, "Q4_0_4_4"), (36, "IQ4_NL_4_4"), (99, "99"), (2**32 - 1, "429")],
 )
-def test_unknown_tensor_type(tmp_path: Path, kind: int, says: str) -> None:
+def test_unknown_tensor_type(tmp_path, kind, says):
     message = failure(Builder(tensors=[Tensor(kind=kind)]).write(tmp_path))
     assert "tensor 'a.weight' has type" in message
     assert says in message
 
 
-def test_types_that_cannot_be_decoded_are_refused_by_name(tmp_path: Path) -> None:
+def test_types_that_cannot_be_decoded_are_refused_by_name(tmp_path):
     tensor = Tensor("x", (256, 1), int(GGMLType.Q8_K), bytes(292))
     file = open_gguf(Builder(tensors=[Tensor(), tensor]).write(tmp_path))
     with pytest.raises(SparseKVError, match=r"tensor 'x' has type Q8_K.*supported are F32, F16"):
@@ -96,14 +95,14 @@ def test_types_that_cannot_be_decoded_are_refused_by_name(tmp_path: Path) -> Non
     file.check_types({GGMLType.F32, GGMLType.Q8_K})
 
 
-def test_row_length_not_a_multiple_of_the_block(tmp_path: Path) -> None:
+def test_row_length_not_a_multiple_of_the_block(tmp_path):
     tensor = Tensor(dims=(48, 2), kind=Q4_0, data=bytes(54))
     message = failure(Builder(tensors=[tensor]).write(tmp_path))
     assert "rows of 48 elements, not a multiple of Q4_0's block of 32" in message
 
 
 @pytest.mark.parametrize("offset", [1, 16, 32, 64, 160, 2**63, 2**64 - 64, -64])
-def test_offsets(tmp_path: Path, offset: int) -> None:
+def test_offsets(tmp_path, offset):
     """Misaligned, overlapping, gapped, wrapping, and pointing into the header."""
     two = [Tensor("a"), Tensor("b", offset=offset)]
     message = failure(Builder(tensors=two).write(tmp_path))
@@ -116,20 +115,20 @@ def test_offsets(tmp_path: Path, offset: int) -> None:
     )
 
 
-def test_tensors_out_of_order(tmp_path: Path) -> None:
+def test_tensors_out_of_order(tmp_path):
     two = [Tensor("a", offset=128), Tensor("b", offset=0)]
     assert "'a' is at data offset 128" in failure(Builder(tensors=two).write(tmp_path))
 
 
 @pytest.mark.parametrize("missing", [1, 100, 128, 129, 200])
-def test_truncated_data(tmp_path: Path, missing: int) -> None:
+def test_truncated_data(tmp_path, missing):
     whole = Builder(tensors=[Tensor("a"), Tensor("b")]).build()
     message = failure(write_raw(tmp_path, whole[:-missing]))
     assert f"{missing} bytes are missing" in message
     assert f"from '{'b' if missing <= 128 else 'a'}' on" in message
 
 
-def test_every_truncation_is_an_error(tmp_path: Path) -> None:
+def test_every_truncation_is_an_error(tmp_path):
     pairs = [string("general.architecture", "llama"), strings("t", ["a", "bc"]), uint32("u", 7)]
     whole = Builder(pairs, [Tensor("a"), Tensor("b")]).build()
     assert open_gguf(write_raw(tmp_path, whole)).tensors
@@ -137,7 +136,7 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
         failure(write_raw(tmp_path, whole[:size]))
 
 
-def test_split_count(tmp_path: Path) -> None:
+def test_split_count(tmp_path):
     one = [pair("split.count", UINT16, struct.pack("<H", 1))]
     assert open_gguf(Builder(one).write(tmp_path)).tensors
     path = Builder([string("split.count", "3")]).write(tmp_path)
@@ -155,19 +154,19 @@ def test_split_count(tmp_path: Path) -> None:
         (strings("general.type", ["model"]), "general.type is of type array"),
     ],
 )
-def test_adapters_and_projectors(tmp_path: Path, value: bytes, says: str) -> None:
+def test_adapters_and_projectors(tmp_path, value, says):
     path = Builder([value]).write(tmp_path)
     assert says in failure(path)
     assert open_gguf(path, vocab_only_ok=True).tensors
 
 
-def test_vocabulary_only(tmp_path: Path) -> None:
+def test_vocabulary_only(tmp_path):
     path = Builder(tensors=[]).write(tmp_path)
     assert "vocabulary only" in failure(path)
     assert not open_gguf(path, vocab_only_ok=True).tensors
 
 
-def test_file_cut_while_in_use(tmp_path: Path) -> None:
+def test_file_cut_while_in_use(tmp_path):
     path = Builder().write(tmp_path)
     file = open_gguf(path)
     file.check_intact()
@@ -177,7 +176,7 @@ def test_file_cut_while_in_use(tmp_path: Path) -> None:
         file.check_intact()
 
 
-def test_failed_opens_leave_no_descriptor(tmp_path: Path) -> None:
+def test_failed_opens_leave_no_descriptor(tmp_path):
     path = Builder(version=9).write(tmp_path)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(20):
@@ -186,7 +185,7 @@ def test_failed_opens_leave_no_descriptor(tmp_path: Path) -> None:
     assert after == before
 
 
-def test_names_from_the_file_stay_on_one_short_line(tmp_path: Path) -> None:
+def test_names_from_the_file_stay_on_one_short_line(tmp_path):
     key = "evil\nline\x1b[31m" + "x" * 5000
     message = failure(Builder([string(key, "a"), string(key, "b")]).write(tmp_path))
     assert "\x1b" not in message
@@ -206,7 +205,7 @@ def _fuzz_base() -> bytes:
     return Builder(pairs, tensors).build()
 
 
-def test_fuzz(tmp_path: Path) -> None:
+def test_fuzz(tmp_path):
     """Random damage ends in SparseKVError or success, never in anything else, and soon."""
     rng = random.Random(20240607)
     base = _fuzz_base()

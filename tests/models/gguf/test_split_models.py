@@ -1,7 +1,6 @@
 """Split models: any part opens all, and what does not belong together is named."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +33,7 @@ def parts(tmp_path: Path) -> list[Path]:
     return [write_part(tmp_path, number, names) for number, names in enumerate(("ab", "cd", "ef"))]
 
 
-def test_any_part_opens_all(parts: list[Path]) -> None:
+def test_any_part_opens_all(parts):
     for path in parts:
         with open_gguf(path) as file:
             assert file.path == parts[0] and [part.path for part in file.parts] == parts
@@ -50,9 +49,7 @@ def test_any_part_opens_all(parts: list[Path]) -> None:
         assert file.content.wait() != hashed
 
 
-def test_relative_paths_and_the_first_part_without_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_and_the_first_part_without_tensors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, names in enumerate(("", "abc", "def")):
         write_part(tmp_path, number, names)
@@ -60,7 +57,7 @@ def test_relative_paths_and_the_first_part_without_tensors(
         assert "".join(file.tensors) == "abcdef"
 
 
-def test_a_model_in_parts_is_the_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_model_in_parts_is_the_model(tiny_model, tmp_path):
     whole_path = tiny_model(wtype="Q8_0", chat_template="{{ messages }}")
     paths = split_model(whole_path, tmp_path, 4)
     with open_gguf(whole_path) as whole, open_gguf(paths[2]) as split:
@@ -75,7 +72,7 @@ def test_a_model_in_parts_is_the_model(tiny_model: Callable[..., Path], tmp_path
         }
 
 
-def test_a_missing_part(parts: list[Path]) -> None:
+def test_a_missing_part(parts):
     os.unlink(parts[1])
     for path in (parts[0], parts[2]):
         message = failure(path)
@@ -97,9 +94,7 @@ def test_a_missing_part(parts: list[Path]) -> None:
         (2, "ef", [strings("t", ["a", "c"])], ["'t' is not what it is in m-00001"]),
     ],
 )
-def test_a_part_of_another_model(
-    number: int, names: str, more: list[bytes], words: list[str], parts: list[Path], tmp_path: Path
-) -> None:
+def test_a_part_of_another_model(number, names, more, words, parts, tmp_path):
     write_part(tmp_path, number, names, *more)
     for path in parts:
         message = failure(path)
@@ -107,7 +102,7 @@ def test_a_part_of_another_model(
         assert all(word in message for word in words)
 
 
-def test_a_part_that_repeats_the_metadata(parts: list[Path], tmp_path: Path) -> None:
+def test_a_part_that_repeats_the_metadata(parts, tmp_path):
     write_part(tmp_path, 1, "cd", *HEAD)
     assert len(open_gguf(parts[2]).tensors) == 6
 
@@ -122,7 +117,7 @@ def test_a_part_that_repeats_the_metadata(parts: list[Path], tmp_path: Path) -> 
         ([string("split.count", "3")], "split.count is of type string; it must be uint16"),
     ],
 )
-def test_a_wrong_count(pairs: list[bytes], words: str, parts: list[Path], tmp_path: Path) -> None:
+def test_a_wrong_count(pairs, words, parts, tmp_path):
     Builder(pairs, [tensor("c"), tensor("d")]).write(tmp_path, parts[1].name)
     message = failure(parts[0])
     assert message.startswith(f"{parts[1]}: ") and words in message
@@ -137,16 +132,14 @@ def test_a_wrong_count(pairs: list[bytes], words: str, parts: list[Path], tmp_pa
         ("m.gguf", [uint16("split.count", 2), string("split.no", "0")], "split.no is of type str"),
     ],
 )
-def test_a_part_that_cannot_tell_the_others(
-    name: str, pairs: list[bytes], words: str, tmp_path: Path
-) -> None:
+def test_a_part_that_cannot_tell_the_others(name, pairs, words, tmp_path):
     path = Builder([ARCHITECTURE, *pairs]).write(tmp_path, name)
     message = failure(path)
     assert message.startswith(f"{path}: ") and words in message
     assert open_gguf(path, vocab_only_ok=True).tensors
 
 
-def test_a_damaged_part_is_named(parts: list[Path]) -> None:
+def test_a_damaged_part_is_named(parts):
     whole = parts[1].read_bytes()
     for path, options in ((parts[0], {}), (parts[2], {"vocab_only_ok": True})):
         parts[1].write_bytes(whole[:-100])
@@ -156,7 +149,7 @@ def test_a_damaged_part_is_named(parts: list[Path]) -> None:
         assert failure(path, **options).startswith(f"{parts[1]}: not a GGUF file: it looks like")
 
 
-def test_a_part_that_is_cut_while_in_use(parts: list[Path]) -> None:
+def test_a_part_that_is_cut_while_in_use(parts):
     with open_gguf(parts[0]) as file:
         file.check_intact()
         os.truncate(parts[2], 10)
@@ -164,7 +157,7 @@ def test_a_part_that_is_cut_while_in_use(parts: list[Path]) -> None:
             file.check_intact()
 
 
-def test_failed_opens_leave_no_descriptor(parts: list[Path], tmp_path: Path) -> None:
+def test_failed_opens_leave_no_descriptor(parts, tmp_path):
     write_part(tmp_path, 2, "ab")
     for path in parts:
         failure(path)
@@ -172,7 +165,7 @@ def test_failed_opens_leave_no_descriptor(parts: list[Path], tmp_path: Path) -> 
     assert not {path.resolve() for path in parts} & set(links)
 
 
-def test_types_are_checked_in_every_part(parts: list[Path], tmp_path: Path) -> None:
+def test_types_are_checked_in_every_part(parts, tmp_path):
     pairs = split_pairs(2, 3, 6)
     Builder(pairs, [Tensor("e", kind=0), Tensor("f", (4, 2), F64, bytes(64))]).write(
         tmp_path, parts[2].name

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_it_is(monkeypatch, tmp_path):
     monkeypatch.delenv("SPARSEKV_MODELS", raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert models_folder() == tmp_path / "sparsekv-cli" / "models"
@@ -34,7 +34,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert models_folder() == tmp_path / "m"
 
 
-def test_names(folder: Path) -> None:
+def test_names(folder):
     assert models_by_name() == {
         "Tiny-Q8_0": folder / "Tiny-Q8_0.gguf",
         "big": folder / "big-00001-of-00002.gguf",
@@ -45,20 +45,20 @@ def test_names(folder: Path) -> None:
         assert resolve_model(name) == folder / "big-00001-of-00002.gguf"
 
 
-def test_a_path_that_exists_comes_first(folder: Path) -> None:
+def test_a_path_that_exists_comes_first(folder):
     Path("Big").write_bytes(b"GGUF")
     assert resolve_model("Big") == Path("Big")
     assert resolve_model("big") == folder / "big-00001-of-00002.gguf"
 
 
-def test_case_decides_between_two(folder: Path) -> None:
+def test_case_decides_between_two(folder):
     (folder / "tiny-q8_0.gguf").write_bytes(b"GGUF")
     assert resolve_model("tiny-q8_0") == folder / "tiny-q8_0.gguf"
     with pytest.raises(SparseKVError, match=r"Tiny-Q8_0 and tiny-q8_0 are both in .*models; name"):
         resolve_model("TINY-q8_0")
 
 
-def test_names_that_are_not_there(folder: Path) -> None:
+def test_names_that_are_not_there(folder):
     with pytest.raises(SparseKVError, match=r"name \(smollm2, Tiny-Q8_0, big\) \(did you mean Tin"):
         resolve_model("tiny-Q4_0")
     assert resolve_model("other.gguf") == Path("other.gguf")
@@ -68,7 +68,7 @@ def test_names_that_are_not_there(folder: Path) -> None:
         resolve_model("nothing-like-them")
 
 
-def test_a_folder_that_is_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_a_file(folder, monkeypatch):
     monkeypatch.setenv("SPARSEKV_MODELS", str(folder / "x.txt"))
     with pytest.raises(SparseKVError, match=r"x\.txt: models cannot be listed: Not a directory"):
         resolve_model("tiny")

@@ -59,7 +59,7 @@ def failure(name: str) -> str:
     return message
 
 
-def test_a_model_is_downloaded_once(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_downloaded_once(hub, monkeypatch):
     said: list[str] = []
     path = resolve_model("me/Tiny-GGUF", said.append)
     assert path.name == "tiny-Q4_K_M.gguf" and path.read_bytes() == BYTES
@@ -76,7 +76,7 @@ def test_a_model_is_downloaded_once(hub: HubServer, monkeypatch: pytest.MonkeyPa
     assert len(hub.requests) == asked and len(said) == 1
 
 
-def test_all_parts_of_a_split_model_are_downloaded(hub: HubServer) -> None:
+def test_all_parts_of_a_split_model_are_downloaded(hub):
     said: list[str] = []
     path = resolve_model("me/Tiny-GGUF:BF16", said.append)
     assert path.name == "tiny-BF16-00001-of-00002.gguf" and path.parent.name == "BF16"
@@ -88,7 +88,7 @@ def test_all_parts_of_a_split_model_are_downloaded(hub: HubServer) -> None:
     assert resolve_model("me/Tiny-GGUF:BF16", said.append) == path and second.exists()
 
 
-def test_another_quant_without_a_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_quant_without_a_network(hub, monkeypatch):
     path = resolve_model("me/Tiny-GGUF:Q8_0")
     said: list[str] = []
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
@@ -102,7 +102,7 @@ def test_another_quant_without_a_network(hub: HubServer, monkeypatch: pytest.Mon
     assert "HF_HUB_OFFLINE forbids to download it: unset that, or give a file" in message
 
 
-def test_files_and_the_models_folder_come_first(hub: HubServer, tmp_path: Path) -> None:
+def test_files_and_the_models_folder_come_first(hub, tmp_path):
     Path("me").mkdir()
     message = failure("me/Tiny-GGUF")
     assert "no such file in me; if a repository of the hub is meant, name the quanti" in message
@@ -114,7 +114,7 @@ def test_files_and_the_models_folder_come_first(hub: HubServer, tmp_path: Path) 
     assert not hub.requests
 
 
-def test_what_a_repository_lacks(hub: HubServer) -> None:
+def test_what_a_repository_lacks(hub):
     message = failure("me/Tiny-GGUF:Q2_K")
     assert message == "me/Tiny-GGUF: has no Q2_K; there are BF16, Q4_K_M, Q8_0"
     hub.repositories["me/plain"] = {"model.safetensors": b"x", "config.json": b"{}"}
@@ -130,19 +130,19 @@ def test_what_a_repository_lacks(hub: HubServer) -> None:
         ("me/a--b", None, "is no name of a repository: "),
     ],
 )
-def test_refusals(hub: HubServer, name: str, refusal: Any, words: str) -> None:
+def test_refusals(hub, name, refusal, words):
     if refusal:
         hub.refused[name] = refusal
     assert words.replace("URL", hub.url) in failure(name)
 
 
-def test_terms_to_be_accepted(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_to_be_accepted(hub, monkeypatch):
     monkeypatch.setattr(hub, "gated", {"me/Tiny-GGUF"})
     words = f"wants terms to be accepted first: do that at {hub.url}/me/Tiny-GGUF, then log in"
     assert words in failure("me/Tiny-GGUF")
 
 
-def test_without_the_extra(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra(hub, monkeypatch):
     cached = resolve_model("me/Tiny-GGUF:Q8_0")
     real = builtins.__import__
 
@@ -156,14 +156,14 @@ def test_without_the_extra(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_model("me/Tiny-GGUF:Q8_0") == cached
 
 
-def test_a_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(hub, tmp_path):
     """The disk's failures are the system's words, which name the file."""
     (tmp_path / "hub").write_bytes(b"")
     with pytest.raises(NotADirectoryError):
         resolve_model("me/Tiny-GGUF")
 
 
-def test_what_is_in_the_cache(hub: HubServer) -> None:
+def test_what_is_in_the_cache(hub):
     for quant in ("Q8_0", "BF16"):
         resolve_model(f"me/Tiny-GGUF:{quant}")
     names = {model.name: model.path for model in cached_models()}
@@ -182,7 +182,7 @@ def test_what_is_in_the_cache(hub: HubServer) -> None:
         {"HF_HOME": "/x", "HF_HUB_CACHE": "~/y"},
     ],
 )
-def test_the_cache_is_where_the_library_has_it(variables: dict[str, str]) -> None:
+def test_the_cache_is_where_the_library_has_it(variables):
     names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
     kept = {name: value for name, value in os.environ.items() if name not in names}
     program = (
@@ -201,7 +201,7 @@ def test_the_cache_is_where_the_library_has_it(variables: dict[str, str]) -> Non
     assert ours == theirs
 
 
-def test_ctrl_c_while_downloading(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_downloading(hub, monkeypatch):
     """Exit code 130; what is there already is not taken for the model, and the next run has it."""
     arguments = [sys.executable, "-m", "sparsekv_cli", "inspect", "-m", "me/Tiny-GGUF:Q8_0"]
     started, stopped = threading.Event(), threading.Event()
@@ -229,7 +229,7 @@ def test_ctrl_c_while_downloading(hub: HubServer, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_a_download_goes_on(hub: HubServer, is_good: bool) -> None:
+def test_a_download_goes_on(hub, is_good):
     """After what came; bytes that are not the hub's are thrown away, and told."""
     digest = hashlib.sha256(2 * BYTES).hexdigest()
     partial = Path(os.environ["HF_HUB_CACHE"]) / f"models--me--Tiny-GGUF/blobs/{digest}.part"

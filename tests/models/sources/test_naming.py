@@ -20,7 +20,7 @@ FILES = [
         ("b", ("b", 1, 1)),
     ],
 )
-def test_split_name(name: str, expected: tuple[str, int, int]) -> None:
+def test_split_name(name, expected):
     assert split_name(name) == expected
 
 
@@ -36,11 +36,11 @@ def test_split_name(name: str, expected: tuple[str, int, int]) -> None:
         ("Qwen3-4B.gguf", ""),
     ],
 )
-def test_quant_of(name: str, quant: str) -> None:
+def test_quant_of(name, quant):
     assert quant_of(name) == quant
 
 
-def test_whole_models() -> None:
+def test_whole_models():
     assert not any(map(is_model, FILES[:3]))
     assert list(whole_models(FILES)) == [FILES[3], *FILES[5:]]
     assert list(whole_models(FILES[4:])) == FILES[5:], "a part is missing"
@@ -54,11 +54,11 @@ def test_whole_models() -> None:
         ("Q4_K", []), ("Q4_K_M", []), (".*", []), (None, FILES[3:5]),
     ],
 )  # fmt: skip
-def test_choose(quant: str | None, chosen: list[str]) -> None:
+def test_choose(quant, chosen):
     assert choose(FILES, quant) == chosen
 
 
-def test_choose_without_a_quant() -> None:
+def test_choose_without_a_quant():
     assert choose([*FILES, "m-Q8_0.gguf"], None) == ["m-Q8_0.gguf"]
     assert choose([*FILES, "m-Q8_0.gguf", "m-Q4_K_M.gguf"], None) == ["m-Q4_K_M.gguf"]
     assert choose(FILES[:3], None) == []

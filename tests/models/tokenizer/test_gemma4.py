@@ -30,14 +30,14 @@ def tokens_without(old: str) -> tuple[list[str], np.ndarray]:
     return tokens, types
 
 
-def test_newlines_are_tokens_of_their_own() -> None:
+def test_newlines_are_tokens_of_their_own():
     tokenizer = load_tokenizer(metadata())
     ids = tokenizer.encode("a\n\n\nb", add_bos=False)
     assert [tokenizer.token_text(i) for i in ids] == ["a", "\n\n\n", "b"]
     assert tokenizer.decode(tokenizer.encode("\n" * 40, add_bos=False)) == "\n" * 40
 
 
-def test_what_is_no_token_is_spelled_in_bytes() -> None:
+def test_what_is_no_token_is_spelled_in_bytes():
     tokenizer = load_tokenizer(metadata())
     ids = tokenizer.encode("\U0001f9ff", add_bos=False)
     assert [tokenizer.token_text(i) for i in ids] == ["<0xF0>", "<0x9F>", "<0xA7>", "<0xBF>"]
@@ -46,14 +46,14 @@ def test_what_is_no_token_is_spelled_in_bytes() -> None:
         load_tokenizer(metadata(tokens=tokens, token_type=types))
 
 
-def test_merges_are_needed() -> None:
+def test_merges_are_needed():
     without = metadata()
     del without["tokenizer.ggml.merges"]
     with pytest.raises(SparseKVError, match=r"tokenizer\.ggml\.merges is missing"):
         load_tokenizer(without)
 
 
-def test_an_end_of_sequence_that_is_a_text() -> None:
+def test_an_end_of_sequence_that_is_a_text():
     """</s> ends an answer, but not where the vocabulary has Gemma 4's <|tool_response>."""
     ends = load_tokenizer(metadata()).eog_ids
     assert 2 in ends

@@ -25,12 +25,12 @@ def wrong_texts(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_llama_cpp_ids(name: str) -> None:
+def test_llama_cpp_ids(name):
     assert wrong_texts(name) == [], "if the cases changed: run scripts/references/tokenizers again"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_decoding_gives_the_text_back(name: str) -> None:
+def test_decoding_gives_the_text_back(name):
     tokenizer = load_tokenizer(CASES[name]())
     for text in stress_texts():
         ids = tokenizer.encode(text, add_bos=False, parse_special=False)
@@ -38,7 +38,7 @@ def test_decoding_gives_the_text_back(name: str) -> None:
             assert tokenizer.decode(ids) == text
 
 
-def test_a_cut_that_is_wrong_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_is_wrong_shows(monkeypatch):
     """The vocabulary joins words: nearly every text tells no cut, and another one, from its own."""
     monkeypatch.setitem(TABLE, "llama-bpe", PreTokenizer((), ignore_merges=True, add_bos=True))
     assert len(wrong_texts("llama-bpe")) > 70

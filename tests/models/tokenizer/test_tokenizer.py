@@ -40,7 +40,7 @@ def texts_of(tokenizer: Tokenizer, text: str, **options: Any) -> list[str]:
 # byte-level BPE
 
 
-def test_bpe_merges_by_rank() -> None:
+def test_bpe_merges_by_rank():
     tokenizer = load_tokenizer(bpe_metadata())
     assert tokenizer.encode("hello hello") == [259, 260]
     assert texts_of(tokenizer, "help") == ["he", "l", "p"]
@@ -48,7 +48,7 @@ def test_bpe_merges_by_rank() -> None:
     assert tokenizer.encode("") == []
 
 
-def test_bpe_words_are_cut_first() -> None:
+def test_bpe_words_are_cut_first():
     by_digit = load_tokenizer(bpe_metadata())  # smollm: every digit a piece
     together = load_tokenizer(bpe_metadata(pre="gpt-2"))
     assert texts_of(by_digit, "12") == ["1", "2"]
@@ -56,7 +56,7 @@ def test_bpe_words_are_cut_first() -> None:
     assert texts_of(together, "hel lo") == ["he", "l", "Ġ", "l", "o"]
 
 
-def test_ignore_merges() -> None:
+def test_ignore_merges():
     """Without the merge that makes it, hello is a token only where words are looked up whole."""
     merges = ["h e", "l l", "he ll"]
     assert texts_of(load_tokenizer(bpe_metadata(merges=merges)), "hello") == ["hell", "o"]
@@ -64,18 +64,18 @@ def test_ignore_merges() -> None:
     assert texts_of(whole, "hello") == ["hello"]
 
 
-def test_first_rank_of_a_doubled_merge_counts() -> None:
+def test_first_rank_of_a_doubled_merge_counts():
     merges = ["h e", "l l", "he ll", "hell o", "h e"]
     assert texts_of(load_tokenizer(bpe_metadata(merges=merges)), "hello") == ["hello"]
 
 
-def test_missing_bytes_are_dropped_and_do_not_join_their_neighbours() -> None:
+def test_missing_bytes_are_dropped_and_do_not_join_their_neighbours():
     metadata = with_token(bpe_metadata(), byte_symbols().index("x"), "[no x]")
     tokenizer = load_tokenizer(metadata)
     assert texts_of(tokenizer, "hxe he") == ["h", "e", "Ġ", "he"]
 
 
-def test_special_tokens_are_split_first() -> None:
+def test_special_tokens_are_split_first():
     tokenizer = load_tokenizer(bpe_metadata())
     assert tokenizer.encode("<|im_start|>hello<|im_end|>") == [262, 259, 263]
     plain = tokenizer.encode("<|im_end|>", parse_special=False)
@@ -85,7 +85,7 @@ def test_special_tokens_are_split_first() -> None:
         assert tokenizer.encode("<tool>><tool>", parse_special=parse_special) == [265, 264]
 
 
-def test_bos_and_eos() -> None:
+def test_bos_and_eos():
     tokenizer = load_tokenizer(bpe_metadata(add_bos_token=True, add_eos_token=True))
     assert tokenizer.add_bos
     assert tokenizer.encode("hello") == [262, 259, 263]
@@ -100,7 +100,7 @@ def test_bos_and_eos() -> None:
         nothing.encode("hello")
 
 
-def test_special_ids() -> None:
+def test_special_ids():
     tokenizer = load_tokenizer(bpe_metadata(eos_token_id=259, unknown_token_id=1))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eot_id) == (262, 259, 263)
     assert (tokenizer.eom_id, tokenizer.unk_id, tokenizer.pad_id) == (None, 1, None)
@@ -109,14 +109,14 @@ def test_special_ids() -> None:
     assert [i for i in range(tokenizer.n_vocab) if tokenizer.is_control(i)] == [262, 263]
 
 
-def test_texts_that_end_a_generation_become_control_tokens() -> None:
+def test_texts_that_end_a_generation_become_control_tokens():
     tokenizer = load_tokenizer(with_token(bpe_metadata(), 266, "</s>"))
     assert tokenizer.eog_ids == {263, 266} and tokenizer.is_control(266)
     assert tokenizer.encode("</s>") == [266]
     assert 266 not in tokenizer.encode("</s>", parse_special=False)
 
 
-def test_tool_calling_models_do_not_stop_at_end() -> None:
+def test_tool_calling_models_do_not_stop_at_end():
     metadata = bpe_metadata()
     for index, text in ((261, "<|end|>"), (264, "<|return|>"), (265, "<|call|>")):
         metadata = with_token(metadata, index, text)
@@ -125,7 +125,7 @@ def test_tool_calling_models_do_not_stop_at_end() -> None:
     assert tokenizer.eog_ids == {263, 264, 265} and not tokenizer.is_control(261)
 
 
-def test_pieces() -> None:
+def test_pieces():
     tokenizer = load_tokenizer(bpe_metadata())
     assert tokenizer.token_bytes(260) == b" hello"
     assert tokenizer.token_bytes(byte_symbols().index("Ã")) == b"\xc3"
@@ -138,7 +138,7 @@ def test_pieces() -> None:
             tokenizer.token_bytes(token_id)
 
 
-def test_lone_surrogate_is_refused() -> None:
+def test_lone_surrogate_is_refused():
     with pytest.raises(SparseKVError, match="character 1"):
         load_tokenizer(bpe_metadata()).encode("a\ud800")
 
@@ -146,7 +146,7 @@ def test_lone_surrogate_is_refused() -> None:
 # SentencePiece
 
 
-def test_spm_merges_by_score() -> None:
+def test_spm_merges_by_score():
     tokenizer = load_tokenizer(spm_metadata())
     assert tokenizer.add_bos and tokenizer.encode("a") == [1, tokenizer._vocabulary.ids["▁a"]]
     assert texts_of(tokenizer, "ab", add_bos=False) == ["▁", "ab"]  # ab before ▁a
@@ -158,21 +158,21 @@ def test_spm_merges_by_score() -> None:
     assert tokenizer.encode("") == [1]
 
 
-def test_spm_space_comes_back_after_a_special_token() -> None:
+def test_spm_space_comes_back_after_a_special_token():
     tokenizer = load_tokenizer(spm_metadata())
     assert texts_of(tokenizer, "a</s>a<user>a") == ["<s>", "▁a", "</s>", "▁a", "<user>", "▁a"]
     plain = load_tokenizer(spm_metadata(add_space_prefix=False, add_bos_token=False))
     assert texts_of(plain, "a</s>a") == ["a", "</s>", "a"]
 
 
-def test_spm_scores_equal_leftmost_first() -> None:
+def test_spm_scores_equal_leftmost_first():
     scores = spm_metadata()["tokenizer.ggml.scores"].copy()
     scores[259:] = -1
     tokenizer = load_tokenizer(spm_metadata(scores=scores, add_space_prefix=False))
     assert texts_of(tokenizer, "aba", add_bos=False) == ["ab", "a"]
 
 
-def test_spm_control_tokens_can_be_spelled_by_merges() -> None:
+def test_spm_control_tokens_can_be_spelled_by_merges():
     """llama.cpp merges into any token, so ``<s>`` is reachable where its parts are tokens."""
     metadata = spm_metadata(add_bos_token=False, add_space_prefix=False)
     for index, text in ((259, "<"), (260, "s>"), (261, "s"), (262, ">")):
@@ -180,7 +180,7 @@ def test_spm_control_tokens_can_be_spelled_by_merges() -> None:
     assert load_tokenizer(metadata).encode("<s>", parse_special=False) == [1]
 
 
-def test_spm_decodes() -> None:
+def test_spm_decodes():
     tokenizer = load_tokenizer(spm_metadata())
     ids = tokenizer.encode("a é", add_bos=False)
     assert tokenizer.decode(ids) == "a é"
@@ -188,7 +188,7 @@ def test_spm_decodes() -> None:
     assert tokenizer.decode([1]) == "<s>"
 
 
-def test_phi3_loses_spaces_after_special_tokens() -> None:
+def test_phi3_loses_spaces_after_special_tokens():
     tokenizer = load_tokenizer(spm_metadata(general__name="Phi-3 mini"))
     assert texts_of(tokenizer, "<user> \n a", add_bos=False) == ["<user>", "▁a"]
     assert texts_of(tokenizer, "<s> a", add_bos=False) == ["<s>", "▁", "▁a"]
@@ -199,7 +199,7 @@ def test_phi3_loses_spaces_after_special_tokens() -> None:
 
 @pytest.mark.parametrize("make", [bpe_metadata, spm_metadata])
 @pytest.mark.parametrize("skip_special", [False, True])
-def test_streaming_equals_decoding(make: Any, skip_special: bool) -> None:
+def test_streaming_equals_decoding(make, skip_special):
     tokenizer = load_tokenizer(make())
     generator = random.Random(0)
     texts = ["hé 👍 12", " a", "👨‍👩‍👧", "<|im_end|>ab</s>"]
@@ -211,7 +211,7 @@ def test_streaming_equals_decoding(make: Any, skip_special: bool) -> None:
         assert "".join(parts) == tokenizer.decode(ids, skip_special=skip_special)
 
 
-def test_streaming_holds_back_incomplete_characters() -> None:
+def test_streaming_holds_back_incomplete_characters():
     tokenizer = load_tokenizer(bpe_metadata())
     decoder = StreamDecoder(tokenizer)
     parts = [decoder.push(i) for i in tokenizer.encode("h👍")]
@@ -255,13 +255,13 @@ BAD_BPE: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("changes", "message"), [c[1:] for c in BAD_BPE], ids=[c[0] for c in BAD_BPE]
 )
-def test_bad_bpe_vocabulary(changes: dict[str, Any], message: str) -> None:
+def test_bad_bpe_vocabulary(changes, message):
     with pytest.raises(SparseKVError) as error:
         load_tokenizer(bpe_metadata(**changes))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_bad_tokens() -> None:
+def test_bad_tokens():
     with pytest.raises(SparseKVError, match="tokens 104 and 266 are both 'h'"):
         load_tokenizer(with_token(bpe_metadata(), 266, "h"))
     for text in ("<0x4g>", "0x41", "<0x041>", "<0x4a>"):
@@ -273,7 +273,7 @@ def test_bad_tokens() -> None:
         load_tokenizer(with_token(spm_metadata(token_type=types), 10, "seven"))
 
 
-def test_bad_scores() -> None:
+def test_bad_scores():
     n_tokens = len(spm_metadata()["tokenizer.ggml.tokens"])
     for scores, message in (
         (None, "scores is missing"),
@@ -285,7 +285,7 @@ def test_bad_scores() -> None:
             load_tokenizer(spm_metadata(scores=scores))
 
 
-def test_special_ids_that_are_not_given() -> None:
+def test_special_ids_that_are_not_given():
     assert load_tokenizer(spm_metadata()).eos_id == 2
     bare = load_tokenizer(bpe_metadata(bos_token_id=None, eos_token_id=None, pre=None))
     assert bare.bos_id is None and bare.eos_id is None and bare.eog_ids == {263}
@@ -301,7 +301,7 @@ def smollm2(default_model: Path) -> Iterator[dict[str, Any]]:
         yield dict(gguf.metadata)
 
 
-def test_llama_cpp_ids_of_the_default_model(smollm2: dict[str, Any]) -> None:
+def test_llama_cpp_ids_of_the_default_model(smollm2):
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     tokenizer = load_tokenizer(smollm2)
     assert tokenizer.eog_ids == set(recorded["eog_ids"])
@@ -311,7 +311,7 @@ def test_llama_cpp_ids_of_the_default_model(smollm2: dict[str, Any]) -> None:
         assert tokenizer.decode(case["ids"]) == case["text"]
 
 
-def test_loading_the_default_model_is_quick(smollm2: dict[str, Any]) -> None:
+def test_loading_the_default_model_is_quick(smollm2):
     """The bound leaves room for a machine with other work."""
     times = []
     for _ in range(3):
@@ -331,7 +331,7 @@ def test_loading_the_default_model_is_quick(smollm2: dict[str, Any]) -> None:
     ],
     ids=lambda path: path.stem,
 )
-def test_vectors(path: Path) -> None:
+def test_vectors(path):
     texts = Path(f"{path}.inp").read_bytes().decode().split(SEPARATOR)
     lines = Path(f"{path}.out").read_text().splitlines()
     with open_gguf(path, vocab_only_ok=True) as gguf:

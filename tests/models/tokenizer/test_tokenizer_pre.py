@@ -17,12 +17,12 @@ def pieces(name: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-def test_no_character_is_lost(name: str) -> None:
+def test_no_character_is_lost(name):
     text = "Hello, WORLD's  12345 \n\n\t你好 नमस्ते ½ ... </a> IMGIMGAZ  "
     assert "".join(pieces(name, text)) == text
 
 
-def test_default() -> None:
+def test_default():
     assert find_pre_tokenizer(None) is find_pre_tokenizer("") is TABLE["default"]
 
 
@@ -45,11 +45,11 @@ def test_default() -> None:
         ("command-r", "x9", ["x", "9"]),
     ],
 )
-def test_pieces_of_pre_tokenizers(name: str, text: str, expected: list[str]) -> None:
+def test_pieces_of_pre_tokenizers(name, text, expected):
     assert pieces(name, text) == expected
 
 
-def test_categories_are_those_of_llama_cpp() -> None:
+def test_categories_are_those_of_llama_cpp():
     """The engine may know a newer Unicode; the counts are those of llama.cpp's tables (15.1)."""
     characters = [chr(c) for c in range(0x20000) if not 0xD800 <= c < 0xE000]
     text = "".join(characters)
