@@ -1,0 +1,62 @@
+"""Rows of a short prefill, laid end to end: a cache of any depth is there in seconds."""
+
+from collections.abc import Sequence as Ids
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.base import Method
+from sparsekv_cli.model import Model
+from sparsekv_cli.models.rope import rotate_heads
+from sparsekv_cli.sequence import Attention, Sequence
+
+Recorded = Ids[Ids[np.ndarray]]  # q and k before rotation, and v, of each layer
+
+
+class Recorder(LayerCache):
+    """A dense layer that keeps what it is shown: q and k before rotation, and v."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self.chunks: list[tuple[np.ndarray, ...]] = []
+
+    def extend(self, x: AttnInput) -> Any:
+        self.chunks.append((x.q_nope, x.k_nope, x.v))
+        return super().extend(x)
+
+    def decode(self, x: AttnInput) -> np.ndarray:
+        raise NotImplementedError
+
+    def recorded(self) -> list[np.ndarray]:
+        """q_nope, k_nope, v of all rows, (heads, T, d)."""
+        return [np.concatenate(parts, axis=1) for parts in zip(*self.chunks, strict=True)]
+
+
+def record(model: Model, ids: Ids[int]) -> Recorded:
+    """What each layer sees of ``ids``. SparseKVError if some layers are not full ones."""
+    if model.hparams.other_layers:
+        raise SparseKVError(f"rows laid end to end: the model has {model.hparams.other_layers}")
+    caches = [Recorder(spec) for spec in model.decoder.layer_specs()]
+    model.decoder.forward(ids, 0, caches)
+    return [cache.recorded() for cache in caches]
+
+
+def sequence_at(
+    model: Model, method: Method, recorded: Recorded, depth: int, n_steps: int = 255
+) -> Sequence:
+    """A sequence of the method, after ``depth`` rows, with room for steps."""
+    model.decoder.rope.reserve(depth + 1)
+    sequence = model.sequence(Attention(method, model.prepare(method), 0))
+    for cache, parts in zip(sequence.caches, recorded, strict=True):
+        copies = -(-depth // parts[0].shape[1])
+        q, k, v = (np.tile(part, (1, copies, 1))[:, :depth] for part in parts)
+        table = model.decoder.rope.of(cache.spec.kind)
+        turned = [rotate_heads(part, table.cos[:depth], table.sin[:depth]) for part in (q, k)]
+        cache.reserve(depth + n_steps)
+        cache.extend(AttnInput(*turned, v, q, k, 0))
+        cache.finish_prefill()
+    sequence.tokens = [0] * depth
+    return sequence
