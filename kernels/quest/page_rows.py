@@ -45,8 +45,6 @@ def page_rows(
     n: torch.Tensor,
     page: int,
     n_sinks: int,
-    idx: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the chosen pages with the first n_sinks rows and the current page, ascending.
 
@@ -59,12 +57,8 @@ def page_rows(
     check("chosen", chosen, torch.int32, (None, None, None), device, strided=True)
     check("sizes", sizes, torch.int32, (n_batch, n_list), device)
     check("n", n, torch.int32, (n_batch,), device)
-    if idx is None:
-        idx = torch.empty(n_batch, n_list, width, dtype=torch.int32, device=device)
-    if counts is None:
-        counts = torch.empty(n_batch, n_list, dtype=torch.int32, device=device)
-    check("idx", idx, torch.int32, (n_batch, n_list, width), device, strided=True)
-    check("counts", counts, torch.int32, (n_batch, n_list), device)
+    idx = torch.empty(n_batch, n_list, width, dtype=torch.int32, device=device)
+    counts = torch.empty(n_batch, n_list, dtype=torch.int32, device=device)
     _page_rows_kernel[(triton.cdiv(width, BLOCK), n_batch * n_list)](
         chosen, sizes, n, idx, counts, n_list, n_sinks, *chosen.stride()[:2], *idx.stride()[:2],
         PAGE=page, BLOCK_S=triton.next_power_of_2(max(1, triton.cdiv(n_sinks, page))), BLOCK=BLOCK,

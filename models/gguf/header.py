@@ -71,10 +71,6 @@ class StringArray(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         return str(self.raw[self.starts[index] : self.ends[index]], "utf-8")
 
-    def bytes_at(self, index: int) -> bytes:
-        """Element ``index`` as its UTF-8 bytes."""
-        return self.raw[self.starts[index] : self.ends[index]]
-
     def tolist(self) -> list[str]:
         """All elements, decoded (0.2 s a million)."""
         raw = self.raw

@@ -23,7 +23,6 @@ from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 
-ALL = slice(None)
 LARGE = 16 << 20  # bytes; whether there is memory for less is not asked
 
 
@@ -226,16 +225,13 @@ class KVStore:
         decode.append_rows(k, v, self.layout, self.n)
         self.n += len(k)
 
-    def keys(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
-        """Rows ``first`` to n of K as they are read, f16 or f32 (G, n - first, padded d).
+    def keys(self) -> np.ndarray:
+        """Rows of K as they are read, f16 or f32 (G, n, padded d)."""
+        return self.k_type.read(self.k[:, : self.n])
 
-        heads: of all kv heads or some.
-        """
-        return self.k_type.read(self.k[heads, first : self.n])
-
-    def values(self, first: int = 0, heads: slice = ALL) -> np.ndarray:
+    def values(self) -> np.ndarray:
         """Returns the same of V."""
-        return self.v_type.read(self.v[heads, first : self.n])
+        return self.v_type.read(self.v[:, : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)

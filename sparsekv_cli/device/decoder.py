@@ -72,7 +72,6 @@ class DeviceDecoder(Forward):
         *,
         n_threads: int,
         chunk: int,
-        capture: bool = True,
     ) -> None:
         self.hparams = hparams
         self.architecture = architecture
@@ -93,7 +92,7 @@ class DeviceDecoder(Forward):
         interleaved = architecture.rope_interleaved
         self.rows = TorchChunkSteps(hparams, rope, interleaved, self.dtype)
         self._planner = Planner()
-        self._steps = Steps(self.device, capture=capture)
+        self._steps = Steps(self.device)
         self._buffers = StepBuffers(hparams, 1, self.device)
         # Of the step that runs: of each sequence, the position and the caches.
         self._positions: Sequence[int] = ()

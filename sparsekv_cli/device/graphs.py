@@ -27,8 +27,8 @@ class Steps:
     then. On a device without graphs (Triton's interpreter) every step does.
     """
 
-    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
-        self._capture = capture and device.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self._capture = device.type == "cuda"
         self._device = device
         # Not kept alive: a cache that is let go of frees its memory before the next step.
         self._owners: list[ref[object]] = []

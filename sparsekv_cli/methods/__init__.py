@@ -112,6 +112,12 @@ def stated_options(method: Method) -> dict[str, str]:
     return stated
 
 
+def spec_of(method: Method) -> str:
+    """The text of the command line: ``quest:budget=2%``."""
+    options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
+    return f"{method.name}:{options}" if options else method.name
+
+
 def describe_methods() -> list[dict[str, Any]]:
     """Name, paper, summary, needs and options of every method, for people and for JSON."""
     described = []

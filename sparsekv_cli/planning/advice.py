@@ -5,18 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsekv_cli.evaluation.intervals import drawn_means, is_equal
-from sparsekv_cli.methods import stated_options
-from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods import spec_of
 from sparsekv_cli.planning.trial import MethodTrial
 
 N_BEST = 3  # methods that are told next to ``full``
 MISSED = 1  # facts that ``full`` finds and an advised method may miss
-
-
-def spec_of(method: Method) -> str:
-    """The text of the command line: ``quest:budget=2%``."""
-    options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
-    return f"{method.name}:{options}" if options else method.name
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sparsekv_cli.calibration.sidecar import Entry
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import compare
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.methods import METHODS, build_method, stated_options
+from sparsekv_cli.methods import METHODS, build_method, spec_of, stated_options
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.planning.kept import method_key, why_not
 from sparsekv_cli.planning.plan import Forecast
@@ -86,9 +86,7 @@ class Rated:
     @property
     def spec(self) -> str:
         """The text of the command line: ``quest:budget=2%``."""
-        stated = stated_options(self.method)
-        options = ";".join(f"{key}={text}" for key, text in stated.items())
-        return f"{self.method.name}:{options}" if options else self.method.name
+        return spec_of(self.method)
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""

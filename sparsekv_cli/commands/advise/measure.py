@@ -178,7 +178,7 @@ def short_advice(
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:
     """Returns the greedy answers of ``full`` and of the advised, or else the best, method."""
-    from sparsekv_cli.planning.advice import spec_of
+    from sparsekv_cli.methods import spec_of
 
     trials = [advice.full]
     other = advice.chosen if advice.chosen is not advice.full else next(iter(advice.best), None)
