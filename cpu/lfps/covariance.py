@@ -5,6 +5,8 @@ rows only. Blocks begin at the same rows always: the result does not depend on t
 it.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

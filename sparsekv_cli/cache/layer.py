@@ -4,6 +4,8 @@ In prefill the decoder gives a layer's cache the new rows (``extend``) and compu
 itself. In decode the cache adds one row and returns its attention (``decode``).
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
