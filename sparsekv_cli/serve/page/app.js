@@ -3,7 +3,7 @@
 import { ask, isRunning, stop } from "./answer.js";
 import { current, newChat, openChats, save } from "./chats.js";
 import { $, say } from "./dom.js";
-import { giveFiles, takeFiles } from "./files.js";
+import { takeFiles } from "./files.js";
 import { openMessages, showMessages, startEdit, toEnd } from "./messages.js";
 import { showAbout } from "./rows.js";
 import { describe, settings, showSettings, showTheme, watch } from "./settings.js";
@@ -91,7 +91,7 @@ $("prompt").addEventListener("keydown", (event) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
-    if (document.body.classList.contains("chats")) showChats(false);
+    if (isOver()) showChats(false);
     else stop(current());
   } else if (event.altKey && event.code === "KeyN") {
     event.preventDefault();
@@ -102,18 +102,27 @@ document.addEventListener("keydown", (event) => {
 });
 
 // The list of conversations lies over the chat on a small screen.
+const isOver = () => document.body.classList.contains("chats");
 function showChats(open) {
+  if (open === isOver()) return;
   document.body.classList.toggle("chats", open);
   $("open-chats").setAttribute("aria-expanded", String(open));
+  (open ? $("close-chats") : $("open-chats")).focus();
 }
+document.addEventListener("click", (event) => {
+  if (!isOver() || event.target.closest("nav, dialog") || !event.target.isConnected) return;
+  event.preventDefault();
+  event.stopPropagation();
+  showChats(false);
+}, { capture: true });
 
 function fresh() {
   showChats(false);
-  giveFiles([]);
   if (!narrow.matches) $("prompt").focus();
 }
 
-$("open-chats").addEventListener("click", () => showChats(!document.body.classList.contains("chats")));
+$("open-chats").addEventListener("click", () => showChats(true));
+$("close-chats").addEventListener("click", () => showChats(false));
 $("stop").addEventListener("click", () => stop(current()));
 $("new").addEventListener("click", () => {
   fresh();
@@ -122,10 +131,11 @@ $("new").addEventListener("click", () => {
 });
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 
-function showPicture() {
+function fit() {
   $("picture").open = !narrow.matches;
+  $("budget").placeholder = narrow.matches ? "budget" : "default";
 }
-narrow.addEventListener("change", showPicture);
+narrow.addEventListener("change", fit);
 
 async function connect() {
   try {
@@ -137,13 +147,14 @@ async function connect() {
 }
 
 $("key").addEventListener("change", connect);
+$("key-field").addEventListener("submit", (event) => event.preventDefault());
 watch(() => {
   current().settings = settings();
   save(current());
 });
 
 showTheme();
-showPicture();
+fit();
 await openChats({ show, gone: stop, fresh, isRunning });
 await connect();
 if (!narrow.matches && !$("key-field").checkVisibility()) $("prompt").focus();

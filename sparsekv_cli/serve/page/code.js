@@ -8,9 +8,10 @@ const DEEPEST = 40;
 
 export function codeBlock(text, language) {
   const code = make("code");
-  if (hljs.getLanguage(language) && text.length <= MOST) {
+  try {
+    if (text.length > MOST || !hljs.getLanguage(language)) throw new RangeError("no colours");
     colour(hljs.highlight(text, { language, ignoreIllegals: true })._emitter.rootNode, code, 0);
-  } else {
+  } catch {  // scopes may also lie too deep in each other
     code.textContent = text;
   }
   const pre = make("pre", { tabIndex: 0 }, code);

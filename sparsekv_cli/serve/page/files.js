@@ -7,13 +7,12 @@ let files = [];
 
 export function takeFiles() {
   const taken = files;
-  files = [];
-  showFiles();
+  keep([]);
   return taken;
 }
 
-export function giveFiles(given) {
-  files = given;
+function keep(kept) {
+  files = kept;
   showFiles();
 }
 
@@ -45,7 +44,7 @@ async function readText(file) {
 function showFiles() {
   $("file-error").textContent = "";
   $("files").replaceChildren(...files.map((file) => {
-    const drop = button("×", () => giveFiles(files.filter((each) => each !== file)));
+    const drop = button("×", () => keep(files.filter((each) => each !== file)));
     drop.setAttribute("aria-label", `Remove ${file.name}`);
     return make("li", {}, file.name, drop);
   }));

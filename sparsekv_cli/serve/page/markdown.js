@@ -19,7 +19,9 @@ function inlineMaths(state, silent) {
   const text = state.src, at = state.pos;
   const start = ["$$", "\\[", "\\(", "$"].find((each) => text.startsWith(each, at));
   if (!start) return false;
-  const end = text.indexOf(ENDS[start], at + start.length);
+  const { cache } = state;  // ends that are not there are looked for once
+  const end = cache[start] === -1 ? -1 : text.indexOf(ENDS[start], at + start.length);
+  cache[start] = end;
   if (end <= at + start.length || end > state.posMax) return false;
   const inner = text.slice(at + start.length, end);
   // "$5 and $6" are prices.
@@ -33,9 +35,14 @@ function blockMaths(state, first, last, silent) {
   const line = (i) => state.src.slice(state.bMarks[i] + state.tShift[i], state.eMarks[i]).trimEnd();
   const start = line(first).slice(0, 2), end = ENDS[start];
   if (!end || start === "\\(" || state.sCount[first] - state.blkIndent >= 4) return false;
+  const key = `open ${end} ${state.blkIndent}`;  // up to which line one without an end was followed
+  if (first < (state.env[key] ?? 0)) return false;
   let i = first;
   while (!line(i).endsWith(end) || (i === first && line(i).length < 4)) {
-    if (++i >= last || state.sCount[i] < state.blkIndent) return false;
+    if (++i >= last || state.sCount[i] < state.blkIndent) {
+      state.env[key] = i;
+      return false;
+    }
   }
   if (silent) return true;
   const token = state.push("maths_block", "", 0);

@@ -2,6 +2,7 @@
 
 import { $, make } from "./dom.js";
 import { get } from "./client.js";
+import { drawAgain } from "./rows.js";
 
 const FIELDS = [...document.querySelectorAll("[data-setting]")];
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "repeat_penalty", "max_tokens", "seed"];
@@ -92,4 +93,5 @@ export function showTheme() {
 $("theme").addEventListener("change", () => {
   localStorage.setItem("theme", $("theme").value);
   showTheme();
+  drawAgain();
 });

@@ -23,14 +23,15 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 METHODS = ("full", "lfps", "topk", "fasa")
 PARAMS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
 TEMPLATE = "{% if enable_thinking is false %}<think></think>{% endif %}"
-Item = str | float | tuple[str, Any]
+Item = str | tuple[str, Any]
+GATE, CUT = ("gate", None), ("cut", None)
 
 
 class Scripted:
     """A server with the page. answers: of the next requests; asked: what they were.
 
-    An item of an answer is a text, seconds to wait, ("think", text), ("rows", rows),
-    ("comment", text) or ("cut", None), which ends the connection. An answer may be
+    An item of an answer is a text, ("think", text), ("rows", rows), ("comment", text), GATE, at
+    which the server waits for go(), or CUT, which ends the connection. An answer may be
     (status, message) instead.
     """
 
@@ -39,7 +40,11 @@ class Scripted:
         self.answers: list[Sequence[Item] | tuple[int, str]] = []
         self.asked: list[dict[str, Any]] = []
         self.models = [self.model("tiny")]
-        self.key = ""
+        self.key, self._n_open = "", 0
+
+    def go(self) -> None:
+        """Lets an answer go on after a gate."""
+        self._n_open += 1
 
     @staticmethod
     def model(name: str, methods: Sequence[str] = METHODS[:3]) -> dict[str, Any]:
@@ -70,8 +75,10 @@ class Scripted:
     async def events(self, items: Sequence[Any]) -> AsyncIterator[str]:
         for item in items:
             kind, value = item if isinstance(item, tuple) else ("text", item)
-            if isinstance(value, float):
-                await asyncio.sleep(value)
+            if kind == "gate":
+                while not self._n_open:
+                    await asyncio.sleep(0.01)
+                self._n_open -= 1
             elif kind == "cut":
                 return
             elif kind == "comment":
