@@ -8,8 +8,8 @@ let chats = [], shown = null, told = null;
 
 export const current = () => shown;
 
-// Begins with a new chat. page: what the page does then: show(chat, elsewhere), gone(chat), fresh(),
-// and isRunning(chat).
+// Begins with a new chat. page: what the page does then: show(chat, elsewhere), gone(chat),
+// fresh() and isRunning(chat).
 export async function openChats(page) {
   told = page;
   const opened = await store.open();
@@ -20,7 +20,8 @@ export async function openChats(page) {
 }
 
 function note(error) {
-  $("chats-note").textContent = `Conversations are lost when this page is closed, since the browser keeps none: ${error.message}`;
+  $("chats-note").textContent =
+    `Conversations are lost when this page is closed. The browser keeps none: ${error.message}`;
   $("chats-note").className = "error";
 }
 
@@ -32,7 +33,8 @@ function sorted() {
 // A new chat is listed when it has a message.
 export function newChat() {
   const settings = shown?.settings ?? sorted()[0]?.settings ?? {};
-  select({ id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, title: "", messages: [], settings });
+  const id = crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+  select({ id, title: "", messages: [], settings });
 }
 
 function select(chat) {
@@ -143,7 +145,7 @@ function exportChat(chat) {
     const method = message.about?.method ? ` (${message.about.method})` : "";
     return `## Answer${method}\n\n${message.content}\n`;
   });
-  const system = chat.settings.system?.trim() ? [`## System\n\n${chat.settings.system.trim()}\n`] : [];
+  const words = chat.settings.system?.trim(), system = words ? [`## System\n\n${words}\n`] : [];
   const text = [`# ${chat.title}\n`, ...system, ...parts].join("\n");
   const href = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
   const name = chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "") || "chat";

@@ -30,15 +30,17 @@ export async function addFiles(list) {
 }
 
 async function readText(file) {
-  if (file.size > MOST) throw new Error(`${file.name} has ${file.size} bytes: at most ${MOST} are taken.`);
+  const { name, size } = file;
+  if (size > MOST) throw new Error(`${name} has ${size} bytes: at most ${MOST} are taken.`);
   const bytes = new Uint8Array(await file.arrayBuffer());
   if (new TextDecoder("latin1").decode(bytes.slice(0, 5)) === "%PDF-")
-    throw new Error(`${file.name} is a PDF, and only text and code are taken: make a text of it first, for example with pdftotext.`);
+    throw new Error(`${name} is a PDF, and only text and code are taken: ` +
+      "make a text of it first, for example with pdftotext.");
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
     if (!text.includes("\0")) return text;
   } catch { /* told below */ }
-  throw new Error(`${file.name} is no UTF-8 text: only text and code are taken.`);
+  throw new Error(`${name} is no UTF-8 text: only text and code are taken.`);
 }
 
 function showFiles() {

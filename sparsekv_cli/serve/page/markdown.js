@@ -7,13 +7,15 @@ import { make } from "./dom.js";
 const TAGS = new Set(
   "p ul ol li blockquote table thead tbody tr th td strong em s a h3 h4 h5 h6".split(" "));
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
+const ELSEWHERE = { target: "_blank", rel: "noopener noreferrer" };
 const DEEPEST = 40;  // elements in each other
 const ENDS = { "$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$" };  // of maths, which stays text
 
 const parser = new MarkdownIt({ html: false, linkify: true, breaks: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 parser.inline.ruler.before("escape", "maths", inlineMaths);
-parser.block.ruler.before("fence", "maths", blockMaths, { alt: ["paragraph", "blockquote", "list"] });
+const alt = ["paragraph", "blockquote", "list"];  // that it may interrupt
+parser.block.ruler.before("fence", "maths", blockMaths, { alt });
 
 function inlineMaths(state, silent) {
   const text = state.src, at = state.pos;
@@ -52,7 +54,7 @@ function blockMaths(state, first, last, silent) {
   return true;
 }
 
-// Writes a text into an element. Blocks that have not changed since the last call stay as they are.
+// Writes a text into an element. Blocks that have not changed since the last call stay.
 export function markdown(text, into) {
   const env = {}, lines = text.split("\n");
   const blocks = grouped(parser.parse(text, env));
@@ -95,7 +97,7 @@ function element(token, into) {
   const href = tag === "a" ? address(token.attrGet("href")) : null;
   if (!TAGS.has(tag) || (tag === "a" && !href)) tag = "span";
   const made = make(tag);
-  if (href) Object.assign(made, { href, target: "_blank", rel: "noopener noreferrer", title: href });
+  if (href) Object.assign(made, { href, title: href, ...ELSEWHERE });
   if (tag === "ol") made.start = Number(token.attrGet("start") ?? 1);
   const side = /text-align:(\w+)/.exec(token.attrGet("style") ?? "");
   if (side) made.className = side[1];
@@ -104,18 +106,19 @@ function element(token, into) {
 }
 
 function leaf(token, into) {
-  switch (token.type) {
+  const { type, content: textContent } = token;
+  switch (type) {
     case "inline": return build(token.children, into);
-    case "fence": return into.append(codeBlock(token.content, token.info.trim().split(/\s+/)[0]));
-    case "code_block": return into.append(codeBlock(token.content, ""));
-    case "code_inline": return into.append(make("code", { textContent: token.content }));
-    case "maths": return into.append(make("code", { className: "maths", textContent: token.content }));
+    case "fence": return into.append(codeBlock(textContent, token.info.trim().split(/\s+/)[0]));
+    case "code_block": return into.append(codeBlock(textContent, ""));
+    case "code_inline": return into.append(make("code", { textContent }));
+    case "maths": return into.append(make("code", { className: "maths", textContent }));
     case "maths_block":
-      return into.append(make("pre", { className: "maths", textContent: token.content, tabIndex: 0 }));
+      return into.append(make("pre", { className: "maths", textContent, tabIndex: 0 }));
     case "softbreak": case "hardbreak": return into.append(make("br"));
     case "hr": return into.append(make("hr"));
     case "image": return into.append(picture(token));
-    default: return into.append(token.content);
+    default: return into.append(textContent);
   }
 }
 
@@ -123,7 +126,7 @@ function leaf(token, into) {
 function picture(token) {
   const href = address(token.attrGet("src")), textContent = `[picture: ${token.content}]`;
   if (!href) return make("span", { textContent });
-  return make("a", { href, textContent, target: "_blank", rel: "noopener noreferrer", title: href });
+  return make("a", { href, textContent, title: href, ...ELSEWHERE });
 }
 
 // An address that a link may have, or null.

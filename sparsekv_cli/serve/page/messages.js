@@ -5,6 +5,8 @@ import { markdown } from "./markdown.js";
 import { perSecond, share } from "./rows.js";
 
 const views = new WeakMap();  // by message
+const EMPTY = "Ask the model something. " +
+  "The picture shows which rows of the KV cache each layer reads for it.";
 const NEAR = 120;  // pixels from the end within which the log follows an answer
 let doings = null;
 
@@ -15,7 +17,7 @@ export function openMessages(given) {
 
 export function showMessages(chat) {
   $("log").replaceChildren(...chat.messages.map((message) => view(message, chat)));
-  if (!chat.messages.length) $("log").append(make("p", { className: "empty", textContent: "Ask the model something. The picture shows which rows of the KV cache each layer reads for it." }));
+  if (!chat.messages.length) $("log").append(make("p", { className: "empty", textContent: EMPTY }));
   for (const message of chat.messages) update(message);
   toEnd();
 }
@@ -26,7 +28,7 @@ export function toEnd() {
 
 function view(message, chat) {
   const mine = message.role === "user", name = mine ? "You" : "Answer";
-  const article = make("article", { className: `message ${message.role}` }, make("h2", { textContent: name }));
+  const article = make("article", { className: `message ${message.role}` }, make("h2", {}, name));
   views.set(message, mine ? ofUser(message, chat, article) : ofModel(message, article));
   return article;
 }
@@ -35,7 +37,7 @@ function ofUser(message, chat, article) {
   const body = make("div", { className: "body" });
   for (const { name, text } of message.files ?? []) {
     const pre = make("pre", { tabIndex: 0, textContent: text });
-    body.append(make("details", { className: "file" }, make("summary", { textContent: name }), pre));
+    body.append(make("details", { className: "file" }, make("summary", {}, name), pre));
   }
   body.append(make("div", { className: "said", textContent: message.content }));
   const edit = button("Edit", () => editor(message, chat, article), { className: "edit" });
@@ -50,9 +52,13 @@ function editor(message, chat, article) {
   field.setAttribute("aria-label", "Edit the message");
   const isLast = chat.messages.indexOf(message) >= chat.messages.length - 2;
   const hint = isLast ? "" : "The messages after it will be removed.";
-  const form = make("form", { className: "edit-form" }, field, make("div", { className: "actions" },
-    make("button", { className: "main", textContent: "Send" }),
-    button("Cancel", () => { form.replaceWith(...old); old[1].querySelector("button").focus(); }), hint));
+  const cancel = button("Cancel", () => {
+    form.replaceWith(...old);
+    old[1].querySelector("button").focus();
+  });
+  const send = make("button", { className: "main", textContent: "Send" });
+  const form = make("form", { className: "edit-form" }, field,
+    make("div", { className: "actions" }, send, cancel, hint));
   const old = [...article.children].slice(1);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -65,7 +71,7 @@ function editor(message, chat, article) {
       form.requestSubmit();
     } else if (event.key === "Escape") {
       event.stopPropagation();
-      form.querySelector("[type=button]").click();
+      cancel.click();
     }
   });
   old[0].replaceWith(form);
@@ -119,6 +125,7 @@ export function update(message) {
 function describe(about) {
   if (!about.method) return "";
   const parts = [about.method, about.budget && `budget ${about.budget}`];
-  if (about.attended != null) parts.push(perSecond(about), `${share(about)} of rows read`, `${about.n} tokens`);
+  if (about.attended != null)
+    parts.push(perSecond(about), `${share(about)} of rows read`, `${about.n} tokens`);
   return parts.filter(Boolean).join(" · ");
 }

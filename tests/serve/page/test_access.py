@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import GATE, wait_for
+from scripted_page import GATE, wait_for
+
+pytestmark = pytest.mark.slow
 
 TAB, ESCAPE = "\ue004", "\ue00c"
 UNNAMED = """
     const named = (e) => e.textContent.trim() || e.labels?.length || e.ariaLabel
         || e.getAttribute('aria-labelledby');
-    const kinds = 'input, select, textarea, button, nav, main > form, aside, dialog, canvas, [role]:not(:empty), pre';
+    const kinds = 'input, select, textarea, button, nav, main > form, aside, dialog, canvas, pre,'
+        + '[role]:not(:empty)';
     return [...document.querySelectorAll(kinds)].filter(e => !named(e)).map(e => e.outerHTML)
 """
 
@@ -51,7 +54,9 @@ def test_by_keyboard(site: Any) -> None:
     for _ in range(30):
         site.browser.switch_to.active_element.send_keys(TAB)
         order.append(focused(site))
-    assert {"attach", "method", "budget", "send", "open-settings", "new", "One", "Rename"} <= {*order}
+    assert {"attach", "method", "budget", "send", "open-settings", "new", "One", "Rename"} <= {
+        *order
+    }
     assert {"log", "Edit", "Copy the message", "Regenerate", "Copy the answer"} <= {*order}
     site.browser.find_element("id", "open-settings").send_keys(" ")
     assert site.browser.find_element("id", "settings").is_displayed()
@@ -75,12 +80,16 @@ def phone(site: Any) -> Iterator[Any]:
 def test_a_phone(phone: Any) -> None:
     prompt = phone.browser.find_element("id", "prompt")
     assert phone.browser.switch_to.active_element != prompt, "no keyboard over the page at first"
-    phone.send("One", "word " * 200 + "\n\n| " + "wide | " * 30 + "\n" + "|-" * 30 + "|", ("rows", [[1]]))
+    phone.send(
+        "One", "word " * 200 + "\n\n| " + "wide | " * 30 + "\n" + "|-" * 30 + "|", ("rows", [[1]])
+    )
     assert not phone.browser.find_element("id", "rows").is_displayed(), "the picture is folded"
     assert phone.texts("#picture-summary") == ["1.0% in the last step"]
     wide = "return [document.documentElement.scrollWidth, innerWidth]"
     assert phone.js(wide) == [390, 390]
-    boxes = {name: phone.browser.find_element("id", name).rect for name in ("log", "send", "attach")}
+    boxes = {
+        name: phone.browser.find_element("id", name).rect for name in ("log", "send", "attach")
+    }
     assert boxes["log"]["height"] > 400 and boxes["send"]["y"] == boxes["attach"]["y"]
     for button in phone.all("header button, .controls button, .message .actions button"):
         assert not button.is_displayed() or button.rect["height"] >= 40

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from conftest import GATE, wait_for
+import pytest
+from scripted_page import GATE, wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def titles(site: Any) -> list[str]:
@@ -23,7 +26,10 @@ def test_they_outlast_the_page(site: Any) -> None:
     site.press("First question")
     assert site.texts(".user .said") == ["First question\nwith a line"]
     assert site.texts(".text h3") == ["One"] and "25.0% of rows read" in site.texts(".about")[0]
-    assert site.js("const c = document.getElementById('rows'); return [c.width, c.height]") == [2, 1]
+    assert site.js("const c = document.getElementById('rows'); return [c.width, c.height]") == [
+        2,
+        1,
+    ]
     site.send("And then?")
     assert [m["content"] for m in site.server.asked[-1]["messages"]][1:] == ["# One", "And then?"]
     assert titles(site) == ["First question", "Second question"], "the newest is the first"

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wait_for
+from scripted_page import wait_for
+
+pytestmark = pytest.mark.slow
 
 DROP = """
     const t = new DataTransfer();
     for (const [name, bytes] of arguments[0]) t.items.add(new File([new Uint8Array(bytes)], name));
-    const event = (kind) => new DragEvent(kind, { dataTransfer: t, cancelable: true, bubbles: true });
-    document.body.dispatchEvent(event('dragover'));
-    document.body.dispatchEvent(event('drop'));
+    for (const kind of ['dragover', 'drop'])
+      document.body.dispatchEvent(
+        new DragEvent(kind, { dataTransfer: t, cancelable: true, bubbles: true }));
 """
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 RENDER = """
     const [texts, done] = arguments;
     import('/static/markdown.js').then(({ markdown }) => {
@@ -18,7 +20,10 @@ PLAIN = [
     ("# A\n\n#### B", "<h3>A</h3><h6>B</h6>"),
     ("one\ntwo", "<p>one<br />two</p>"),
     ("**a** *b* ~~c~~ `d<`", "<strong>a</strong> <em>b</em> <s>c</s> <code>d&lt;</code>"),
-    ("- a\n  1. b\n     - c", "<ul><li>a<ol start=\"1\"><li>b<ul><li>c</li></ul></li></ol></li></ul>"),
+    (
+        "- a\n  1. b\n     - c",
+        '<ul><li>a<ol start="1"><li>b<ul><li>c</li></ul></li></ol></li></ul>',
+    ),
     ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
     ("> a\n> > b", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>"),
     ("a\n\n---\n\nb", "<p>a</p><hr /><p>b</p>"),
@@ -50,14 +55,20 @@ def test_what_becomes_of_it(site: Any) -> None:
 def test_code(site: Any) -> None:
     shown = render(site, "```python\ndef f(): return '<b>'\n```")
     assert '<span class="hljs-keyword">def</span>' in shown and "'&lt;b&gt;'</span>" in shown
-    assert 'role="group" aria-label="Code python"' in shown and 'aria-label="Copy the code"' in shown
+    assert (
+        'role="group" aria-label="Code python"' in shown and 'aria-label="Copy the code"' in shown
+    )
     for text in ("```nonsense\na<b\n```", "    a<b", "```\na<b"):
         assert "<code>a&lt;b" in render(site, text)
     assert "hljs" not in render(site, "```python\n" + "a = 1\n" * 6000 + "```")
 
 
 @pytest.mark.parametrize(
-    "text", ["# A\n\nb\n\n```c\nint a;\n```\n\n- c\n- d\n\n| a |\n|---|\n| b |\n", "a [b]\n\n[b]: https://e.org"]
+    "text",
+    [
+        "# A\n\nb\n\n```c\nint a;\n```\n\n- c\n- d\n\n| a |\n|---|\n| b |\n",
+        "a [b]\n\n[b]: https://e.org",
+    ],
 )
 def test_it_grows_to_what_it_is_at_once(site: Any, text: str) -> None:
     assert render(site, *[text[:n] for n in range(len(text) + 1)]) == render(site, text)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from conftest import CUT, GATE, wait_for
+import pytest
+from scripted_page import CUT, GATE, wait_for
+
+pytestmark = pytest.mark.slow
 
 ENTER, ESCAPE, UP = "\ue007", "\ue00c", "\ue013"
 ASKED = {"method": "lfps", "sparse_from": 0, "sparsekv_rows": 64, "stream": True}
@@ -26,7 +29,9 @@ def test_what_an_answer_tells(site: Any) -> None:
     site.server.go()
     wait_for(lambda: site.texts(".thinking summary") == ["Thinking…"])
     site.server.go()
-    wait_for(lambda: site.texts("#rows-text") == ["2 layers; the last step read 83.3% of the rows."])
+    wait_for(
+        lambda: site.texts("#rows-text") == ["2 layers; the last step read 83.3% of the rows."]
+    )
     assert site.texts(".message .actions")[1] == "", "the answer is not whole"
     site.server.go()
     site.wait_whole()
@@ -110,7 +115,7 @@ def test_copy(site: Any) -> None:
 
 def test_failures(site: Any) -> None:
     for answer, note in (
-        ((400, "temperature = -1: expected 0 or more"), "Error: temperature = -1: expected 0 or more"),
+        ((400, "top_k = -1: expected 0 or more"), "Error: top_k = -1: expected 0 or more"),
         (("Half", CUT), "Error: the connection ended before the answer was whole"),
     ):  # fmt: skip
         site.send("One", *answer)
@@ -135,7 +140,8 @@ def test_a_server_that_is_gone(site: Any) -> None:
 
 
 def test_the_log_follows_an_answer_unless_one_reads(site: Any) -> None:
-    end = "const l = document.getElementById('log'); return l.scrollHeight - l.scrollTop - l.clientHeight"
+    end = "const log = document.getElementById('log');"
+    end += "return log.scrollHeight - log.scrollTop - log.clientHeight"
     site.server.answers.append(("line\n\n" * 60, GATE, "more\n\n" * 60, GATE, "last\n\n" * 60))
     site.type("Go")
     wait_for(lambda: site.js(end) == 0 and "line" in site.texts(".text")[0])

@@ -1,10 +1,13 @@
-"""What a chat is asked with, and whom the page asks: methods, models, samplers, colours, the key."""
+"""Settings of a chat and of the page: method, model, samplers, colours, the key."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from conftest import wait_for
+import pytest
+from scripted_page import wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def fill(site: Any, **values: str) -> None:
