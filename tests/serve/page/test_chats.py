@@ -82,7 +82,7 @@ def test_export(site: Any) -> None:
     site.js("document.getElementById('system').value = 'Be short.'")
     site.send("Compare `a/b` & c?", "| a |\n|---|\n| **b** |")
     site.press("Export")
-    path = site.browser.downloads / "Compare-a-b-c.md"
+    path = (site.browser.downloads / "Compare-a-b-c").with_suffix(".md")
     wait_for(path.exists)
     assert path.read_text("utf-8") == (
         "# Compare `a/b` & c?\n\n## System\n\nBe short.\n\n## You\n\nCompare `a/b` & c?\n\n"

@@ -24,13 +24,13 @@ def drop(site: Any, **files: bytes) -> None:
 
 
 def test_dropped_texts_are_told_to_the_model(site: Any) -> None:
-    drop(site, notes_md=b"Use ```` here.\n\n", main_py="π = 3\n".encode())
-    wait_for(lambda: site.texts("#files li") == ["notes.md×", "main.py×"])
+    drop(site, notes_txt=b"Use ```` here.\n\n", main_py="π = 3\n".encode())
+    wait_for(lambda: site.texts("#files li") == ["notes.txt×", "main.py×"])
     site.send("Read them.")
     assert site.server.asked[0]["messages"][0]["content"] == (
-        "notes.md:\n`````\nUse ```` here.\n`````\n\nmain.py:\n```\nπ = 3\n```\n\nRead them."
+        "notes.txt:\n`````\nUse ```` here.\n`````\n\nmain.py:\n```\nπ = 3\n```\n\nRead them."
     )
-    assert site.texts("#files li") == [] and site.texts(".file summary") == ["notes.md", "main.py"]
+    assert site.texts("#files li") == [] and site.texts(".file summary") == ["notes.txt", "main.py"]
     site.all(".file summary")[1].click()
     assert site.texts(".file pre")[1] == "π = 3"
     site.all(".edit")[0].click()
