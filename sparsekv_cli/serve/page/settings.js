@@ -84,14 +84,18 @@ export function fields() {
 
 export const systemPrompt = () => $("system").value.trim();
 
+// Shows the chosen colours. A browser may refuse to keep the choice.
 export function showTheme() {
-  const theme = localStorage.getItem("theme") ?? "";
-  $("theme").value = theme;
-  document.documentElement.dataset.theme = theme;
+  try {
+    $("theme").value = localStorage.getItem("theme") ?? "";
+  } catch { /* as the system has it */ }
+  document.documentElement.dataset.theme = $("theme").value;
+  drawAgain();
 }
 
 $("theme").addEventListener("change", () => {
-  localStorage.setItem("theme", $("theme").value);
+  try {
+    localStorage.setItem("theme", $("theme").value);
+  } catch { /* until the page is closed */ }
   showTheme();
-  drawAgain();
 });

@@ -1,8 +1,7 @@
 // Conversations in the browser's own database. Without one they last until the page is closed.
 
 const NAME = "sparsekv-cli";
-const others = new BroadcastChannel(NAME);  // the same page in other tabs
-let database = null;
+let database = null, others = null;  // others: the same page in other tabs
 
 function whole(request) {
   return new Promise((resolve, reject) => {
@@ -20,6 +19,7 @@ export async function open() {
     request.onupgradeneeded = () => request.result.createObjectStore("chats", { keyPath: "id" });
     database = await whole(request);
     database.onversionchange = () => database.close();
+    others = new BroadcastChannel(NAME);
     return { chats: await whole(objects("readonly").getAll()), error: null };
   } catch (error) {
     database = null;
@@ -41,5 +41,5 @@ export async function remove(id) {
 
 // Calls told(id, chat) when another tab has changed a conversation; chat: undefined if it is gone.
 export function watch(told) {
-  others.onmessage = async ({ data: id }) => told(id, await whole(objects("readonly").get(id)));
+  if (database) others.onmessage = async ({ data: id }) => told(id, await whole(objects("readonly").get(id)));
 }

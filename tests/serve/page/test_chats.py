@@ -146,12 +146,18 @@ def test_a_tab_that_is_closed_keeps_what_was_written(site: Any) -> None:
 def test_a_browser_that_keeps_nothing(site: Any) -> None:
     added = site.browser.execute_cdp_cmd(
         "Page.addScriptToEvaluateOnNewDocument",
-        {"source": "indexedDB.open = () => { throw new Error('not allowed') }"},
+        {
+            "source": "const no = () => { throw new Error('not allowed') }; indexedDB.open = no;"
+            "Object.defineProperty(window, 'localStorage', { get: no }); BroadcastChannel = no;"
+        },
     )
     try:
         site.open()
         assert "are lost when this page is closed" in site.wait("#chats-note.error").text
         site.send("One")
         assert titles(site) == ["One"]
+        site.press("Settings")
+        site.all("#theme option")[2].click()
+        assert site.js("return document.documentElement.dataset.theme") == "dark"
     finally:
         site.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
