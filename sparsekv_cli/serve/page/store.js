@@ -41,5 +41,6 @@ export async function remove(id) {
 
 // Calls told(id, chat) when another tab has changed a conversation; chat: undefined if it is gone.
 export function watch(told) {
-  if (database) others.onmessage = async ({ data: id }) => told(id, await whole(objects("readonly").get(id)));
+  if (!database) return;
+  others.onmessage = async ({ data: id }) => told(id, await whole(objects("readonly").get(id)));
 }
