@@ -14,19 +14,18 @@ const running = new Map();  // by chat: what ends its answer
 export const isRunning = (chat) => running.has(chat);
 export const stop = (chat) => running.get(chat)?.abort();
 
-// Asks for the answer to the last message. The message of the answer is there when it returns.
+// Asks for the answer to the last message. changed(chat): called when the answer has ended.
 export function ask(chat, changed) {
   const request = {
     messages: requested(chat), stream: true, stream_options: { include_usage: true },
     return_progress: true, sparsekv_rows: N_BINS, ...fields(),
   };
-  const answer = { role: "assistant", content: "", thinking: "", state: "writing", about: {} };
-  answer.about.method = request.method;
+  const about = { method: request.method };
+  const answer = { role: "assistant", content: "", thinking: "", state: "writing", about };
   chat.messages.push(answer);
-  const controller = new AbortController(), screen = painter(chat, answer);
-  running.set(chat, controller);
+  running.set(chat, new AbortController());
   save(chat);
-  return { answer, done: write(chat, answer, request, controller, screen, changed) };
+  write(chat, answer, request, changed);
 }
 
 // The messages for the model. Those that got no answer are left out, since templates want turns.
@@ -41,11 +40,11 @@ function requested({ messages }) {
   return asked;
 }
 
-async function write(chat, answer, request, controller, screen, changed) {
+async function write(chat, answer, request, changed) {
+  const screen = painter(chat, answer), started = performance.now();
+  let whole = false;
   try {
-    let whole = false;
-    const started = performance.now();
-    for await (const [name, data] of events(request, controller.signal)) {
+    for await (const [name, data] of events(request, running.get(chat).signal)) {
       if (name === "error") throw new Error(data.error.message);
       if (name === "comment") waits(answer, data);
       else if (name === "sparsekv.rows") step(answer, data, started);
