@@ -114,7 +114,7 @@ def sources() -> Iterator[tuple[Path, str]]:
     """The files of every package, and what they are called in the wheel."""
     for folder, name in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".html"):
+            if path.suffix in (".py", ".pyi", ".typed", ".txt", ".html", ".css", ".js", ".svg"):
                 yield path, f"{name}/{path.relative_to(ROOT / folder).as_posix()}"
 
 

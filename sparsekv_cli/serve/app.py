@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -18,14 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
 from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields
 from sparsekv_cli.methods import describe_methods
-from sparsekv_cli.serve import anthropic, llama, openai
+from sparsekv_cli.serve import anthropic, llama, openai, page
 from sparsekv_cli.serve.forms.openapi import openapi
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.forms.schema import (
@@ -45,11 +44,6 @@ from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-# The rights of the page: its own script and style, and requests to its own server.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # Paths of OpenAI's that a model which writes text cannot have, by what they are for.
@@ -78,7 +72,6 @@ def make_app(
     """Returns the application. log: told a line a request, without prompts."""
     metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
     created, kept = int(time.time()), Kept()
-    page = (files("sparsekv_cli") / "serve" / "page.html").read_text(encoding="utf-8")
 
     readers = ThreadPoolExecutor(N_READERS, "request")
 
@@ -151,9 +144,6 @@ def make_app(
     async def numbers(request: Request) -> Response:
         return Response(metrics.text(), media_type=metrics.media_type)
 
-    async def index(request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": PAGE_POLICY})
-
     async def description(request: Request) -> Response:
         return JSONResponse(openapi(service.name))
 
@@ -173,7 +163,7 @@ def make_app(
         Route("/health", health, methods=["GET"]),
         Route("/metrics", numbers, methods=["GET"]),
         Route("/openapi.json", description, methods=["GET"]),
-        Route("/", index, methods=["GET"]),
+        *page.routes(),
     ]
     middleware = [Middleware(_Log, log=log, metrics=metrics)]
     if access.origins:
@@ -352,7 +342,8 @@ class _Guard:
             host = headers.get("host", b"").decode("latin-1").lower()
             if host.rpartition(":")[0] not in LOOPBACK and host not in LOOPBACK:
                 return HTTPException(421, "this server answers requests to localhost only")
-        if self._access.api_key and scope["path"] not in self.OPEN:
+        is_open = scope["path"] in self.OPEN or scope["path"].startswith(page.STATIC)
+        if self._access.api_key and not is_open:
             given = headers.get("authorization", b"").partition(b" ")
             key = given[2].strip() if given[0].lower() == b"bearer" else b""
             key = key or headers.get("x-api-key", b"")

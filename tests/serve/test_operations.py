@@ -42,6 +42,11 @@ def test_who_may_ask(client: httpx.Client, server: Any) -> None:
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
     page = client.get("/", headers={"authorization": ""})
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    script = client.get("/static/app.js", headers={"authorization": ""})
+    assert script.status_code == 200, "the page asks for the key itself"
+    for path in ("/static/../v1/models", "/static/%2e%2e/v1/models", "/static"):
+        found = client.get(path, headers={"authorization": "", "host": "localhost"})
+        assert found.status_code in (401, 404), path
     origin = {"origin": "https://example.org", "access-control-request-method": "POST"}
     allowed = client.options(CHAT, headers=origin)
     assert allowed.headers["access-control-allow-origin"] == "https://example.org"

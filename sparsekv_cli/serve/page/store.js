@@ -1,0 +1,46 @@
+// Conversations in the browser's own database. Without one they last until the page is closed.
+
+const NAME = "sparsekv-cli";
+let database = null, others = null;  // others: the same page in other tabs
+
+function whole(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+const objects = (mode) => database.transaction("chats", mode).objectStore("chats");
+
+// Returns the conversations, and why they are not kept if they are not.
+export async function open() {
+  try {
+    const request = indexedDB.open(NAME, 1);
+    request.onupgradeneeded = () => request.result.createObjectStore("chats", { keyPath: "id" });
+    database = await whole(request);
+    database.onversionchange = () => database.close();
+    others = new BroadcastChannel(NAME);
+    return { chats: await whole(objects("readonly").getAll()), error: null };
+  } catch (error) {
+    database = null;
+    return { chats: [], error };
+  }
+}
+
+export async function put(chat) {
+  if (!database) return;
+  await whole(objects("readwrite").put(chat));
+  others.postMessage(chat.id);
+}
+
+export async function remove(id) {
+  if (!database) return;
+  await whole(objects("readwrite").delete(id));
+  others.postMessage(id);
+}
+
+// Calls told(id, chat) when another tab has changed a conversation; chat: undefined if it is gone.
+export function watch(told) {
+  if (!database) return;
+  others.onmessage = async ({ data: id }) => told(id, await whole(objects("readonly").get(id)));
+}

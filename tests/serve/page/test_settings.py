@@ -1,0 +1,120 @@
+"""Settings of a chat and of the page: method, model, samplers, colours, the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted_page import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def fill(site: Any, **values: str) -> None:
+    """Types into fields of the settings; what they had goes."""
+    site.press("Settings")
+    for name, value in values.items():
+        field = site.browser.find_element("id", name)
+        field.clear()
+        field.send_keys(value)
+    site.press("Close", "#settings")
+
+
+def test_method_and_budget_of_a_message(site: Any) -> None:
+    options = site.all("#method option")
+    assert [each.text for each in options] == ["full", "lfps", "topk", "fasa"]
+    assert [each.is_enabled() for each in options] == [True, True, True, False]
+    assert "not calibrated" in options[3].get_attribute("title")
+    assert site.js("return document.getElementById('method').value") == "lfps"
+    site.all("#budget")[0].send_keys("12%")
+    site.send("One")
+    options[2].click()
+    site.send("Two")
+    options[0].click()
+    assert not site.all("#budget")[0].is_enabled(), "full reads all rows"
+    site.send("Three")
+    asked = [(a["method"], a.get("budget")) for a in site.server.asked]
+    assert asked == [("lfps", "12%"), ("topk", "12%"), ("full", None)]
+    site.open()
+    site.press("One")
+    assert site.js("return document.getElementById('method').value") == "full"
+    site.press("New chat")
+    assert site.js("return document.getElementById('method').value") == "full", "as the last chat"
+
+
+def test_system_prompt_and_samplers(site: Any) -> None:
+    assert site.js("return document.getElementById('top_k').placeholder") == "40"
+    fill(site, system="Be short.", temperature="0", top_k="5", max_tokens="99", seed="7")
+    site.press("Settings")
+    for name in ("at-once", "think"):
+        site.browser.find_element("id", name).click()
+    site.press("Close", "#settings")
+    site.send("One")
+    asked = site.server.asked[0]
+    assert asked["messages"][0] == {"role": "system", "content": "Be short."}
+    numbers = {"temperature": 0, "top_k": 5, "max_tokens": 99, "seed": 7}
+    assert asked.items() >= numbers.items() and asked["chat_template_kwargs"] == {
+        "enable_thinking": False
+    }
+    assert not {"sparse_from", "top_p", "min_p", "model"} & asked.keys()
+    site.open()
+    site.press("One")
+    fill(site, system="", temperature="")
+    site.send("Two")
+    assert site.server.asked[1]["messages"][0]["role"] == "user"
+    assert "temperature" not in site.server.asked[1] and site.server.asked[1]["seed"] == 7
+
+
+def test_several_models(site: Any) -> None:
+    assert not site.browser.find_element("id", "model").is_displayed()
+    site.server.models = [site.server.model("a"), site.server.model("b", ["full", "topk"])]
+    site.open()
+    model = site.browser.find_element("id", "model")
+    assert model.is_displayed() and model.text.split() == ["a", "b"]
+    assert site.browser.find_element("id", "model-name").text == "1024 tokens of context"
+    site.all("#model option")[1].click()
+    assert [each.is_enabled() for each in site.all("#method option")] == [True, False, True, False]
+    site.send("One")
+    assert site.server.asked[0]["model"] == "b" and site.server.asked[0]["method"] == "full"
+    site.open()
+    site.press("One")
+    assert site.js("return document.getElementById('model').value") == "b"
+    site.server.models = [site.server.model("a")]
+    site.open()
+    site.press("One")
+    site.send("Two")
+    assert "model" not in site.server.asked[1], "the other model is gone"
+
+
+def test_colours(site: Any) -> None:
+    def colours(scheme: str) -> list[str]:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        site.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        return site.js(
+            "const canvas = document.getElementById('rows');"
+            "const pixel = [...canvas.getContext('2d').getImageData(0, 0, 1, 1).data];"
+            "return [getComputedStyle(document.body).backgroundColor, String(pixel)]"
+        )
+
+    site.send("One", ("rows", [[100]]))
+    light, dark = ["rgb(251, 250, 247)", "11,95,165,255"], ["rgb(23, 23, 22)", "122,184,240,255"]
+    assert [colours("light"), colours("dark")] == [light, dark]
+    site.press("Settings")
+    site.all("#theme option")[1].click()
+    site.press("Close", "#settings")
+    assert colours("dark") == light
+    site.open()
+    assert colours("dark")[0] == light[0], "the choice is kept"
+
+
+def test_an_api_key(site: Any) -> None:
+    site.server.key = "sesame"
+    site.browser.get(site.server.url)
+    key = wait_for(lambda: site.browser.find_element("id", "key"))
+    wait_for(key.is_displayed)
+    assert site.browser.switch_to.active_element == key
+    assert "the API key is missing" in site.browser.find_element("id", "model-name").text
+    key.send_keys("sesame\ue007")
+    site.wait("#method option")
+    assert "the API key" not in site.browser.find_element("id", "model-name").text
+    assert site.js("return JSON.stringify(localStorage).includes('sesame')") is False
