@@ -20,7 +20,7 @@ from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.settings.config import SessionConfig
 
-N_CTX, BUDGET = 768, "64"
+N_CTX, BUDGET = 384, "64"
 WORDS = ["the", "house", "in", "a", "valley", "and", "mill", "at", "river", "were", "sold"]
 
 
@@ -38,11 +38,11 @@ def check(talk: Conversation, name: str) -> None:
 
 def turn(talk: Conversation, rng: random.Random) -> int:
     """One command of a user. Returns the tokens of the answer."""
-    talk.settings.n_predict = rng.randint(1, N_CTX // 4)
+    talk.settings.n_predict = rng.randint(1, N_CTX // 6)
     has_answer = bool(talk.messages) and talk.messages[-1]["role"] == "assistant"
     chosen = rng.random() if has_answer else 0.0
     if chosen < 0.8:
-        text = " ".join(rng.choices(WORDS, k=rng.randint(1, 60)))
+        text = " ".join(rng.choices(WORDS, k=rng.randint(1, 30)))
         return len(talk.send(text).tokens)
     if chosen < 0.9:
         return len(talk.regenerate().tokens)
@@ -68,7 +68,7 @@ def soak(path: Path, seconds: float, seed: int) -> dict[str, Any]:
         talks[name] = Conversation(using, settings, "You are terse.")
     begun = time.monotonic()
     curve = Curve()
-    while time.monotonic() - begun < seconds or min(tokens[name] for name in talks) < 2 * N_CTX:
+    while time.monotonic() - begun < seconds or min(tokens[name] for name in talks) <= N_CTX:
         for name, talk in talks.items():
             said = io.StringIO()
             with contextlib.redirect_stderr(said):

@@ -36,13 +36,14 @@ class Curve:
 
     def __init__(self, pid: int | str = "self") -> None:
         self._pid, self._started = pid, time.monotonic()
-        self.points: list[Usage] = []
+        self.points = [usage_of(pid, self._started)]
 
     def look(self) -> None:
         self.points.append(usage_of(self._pid, self._started))
 
     def check(self, what: str) -> dict[str, Any]:
         """Returns the curve as JSON has it. Raises SparseKVError unless it is flat in the end."""
+        self.look()
         last = self.points[-1].seconds
         early = [each for each in self.points if each.seconds <= last / 2]
         warm = [each for each in early if each.seconds >= last * WARM] or early

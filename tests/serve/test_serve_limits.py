@@ -68,6 +68,20 @@ def test_bodies_end(server: Any) -> None:
     assert sum(answer.startswith(b"HTTP/1.1 408 ") for answer in answers) == 4
 
 
+def test_half_sent_bodies_lock_nobody_out(server: Any) -> None:
+    """Whoever has just connected stays, though its head is not there yet."""
+    body = HEAD + b"Content-Length: 99\r\n\r\n{"
+    links = [opened(server, body) for _ in range(12)]
+    time.sleep(0.2)
+    client = opened(server, b"")
+    links += [opened(server, body) for _ in range(3)]
+    time.sleep(0.2)
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert answer_of(client).startswith(b"HTTP/1.1 200 ")
+    for link in links:
+        link.close()
+
+
 @pytest.mark.parametrize(
     ("head", "status"),
     [
