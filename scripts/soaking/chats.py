@@ -71,7 +71,7 @@ def soak(path: Path, seconds: float, seed: int) -> dict[str, Any]:
     while time.monotonic() - begun < seconds or min(tokens[name] for name in talks) <= N_CTX:
         for name, talk in talks.items():
             said = io.StringIO()
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
                 tokens[name] += turn(talk, rng)
             shifts += said.getvalue().count("context shift")
             counts[name] += 1
