@@ -89,9 +89,18 @@ def share_prefix(
             other.copy_index(cache, n)
 
 
+def n_shared(of: KVStore, n: int) -> int:
+    """How many of a store's first n rows another one reads in the same memory.
+
+    A prefix that lacks few of them stays as it is: a conversation grows by few rows a turn.
+    """
+    n_whole = of.n_whole(n)
+    return of.n_prefix if n_whole - LEAST_SHARED < of.n_prefix < n_whole else n_whole
+
+
 def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:
-    """Lets each second store read the first n rows of the first one, but for what is no page."""
-    given = [(of, to, of.n_whole(n)) for of, to in pairs]
+    """Lets each second store read the first n rows of the first one, but for ``n_shared``."""
+    given = [(of, to, n_shared(of, n)) for of, to in pairs]
     given = [each for each in given if each[2]]  # rows of some sizes need many to fill whole pages
     if any(of.n_prefix < n_whole for of, _, n_whole in given):
         sizes = [of.prefix_bytes(n_whole) for of, _, n_whole in given]

@@ -190,15 +190,16 @@ class KVStore:
                 for h in range(n_kv_head)
             ]
             block = self.prefix.file.block(n_kv_head * sum(n_bytes), parts)
-        self.k, self.v = (
+        moved = [
             np.ndarray(
                 (n_kv_head, capacity, x.shape[2]), x.dtype, block, start,
                 (n_head, row_bytes_of(x), x.itemsize),
             )
             for x, start, n_head in zip(old, starts, n_bytes, strict=True)
-        )  # fmt: skip
-        for new, x in zip((self.k, self.v), old, strict=True):
+        ]  # fmt: skip
+        for new, x in zip(moved, old, strict=True):
             new[:, first : self.n] = x[:, first : self.n]
+        self.k, self.v = moved  # whole: a thread may write the rows to disk meanwhile
         self._grown()
 
     def _grown(self) -> None:

@@ -136,13 +136,18 @@ class PrefixFolder:
                 os.utime(self.path / name)
 
     def entries(self) -> list[KeptFile]:
-        """All files of the program, the ones that were used last first."""
-        entries = []
+        """All files of the program, the ones that were used last first.
+
+        A file of the future is the last one: the clock went back, and nobody knows when it was
+        used.
+        """
+        entries, soon = [], time.time() + HOUR
         with contextlib.suppress(OSError):
             for path in filter(is_own, self.path.iterdir()):
                 with contextlib.suppress(OSError):
                     status = path.stat()
-                    entries.append(KeptFile(path, status.st_mtime, status.st_size))
+                    used = status.st_mtime if status.st_mtime < soon else 0.0
+                    entries.append(KeptFile(path, used, status.st_size))
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def trim(self) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.blocks import BlockHeader
 
@@ -44,5 +42,4 @@ class PromptRows(Protocol):
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
     """How many ids two sequences have in common at their beginning."""
     n = min(len(left), len(right))
-    different = np.flatnonzero(np.asarray(left[:n]) != np.asarray(right[:n]))
-    return int(different[0]) if len(different) else n
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), n)

@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
-from sparsekv_cli.cache.kinds import LEAST_SHARED, share_prefix
+from sparsekv_cli.cache.kinds import LEAST_SHARED, n_shared, share_prefix
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.prefix.prefixes import LEAST, STEP
+from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows, n_common
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system import memory_file
@@ -138,23 +138,33 @@ def types_of(method: Method) -> tuple[str, str]:
     return method.cache_type_k, method.cache_type_v
 
 
-def takes_over(parked: Sequence, ids: Ids[int], method: Method, has_disk: bool) -> int:
+def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool) -> int:
     """Returns for how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it
     does not.
 
-    It does if nearly all of its prompt is a beginning of ``ids``, so that nobody else misses it. It
-    also does if ``ids`` end at the end of its prompt: then nothing is left to be computed. Long
-    prompts that are mostly new begin anew where the disk keeps them, which takes whole prompts.
+    It does if ``ids`` end at the end of its prompt: then nothing is left to be computed. Where
+    sequences cannot share rows, it also does if nearly all of its prompt is a beginning of ``ids``.
     """
     at = parked.checkpoint
     if at is None:
         return 0
     if at.n == len(ids) and n_common(ids, parked.tokens[: at.n]) == at.n:
         return at.n
-    n = reusable(parked, ids, method)
-    if n < at.n - 2 * STEP or (has_disk and n < LEAST <= len(ids) - n):
-        return 0
-    return n
+    n = 0 if can_share else reusable(parked, ids, method)
+    return n if n >= at.n - 2 * STEP else 0
+
+
+def replaces(new: Sequence, old: Sequence) -> bool:
+    """Whether a sequence can do all that an older one can: its prompt begins with the other's."""
+    at, before = new.checkpoint, old.checkpoint
+    if at is None or before is None or not attend_alike(new.attention, old.attention):
+        return False
+    n = n_common(new.tokens[: at.n], old.tokens[: before.n])
+    return n == before.n and (n == at.n or keeps_rows(new))
+
+
+def attend_alike(one: Attention, other: Attention) -> bool:
+    return (one.method, one.sparse_from) == (other.method, other.sparse_from)
 
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
@@ -169,8 +179,31 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
         n = reusable(sequence, ids, method) if types_of(sequence.method) == types_of(method) else 0
         if memory_file.is_available() and n >= LEAST_SHARED:
             stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
-            most = max(most, sum(of.prefix_bytes(of.n_whole(n)) for of in stores))
+            most = max(most, sum(of.prefix_bytes(n_shared(of, n)) for of in stores))
     return most
+
+
+def parked_bytes(all_parked: Iterable[Parked]) -> int:
+    return held_together((each.n_bytes, each.sequence) for each in all_parked)
+
+
+def give_up(
+    all_parked: list[Parked], room: int, shared: int, ids: Ids[int], method: Method
+) -> None:
+    """Removes parked sequences, from the oldest on, until the others fit in ``room`` bytes.
+
+    A prompt of ``ids`` comes next, for which there is memory without its ``shared`` bytes. A
+    sequence that gives more rows to it goes last, and these count once.
+    """
+    if parked_bytes(all_parked) <= room:
+        return
+    gives = [most_shared([each.sequence], ids, method) for each in all_parked]
+    most = max(shared, *gives, 0)
+    order = zip([n == most > shared for n in gives], range(len(gives)), all_parked, strict=True)
+    for _, _, each in sorted(order, key=lambda entry: entry[:2]):
+        if parked_bytes(all_parked) <= room + most:
+            return
+        all_parked.remove(each)
 
 
 def default_limit() -> int:
@@ -190,14 +223,13 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 
 
 def best_parked(
-    all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], has_disk: bool
+    all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], can_share: bool
 ) -> tuple[Parked | None, int]:
     """Returns the parked sequence that most of ``ids`` can be taken over from, and how many."""
     best, n_best = None, 0
     for parked in all_parked:
-        other = parked.sequence.attention
-        if other.method == attention.method and other.sparse_from == attention.sparse_from:
-            n = takes_over(parked.sequence, ids, attention.method, has_disk)
+        if attend_alike(parked.sequence.attention, attention):
+            n = takes_over(parked.sequence, ids, attention.method, can_share)
             best, n_best = (parked, n) if n > n_best else (best, n_best)
     return best, n_best
 

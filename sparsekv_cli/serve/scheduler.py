@@ -40,8 +40,11 @@ from sparsekv_cli.serve.rows import (
     best_parked,
     bytes_of_sequence,
     gib,
+    give_up,
     held_together,
     most_shared,
+    parked_bytes,
+    replaces,
     sequence_bytes,
     whole_bytes,
 )
@@ -84,9 +87,10 @@ class Scheduler:
         self._attention = lru_cache(N_ATTENTIONS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
+        self._short_rows: SharedRows | None = None  # of a prefill within another one
         if model.engine.shares_prefill:
             self._rows = SharedRows(disk_of, self._donors)
-        self._has_disk = disk_of(model.method) is not None
+            self._short_rows = SharedRows(lambda method: None, self._donors)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self.failure: Exception | None = None  # that ended the thread
 
@@ -193,8 +197,8 @@ class Scheduler:
         for job in left:
             job.emit(Failed(error))
         self._running.jobs, self._prefilling, self._parked = [], [], []
-        if self._rows is not None:
-            self._rows.close()
+        for rows in filter(None, (self._rows, self._short_rows)):
+            rows.close()
 
     def _waits_for_work(self) -> bool:
         """Returns when there is some; False: never again."""
@@ -230,24 +234,20 @@ class Scheduler:
     def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
         """Whether so much memory is free, parked sequences given up from the oldest on.
 
-        request: needs less if it shares the rows of an answer that runs.
+        request: needs less if it shares the rows of another sequence.
         """
         taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling]
         for job in self._running.jobs:
             if job.generation is not None:
                 taken.append((job.n_bytes, job.generation.sequence))
-        left = self._kv_bytes - held_together(taken)
-        if n_bytes > left and request is not None:
-            n_bytes -= most_shared((of for _, of in taken), request.ids, request.method)
+        left, shared = self._kv_bytes - held_together(taken), 0
+        ids, method = ((), Full()) if request is None else (request.ids, request.method)
         if n_bytes > left:
+            shared = most_shared((of for _, of in taken), ids, method)
+        if n_bytes - shared > left:
             return False
-        while self._parked and n_bytes + self._parked_bytes > left:
-            del self._parked[0]
+        give_up(self._parked, left - n_bytes, shared, ids, method)
         return True
-
-    @property
-    def _parked_bytes(self) -> int:
-        return held_together((parked.n_bytes, parked.sequence) for parked in self._parked)
 
     def _drop_aborted(self) -> None:
         """Frees the places of jobs that nobody waits for, and of those that take too long."""
@@ -303,7 +303,7 @@ class Scheduler:
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
         """Returns a parked sequence that begins as ``ids`` do, or a new one."""
-        best, n_best = best_parked(self._parked, attention, ids, self._has_disk)
+        best, n_best = best_parked(self._parked, attention, ids, self._rows is not None)
         if best is None:
             return self.model.sequence(attention)
         if self._rows is not None:
@@ -375,7 +375,7 @@ class Scheduler:
             return
         other = self._next(n // SHORTER)
         if other is not None:
-            self._begin(other, None)
+            self._begin(other, self._short_rows)
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -389,10 +389,11 @@ class Scheduler:
             self._watched = started
             running = [job.generation for job in self._running.jobs]
             held = sum(bytes_of_sequence(each.sequence) for each in running if each is not None)
-            self.stats.kv_bytes = held + self._parked_bytes
+            self.stats.kv_bytes = held + parked_bytes(self._parked)
 
     def _park(self, sequence: Sequence) -> None:
-        """Keeps a sequence for later prompts, unless its rows are none of theirs."""
+        """Keeps a sequence for later prompts, in place of those that it replaces."""
         if sequence.checkpoint is not None:
-            self._parked.append(Parked(sequence, whole_bytes(sequence)))
+            parked = [each for each in self._parked if not replaces(sequence, each.sequence)]
+            self._parked = [*parked, Parked(sequence, whole_bytes(sequence))]
             self._makes_room(0)

@@ -1,6 +1,7 @@
 """The folder of the prefix cache: whose files it touches, and who may make it."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,17 @@ def test_two_first_runs_make_the_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         PrefixFolder(tmp_path / "file", 1 << 30, print).make()
+
+
+def test_files_of_the_future_go_first(tmp_path: Path) -> None:
+    """A clock that went back makes no room for them, and keeps nothing that a writer left."""
+    times = {"a": LONG_AGO, "b": time.time(), "c": time.time() + 30 * 86400}
+    for name, used in times.items():
+        path = tmp_path / f"{name * 32}-{name * 32}.rows"
+        path.write_bytes(MAGIC)
+        os.utime(path, (used, used))
+    left = tmp_path / ".sparsekv-12345678.tmp"
+    left.write_bytes(MAGIC)
+    os.utime(left, (times["c"], times["c"]))
+    PrefixFolder(tmp_path, 2 * len(MAGIC), print).trim()
+    assert {name[0] for name in names(tmp_path)} == {"a", "b"}

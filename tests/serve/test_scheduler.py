@@ -156,7 +156,7 @@ def test_requests_on_one_document_fit_together(
     assert asked[1].job.n_cached >= 700
     gate.set()
     assert [each.text for each in asked] == alone and other.text
-    assert scheduler._parked_bytes <= 1.7 * n_bytes
+    assert rows.parked_bytes(scheduler._parked) <= 1.7 * n_bytes
 
 
 def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> None:
@@ -258,3 +258,35 @@ def test_bins_of_attended_rows() -> None:
     assert bins_of((idx, counts), 10, 5) == [50, 0, 50, 0, 25]
     assert bins_of(None, 3, 5) == [100, 100, 100]
     assert issubclass(TooLargeError, SparseKVError)
+
+
+def test_a_conversation_keeps_its_rows(start: Callable[..., Scheduler]) -> None:
+    """Another question after the same system prompt does not take them, nor does an abort."""
+    scheduler, gate = start(), threading.Event()
+    system, first = tokens(400), [*tokens(400), *tokens(24, 1)]
+    assert Asked(scheduler, first).text and Asked(scheduler, [*system, *tokens(90, 2)]).text
+    assert scheduler.n_parked == 2
+    follow_up = [*first, *tokens(200, 3)]
+    running = Asked(scheduler, tokens(30), 900, pause=lambda: gate.wait(0.02))
+    left = Asked(scheduler, follow_up, 2)
+    left.job.abort()
+    assert isinstance(left.end, Failed | Finished)
+    scheduler.abort(running.job)
+    asked = Asked(scheduler, follow_up)
+    assert asked.text and asked.job.n_cached >= 416
+    assert scheduler.n_parked == 2  # what goes on has replaced its beginning
+    alone = start(n_parallel=1)
+    assert Asked(alone, follow_up).text == asked.text
+
+
+def test_a_conversation_gives_its_rows_where_memory_is_short(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count once, so others go first."""
+    for module in (kinds, rows):
+        monkeypatch.setattr(module, "LEAST_SHARED", 256)
+    first = tokens(600)
+    scheduler = start(kv_bytes=int(1.8 * start().bytes_of(Request(first, FULL, 0, 80))[0]))
+    assert Asked(scheduler, first).text and Asked(scheduler, tokens(300, 7)).text
+    asked = Asked(scheduler, [*first, *tokens(60, 8)])
+    assert asked.text and asked.job.n_cached >= 512

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -63,9 +65,48 @@ def test_bodies_end(server: Any) -> None:
     late = answer_of(opened(server, HEAD + length + b"{"))
     assert late.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 1 s" in late
     links = [opened(server, HEAD + length + b" " * (MOST_BYTES - 9)) for _ in range(5)]
+    assert httpx.post(server.url + CHAT, json=ASKED, timeout=20).status_code == 200  # a small one
     answers = [answer_of(link) for link in links]  # of four, there is room for the bytes
     assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) == 1
     assert sum(answer.startswith(b"HTTP/1.1 408 ") for answer in answers) == 4
+
+
+def test_half_sent_bodies_lock_nobody_out(server: Any) -> None:
+    """Whoever has just connected stays, though its head is not there yet."""
+    body = HEAD + b"Content-Length: 99\r\n\r\n{"
+    links = [opened(server, body) for _ in range(12)]
+    time.sleep(0.2)
+    client = opened(server, b"")
+    links += [opened(server, body) for _ in range(3)]
+    time.sleep(0.2)
+    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert answer_of(client).startswith(b"HTTP/1.1 200 ")
+    for link in links:
+        link.close()
+
+
+def test_large_bodies_leave_time_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one was parsed, whether it is right or not, the next one waits."""
+    parsed: list[float] = []
+
+    def parse(data: bytearray) -> Any:
+        parsed.append(time.monotonic())
+        started = time.thread_time()
+        while time.thread_time() - started < 0.02:
+            pass
+        raise bodies.BodyError("wrong")
+
+    async def stream() -> Any:
+        yield b"[" * 200
+
+    async def ask() -> None:
+        reader = bodies.Bodies(1000)
+        asked = SimpleNamespace(headers={"content-type": "application/json"}, stream=stream)
+        await asyncio.gather(*(reader.read(asked) for _ in range(2)), return_exceptions=True)
+
+    monkeypatch.setattr(bodies, "parse", parse)
+    asyncio.run(ask())
+    assert parsed[1] - parsed[0] >= bodies.RESTS * 0.02
 
 
 @pytest.mark.parametrize(

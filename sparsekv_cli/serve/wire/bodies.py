@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ from sparsekv_cli.generation.fields import read_object
 
 BODY_S = 60.0  # that a body may take
 TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
+SMALL = 64  # the part of the limit up to which a body is always taken, and parsed at once
+# After a larger one has been parsed, which stops the model, no other one is for so many times as
+# long.
+RESTS = 9
 DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
 
 
@@ -34,6 +39,7 @@ class Bodies:
         self._most = most
         self._n_held = 0  # bytes of bodies that are read or parsed
         self._parsing = asyncio.Lock()
+        self._rests_until = 0.0
 
     async def read(self, request: Request) -> Mapping[str, Any]:
         """Returns a request's JSON object. Raises BodyError beyond a limit, else FieldError."""
@@ -47,8 +53,11 @@ class Bodies:
                     data += part
                     self._n_held += len(part)
                     self._check(len(data))
-            async with self._parsing:  # one at a time: it takes a multiple of a body's memory
+            if len(data) <= self._most // SMALL:
                 return await asyncio.to_thread(parse, data)
+            async with self._parsing:  # one at a time: it takes a multiple of a body's memory
+                await asyncio.sleep(self._rests_until - time.monotonic())
+                return await asyncio.to_thread(self._parse_large, data)
         except TimeoutError:
             raise BodyError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
         finally:
@@ -57,12 +66,20 @@ class Bodies:
     def _check(self, n: int) -> None:
         if n > self._most:
             raise BodyError(f"the body has more than {self._most} bytes, the limit", status=413)
-        if self._n_held > TOGETHER * self._most:
+        if self._n_held > TOGETHER * self._most and n > self._most // SMALL:
             raise BodyError(
                 f"all bodies together have more than {TOGETHER * self._most} bytes: try again "
                 "later",
                 status=503,
             )
+
+    def _parse_large(self, data: bytearray) -> Mapping[str, Any]:
+        started = time.monotonic()
+        try:
+            return parse(data)
+        finally:
+            now = time.monotonic()
+            self._rests_until = now + RESTS * (now - started)
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:

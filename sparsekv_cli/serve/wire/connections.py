@@ -75,11 +75,11 @@ class Connection(H11Protocol):
         return self._waits_for_head or self.cycle.more_body
 
     def _make_room(self) -> None:
-        """Ends the connection that has waited longest for a head, or for a body; or this one."""
+        """Ends the connection that has waited longest for a whole request; or this one."""
         others: list[Any] = [each for each in self.connections if each is not self]
         waiting = [each for each in others if each._waits]
         if waiting:
-            oldest = min(waiting, key=lambda each: (not each._waits_for_head, each._since))
+            oldest = min(waiting, key=lambda each: each._since)
             self.connections.discard(oldest)
             oldest.transport.abort()
         else:

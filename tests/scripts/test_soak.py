@@ -1,0 +1,56 @@
+"""scripts/soak: a short run of every part on a small model, and what it calls flat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from scripts_as_modules import load_script
+from tiny_models import make_model
+
+from sparsekv_cli.errors import SparseKVError
+
+
+@pytest.mark.slow
+def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, told = load_script("soak"), tmp_path / "told.json"
+    monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)  # the server has a folder of its own
+    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "6", "--json", str(told)]
+    monkeypatch.setattr("sys.argv", ["soak", *parts])
+    script.main()
+    found = {part: each["found"] for part, each in json.loads(told.read_text("utf-8")).items()}
+    (chat,) = found["chat"]
+    assert chat["context_shifts"] > 0 and min(chat["tokens_past_the_context"].values()) > 0
+    assert found["serve"]["answers"] > 0 and found["serve"]["counted cached_tokens"] > 0
+    assert found["folder"]["hours"] >= 24 and found["folder"]["found"] > 0
+    assert all(len(each["pss_mb"]) > 1 for each in (chat, found["serve"], found["folder"]))
+
+
+@pytest.mark.slow
+def test_a_client_is_answered_under_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times are for a run by hand: other tests use the machine."""
+    script = load_script("soak")
+    names = ("slow bodies with the key", "giant lists", "abrupt ends")
+    kept = {name: script.attacks.ATTACKS[name] for name in names}
+    monkeypatch.setattr(script.attacks, "ATTACKS", kept)
+    monkeypatch.setattr(script.attacks, "MOST", 100.0)
+    rows = script.attacks.soak(make_model(tmp_path / "tiny.gguf", **script.SHAPE), 3.0)
+    assert [row["attack"] for row in rows] == list(names)
+    assert all(row["requests"] > 0 and row["usual_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["pss_mb", "files", "threads"])
+def test_what_grows_is_no_flat_curve(name: str) -> None:
+    usage = sys.modules[load_script("soak").chats.Curve.__module__]
+    flat = [usage.Usage(float(i), 300 + 5 * (i % 3), 9, 4) for i in range(40)]
+    curve = usage.Curve()
+    curve.look = lambda: None
+    curve.points = flat
+    assert curve.check("it")["seconds"] == 39
+    curve.points = [
+        each._replace(**{name: getattr(each, name) + 2 * i}) for i, each in enumerate(flat)
+    ]
+    with pytest.raises(SparseKVError, match=f"{name} grows"):
+        curve.check("it")
