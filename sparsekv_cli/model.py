@@ -53,6 +53,11 @@ class Model:
     draft: Model | None = None  # the smaller model that drafts for sequences
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes of the files of the model and of the one that drafts, as its weights take."""
+        return self.gguf.size + (0 if self.draft is None else self.draft.n_bytes)
+
+    @property
     def tokenizer(self) -> Any:
         return self.load_tokenizer()
 

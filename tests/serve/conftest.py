@@ -16,6 +16,7 @@ from tiny_sequences import SHAPE, open_tiny
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model
 from sparsekv_cli.serve.app import Access, make_app
+from sparsekv_cli.serve.pool.pool import HostedModel, ModelPool
 from sparsekv_cli.serve.requests import RequestLimits, Service
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.wire.connections import limited
@@ -59,11 +60,15 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
         model = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape).model
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
-        scheduler = Scheduler(model, **given)
+        path = model.gguf.path
+        hosted = HostedModel((path.stem,), path)
+        scheduler = Scheduler(model, **given, stats=hosted.stats)
         limits, log = RequestLimits(tokens, seconds, body_bytes), []
         service = Service(model, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
+        pool = ModelPool([hosted], lambda _: service, 0, limits, "full", log.append)
+        pool.load_first()
         config = uvicorn.Config(
-            make_app(service, access or Access(), log.append),
+            make_app(pool, access or Access(), log.append),
             port=0,
             log_level="critical",
             lifespan="off",
@@ -79,9 +84,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         def stop() -> None:
             server.should_exit = True
             thread.join()
-            scheduler.stop()
-            service.grammars.close()
-            model.gguf.close()
+            pool.close()
 
         stops.append(stop)
         return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log)
