@@ -222,12 +222,15 @@ def hosted_models(
     counts = Counter(stems)
     hosted = []
     for first, stem, typed, path in zip(firsts, stems, given or stems, paths, strict=True):
-        others = [stem] * (counts[stem] == 1) + [typed]
+        others = [stem] * (counts[stem] == 1) + [typed] * (Path(typed) != path)
         names = tuple(dict.fromkeys([first, *(each for each in others if each not in firsts)]))
         hosted.append(HostedModel(names, path))
         describe(hosted[-1], options)
-        if hosted[1:] and hosted[-1].problem:  # the first one is loaded at once
-            say(one_line(f"warning: {first} cannot be loaded: {hosted[-1].problem}"))
+        if problem := hosted[-1].problem:
+            if not path.exists():
+                raise SparseKVError(problem)
+            if hosted[1:]:  # the first one is loaded at once
+                say(one_line(f"warning: {first} cannot be loaded: {problem}"))
     explain_faults(" or ".join(str(path) for path in paths))
     return hosted
 
@@ -252,6 +255,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
             }
     except SparseKVError as error:
         hosted.problem = str(error)
+        hosted.n_bytes = hosted.path.stat().st_size if hosted.path.is_file() else 0
 
 
 def listening(host: str, port: int) -> Socket:
@@ -264,8 +268,9 @@ def listening(host: str, port: int) -> Socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise SparseKVError(
-            f"{host}:{port} cannot be listened on: {error.strerror or error}; choose another "
+            f"{host}:{port} cannot be listened on: {reason}; choose another "
             "--host or --port"
         ) from None
 

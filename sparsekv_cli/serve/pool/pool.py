@@ -253,7 +253,7 @@ class ModelPool:
 
     async def _load_now(self, model: HostedModel) -> None:
         """Loads a model in the thread. Raises NotLoadedError."""
-        self._tell(f"{model.name}: is loaded ({gib(model.n_bytes)})")
+        self._tell(f"loading {model.name} ({gib(model.n_bytes)})")
         loop, started = asyncio.get_running_loop(), time.monotonic()
         try:
             self._loaded(model, await loop.run_in_executor(self._thread, self._load, model))
@@ -261,9 +261,9 @@ class ModelPool:
             words = getattr(error, "message", f"unexpected {type(error).__name__}")
             words = str(error) if isinstance(error, SparseKVError) else words
             model.problem = words
-            self._tell(f"{model.name}: cannot be loaded: {words}")
+            self._tell(f"{model.name} cannot be loaded: {words}")
             raise NotLoadedError(f"{model.name} cannot be loaded: {words}") from None
-        self._tell(f"{model.name}: was loaded in {time.monotonic() - started:.1f} s")
+        self._tell(f"{model.name} is loaded after {time.monotonic() - started:.1f} s")
 
     def _loaded(self, model: HostedModel, service: Service) -> None:
         model.loaded, model.problem = Loaded(service), ""
@@ -277,7 +277,7 @@ class ModelPool:
         await loop.run_in_executor(self._thread, loaded.service.close)
         del loaded  # the last reference
         await loop.run_in_executor(self._thread, free_memory)
-        self._tell(f"{model.name}: is unloaded")
+        self._tell(f"{model.name} is unloaded")
 
 
 def about(service: Service) -> dict[str, Any]:
