@@ -38,7 +38,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 if TYPE_CHECKING:
     from socket import socket as Socket
 
-    from sparsekv_cli.serve.pool.pool import HostedModel, ModelPool
+    from sparsekv_cli.serve.pool import HostedModel, ModelPool
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
@@ -162,7 +162,7 @@ def command(
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     socket = listening(listen.host, listen.port)  # ahead of what takes long
 
-    from sparsekv_cli.serve.pool.pool import ModelPool, shares
+    from sparsekv_cli.serve.pool import ModelPool, shares
     from sparsekv_cli.serve.requests import RequestLimits, Service
     from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -210,7 +210,7 @@ def hosted_models(
     Raises click.UsageError for names that are not of one model each.
     """
     from sparsekv_cli.models.sources.naming import split_name
-    from sparsekv_cli.serve.pool.pool import HostedModel
+    from sparsekv_cli.serve.pool import HostedModel
 
     paths = [find_model(name) for name in given] if given else [find_model(None)]
     if len(aliases) > len(paths):
@@ -270,8 +270,7 @@ def listening(host: str, port: int) -> Socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise SparseKVError(
-            f"{host}:{port} cannot be listened on: {reason}; choose another "
-            "--host or --port"
+            f"{host}:{port} cannot be listened on: {reason}; choose another --host or --port"
         ) from None
 
 

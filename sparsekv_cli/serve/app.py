@@ -35,12 +35,12 @@ from sparsekv_cli.serve.forms.schema import (
     TokenizeFields,
 )
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
-from sparsekv_cli.serve.metrics import Metrics
-from sparsekv_cli.serve.pool.pool import ModelPool, NotLoadedError
+from sparsekv_cli.serve.pool import ModelPool, NotLoadedError
 from sparsekv_cli.serve.requests import RequestError, Service, read_request
 from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 from sparsekv_cli.serve.wire.guard import Access, Guard
+from sparsekv_cli.serve.wire.metrics import Metrics
 from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait

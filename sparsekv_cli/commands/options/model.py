@@ -347,11 +347,12 @@ def load_model(
         collecting_no_garbage(),
         compiling or progress.CompileProgress() as compiling,
         progress.CalibrationProgress() as calibrating,
+        progress.LoadProgress() as loading,
     ):
         from sparsekv_cli import model
 
         try:
-            loaded = model.load_model(path, method, config, compiling, calibrating)
+            loaded = model.load_model(path, method, config, compiling, calibrating, on_load=loading)
         except OptionError as error:
             raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
     if loaded.engine.note:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from sparsekv_cli.serve.pool.pool import HostedModel
-
-ValueOf = Callable[[HostedModel], float]
+ValueOf = Callable[[Any], float]  # of a HostedModel (serve/pool.py)
 PREFIX = "sparsekv_"
 BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds
 # Paths that are told apart; clients may ask for any other.
@@ -23,7 +22,8 @@ class Metrics:
 
     media_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, models: Sequence[HostedModel]) -> None:
+    def __init__(self, models: Sequence[Any]) -> None:
+        """models: each a HostedModel."""
         self._models = models
         self._requests: Counter[tuple[str, str]] = Counter()
         self._registry = CollectorRegistry()
@@ -65,7 +65,7 @@ class Metrics:
 def _of_scheduler(name: str) -> ValueOf:
     """Returns a number of the scheduler; 0 while the model is not loaded."""
 
-    def value(model: HostedModel) -> float:
+    def value(model: Any) -> float:
         return 0 if model.loaded is None else getattr(model.loaded.service.scheduler, name)
 
     return value

@@ -1,8 +1,8 @@
-"""The models of a server: loaded when a request asks for them, unloaded where memory ends.
+"""The models of a server. One is loaded when a request asks for it, and unloaded for another one.
 
-The event loop alone changes what is here. A thread of its own loads and unloads, one model at a
-time. Requests for loaded models go on meanwhile. If a model waits for memory that others use, later
-requests wait behind it: otherwise it might wait for ever.
+The event loop alone changes what is here. A thread loads and unloads, one model at a time. Requests
+for loaded models go on meanwhile. A model may have to wait for memory that others use. Then later
+requests wait for it too, since otherwise it might wait for ever.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ class ModelPool:
 
 
 def about(service: Service) -> dict[str, Any]:
-    """What /v1/models says of a loaded model."""
+    """Returns what /v1/models says of a loaded model."""
     return {"context_length": service.model.n_ctx, "methods": service.methods()}
 
 
