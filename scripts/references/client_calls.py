@@ -170,7 +170,7 @@ def instructor(url: str, small: str, model: str) -> Calls:
         return create(model=model, messages=said, response_model=person())
 
     modes = ("TOOLS", "JSON", "JSON_SCHEMA")
-    return {f"structured output, {mode}": lambda mode=mode: made(mode) for mode in modes}
+    return {f"structured output by {mode}": lambda mode=mode: made(mode) for mode in modes}
 
 
 def pydantic_ai(url: str, small: str, model: str) -> Calls:

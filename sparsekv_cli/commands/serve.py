@@ -34,6 +34,7 @@ from sparsekv_cli.commands.options.sampling import sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.system.installation import install_command
 
 if TYPE_CHECKING:
     from socket import socket as Socket
@@ -148,9 +149,7 @@ def command(
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
-        raise SparseKVError(
-            f"serve needs {' and '.join(missing)}: pip install 'sparsekv-cli[serve]'"
-        )
+        raise SparseKVError(f"serve needs {' and '.join(missing)}: {install_command('serve')}")
     check_open_files()
     if prefix.session is not None:
         raise click.UsageError("--session is for one prompt: leave it out")

