@@ -40,7 +40,7 @@ from sparsekv_cli.models.matmul import (
     IntegerProducts,
     can_multiply,
 )
-from sparsekv_cli.models.repack import repack_weights, wants_repacking
+from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
@@ -102,11 +102,12 @@ class Decoder(Forward):
         chunk: int,
         repack: str = "auto",
         n_planes: int = 2,
+        on_load: OnLoad | None = None,
     ) -> None:
         """prefill_dtype: of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
-        weights. n_planes: bytes to which it rounds the activations.
+        weights. n_planes: bytes to which it rounds the activations. on_load: of that copy.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -128,7 +129,7 @@ class Decoder(Forward):
         )
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
-        self._decode_weights = repack_weights(weights) if repacks else weights
+        self._decode_weights = repack_weights(weights, on_load) if repacks else weights
         self._n_planes = n_planes
         self._step = self._new_step(1)
 

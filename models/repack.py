@@ -1,5 +1,6 @@
 """Repacks the weights that decode reads (cpu/weights/interleaved.py) where that is faster."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
 from sparsekv_cli.models.weights import Linear, Weights
 from sparsekv_cli.system.memory import physical_memory
 
+OnLoad = Callable[[int, int], None]  # told bytes that are loaded, and bytes in all
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
 
 
@@ -24,8 +26,10 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
     return memory is None or weights.n_bytes_held <= memory // SHARE
 
 
-def repack_weights(weights: Weights) -> Weights:
+def repack_weights(weights: Weights, on_load: OnLoad | None = None) -> Weights:
     """``weights`` with every matrix repacked that can be, except token_embd, whose rows are read.
+
+    on_load: told what is done.
 
     The copies lie in one block, in the order of their use. Pages of the memory map that were copied
     are released, so that the process needs no more memory.
@@ -42,6 +46,8 @@ def repack_weights(weights: Weights) -> Weights:
         weights.file.release(linear.data)
         copies[id(linear)] = replace(linear, data=data, repacked=True)
         at += size
+        if on_load is not None:
+            on_load(at, len(room))
 
     def repacked(linear: Linear) -> Linear:
         return copies.get(id(linear), linear)

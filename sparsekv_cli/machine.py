@@ -10,6 +10,7 @@ from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.repack import OnLoad
 from sparsekv_cli.models.weights import Weights
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.gpu import lacking_packages, may_have_device
@@ -45,11 +46,12 @@ def open_engine(
     on_compile: OnCompile | None,
     ends: Callable[[], Container[int]] = frozenset,
     draft_bytes: int = 0,
+    on_load: OnLoad | None = None,
 ) -> DecoderEngine:
     """Returns the engine that ``config.device`` names.
 
-    ends: returns the tokens that end a message. draft_bytes: of the rows of a draft model. Raises
-    SparseKVError where there is no such device or no room.
+    ends: returns the tokens that end a message. draft_bytes: of the rows of a draft model. on_load:
+    as load_model takes it. Raises SparseKVError where there is no such device or no room.
     """
     host_only = hparams.host_only or architecture.host_only
     if config.device == "auto" and host_only:
@@ -95,6 +97,7 @@ def open_engine(
         chunk=config.chunk,
         repack=config.repack,
         n_planes=n_planes,
+        on_load=on_load,
     )
     if not blocks:
         return HostEngine(decoder, note, n_ctx, ends, on_compile)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sparsekv_cli.cache.spec import LayerSpec
+    from sparsekv_cli.models.repack import OnLoad
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -51,6 +52,11 @@ class Model:
     load_tokenizer: Callable[[], Tokenizer]  # reads it once
     attention: Attention | None = None  # of sequences that are not told how to attend
     draft: Model | None = None  # the smaller model that drafts for sequences
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the files of the model and of the one that drafts, as its weights take."""
+        return self.gguf.size + (0 if self.draft is None else self.draft.n_bytes)
 
     @property
     def tokenizer(self) -> Any:
@@ -152,12 +158,13 @@ def load_model(
     on_calibrate: OnCalibrate | None = None,
     *,
     most: int = 0,
+    on_load: OnLoad | None = None,
 ) -> Model:
     """Opens and checks a model whose sequences attend with ``method`` by default.
 
     on_compile, on_calibrate: as Model.prepare takes them. most: tokens of a sequence if ``config``
-    does not state them; 0, or more than the model was trained for, takes those. Raises
-    SparseKVError, which says what is wrong.
+    does not state them; 0, or more than the model was trained for, takes those. on_load: told how
+    many bytes of the weights are read, on the CPU. Raises SparseKVError, which says what is wrong.
     """
     import numba
 
@@ -187,7 +194,7 @@ def load_model(
         tokenizer = cache(lambda: load_tokenizer(file.metadata))
         engine = open_engine(
             hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
-            lambda: tokenizer().eog_ids, draft_bytes,
+            lambda: tokenizer().eog_ids, draft_bytes, on_load,
         )  # fmt: skip
         decoder: Any = engine.decoder
         calibrations = Calibrations(

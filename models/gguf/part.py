@@ -135,6 +135,13 @@ class GGUFPart:
         """Whether the file is open, and nothing has been written to it since it was opened."""
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
+    def is_current(self) -> bool:
+        """Whether its path does not name another file now, nor the same one with other bytes."""
+        try:
+            return _mark(os.stat(self.path)) == self.mark
+        except OSError:  # its path is gone: what is open is all there is
+            return True
+
     def reopened(self) -> FileIO:
         """Returns the same file at its beginning, even if its path is another file's now."""
         if self._descriptor is None:

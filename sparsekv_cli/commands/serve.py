@@ -5,36 +5,51 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
+    find_model,
     gathered,
+    load_model,
+    method_of,
     model_options,
-    open_model,
     prepare_methods,
+    warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, prefixes_maker
 from sparsekv_cli.commands.options.sampling import sampling_options
-from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.system.installation import install_command
 
 if TYPE_CHECKING:
-    from sparsekv_cli.serve.requests import Service
-    from sparsekv_cli.serve.scheduler import Scheduler
+    from socket import socket as Socket
+
+    from sparsekv_cli.serve.pool import HostedModel, ModelPool
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
 LEAST_OPEN_FILES = 64  # the model, the event loop, and a connection a client
+MODELS_OPTION = click.option(
+    "-m", "--model", "models", metavar="FILE|NAME", multiple=True,
+    shell_complete=completers.models,
+    help="GGUF file, name or OWNER/REPO[:QUANT], as for other commands; repeatable: the others "
+    "are loaded when a request names them. [env: SPARSEKV_MODEL]",
+)  # fmt: skip
 CLOSE_S = 5  # after --drain, for clients to be told that there is no answer
 
 
@@ -80,6 +95,15 @@ class Listen:
     help="Memory for the rows of all sequences. [default: half of what is available]",
 )  # fmt: skip
 @click.option(
+    "--models-memory", metavar="GIB", type=FiniteRange(min=0, min_open=True),
+    help="Memory for several models: beyond it the least recently used one is unloaded. "
+    "[default: three quarters of what is available]",
+)  # fmt: skip
+@click.option(
+    "-a", "--alias", "aliases", metavar="NAME", multiple=True,
+    help="The name of a model in requests, in the order of -m; repeatable. [default: the file's]",
+)  # fmt: skip
+@click.option(
     "--max-tokens", metavar="N", type=click.IntRange(1), default=4096,
     help="Most tokens of an answer. [default: 4096]",
 )  # fmt: skip
@@ -99,32 +123,33 @@ class Listen:
     "--drain", metavar="SECONDS", type=click.IntRange(0), default=60,
     help="At the end, the time that answers have to become whole. [default: 60]",
 )  # fmt: skip
-@model_options()
+@model_options(models=MODELS_OPTION)
 @prefix_options
 @sampling_options
 @gathered("listen", lambda v: Listen(*(v.pop(each.name) for each in fields(Listen))), [])
+@gathered("memory", lambda v: (v.pop("models_memory"), v.pop("kv_memory")), [])
+@gathered("limits", lambda v: tuple(v.pop(n) for n in ("max_tokens", "timeout", "max_body")), [])
 def command(
+    models: tuple[str, ...],
+    aliases: tuple[str, ...],
     options: ModelOptions,
     prefix: PrefixOptions,
     sampling: SamplingOptions,
     listen: Listen,
+    memory: tuple[float | None, float | None],
+    limits: tuple[int, float, float],
     parallel: int,
     queue: int,
-    kv_memory: float | None,
-    max_tokens: int,
-    timeout: float,
-    max_body: float,
     prepare: str,
 ) -> None:
-    """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
+    """Serve models: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
 
-    The method, its options and those of sampling are what requests have that name no others.
+    The method, its options and those of sampling are what requests have that name no others. With
+    several -m, a request's "model" names one, which is loaded when it is asked for.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
-        raise SparseKVError(
-            f"serve needs {' and '.join(missing)}: pip install 'sparsekv-cli[serve]'"
-        )
+        raise SparseKVError(f"serve needs {' and '.join(missing)}: {install_command('serve')}")
     check_open_files()
     if prefix.session is not None:
         raise click.UsageError("--session is for one prompt: leave it out")
@@ -132,28 +157,120 @@ def command(
         raise click.UsageError(f"--{sampling.grammar.kind} is a request's: leave it out")
     if not listen.key and not is_loopback(listen.host):
         say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
+    method = method_of(options)
+    prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
+    socket = listening(listen.host, listen.port)  # ahead of what takes long
 
+    from sparsekv_cli.serve.pool import ModelPool, shares
     from sparsekv_cli.serve.requests import RequestLimits, Service
-    from sparsekv_cli.serve.rows import default_limit
     from sparsekv_cli.serve.scheduler import Scheduler
 
-    prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
-    model = open_model(options)
-    model, options = choose_method(model, options)
-    prepare_methods(model, prepared)
-    scheduler = Scheduler(
-        model,
-        n_parallel=parallel,
-        n_queue=queue,
-        kv_bytes=default_limit() if kv_memory is None else int(kv_memory * 2**30),
-        disk_of=prefixes_maker(model, prefix),
-    )
-    limits = RequestLimits(tokens=max_tokens, seconds=timeout, body_bytes=int(max_body * 2**20))
+    hosted = hosted_models(models, aliases, options)
+    models_bytes, kv_bytes = (None if gib is None else int(gib * 2**30) for gib in memory)
+    most, rows = shares([each.n_bytes for each in hosted], models_bytes, kv_bytes)
+    max_tokens, timeout, max_body = limits
+    request_limits = RequestLimits(max_tokens, timeout, int(max_body * 2**20))
     named = {name: text for name, text in options.named.items() if text is not None}
-    service = Service(
-        model, scheduler, limits, {**options.method_options, **named}, sampling, options.seed
-    )
-    run(service, listen, parallel + queue)
+
+    def load(asked: Any) -> Service:
+        model = load_model(asked.path, method, options.config)
+        try:
+            warn_of_long_context(model)
+            model, chosen = choose_method(model, options)
+            prepare_methods(model, prepared)
+            scheduler = Scheduler(
+                model,
+                n_parallel=parallel,
+                n_queue=queue,
+                kv_bytes=rows,
+                disk_of=prefixes_maker(model, prefix),
+                stats=asked.stats,
+            )
+            given = {**chosen.method_options, **named}
+            service = Service(
+                model, scheduler, request_limits, given, sampling, options.seed, asked.name
+            )
+        except BaseException:
+            model.close()
+            raise
+        scheduler.start()
+        return service
+
+    pool = ModelPool(hosted, load, most, request_limits, options.method, say)
+    pool.load_first()
+    run(pool, listen, socket, parallel + queue)
+
+
+def hosted_models(
+    given: Sequence[str], aliases: Sequence[str], options: ModelOptions
+) -> list[HostedModel]:
+    """Returns the models that -m and --alias name, described by their headers.
+
+    Raises click.UsageError for names that are not of one model each.
+    """
+    from sparsekv_cli.models.sources.naming import split_name
+    from sparsekv_cli.serve.pool import HostedModel
+
+    paths = [find_model(name) for name in given] if given else [find_model(None)]
+    if len(aliases) > len(paths):
+        raise click.UsageError(f"{len(aliases)} times --alias, but {len(paths)} models")
+    stems = [split_name(path.name)[0] for path in paths]
+    firsts = [*aliases, *stems[len(aliases) :]]
+    if twice := [name for name, n in Counter(firsts).items() if n > 1]:
+        raise click.UsageError(f"two models are named {twice[0]}: name each with --alias")
+    counts = Counter(stems)
+    hosted = []
+    for first, stem, typed, path in zip(firsts, stems, given or stems, paths, strict=True):
+        others = [stem] * (counts[stem] == 1) + [typed] * (Path(typed) != path)
+        names = tuple(dict.fromkeys([first, *(each for each in others if each not in firsts)]))
+        hosted.append(HostedModel(names, path))
+        describe(hosted[-1], options)
+        if problem := hosted[-1].problem:
+            if not path.exists():
+                raise SparseKVError(problem)
+            if hosted[1:]:  # the first one is loaded at once
+                say(one_line(f"warning: {first} cannot be loaded: {problem}"))
+    explain_faults(" or ".join(str(path) for path in paths))
+    return hosted
+
+
+def describe(hosted: HostedModel, options: ModelOptions) -> None:
+    """Reads from a model's header what /v1/models says of it, or its problem."""
+    from sparsekv_cli.calibration.calibrations import Calibrations
+    from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.hparams import read_hparams
+    from sparsekv_cli.serve.requests import usable_methods
+
+    config = options.config
+    sidecar = Path(config.calibration) if config.calibration else None
+    try:
+        with open_gguf(hosted.path) as file:
+            hparams, hosted.n_bytes = read_hparams(file), file.size
+            calibrations = Calibrations(file, hparams, None, lambda text: [], sidecar)
+            kinds = [layer.kind for layer in hparams.layers]
+            hosted.about = {
+                "context_length": config.ctx_size or hparams.n_ctx_train,
+                "methods": usable_methods(kinds, options.method, calibrations.has),
+            }
+    except SparseKVError as error:
+        hosted.problem = str(error)
+        hosted.n_bytes = hosted.path.stat().st_size if hosted.path.is_file() else 0
+
+
+def listening(host: str, port: int) -> Socket:
+    """Returns a socket that listens. Raises SparseKVError where that cannot be."""
+    import socket
+
+    from sparsekv_cli.serve.wire.connections import BACKLOG
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise SparseKVError(
+            f"{host}:{port} cannot be listened on: {reason}; choose another --host or --port"
+        ) from None
 
 
 def check_open_files() -> None:
@@ -178,11 +295,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
+def draining(config: Any, drain: int, pool: ModelPool) -> Any:
     """uvicorn's server.
 
-    Told to end, it lets answers become whole for so many seconds, and then has the scheduler end
-    the others.
+    Told to end, it lets answers become whole for so many seconds, and then ends the others.
     """
     import asyncio
 
@@ -190,14 +306,14 @@ def draining(config: Any, drain: int, scheduler: Scheduler) -> Any:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:
-            timer = asyncio.get_running_loop().call_later(drain, scheduler.end_all)
+            timer = asyncio.get_running_loop().call_later(drain, pool.end_all)
             await super().shutdown(sockets)
             timer.cancel()
 
     return Server(config)
 
 
-def run(service: Service, listen: Listen, n_requests: int) -> None:
+def run(pool: ModelPool, listen: Listen, socket: Socket, n_requests: int) -> None:
     """Serves until the process is told to end; answers that have begun become whole first.
 
     n_requests: that may run or wait.
@@ -207,33 +323,24 @@ def run(service: Service, listen: Listen, n_requests: int) -> None:
     from sparsekv_cli.serve.app import Access, make_app
     from sparsekv_cli.serve.wire.connections import BACKLOG, limited, most_connections
 
-    host, port, drain = listen.host, listen.port, listen.drain
+    host, drain = listen.host, listen.drain
     access = Access(listen.key, listen.cors, is_loopback(host))
-    app = make_app(service, access, lambda line: say(line))
+    app = make_app(pool, access, lambda line: say(line))
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="critical", access_log=False, lifespan="off",
+        app, log_level="critical", access_log=False, lifespan="off",
         http=limited(most_connections(n_requests)), backlog=BACKLOG, ws="none",
         timeout_graceful_shutdown=drain + CLOSE_S, server_header=False,
     )  # fmt: skip
-    try:
-        socket = config.bind_socket()
-    except SystemExit:
-        raise SparseKVError(
-            f"{host}:{port} cannot be listened on: choose another --host or --port"
-        ) from None
     at = f"[{host}]" if ":" in host else host
-    scheduler = service.scheduler
-    scheduler.start()
-    server = draining(config, drain, scheduler)
+    server = draining(config, drain, pool)
     # uvicorn drains, then raises the signal again: what follows must still run.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
-        socket.listen(config.backlog)  # whoever reads the address may connect at once
-        say(one_line(f"{service.name}: http://{at}:{socket.getsockname()[1]}/"))
+        names = ", ".join(model.name for model in pool.models)
+        say(one_line(f"{names}: http://{at}:{socket.getsockname()[1]}/"))
         server.run([socket])
     finally:
         say("the server ends")
-        scheduler.stop()
-        service.grammars.close()
-    if scheduler.failure is not None:
-        raise scheduler.failure
+        failure = pool.close()
+    if failure is not None:
+        raise failure

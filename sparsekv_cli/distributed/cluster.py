@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.system.installation import install_command
 
-COMMAND = "pip install 'sparsekv-cli[ray]'"
 Result = TypeVar("Result")
 SECONDS_TO_ANSWER = 5.0
 SECONDS_TO_CONNECT = 30.0
@@ -117,7 +117,7 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 def check_address(address: str) -> None:
     """Raises SparseKVError if Ray is missing, for what is no address, or where nobody answers."""
     if find_spec("ray") is None:
-        raise SparseKVError(f"--ray needs Ray: {COMMAND}")
+        raise SparseKVError(f"--ray needs Ray: {install_command('ray')}")
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")

@@ -115,6 +115,12 @@ def new_sampler(
     )
 
 
+def forget_vocabularies() -> None:
+    """Keeps no vocabulary in memory that is known for later samplers."""
+    _pieces.cache_clear()
+    _find_breakers.cache_clear()
+
+
 @functools.lru_cache(1)
 def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
     from sparsekv_cli.sampling.dry import pieces_of

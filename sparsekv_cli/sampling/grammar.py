@@ -17,8 +17,8 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.gbnf import is_gbnf, lark_of
+from sparsekv_cli.system.installation import install_command
 
-COMMAND = "pip install 'sparsekv-cli[grammar]'"
 # White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
 # two line breaks and an indentation. Without a bound a model may write spaces for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
@@ -165,5 +165,6 @@ def _llguidance() -> Any:
         return import_module("llguidance")
     except ImportError:
         raise SparseKVError(
-            f"constrained answers need llguidance, which is not installed: {COMMAND}"
+            f"constrained answers need llguidance, which is not installed: "
+            f"{install_command('grammar')}"
         ) from None

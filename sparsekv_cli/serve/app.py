@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,14 +34,16 @@ from sparsekv_cli.serve.forms.schema import (
     TokenizeFields,
 )
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
-from sparsekv_cli.serve.metrics import Metrics
+from sparsekv_cli.serve.pool import ModelPool, NotLoadedError
 from sparsekv_cli.serve.requests import RequestError, Service, read_request
 from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
+from sparsekv_cli.serve.wire.guard import Access, Guard
+from sparsekv_cli.serve.wire.metrics import Metrics
+from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
 RETRY_S = 2  # after which a client may ask again
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # Paths of OpenAI's that a model which writes text cannot have, by what they are for.
@@ -54,34 +54,26 @@ F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may ask: api_key: empty: everyone. origins: of pages elsewhere that may, none by default.
-
-    only_local: requests must name this machine, so that no page elsewhere can pass for it.
-    """
-
-    api_key: str = ""
-    origins: tuple[str, ...] = ()
-    only_local: bool = True
-
-
 def make_app(
-    service: Service, access: Access, log: Callable[[str], None] = lambda line: None
+    pool: ModelPool, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
     """Returns the application. log: told a line a request, without prompts."""
-    metrics, bodies = Metrics(service.scheduler), Bodies(service.limits.body_bytes)
+    metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
     created, kept = int(time.time()), Kept()
 
     readers = ThreadPoolExecutor(N_READERS, "request")
 
     async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:
-        """Runs ``make`` on a request's fields, in a thread."""
+        """Runs ``make`` on a request's fields and its model's service, in a thread."""
         values = await bodies.read(request)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            readers, lambda: make(service, read_request(kind, values))
-        )
+        fields = await loop.run_in_executor(readers, read_request, kind, values)
+        service = await hold(request, str(getattr(fields, "model", "")))
+        return await loop.run_in_executor(readers, make, service, fields)
+
+    async def hold(request: Request, name: str) -> Service:
+        """Returns the service of a model, which stays loaded until the request is answered."""
+        return await unless_gone(request, pool.hold(name, request.scope["held"]))
 
     async def chat(request: Request) -> Response:
         return await _answer(request, await read(request, ChatFields, openai.Completion))
@@ -115,37 +107,41 @@ def make_app(
         return JSONResponse(await read(request, DetokenizeFields, llama.detokenize))
 
     async def props(request: Request) -> Response:
-        return JSONResponse(llama.props(service))
+        return JSONResponse(llama.props(await hold(request, request.query_params.get("model", ""))))
 
     async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
             events = asked.stream()
-            first = await _unless_gone(request, anext(events))  # errors before it have a status
-            return EventStream(first, events, request.url.path, asked.failure)
-        return JSONResponse(await _unless_gone(request, asked.whole()))
+            first = await unless_gone(request, anext(events))  # errors before it have a status
+            path = request.url.path
+            return EventStream(first, events, lambda e: asked.failure(error_body(path, e)[1]))
+        return JSONResponse(await unless_gone(request, asked.whole()))
 
     async def models(request: Request) -> Response:
-        listed = openai.models(service, created)
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse(listed)
-        if name != service.name:
-            raise HTTPException(404, f"the model {name!r} is not here: {service.name} is")
-        return JSONResponse(listed["data"][0])
+            data = [model.listed(created) for model in pool.models]
+            return JSONResponse({"object": "list", "data": data})
+        found = [model for model in pool.models if name in model.names]
+        if not found:
+            names = ", ".join(model.name for model in pool.models)
+            raise HTTPException(404, f"the model {name!r} is not here: {names}")
+        return JSONResponse(found[0].listed(created))
 
     async def methods(request: Request) -> Response:
-        return JSONResponse({"default": service.model.method.name, "methods": describe_methods()})
+        return JSONResponse({"default": pool.method, "methods": describe_methods()})
 
     async def health(request: Request) -> Response:
-        failure = service.scheduler.failure
-        status = {"status": "ok" if failure is None else "failed", "model": service.name}
-        return JSONResponse(status, 200 if failure is None else 503)
+        states = {model.name: model.status for model in pool.models}
+        is_well = any(state != "failed" for state in states.values())
+        status = {"status": "ok" if is_well else "failed", "model": pool.models[0].name}
+        return JSONResponse({**status, "models": states}, 200 if is_well else 503)
 
     async def numbers(request: Request) -> Response:
         return Response(metrics.text(), media_type=metrics.media_type)
 
     async def description(request: Request) -> Response:
-        return JSONResponse(openapi(service.name))
+        return JSONResponse(openapi(pool.models[0].name))
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -165,7 +161,7 @@ def make_app(
         Route("/openapi.json", description, methods=["GET"]),
         *page.routes(),
     ]
-    middleware = [Middleware(_Log, log=log, metrics=metrics)]
+    middleware = [Middleware(_Log, log=log, metrics=metrics), Middleware(_Holds)]
     if access.origins:
         middleware.append(
             Middleware(
@@ -175,7 +171,7 @@ def make_app(
                 allow_headers=["*"],
             )
         )
-    middleware.append(Middleware(_Guard, access=access))
+    middleware.append(Middleware(Guard, access=access, refuse=error_response))
 
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(request.url.path, error)
@@ -209,6 +205,8 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     """Returns the status of an error, its type in both protocols, and its code in OpenAI's."""
     if isinstance(error, RequestError):
         return error.status, "invalid_request_error", error.code
+    if isinstance(error, NotLoadedError):
+        return 500, "api_error", "model_failed"
     if isinstance(error, BodyError):
         return error.status, "invalid_request_error", None
     if isinstance(error, HTTPException):
@@ -243,7 +241,7 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         message = f"unexpected {type(error).__name__}"
     if path.startswith("/v1/messages"):
-        return status, anthropic.error_body(message, kind)
+        return status, anthropic.error_body(message, HTTP_ERRORS.get(status, kind))
     param = error.param if isinstance(error, RequestError) else None
     if isinstance(error, FieldError):
         param = error.field or None
@@ -258,100 +256,15 @@ def error_response(path: str, error: Exception) -> Response:
     return JSONResponse(body, status, headers=headers)
 
 
-async def _unless_gone(request: Request, answer: Any) -> Any:
-    """Awaits an answer; ClientDisconnect, and the answer is cancelled, when its client goes."""
-    answering = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_gone(request.receive))
-    await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-    leaving.cancel()
-    if not answering.done():
-        answering.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await answering
-        raise ClientDisconnect
-    return answering.result()
+class _Holds:
+    """Lets go of a request's model when it is answered, whatever has become of it."""
 
-
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events. They end, and what makes them is told, when the client goes."""
-
-    def __init__(
-        self,
-        first: str,
-        events: AsyncIterator[str],
-        path: str,
-        failure: Callable[[Mapping[str, Any]], str],
-    ) -> None:
-        """failure: returns the last event of one that fails, from the body of the error."""
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first, self._events, self._path, self._failure = first, events, path, failure
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(head)
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_gone(receive))
-        await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        sending.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OSError):
-            await sending
-        await self._events.aclose()  # type: ignore[attr-defined]  # a generator
-
-    async def _send(self, send: Send) -> None:
-        await _send_text(send, self._first)
-        try:
-            async for text in self._events:
-                await _send_text(send, text)
-        except Exception as error:
-            _, body = error_body(self._path, error)
-            await _send_text(send, self._failure(body))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_text(send: Send, text: str) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-
-class _Guard:
-    """Lets those in who name this machine, if that is asked, and have the key, if there is one."""
-
-    OPEN = ("/", "/health")  # which tell nothing
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (error := self._reason_against(scope)) is None:
+        with contextlib.ExitStack() as scope["held"]:
             await self._app(scope, receive, send)
-        else:
-            await error_response(scope["path"], error)(scope, receive, send)
-
-    def _reason_against(self, scope: Scope) -> Exception | None:
-        headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        if "transfer-encoding" in headers and "content-length" in headers:  # two ends of one body
-            return RequestError("Content-Length and Transfer-Encoding exclude each other")
-        if self._access.only_local:
-            host = headers.get("host", b"").decode("latin-1").lower()
-            if host.rpartition(":")[0] not in LOOPBACK and host not in LOOPBACK:
-                return HTTPException(421, "this server answers requests to localhost only")
-        is_open = scope["path"] in self.OPEN or scope["path"].startswith(page.STATIC)
-        if self._access.api_key and not is_open:
-            given = headers.get("authorization", b"").partition(b" ")
-            key = given[2].strip() if given[0].lower() == b"bearer" else b""
-            key = key or headers.get("x-api-key", b"")
-            if not hmac.compare_digest(key, self._access.api_key.encode()):
-                return HTTPException(
-                    401, "the API key is missing or wrong", {"www-authenticate": "Bearer"}
-                )
-        return None
 
 
 class _Log:

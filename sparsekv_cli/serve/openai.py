@@ -1,4 +1,4 @@
-"""OpenAI's protocol: /v1/chat/completions, /v1/completions and /v1/models."""
+"""OpenAI's protocol: /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -265,13 +265,6 @@ class _Places:
         if self._is_shown(entry["id"]):
             self._n += len(self._decoder.decode(bytes(entry["bytes"])))
         return place
-
-
-def models(service: Service, created: int) -> dict[str, Any]:
-    """Returns the one model that there is, with its context and the methods that it can use."""
-    model = {"id": service.name, "object": "model", "created": created, "owned_by": "local"}
-    model |= {"context_length": service.model.n_ctx, "methods": service.methods()}
-    return {"object": "list", "data": [model]}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

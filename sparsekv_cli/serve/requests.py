@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -72,11 +72,13 @@ class Service:
         method_options: Mapping[str, str],
         sampling: SamplingOptions,
         seed: int | None = None,
+        name: str = "",
     ) -> None:
+        """name: that responses tell; empty: that of the model's file."""
         self._seed = seed
         self.model, self.scheduler, self.limits = model, scheduler, limits
         self.tokenizer = model.tokenizer
-        self.name = model.gguf.path.stem
+        self.name = name or model.gguf.path.stem
         self.template = chat_template(model.gguf.metadata)
         self.thinking = model_thinking(model)
         self.can_switch_thinking = switch_of(self.template) is not None
@@ -151,16 +153,13 @@ class Service:
 
     def methods(self) -> list[str]:
         """The names of the methods that requests may ask for."""
-        return [name for name in METHODS if self._has(name)]
+        return usable_methods(self.kinds, self._method, self.model.calibrations.has)
 
-    def _has(self, name: str) -> bool:
-        try:
-            method = build_method(name, {})
-            method.check_layers(self.kinds)
-            self._check_calibrated(method)
-        except (ValueError, SparseKVError):
-            return False
-        return True
+    def close(self) -> None:
+        """Ends the scheduler and the process that reads grammars, and closes the model."""
+        self.scheduler.stop()
+        self.grammars.close()
+        self.model.close()
 
     def format_for(self, has_tools: bool) -> ToolFormat | None:
         """The format for which an answer is read; gpt-oss writes on channels without tools, too."""
@@ -337,6 +336,22 @@ class Service:
         ]
         pairs = zip(seeds, constraints, strict=True)
         return [replace(request, seed=seed, constraint=each) for seed, each in pairs]
+
+
+def usable_methods(
+    kinds: Sequence[str], default: str, is_calibrated: Callable[[Method], bool]
+) -> list[str]:
+    """Returns the methods for which nothing has to be measured first. kinds: of the layers."""
+
+    def is_usable(name: str) -> bool:
+        try:
+            method = build_method(name, {})
+            method.check_layers(kinds)
+            return name == default or is_calibrated(method)
+        except (ValueError, SparseKVError):
+            return False
+
+    return [name for name in METHODS if is_usable(name)]
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,9 +20,9 @@ N_KEPT = 10_000  # times that wait for the next look of the metrics
 
 @dataclass
 class Stats:
-    """Counts since the start; times in seconds."""
+    """Counts since the start of the server; times in seconds."""
 
-    kv_limit: int
+    kv_limit: int = 0
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
     cached_tokens: int = 0  # of prompts, whose rows were there

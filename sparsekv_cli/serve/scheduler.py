@@ -62,7 +62,7 @@ class Scheduler:
     """Answers jobs with a model, which nobody else uses while the scheduler runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: as SharedRows takes it.
+    for the rows of all sequences. disk_of: as SharedRows takes it. stats: that it goes on with.
     """
 
     def __init__(
@@ -73,14 +73,15 @@ class Scheduler:
         n_queue: int,
         kv_bytes: int,
         disk_of: Callable[[Method], Prefixes | None] = lambda method: None,
+        stats: Stats | None = None,
     ) -> None:
-        self.model, self.stats = model, Stats(kv_limit=kv_bytes)
-        self.n_parallel, self._n_queue, self._kv_bytes = n_parallel, n_queue, kv_bytes
+        self.model, self.n_parallel, self._n_queue = model, n_parallel, n_queue
+        self.stats = stats or Stats()
+        self._kv_bytes = self.stats.kv_limit = kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
         self._parked: list[Parked] = []  # the one used last is the last
         self._changed = threading.Condition()
-        self._is_stopping = False
         self._starting: list[Job] = []  # at most one, which waits for its method
         self._prefilling: list[Prefilling] = []  # the last one goes on, then the one before it
         self._step_ended = self._step_s = self._watched = 0.0
@@ -91,6 +92,7 @@ class Scheduler:
         if model.engine.shares_prefill:
             self._rows = SharedRows(disk_of, self._donors)
             self._short_rows = SharedRows(lambda method: None, self._donors)
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self.failure: Exception | None = None  # that ended the thread
 
@@ -197,6 +199,7 @@ class Scheduler:
         for job in left:
             job.emit(Failed(error))
         self._running.jobs, self._prefilling, self._parked = [], [], []
+        self.stats.kv_bytes = 0
         for rows in filter(None, (self._rows, self._short_rows)):
             rows.close()
 

@@ -8,8 +8,9 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from sparsekv_cli.system.installation import install_command
+
 GPU_PACKAGES = ("torch", "triton")
-GPU_COMMAND = "pip install 'sparsekv-cli[gpu]'"
 GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
 
 
@@ -27,4 +28,4 @@ def may_have_device() -> bool:
 def lacking_packages() -> str:
     """Which packages a GPU needs and are not installed, with the command; empty if none."""
     missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
-    return f"{' and '.join(missing)} not installed: {GPU_COMMAND}" if missing else ""
+    return f"{' and '.join(missing)} not installed: {install_command('gpu')}" if missing else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from tiny_sequences import SHAPE, open_tiny
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model
 from sparsekv_cli.serve.app import Access, make_app
+from sparsekv_cli.serve.pool import HostedModel, ModelPool
 from sparsekv_cli.serve.requests import RequestLimits, Service
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.wire.connections import limited
@@ -35,13 +36,17 @@ class Running(NamedTuple):
     """A server that runs."""
 
     url: str
-    service: Service
+    service: Service  # of the first model
     log: list[str]
+    pool: ModelPool
 
 
 @pytest.fixture(scope="module")
 def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
-    """Starts servers: limits, access, connections and the scheduler's options by name."""
+    """Starts servers: limits, access, connections and the scheduler's options by name.
+
+    files: of the models; none: one tiny one. most: bytes of those that are loaded at once.
+    """
     stops: list[Callable[[], None]] = []
 
     def start(
@@ -54,16 +59,27 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         connections: int = 64,
         head_s: float = 10.0,
         template: str = TEMPLATE,
+        files: Sequence[Path] = (),
+        most: int = 0,
         **options: Any,
     ) -> Running:
-        shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
-        model = open_tiny(tiny_model, "full", ctx_size=ctx_size, shape=shape).model
         given = {"n_parallel": 4, "n_queue": 8, "kv_bytes": 1 << 28, **options}
-        scheduler = Scheduler(model, **given)
         limits, log = RequestLimits(tokens, seconds, body_bytes), []
-        service = Service(model, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
+        shape = {**SHAPE, "chat_template": template, "wtype": "Q8_0"}
+        paths = files or [tiny_model(**shape)]
+
+        def load(hosted: HostedModel) -> Service:
+            model = open_tiny(lambda **_: hosted.path, "full", ctx_size=ctx_size).model
+            scheduler = Scheduler(model, **given, stats=hosted.stats)
+            scheduler.start()
+            sampling = SamplingOptions({"temp": 0.0})
+            return Service(model, scheduler, limits, {}, sampling, name=hosted.name)
+
+        hosted = [HostedModel((path.stem,), path, path.stat().st_size) for path in paths]
+        pool = ModelPool(hosted, load, most, limits, "full", log.append)
+        pool.load_first()
         config = uvicorn.Config(
-            make_app(service, access or Access(), log.append),
+            make_app(pool, access or Access(), log.append),
             port=0,
             log_level="critical",
             lifespan="off",
@@ -71,7 +87,6 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         )
         socket, server = config.bind_socket(), uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([socket],))
-        scheduler.start()
         thread.start()
         while not server.started:
             time.sleep(0.01)
@@ -79,12 +94,11 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         def stop() -> None:
             server.should_exit = True
             thread.join()
-            scheduler.stop()
-            service.grammars.close()
-            model.gguf.close()
+            pool.close()
 
         stops.append(stop)
-        return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log)
+        service = pool.models[0].loaded.service
+        return Running(f"http://127.0.0.1:{socket.getsockname()[1]}", service, log, pool)
 
     yield start
     for stop in stops:

@@ -18,6 +18,7 @@ COMMANDS = ("run", "chat", "serve", "bench")
 # Other names of an option, by the option's name in this program.
 ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("-hf", "-hfr", "--hf-repo"),
+    "models": ("-hf", "-hfr", "--hf-repo"),
     "parallel": ("-np",),
     "n_predict": ("--predict",),
     "draft_model": ("-md", "--model-draft"),

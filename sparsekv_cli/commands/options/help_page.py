@@ -12,8 +12,8 @@ COMMON = "Common options"
 OWN = ""  # stands for a command's own parameters, which no group names
 # Parameters by their names, in the order in which a page shows them.
 GROUPS: dict[str, tuple[str, ...]] = {
-    COMMON: ("model", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods", "budget",
-             "temp", "seed", "as_json", "threads", "verbose", "help"),
+    COMMON: ("model", "models", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods",
+             "budget", "temp", "seed", "as_json", "threads", "verbose", "help"),
     "Prompt": ("system", "raw", "parse_special", "think", "drop_thinking", "context_shift", "keep"),
     "Answer": ("stop", "ignore_eos", "json_schema", "grammar", "regex"),
     "Output": ("inline_thinking", "special", "logprobs", "jsonl", "output"),

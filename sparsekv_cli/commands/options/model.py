@@ -189,19 +189,25 @@ MAX_LOSS_OPTION = click.option(
 
 
 def model_options(
-    *, bench: bool = False, sparse_from: bool = True, seed: bool = True, auto: bool = True
+    *,
+    bench: bool = False,
+    sparse_from: bool = True,
+    seed: bool = True,
+    auto: bool = True,
+    models: Callable[[Any], Any] = MODEL_OPTION,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the options of every command that runs a model; passes them as ``options``.
 
     bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
     sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
-    whether there is ``--seed``. auto: whether the method may be left to the program.
+    whether there is ``--seed``. auto: whether the method may be left to the program. models: the
+    option that names the model, or several.
     """
     own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, *map(session_option, ANSWERING)]
     own += [SPARSE_FROM_OPTION] if sparse_from else []
     own += [MAX_LOSS_OPTION] if sparse_from and auto else []
     own += MODEL_OPTIONS[1:] + ([SEED_OPTION] if seed else [])
-    return gathered("options", _gather_model_options, [MODEL_OPTION, *own, verbose_option])
+    return gathered("options", _gather_model_options, [models, *own, verbose_option])
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
@@ -217,7 +223,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     except ValueError as error:
         raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
     return ModelOptions(
-        model=values.pop("model"),
+        model=values.pop("model", None),
         config=config,
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
@@ -266,6 +272,17 @@ def open_model(options: ModelOptions) -> Model:
     Raises click.UsageError for a method or an option that does not exist, SparseKVError for a bad
     model.
     """
+    method = method_of(options)
+    model = load_model(find_model(options.model), method, options.config)
+    warn_of_long_context(model)
+    return model
+
+
+def method_of(options: ModelOptions) -> Method:
+    """Returns the method that a model is loaded with: ``full`` for ``auto``.
+
+    Raises click.UsageError for a method or an option that does not exist.
+    """
     name = options.method
     if options.is_auto:
         name, given = "full", [*options.method_options, *filter(options.named.get, options.named)]
@@ -278,9 +295,7 @@ def open_model(options: ModelOptions) -> Model:
         method = build_method(name, options.method_options, options.named)
     if not options.is_auto:
         check_sparse_from(options.config, [method])
-    model = load_model(find_model(options.model), method, options.config)
-    warn_of_long_context(model)
-    return model
+    return method
 
 
 def prepare_methods(
@@ -332,11 +347,12 @@ def load_model(
         collecting_no_garbage(),
         compiling or progress.CompileProgress() as compiling,
         progress.CalibrationProgress() as calibrating,
+        progress.LoadProgress() as loading,
     ):
         from sparsekv_cli import model
 
         try:
-            loaded = model.load_model(path, method, config, compiling, calibrating)
+            loaded = model.load_model(path, method, config, compiling, calibrating, on_load=loading)
         except OptionError as error:
             raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
     if loaded.engine.note:

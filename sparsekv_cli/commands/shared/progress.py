@@ -108,6 +108,16 @@ class _LateBar(_Bar):
             print(line, file=sys.stderr, flush=True)
 
 
+class LoadProgress(_LateBar):
+    """A bar of a model that takes a moment to be read. Call it with (bytes done, bytes in all)."""
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._started > SECONDS_BEFORE_BAR:
+            self._show("", "loading the model", done, total)
+        if done >= total:
+            self.close()
+
+
 class CompileProgress(_LateBar):
     """Says once that kernels are being compiled, with a bar on a terminal.
 

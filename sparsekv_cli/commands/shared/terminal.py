@@ -87,10 +87,10 @@ class ShownAnswer:
             self._stream.flush()
 
 
-def explain_faults(model: Path | None = None) -> None:
+def explain_faults(model: Path | str | None = None) -> None:
     """Lets faults in native code end the program with a line, as long as the command runs.
 
-    model: a file that is going to be mapped.
+    model: a file that is going to be mapped, or a line that names several.
     """
     from sparsekv_cli.models import faults
 

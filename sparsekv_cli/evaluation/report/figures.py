@@ -10,9 +10,9 @@ from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.report.colours import THEME, colour_of, marker_of
+from sparsekv_cli.system.installation import install_command
 
 Contents = Mapping[str, Any]
-COMMAND = "pip install 'sparsekv-cli[plot]'"
 INK, MUTED, LINE, FOUND, LOST = (
     THEME[name][0] for name in ("ink", "muted", "line", "found", "lost")
 )
@@ -37,7 +37,7 @@ Draw = Callable[[Any, Contents], None]
 def check_matplotlib() -> None:
     """Raises SparseKVError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise SparseKVError(f"pictures need matplotlib: {COMMAND}")
+        raise SparseKVError(f"pictures need matplotlib: {install_command('plot')}")
 
 
 def draw_speed(figure: Any, found: Contents) -> None:

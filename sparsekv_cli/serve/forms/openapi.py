@@ -57,7 +57,7 @@ def openapi(name: str) -> dict[str, Any]:
                 "get": _action("A response that is kept"),
                 "delete": _action("Keeps a response no more"),
             },
-            "/v1/models": _get("The model"),
+            "/v1/models": _get("The models"),
             "/v1/methods": _get("KV-cache methods and their options"),
             "/props": _get("The model and its defaults (llama-server)"),
             "/health": _get("Whether the server works"),

@@ -74,8 +74,9 @@ Messages = Annotated[Objects, Field(min_length=1)]
 class ServedFields(AnswerFields):
     """The fields that requests of all protocols share.
 
-    model: any name, since a server has one. method, method_options, budget, sparse_from: as on the
-    command line. sparsekv_rows: parts of the context in the live picture of attended rows; 0: none.
+    model: any name where the server has one model; empty: the first one. method, method_options,
+    budget, sparse_from: as on the command line. sparsekv_rows: parts of the context in the live
+    picture of attended rows; 0: none.
     """
 
     model: str = ""
@@ -332,6 +333,7 @@ class MessageFields(CountFields, ServedFields):
 class TokenizeFields(Fields):
     """``/tokenize``, as llama-server has it. add_special: what begins and ends a text is added."""
 
+    model: str = ""
     content: str
     add_special: bool = False
     parse_special: bool = True
@@ -341,4 +343,5 @@ class TokenizeFields(Fields):
 class DetokenizeFields(Fields):
     """``/detokenize``, as llama-server has it."""
 
+    model: str = ""
     tokens: Many[Annotated[int, Field(ge=0, le=MAX_WHOLE)]]

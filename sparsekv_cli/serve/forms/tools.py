@@ -28,10 +28,9 @@ from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.tags import tagged_calls
 from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
+from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader, without
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
-MAX_PASSED = 256  # marks within arguments of an answer; later ones end a call wherever they stand
-Functions = Mapping[str, Any]  # the schemas of their arguments, by name
 ANY_FUNCTIONS: Functions = {}
 
 
@@ -75,98 +74,7 @@ class PlainReader:
         yield from ()
 
 
-class MarkedReader:
-    """Calls between two marks, among texts or alone. A mark within an argument is a part of it.
-
-    parse: reads what is between the marks. begins: how that begins. ends: control tokens that are
-    no text.
-    """
-
-    def __init__(
-        self,
-        start: str,
-        end: str,
-        parse: Callable[[str], ReadCalls],
-        begins: str,
-        ends: tuple[str, ...] = (),
-    ) -> None:
-        self._start, self._end, self._parse, self._ends = start, end, parse, ends
-        self._begins = re.compile(begins)
-        self._held, self._is_call = "", False
-        self._has_called, self._blank = False, ""  # white space after a call
-        self._seen = 0  # up to where the held text has no mark that ends the call
-        self._n_passed = 0  # marks of this answer that were none
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._held = _without(self._held + text, self._ends)
-        while True:
-            if self._is_call:
-                at = self._end_of_call()
-                if at is None:
-                    return
-                yield from self._called(at)
-            else:
-                before, found, after = self._held.partition(self._start)
-                if not found:
-                    break
-                self._held, self._is_call, self._seen = after, True, 0
-                yield from self._said(before)
-        n = len(self._held) - max(overlap(self._held, m) for m in (self._start, *self._ends))
-        said, self._held = self._held[:n], self._held[n:]
-        yield from self._said(said)
-
-    def flush(self) -> Iterator[Part]:
-        while self._is_call:
-            at = self._held.find(self._end)
-            is_read = at < 0 or self._n_passed < MAX_PASSED
-            found = self._parse(self._held) if is_read else ReadCalls([])
-            self._n_passed += 1
-            if at < 0 or (found.calls and not found.doubt):  # models leave the last mark out
-                is_whole = found.calls and found.doubt < MAYBE
-                yield from found.calls if is_whole else [Text(self._start + self._held)]
-                self._held, self._is_call = "", False
-            else:
-                yield from self._called(at)
-                yield from self.push("")
-        held, self._held = self._held, ""
-        if held.strip():
-            yield from self._said(held)
-
-    def _end_of_call(self) -> int | None:
-        """Where the mark is that ends the call; None: it has not come, or what follows decides."""
-        first = self._held.find(self._end)
-        while (at := self._held.find(self._end, self._seen)) >= 0:
-            body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
-            if self._begins.match(body) is None or self._n_passed >= MAX_PASSED:
-                return first
-            calls, doubt = self._parse(body)
-            if not doubt:
-                return at if calls else first
-            if calls and after.startswith(self._start):
-                return at
-            if calls and self._start.startswith(after):
-                return None
-            self._seen, self._n_passed = at + 1, self._n_passed + 1
-        return None
-
-    def _said(self, text: str) -> Iterator[Part]:
-        if self._has_called:
-            self._blank, text = self._blank + text, ""
-            if self._blank.strip():
-                self._has_called, text = False, self._blank
-        if text:
-            yield Text(text)
-
-    def _called(self, at: int) -> Iterator[Part]:
-        """Yields the call, or the text, that ends with the mark there."""
-        body, self._held = self._held[:at], self._held[at + len(self._end) :]
-        self._is_call = False
-        calls = self._parse(body).calls
-        self._has_called, self._blank = self._has_called or bool(calls), ""
-        yield from calls or [Text(f"{self._start}{body}{self._end}")]
-
-
-def hermes_reader(functions: Functions) -> MarkedReader:
+def hermes_reader(functions: Functions) -> BareReader:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
 
     def parse(text: str) -> ReadCalls:
@@ -175,7 +83,8 @@ def hermes_reader(functions: Functions) -> MarkedReader:
         calls = json_calls(text)
         return ReadCalls(calls, MAYBE if not calls and in_string(text) else 0)
 
-    return MarkedReader("<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
+    marked = MarkedReader("<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
+    return BareReader(marked, functions)
 
 
 def gemma4_reader(_functions: Functions) -> MarkedReader:
@@ -200,7 +109,7 @@ class Llama3Reader:
         self._held, self._is_text = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held = _without(self._held + text, self.ENDS)
+        self._held = without(self._held + text, self.ENDS)
         begun = self._held.lstrip()
         if begun and not begun.startswith(("{", self.TAG)) and not self.TAG.startswith(begun):
             self._is_text = True
@@ -228,7 +137,7 @@ class MistralReader:
         self._held, self._is_call = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held = _without(self._held + text, (self.END,))
+        self._held = without(self._held + text, (self.END,))
         if self._is_call:
             return
         before, found, after = self._held.partition(self.MARK)
@@ -289,7 +198,7 @@ class ForcedReader:
             yield from ([] if self._name else json_calls(held)) or [Text(held)]
 
 
-FormatReader = MarkedReader | Llama3Reader | MistralReader | HarmonyReader
+FormatReader = BareReader | MarkedReader | Llama3Reader | MistralReader | HarmonyReader
 
 
 class SingleReader:
@@ -392,9 +301,3 @@ _FORMS = {  # by format: what opens a call, the key of its arguments, what is ar
     "mistral": ("[TOOL_CALLS]", "arguments", "[{", "}]"),
     "harmony": ("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
 }
-
-
-def _without(text: str, marks: tuple[str, ...]) -> str:
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text

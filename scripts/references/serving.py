@@ -1,0 +1,51 @@
+"""A server with a small model and one that knows tools, and the page that tells of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sparsekv_cli.errors import SparseKVError
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "serve.md"
+TOOLS = "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M"  # the model that knows tools
+
+
+@contextlib.contextmanager
+def serving(models: Sequence[Path], *options: str) -> Iterator[str]:
+    """The address of a server with models named small and tools, while the block runs."""
+    named = [word for path in models for word in ("-m", str(path))]
+    command = [sys.executable, "-m", "sparsekv_cli", "serve", *named, "-a", "small", "-a", "tools"]
+    server = subprocess.Popen(
+        [*command, "--port", "0", "--temp", "0", *options], stderr=subprocess.PIPE, text=True
+    )
+    assert server.stderr is not None
+    lines = []
+    try:
+        for line in server.stderr:
+            lines.append(line)
+            if found := re.search(r"http://\S+[^/\s]", line):
+                break
+        else:
+            raise SparseKVError(f"serve: {''.join(lines[-3:])}")
+        with tempfile.TemporaryFile("w") as log:
+            copying = subprocess.Popen(["cat"], stdin=server.stderr, stdout=log)  # nothing blocks
+            yield found[0]
+            server.terminate()
+            copying.wait()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def write_between(name: str, text: str) -> None:
+    """Replaces what stands between the marks ``name`` in docs/serve.md."""
+    page = PAGE.read_text("utf-8")
+    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    PAGE.write_text(marks.sub(lambda m: f"{m[1]}{text}\n{m[2]}", page), "utf-8")

@@ -1,0 +1,97 @@
+"""The text of /metrics: the numbers of all models, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+ValueOf = Callable[[Any], float]  # of a HostedModel (serve/pool.py)
+PREFIX = "sparsekv_"
+BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds
+# Paths that are told apart; clients may ask for any other.
+PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+PATHS |= {"/v1/models", "/health"}
+
+
+class Metrics:
+    """Collects when it is asked, so that a decode step counts plain numbers only."""
+
+    media_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        """models: each a HostedModel."""
+        self._models = models
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._registry = CollectorRegistry()
+        self._first_token = Histogram(
+            PREFIX + "first_token_seconds", "From a request to its first token.",
+            buckets=BUCKETS, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(self)
+
+    def add_request(self, path: str, status: int) -> None:
+        """A request has ended."""
+        self._requests[path if path in PATHS else "other", str(status)] += 1
+
+    def text(self) -> bytes:
+        """Returns the page."""
+        for model in self._models:
+            times = model.stats.first_token_s
+            while times:
+                self._first_token.observe(times.popleft())
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client: everything but the histogram."""
+        requests = CounterMetricFamily(
+            PREFIX + "requests", "Requests that have ended.", labels=("path", "status")
+        )
+        for labels, n in self._requests.items():
+            requests.add_metric(labels, n)
+        yield requests
+        names = ("model",) if len(self._models) > 1 else ()
+        for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text, value_of in families:
+                family = kind(PREFIX + name, text, labels=names)
+                for model in self._models:
+                    family.add_metric((model.name,)[: len(names)], value_of(model))
+                yield family
+
+
+def _of_scheduler(name: str) -> ValueOf:
+    """Returns a number of the scheduler; 0 while the model is not loaded."""
+
+    def value(model: Any) -> float:
+        return 0 if model.loaded is None else getattr(model.loaded.service.scheduler, name)
+
+    return value
+
+
+COUNTERS: tuple[tuple[str, str, ValueOf], ...] = (
+    ("prompt_tokens", "Tokens of prompts that were computed.", lambda m: m.stats.prompt_tokens),
+    ("cached_tokens", "Tokens of prompts whose rows were there.", lambda m: m.stats.cached_tokens),
+    ("generated_tokens", "Tokens of answers.", lambda m: m.stats.generated_tokens),
+    ("rows", "KV rows, in each step those of the context.", lambda m: m.stats.rows_total),
+    ("rows_attended", "KV rows that steps attended to.", lambda m: m.stats.rows_attended),
+    ("answers", "Answers that are whole.", lambda m: m.stats.n_answers),
+    ("failures", "Answers that failed.", lambda m: m.stats.n_failed),
+    ("aborts", "Answers nobody waited for, or that took too long.", lambda m: m.stats.n_aborted),
+    ("steps", "Decode steps.", lambda m: m.stats.n_steps),
+    ("step_tokens", "Tokens of decode steps.", lambda m: m.stats.step_tokens),
+    ("drafted_tokens", "Tokens of drafts.", lambda m: m.stats.drafted_tokens),
+    ("accepted_tokens", "Tokens of drafts in answers.", lambda m: m.stats.accepted_tokens),
+    ("step_seconds", "Time of decode steps.", lambda m: m.stats.step_s),
+    ("model_loads", "Times that a model was loaded.", lambda m: m.n_loads),
+)
+GAUGES: tuple[tuple[str, str, ValueOf], ...] = (
+    ("queue", "Requests that wait.", _of_scheduler("n_waiting")),
+    ("running", "Sequences that are prefilled or decoded.", _of_scheduler("n_running")),
+    ("parked", "Sequences that wait for a prompt that goes on.", _of_scheduler("n_parked")),
+    ("kv_bytes", "Memory of all sequences' rows and indexes.", lambda m: m.stats.kv_bytes),
+    ("kv_limit_bytes", "Memory that there is for them.", lambda m: m.stats.kv_limit),
+    ("model_loaded", "Whether a model is in memory.", lambda m: m.loaded is not None),
+)

@@ -1,0 +1,197 @@
+"""Several models in one server: found by name, loaded when asked for, unloaded for others."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from tiny_sequences import SHAPE
+
+from sparsekv_cli.commands.serve import command, hosted_models
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.serve.pool import ModelPool, shares
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models, one of which is read anew where it changes, and one that is cut."""
+    folder = tmp_path_factory.mktemp("models")
+    found = [folder / f"{name}.gguf" for name in ("first", "second", "cut")]
+    for path, n_layer in zip(found, (4, 2, 2), strict=True):
+        shutil.copy(tiny_model(**{**SHAPE, "n_layer": n_layer}, wtype="Q8_0"), path)
+    os.truncate(found[2], found[2].stat().st_size // 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Any], files: list[Path]) -> Any:
+    return serve(files=files, most=1, seconds=20.0)  # one at a time
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def ask(client: httpx.Client, model: str, n: int = 4) -> httpx.Response:
+    asked = {"model": model, "messages": MESSAGES, "max_tokens": n, "ignore_eos": True}
+    return client.post(CHAT, json=asked)
+
+
+def states(pool: ModelPool) -> list[str]:
+    return [model.status for model in pool.models]
+
+
+def test_names(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [each["id"] for each in listed] == ["first", "second", "cut"]
+    assert client.get("/v1/models/second").json()["id"] == "second"
+    assert client.get("/v1/models/none").status_code == 404
+    answers = [ask(client, name).json()["model"] for name in ("second", "", "first")]
+    assert answers == ["second", "first", "first"]
+    error = ask(client, "other").json()["error"]
+    assert error["code"] == "model_not_found" and "first, second, cut" in error["message"]
+    asked = {"model": "other", "messages": MESSAGES, "max_tokens": 4}
+    refused = client.post("/v1/messages", json=asked)
+    assert refused.status_code == 404 and refused.json()["error"]["type"] == "not_found_error"
+    assert client.get("/props", params={"model": "second"}).json()["model_alias"] == "second"
+
+
+def test_an_unloaded_model_leaves_nothing(client: httpx.Client, server: Any) -> None:
+    assert ask(client, "first").status_code == 200
+    model = weakref.ref(server.pool.models[0].loaded.service.model)
+    thread = server.pool.models[0].loaded.service.scheduler._thread
+    assert ask(client, "second").status_code == 200
+    assert states(server.pool)[:2] == ["unloaded", "loaded"]
+    gc.collect()
+    assert model() is None and not thread.is_alive()
+    text = client.get("/metrics").text
+    assert 'sparsekv_model_loaded{model="first"} 0.0' in text
+    assert 'sparsekv_answers_total{model="first"}' in text  # which are counted on
+    listed = client.get("/v1/models").json()["data"][0]
+    assert listed["status"] == "unloaded" and "lfps" in listed["methods"]
+
+
+def test_a_damaged_model_hurts_no_other(
+    client: httpx.Client, server: Any, files: list[Path]
+) -> None:
+    refused = ask(client, "cut")
+    assert refused.status_code == 500 and refused.json()["error"]["code"] == "model_failed"
+    assert "bytes are missing" in refused.json()["error"]["message"]
+    health = client.get("/health")
+    assert health.status_code == 200 and health.json()["models"]["cut"] == "failed"
+    assert ask(client, "first").status_code == 200
+    shutil.copy(files[1], files[2])
+    assert ask(client, "cut").status_code == 200
+
+
+def test_a_file_that_changed_is_read_anew(
+    client: httpx.Client, server: Any, files: list[Path]
+) -> None:
+    assert ask(client, "second").status_code == 200
+    n_loads = server.pool.models[1].n_loads
+    assert ask(client, "second").status_code == 200
+    assert server.pool.models[1].n_loads == n_loads
+    other = files[1].with_suffix(".new")
+    shutil.copy(files[0], other)
+    other.replace(files[1])
+    assert ask(client, "second").status_code == 200
+    assert server.pool.models[1].loaded.service.model.hparams.n_layer == SHAPE["n_layer"]
+
+
+def test_requests_in_flight_keep_their_model(client: httpx.Client, server: Any) -> None:
+    """Another model waits for them, and later requests wait for that model."""
+    assert ask(client, "first").status_code == 200
+    loaded = server.pool.models[0].loaded
+    scheduler, ended = loaded.service.scheduler, []
+    step, gate = scheduler._running.step, threading.Event()
+
+    def held() -> None:
+        gate.wait(20)
+        step()
+
+    def timed(name: str, n: int) -> int:
+        status = ask(client, name, n).status_code
+        ended.append((name, n))
+        return status
+
+    scheduler._running.step = held
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(timed, "first", 24)
+        while not scheduler.n_running:
+            time.sleep(0.01)
+        second = pool.submit(timed, "second", 4)
+        while not server.pool._lacks_memory:
+            time.sleep(0.01)
+        with pytest.raises(httpx.TimeoutException):  # it leaves, and is not waited for
+            httpx.post(server.url + CHAT, json={"messages": MESSAGES}, timeout=0.1)
+        third = pool.submit(timed, "first", 1)
+        while len(server.pool._tasks) < 2:
+            time.sleep(0.01)
+        assert server.pool.models[0].loaded is loaded
+        gate.set()
+        assert [each.result() for each in (first, second, third)] == [200, 200, 200]
+    assert ended == [("first", 24), ("second", 4), ("first", 1)]
+    assert all(each.loaded is None or each.loaded.n_held == 0 for each in server.pool.models)
+
+
+def test_two_models_at_once(serve: Callable[..., Any], files: list[Path]) -> None:
+    server = serve(files=files[:2], most=1 << 40)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        alone = [ask(client, name, 24).json()["choices"] for name in ("first", "second")]
+        assert states(server.pool) == ["loaded", "loaded"]
+        with ThreadPoolExecutor() as pool:
+            names = ["first", "second"] * 4
+            answers = [*pool.map(lambda name: ask(client, name, 24).json()["choices"], names)]
+    assert answers == alone * 4
+
+
+def test_shares_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekv_cli.serve.pool.default_limit", lambda: 8 * GIB)  # half of 16
+    assert shares([4 * GIB, 4 * GIB], None, None) == (12 * GIB, 2 * GIB)
+    assert shares([4 * GIB, 9 * GIB], None, None) == (12 * GIB, 2 * GIB)
+    assert shares([14 * GIB], None, None) == (12 * GIB, GIB)
+    assert shares([GIB, GIB, GIB], 2 * GIB, 6 * GIB) == (2 * GIB, 3 * GIB)
+    with pytest.raises(SparseKVError, match="models-memory"):
+        shares([GIB, 3 * GIB], 2 * GIB, None)
+
+
+def test_the_port_is_taken_before_a_model_is_looked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(command, ["-m", "nothing.gguf", "--port", port])
+    assert isinstance(result.exception, SparseKVError)
+    assert f"127.0.0.1:{port} cannot be listened on: " in str(result.exception)
+
+
+def test_names_on_the_command_line(files: list[Path]) -> None:
+    from sparsekv_cli.commands.options.model import ModelOptions
+    from sparsekv_cli.settings.config import SessionConfig
+
+    options = ModelOptions(None, SessionConfig(), None)
+    given = [str(path) for path in files[:2]]
+    hosted = hosted_models(given, ["tiny"], options)
+    assert [each.names for each in hosted] == [("tiny", "first"), ("second",)]
+    assert hosted[0].about["context_length"] and "full" in hosted[0].about["methods"]
+    for wrong, aliases in ((given[:1] * 2, []), (given, ["a", "a"]), (given[:1], ["a", "b"])):
+        words = [*(("-m", each) for each in wrong), *(("-a", each) for each in aliases)]
+        result = CliRunner().invoke(command, [*chain(*words), "--port=0"])
+        assert result.exit_code == 2 and "--alias" in result.output
