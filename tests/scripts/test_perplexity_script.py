@@ -75,6 +75,8 @@ def test_perplexity(run, monkeypatch, capsys, sharper, expected):
     assert capsys.readouterr().out.startswith(shown)
     code, rows = run("-c", "40", "--chunks", "2", "--no-f32")
     assert code == expected and len(rows) == 3 and rows[2]["kld"] == full["kld"]
+    code, rows = run("-c", "40", "--chunks", "2", "--no-decode")
+    assert code == expected and rows == [llama, f32, prefill]
 
 
 def test_greedy_choice(run, monkeypatch, capsys):
