@@ -6,6 +6,7 @@ Texts and facts are ours. A needle prompt is a text with one fact put between tw
 followed by a question about it, all as one user message.
 """
 
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from sparsekv_cli.generation.conversation import chat_template, encode_messages,
 from sparsekv_cli.model import Model
 
 FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+HELD_OUT = tomllib.loads((FOLDER / "held_out.toml").read_text(encoding="utf-8"))
+CHARACTERS = 6  # of a text, a token of its length
 TEXT_FILES = tuple(
     FOLDER / "texts" / f"{name}.txt" for name in ("prose", "mixed", "hearing", "manual")
 )
@@ -56,6 +60,14 @@ NEEDLES = tuple(
 def read_texts() -> list[str]:
     """The texts, each long enough for 6.5K tokens and a continuation."""
     return [path.read_text(encoding="utf-8") for path in TEXT_FILES]
+
+
+def text_of(half: str, kind: str, n_tokens: int) -> str:
+    """As much of a half's text of a kind, ``code`` or ``prose``, as has ``n_tokens``."""
+    paths = [ROOT / name for name in HELD_OUT[half][kind]]
+    files = [each for p in paths for each in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
+    whole = "\n\n".join(path.read_text(encoding="utf-8") for path in files)
+    return whole[: CHARACTERS * n_tokens]
 
 
 def counter(model: Model) -> Callable[[str], int]:

@@ -1,4 +1,4 @@
-"""llama.cpp for scripts/accuracy/formats: its quantiser and its logits, by llama-cpp-python."""
+"""llama.cpp by llama-cpp-python: its quantiser, its tokens and its logits."""
 
 import ctypes
 from collections.abc import Sequence
@@ -51,15 +51,25 @@ class LlamaModel:
         if not self._context:
             raise SparseKVError(f"llama.cpp cannot make a context of {n_ctx} tokens")
         self._batch = api.llama_batch_init(n_ctx, 0, 1)
-        self._n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._vocab = api.llama_model_get_vocab(self._model)
+        self._n_vocab = api.llama_vocab_n_tokens(self._vocab)
 
     def close(self) -> None:
         self._api.llama_batch_free(self._batch)
         self._api.llama_free(self._context)
         self._api.llama_model_free(self._model)
 
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text, with BOS if the model adds it."""
+        given = text.encode()
+        tokens = (self._api.llama_token * (len(given) + 2))()
+        n = self._api.llama_tokenize(
+            self._vocab, given, len(given), tokens, len(tokens), True, False
+        )
+        return list(tokens[:n])
+
     def evaluate(self, ids: Sequence[int], n_past: int, n_last: int) -> np.ndarray:
-        """Adds ``ids`` behind ``n_past`` tokens: logits f32 (n_last, n_vocab) of the last ones."""
+        """Adds ``ids`` after ``n_past`` tokens: logits f32 (n_last, n_vocab) of the last ones."""
         api, batch = self._api, self._batch
         api.llama_memory_seq_rm(api.llama_get_memory(self._context), 0, n_past, -1)
         batch.n_tokens = len(ids)

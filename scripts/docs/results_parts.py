@@ -29,6 +29,7 @@ SIZES: Sizes = TABLE["sizes"]
 TINY: Sizes = SIZES | TABLE["tiny"]
 TEXTS = ROOT / "scripts" / "accuracy" / "texts"
 DOCUMENT = "scripts/demo_document.txt"
+TRUTH = "accuracy/perplexity"  # too far from llama.cpp (status 1) is a figure like others
 PEERS = ("llama.cpp", "ik_llama.cpp")
 MEMORY_COUNTERS = ("bytes_host", "bytes_device", "index_bytes")
 CACHE_TYPE_PAIRS = (
@@ -157,10 +158,6 @@ def cache_types(run: Runner, sizes: Sizes, _: Records) -> Records:
     return records
 
 
-def ratio_in_percent(run: Runner, sizes: Sizes, records: Records) -> Records:
-    return [row | {"percent": 100 * abs(row["ratio"] - 1)} for row in records]
-
-
 def peak_memory(run: Runner, sizes: Sizes, _: Records) -> Records:
     """A document is read and some tokens answered: the peak of the process, method by method."""
     records = []
@@ -287,8 +284,10 @@ def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
     return bench_speeds(run, model, *expand_arguments("-p {real_prompts} -n 0 -r 3", sizes))
 
 
-def trained_script(script: str, size: str, run: Runner, sizes: Sizes, model: str) -> Records:
-    return run.script(script, "-m", model, *sizes[size].split())
+def trained_script(
+    script: str, size: str, run: Runner, sizes: Sizes, model: str, may_end_with: int = 0
+) -> Records:
+    return run.script(script, "-m", model, *sizes[size].split(), may_end_with=may_end_with)
 
 
 def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
@@ -383,11 +382,12 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "calibration": calibration_time,
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "far": attention_by_depth,
+    "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": peak_memory,
     "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"].split()),
     "peer_larger": lambda run, sizes, _: peers_of_models(run, sizes["larger"]),
     "peer_types": lambda run, sizes, _: peers_of_models(run, sizes["types"]),
-    "perplexity": ratio_in_percent,
+    "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),

@@ -13,7 +13,7 @@ NAME = "sparsekv-cli"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command of pip, uv or pipx that installs an extra, as the program was installed."""
+    """Returns the command that installs an extra: of pip, uv or pipx, whichever was used."""
     command = "pip install"
     for mark, other in (("uv-receipt.toml", "uv tool"), ("pipx_metadata.json", "pipx")):
         if (Path(sys.prefix) / mark).exists():

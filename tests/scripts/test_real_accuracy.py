@@ -48,9 +48,9 @@ def test_the_halves_have_nothing_in_common():
         assert all(path.exists() for path in paths) and len(files[-1]) >= len(paths)
     assert not files[0] & files[1]
     for half in real.HELD_OUT:
-        for task in real.TEXTS:
-            text = real.text_of(half, task, 30_000)
-            assert len(text) > 4 * 30_064, f"{half} {task}: too short for 30000 tokens"
+        for kind in real.TEXTS.values():
+            text = real.text_of(half, kind, 30_064)
+            assert len(text) > 4 * 30_064, f"{half} {kind}: too short for 30000 tokens"
 
 
 def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(
@@ -130,7 +130,7 @@ def test_changed_texts_are_other_samples(tmp_path, monkeypatch):
     )
     (tmp_path / "a.txt").write_text("another text")
     changed = {"choose": {"prose": [str(tmp_path / "a.txt")]}}
-    monkeypatch.setattr(real, "HELD_OUT", changed)
+    monkeypatch.setattr(sys.modules["accuracy_texts"], "HELD_OUT", changed)
     real.made_of.cache_clear()
     assert real.made_of("choose", "kld_prose", LENGTH) != first
     assert real.made_of("choose", "vt", LENGTH) != real.made_of("choose", "code", LENGTH)
