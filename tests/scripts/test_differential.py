@@ -1,0 +1,33 @@
+"""scripts/differential: a sample of its cases, and a planted error that it finds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripts_as_modules import load_script
+
+from sparsekv_cli.methods.naive.base import Naive
+
+script = load_script("differential")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_sample_differs_nowhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "FILE", tmp_path / "found.json")
+    assert script.main(["--seed", "30", "--cases", "7", "--seconds", "1000", "--record"]) == 0
+    assert capsys.readouterr().out == "7 cases, 0 found\n"
+    assert json.loads(script.FILE.read_text())["found"] == 0
+
+
+def test_a_difference_is_found_and_its_seed_repeats_it(monkeypatch, capsys):
+    attend = Naive.attend
+    monkeypatch.setattr(Naive, "attend", lambda self, choices: attend(self, choices) * 1.01)
+    monkeypatch.setattr(script, "KINDS", {"method": script.of_method})
+    lines = []
+    for _ in range(2):
+        assert script.main(["--seed", "2", "--cases", "1"]) == 1
+        lines.append(capsys.readouterr().out.splitlines())
+    (found, last), again = lines
+    assert found.startswith("differs: --seed 2: method ") and last == "1 cases, 1 found"
+    assert again == lines[0]
