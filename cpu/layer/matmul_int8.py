@@ -3,7 +3,8 @@
 For CPUs with AVX2 or sdot. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it. The
 weights' integers are multiplied with them four columns at a time, and a block is scaled once. A
 task decodes GROUP rows of weights once, some hundred columns at a time, into a panel in L1. It
-multiplies all its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16 as uint16.
+multiplies all its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16
+as uint16.
 """
 
 from __future__ import annotations
