@@ -1,19 +1,21 @@
 """What ``scripts/arm`` runs: tiny models of each kind of layer, with every method.
 
-With CROSS in the environment nothing is computed. Every kernel that the run would call is compiled
-for ARM and kept, by LLVM on this machine. A process under emulation then finds it in its cache.
+``record`` and ``compare`` FILE: logits. ``compile``: nothing is computed. Every kernel that the run
+would call is compiled for ARM and kept, by LLVM on x86. A process under emulation then finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TRIPLE = "aarch64-unknown-linux-gnu"
+LIMIT = 1e-3
 N_PROMPT, N_TOKENS, N_KEPT = 300, 16, 8  # faedkv compresses no shorter prompts
 _SMALL = {"n_layer": 2, "n_head": 2, "n_head_kv": 1, "n_ff": 256, "n_embd": 256}
 # Arguments of make_model: attention and windows, softcaps, sinks and experts, recurrent layers,
@@ -100,30 +102,63 @@ def generate(path: Path, method: str) -> Any:
     return np.array(rows, np.float32)
 
 
-def main(out: str, kinds: list[str]) -> None:
-    """Writes the logits of each kind with each method to the file ``out`` after each."""
-    crosses = bool(os.environ.get("CROSS"))
-    if crosses:
-        compile_for_arm()
+def record(out: Path, kinds: list[str]) -> None:
+    """Writes the logits of each kind with each method; those of other kinds stay."""
     import numpy as np
+
+    found = dict(np.load(out)) if out.exists() else {}
+    for name, logits in each_run(kinds):
+        found[name] = logits
+        np.savez_compressed(out, **found)
+
+
+def compare(out: Path, kinds: list[str]) -> int:
+    """Returns how many runs differ from those of ``out``."""
+    import numpy as np
+
+    n_bad = 0
+    with np.load(out) as expected:
+        for name, logits in each_run(kinds or sorted({name.split()[0] for name in expected})):
+            if name not in expected:
+                raise SystemExit(f"error: {out} has no {name}: run scripts/arm --record on x86")
+            error = float(np.abs(logits - expected[name]).max())
+            is_bad = not error <= LIMIT
+            n_bad += is_bad
+            print(f"{name}: differs by {error:.1e}{', too much' * is_bad}", flush=True)
+    return n_bad
+
+
+def each_run(kinds: list[str], failures: Any = None) -> Iterator[tuple[str, Any]]:
+    """Yields a kind with a method, and its logits."""
     from tiny_models import make_model
 
     from sparsekv_cli.methods import METHODS
 
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    for kind in kinds or KINDS:
-        path = Path(out).with_name(f"{kind}.gguf")
-        make_model(path, arch=kind, n_ctx=512, **KINDS[kind])
-        for method in METHODS:
-            failures = contextlib.suppress(Exception) if crosses else contextlib.nullcontext()
-            with failures:  # of Python code that meets garbage
-                found[f"{kind} {method}"] = generate(path, method)
-            print(f"{kind} {method}: {'compiled' if crosses else 'run'}", flush=True)
-            if not crosses:
-                np.savez_compressed(out, **found)
+    with TemporaryDirectory() as folder:
+        for kind in kinds or KINDS:
+            path = Path(folder) / f"{kind}.gguf"
+            make_model(path, arch=kind, n_ctx=512, **KINDS[kind])
+            for method in METHODS:
+                logits = None
+                with failures or contextlib.nullcontext():
+                    logits = generate(path, method)
+                yield f"{kind} {method}", logits
+
+
+def compile_all(kinds: list[str]) -> None:
+    compile_for_arm()
+    for name, _ in each_run(kinds, contextlib.suppress(Exception)):  # Python meets garbage
+        print(f"{name}: compiled", flush=True)
+
+
+def main(action: str, *arguments: str) -> int:
+    sys.path[:0] = [str(ROOT / "fixtures" / each) for each in ("models", "device")]
+    if action == "compile":
+        compile_all(list(arguments))
+        return 0
+    out, *kinds = arguments
+    return (record if action == "record" else compare)(Path(out), kinds) or 0
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "fixtures" / each) for each in ("models", "device")]
-    main(sys.argv[1], sys.argv[2:])
+    sys.exit(main(*sys.argv[1:]))

@@ -1,7 +1,8 @@
 """Kernels' vector code as a CPU of ARM would get it: ``python arm_assembly.py dotprod,i8mm``.
 
 A process of its own: modules ask for the CPU's features when they are imported. Prints a JSON
-object: the x86 intrinsics in the code, and the instructions of inner loops by case.
+object: the x86 intrinsics in the code, and the instructions of inner loops by case. A second
+argument is a file for the code itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
@@ -135,6 +137,8 @@ if __name__ == "__main__":
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     modules = cases()
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_text(json.dumps(modules), encoding="utf-8")
     foreign = {each: re.findall(r"llvm\.x86[\w.]*", text) for each, text in modules.items()}
     loops = {each: inner_loops(compiled(modules[each])) for each in COMPILED if each in modules}
     json.dump(
