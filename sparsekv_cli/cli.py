@@ -130,6 +130,9 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Entry point: runs one command line and exits with its code."""
     _repair_standard_streams()
+    if sys.platform == "win32":
+        say("error: Windows is not supported: run sparsekv-cli in WSL, Windows' own Linux")
+        sys.exit(EXIT_FAILED)
     answered = answer_shell(cli, PROGRAM)
     if answered is not None:
         sys.exit(answered)

@@ -3,7 +3,7 @@
 Rows lie in tiles of sixteen, (words, 16, 4). A word is four dims of a row. Each row of a tile has a
 lane of its own, and nothing is summed across lanes. Two tiles are scored at a time, for as many
 queries as the registers hold sums of. With vpdpbusd (VNNI) an instruction multiplies a word of
-sixteen rows, elsewhere pairs of i16 do.
+sixteen rows, with sdot or usdot (ARM) of four, elsewhere pairs of i16 do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _add_products(
     seven_bits: no byte of the rows is above 127, so that two products fit an i16.
     """
     if vnni.is_available():
-        return vnni.dot_bytes(b, total, rows, query)
+        return vnni.dot_bytes(b, total, rows, query, unsigned=not seven_bits)
     if seven_bits and llvm.has_feature("avx2"):
         query, ones, parts = b.bitcast(query, vec(I8, LINE)), const(I16, 1), []
         for lanes in (range(PAIR), range(PAIR, LINE)):

@@ -148,8 +148,11 @@ def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
 
 
 def can_compile_ahead() -> bool:
-    """Whether this process can be copied, and what the copies compile can be kept on disk."""
-    return hasattr(os, "fork") and STORE.may_write() and "torch" not in sys.modules
+    """Whether this process can be copied, and what the copies compile can be kept on disk.
+
+    On macOS a copy of a process with threads may hang or crash in the system's own libraries.
+    """
+    return sys.platform == "linux" and STORE.may_write() and "torch" not in sys.modules
 
 
 def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:

@@ -5,17 +5,19 @@ register, two AVX2 registers or four NEON registers.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
-from llvmlite import binding, ir
-from numba import njit, types
+from llvmlite import ir
+from numba import config, njit, types
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu import features
 from sparsekv_cli.cpu.jit import compiling, kernel_cache
 
 compiling.install()
 kernel_cache.install()  # every kernel imports this module
+if features.architecture() == "aarch64":  # numba knows the features that LLVM finds, which are few
+    config.CPU_FEATURES = features.flattened()
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -24,14 +26,9 @@ VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 
 
-@cache
-def _features() -> dict[str, bool]:
-    return binding.get_host_cpu_features()  # some milliseconds
-
-
 def has_feature(name: str) -> bool:
     """Whether this CPU has a feature, by LLVM's name for it."""
-    return _features().get(name, False)
+    return features.cpu_features().get(name, False)
 
 
 ON_AMD = has_feature("sse4a")  # or on a descendant of its cores; Intel has none

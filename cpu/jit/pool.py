@@ -21,6 +21,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
+from sparsekv_cli.cpu import features
 from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 
@@ -92,10 +93,9 @@ def _pause(typingctx):
     """Tells the core that this thread spins."""
 
     def codegen(context, b, signature, args):
-        architecture = binding.get_default_triple().split("-")[0]
-        if architecture == "x86_64":
+        if features.architecture() == "x86_64":
             b.call(_intrinsic(b, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif architecture in ("aarch64", "arm64"):
+        elif features.architecture() == "aarch64":
             i32 = ir.IntType(32)
             b.call(_intrinsic(b, "llvm.aarch64.hint", ir.VoidType(), [i32]), [i32(1)])
         return context.get_dummy_value()

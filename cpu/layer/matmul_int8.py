@@ -1,9 +1,10 @@
 """Matrix products of a prefilled chunk in integers: weights as they lie in the file, i8 inputs.
 
-For CPUs with AVX2. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it. The weights'
-integers are multiplied with them four columns at a time, and a block is scaled once. A task decodes
-GROUP rows of weights once, some hundred columns at a time, into a panel in L1. It multiplies all
-its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16 as uint16.
+For CPUs with AVX2 or sdot. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it. The
+weights' integers are multiplied with them four columns at a time, and a block is scaled once. A
+task decodes GROUP rows of weights once, some hundred columns at a time, into a panel in L1. It
+multiplies all its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16
+as uint16.
 """
 
 from collections.abc import Sequence
@@ -80,7 +81,7 @@ def _format_traits(code: int) -> Traits:
 
 @intrinsic
 def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
-    """A row's blocks -> unsigned bytes, f32 scales and offsets; addresses. code: a literal."""
+    """A row's blocks -> bytes, f32 scales and offsets; addresses. code: a literal."""
     if not isinstance(code, types.IntegerLiteral):
         return None
 
@@ -89,19 +90,20 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
         assert format_.decode is not None
         decode = format_.decode
         _, w, n_blocks, values, scales, offsets = args
+        zero = 0 if vnni.takes_signed() else format_.zero
 
         def body(i, carried):
             block = decode(b, b.add(w, b.mul(i, I64(format_.n_bytes))))
             at = b.add(values, b.mul(i, I64(format_.n_elements)))
             n = block.q[0].type.count
             for j, q in enumerate(block.q):
-                llvm.store(b, b.add(q, const(I8, format_.zero, n)), at, n * j)
+                llvm.store(b, b.add(q, const(I8, zero, n)), at, n * j)
             n_scales = block.scales.type.count
             step = b.mul(i, I64(4 * n_scales))
             llvm.store(b, block.scales, b.add(scales, step))
             known = block.offsets
             if known is None:
-                known = b.fmul(block.scales, const(F32, -float(format_.zero), n_scales))
+                known = b.fmul(block.scales, const(F32, -float(zero), n_scales))
             llvm.store(b, known, b.add(offsets, step))
             return []
 

@@ -2,10 +2,10 @@
 
 Inputs for each TILE: i8 [columns / 4][TILE][4] and f32 scales [columns / 32][TILE]. Sums of the
 scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows of
-weights has unsigned bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale.
-Each span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a span fill the
-registers. vpdpbusd (VNNI) adds four products to an i32. Without it vpmaddubsw adds two to an i16,
-and as many of these are added as fit.
+weights has bytes [columns / 4][GROUP][4], as the products take them. A span is the 16 or 32 columns
+under one scale. Each span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a
+span fill the registers. vpdpbusd (VNNI) or sdot (ARM) adds four products to an i32. Without it
+vpmaddubsw adds two to an i16, and as many of these are added as fit.
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ LARGEST_INPUT = 127
 
 def is_available() -> bool:
     """Whether the CPU has the byte products."""
-    return llvm.has_feature("avx2")
+    return llvm.has_feature("avx2") or vnni.is_available()
 
 
 class Traits(NamedTuple):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
+from sparsekv_cli.cpu import features
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import (
     F16,
@@ -140,9 +141,8 @@ def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value
         low, high = (lookup16(b, table, half) for half in halves)
         return shuffle(b, low, high, range(n))
     table_vec = ir.Constant(vec(I8), [value & 255 for value in table])
-    machine = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
     names = {"x86_64": "llvm.x86.ssse3.pshuf.b.128", "aarch64": "llvm.aarch64.neon.tbl1.v16i8"}
-    name = names.get(machine)
+    name = names.get(features.architecture())
     if name is not None:
         return llvm.call_named(b, name, vec(I8), table_vec, idx)
     result = const(I8, table[0] & 255)

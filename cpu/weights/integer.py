@@ -4,7 +4,7 @@ The activations have 8 bits, as in llama.cpp, or 16. With 8 bits they take half 
 CPUs with byte products. With 16 bits the error is about 2^-16 of a block's largest activation.
 Logits then stay within f32 noise of the f32 path. The 32 products of a block, of small weight
 integers and activations, are summed exactly in i32 and scaled once. The f32 path converts every
-weight instead. CPUs with vpdpbusd use weights/vnni.py, and repacked weights use
+weight instead. CPUs with vpdpbusd or sdot use weights/vnni.py, and repacked weights use
 weights/interleaved.py. Others use this file: vpmaddwd on AVX2 and AVX-512, widening multiply-adds
 on NEON.
 """
@@ -38,10 +38,12 @@ def activation_planes(wanted: str) -> int:
     """Bytes of an activation for --activations ``wanted``: ``8``, ``16`` or ``auto``.
 
     The second byte costs nothing with AVX-512 VNNI, where products wait for memory. With vectors of
-    256 bits a token takes a third longer with it, or half as long again without vpdpbusd.
+    256 bits a token takes a third longer with it, or half as long again without vpdpbusd. Vectors
+    of sdot have 128 bits.
     """
     if wanted == "auto":
-        return 1 if llvm.has_feature("avx2") and not llvm.has_feature("avx512vnni") else 2
+        is_narrow = llvm.has_feature("avx2") and not llvm.has_feature("avx512vnni")
+        return 1 if is_narrow or vnni.takes_signed() else 2
     return int(wanted) // 8
 
 

@@ -8,10 +8,10 @@ without it. The others are formats whose elements are looked up in grids or are 
 
 Layout: the blocks i of a group's 16 rows lie together, after the blocks i - 1. First come the
 scales, 16 of a kind (32 bytes). Then come the block's other bytes in the order of their use, four
-of each row (64 bytes). They are multiplied with four activations of one or two bytes. vpdpbusd does
-it (weights/vnni.py), else vpmaddubsw, whose sums of two products are i16. Some of these can be
-added ahead of widening them. The integers of IQ4_NL and IQ4_XS are too large for that and become
-i16 first.
+of each row (64 bytes). They are multiplied with four activations of one or two bytes. vpdpbusd or
+sdot does it (weights/vnni.py), else vpmaddubsw, whose sums of two products are i16. Some of these
+can be added ahead of widening them. The integers of IQ4_NL and IQ4_XS are too large for that and
+become i16 first.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I16, I32, LANES, VF, VI, const, load, vec
+from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.block import IQ4_NL_VALUES, MXFP4_VALUES, lookup16
 from sparsekv_cli.cpu.weights.blocks_small import power_of_two, unsigned_e4m3
 from sparsekv_cli.cpu.weights.formats import FORMATS
@@ -20,7 +21,7 @@ from sparsekv_cli.cpu.weights.vnni import BYTES
 class InterleavedBlock(NamedTuple):
     """32 or 16 elements of each of 16 rows; an element is q * scale + offset."""
 
-    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, unsigned bytes
+    q: list[ir.Value]  # 8 or 4 <16 x i32>: four elements of every row, for ``add_dots``
     scale: ir.Value  # <16 x float>
     offset: ir.Value
 
@@ -67,16 +68,22 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
     return [b.or_(nibble, fifth) for nibble, fifth in zip(q, fifths, strict=True)]
 
 
+def _zero(name: str) -> int:
+    """What the bytes of the format ``name`` have too much: none have where they may be signed."""
+    is_large = FORMATS[name].largest > 127
+    return 0 if is_large and vnni.takes_signed() else FORMATS[name].zero
+
+
 def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> InterleavedBlock:
     """Integers q - zero of the format ``name``."""
-    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(FORMATS[name].zero))))
+    return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(_zero(name)))))
 
 
 def _looked_up(
     b: ir.IRBuilder, values: tuple[int, ...], nibbles: Sequence[ir.Value], name: str
 ) -> list[ir.Value]:
-    """Returns the unsigned integers of the format ``name`` that four bits stand for."""
-    table = tuple(value + FORMATS[name].zero for value in values)
+    """Returns the integers of the format ``name`` that four bits stand for."""
+    table = tuple(value + _zero(name) for value in values)
     bytes_ = (b.bitcast(word, vec(I8, BYTES)) for word in nibbles)
     return [b.bitcast(lookup16(b, table, each), VI) for each in bytes_]
 

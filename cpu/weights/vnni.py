@@ -1,9 +1,10 @@
-"""Integer dot products with the CPU's byte products (VNNI): vpdpbusd sums u8 x i8 into i32.
+"""Integer dot products with the CPU's byte products: vpdpbusd of x86 (VNNI), or sdot of ARM.
 
 An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. One or two
 instructions multiply 64 weights. The pairs of i16 in weights/integer.py take four, and four to
-widen. The integers are the same. Weights must be unsigned: a format's ``zero`` is added to signed
-ones, and the offsets take it off again.
+widen. The integers are the same. vpdpbusd takes unsigned weights: a format's ``zero`` is added to
+signed ones, and the offsets take it off again. sdot takes signed ones, and all unsigned weights are
+below 128.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the
 
 
 def is_available() -> bool:
-    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI)."""
-    return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni")
+    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI), or sdot."""
+    return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni") or takes_signed()
+
+
+def takes_signed() -> bool:
+    """Whether the products are ARM's sdot, which multiplies signed bytes only."""
+    return llvm.has_feature("dotprod")
 
 
 def has_both_forms() -> bool:
@@ -36,17 +42,51 @@ def has_both_forms() -> bool:
     return llvm.has_feature("avx2") and not is_available()
 
 
-def add_dots(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-    """total <n x i32> + sums of four products of w <4n x u8> with x <4n x i8>, n 8 or 16."""
+def _arm_dots(
+    b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value, unsigned: bool
+) -> ir.Value:
+    """``add_dots`` on ARM, four sums at a time."""
+    bytes_, high = vec(I8, 16), const(I8, -128, 16)
+
+    def dots(name: str, *args: ir.Value) -> ir.Value:
+        name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
+        return llvm.call_named(b, name, vec(I32, 4), *args)
+
+    parts = []
+    for at in range(0, total.type.count, 4):
+        four, *of_four = (shuffle(b, part, part, range(at, at + 4)) for part in (total, w, x))
+        w4, x4 = (b.bitcast(part, bytes_) for part in of_four)
+        if not unsigned:
+            parts.append(dots("sdot", four, w4, x4))
+        elif llvm.has_feature("i8mm"):
+            parts.append(dots("usdot", four, w4, x4))
+        else:  # w - 128, and the sum of 128 x
+            excess = dots("sdot", const(I32, 0, 4), high, x4)
+            parts.append(b.sub(dots("sdot", four, b.xor(w4, high), x4), excess))
+    return _concatenated(b, parts)
+
+
+def add_dots(
+    b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value, *, unsigned: bool = False
+) -> ir.Value:
+    """total <n x i32> + sums of four products of w <4n x u8> with x <4n x i8>, n 8 or 16.
+
+    On ARM w is signed, or ``unsigned``: some bytes are above 127.
+    """
     type_ = total.type
+    w, x = b.bitcast(w, type_), b.bitcast(x, type_)
+    if takes_signed():
+        return _arm_dots(b, total, w, x, unsigned)
     name = f"llvm.x86.avx512.vpdpbusd.{32 * type_.count}"
-    return llvm.call_named(b, name, type_, total, b.bitcast(w, type_), b.bitcast(x, type_))
+    return llvm.call_named(b, name, type_, total, w, x)
 
 
-def dot_bytes(b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-    """total <16 x i32> + sums of four products of w <64 x u8> and x <64 x i8>."""
-    if llvm.has_feature("avx512vnni"):
-        return add_dots(b, total, w, x)
+def dot_bytes(
+    b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value, *, unsigned: bool = False
+) -> ir.Value:
+    """``add_dots`` of w <64 x u8> and x <64 x i8>."""
+    if llvm.has_feature("avx512vnni") or takes_signed():
+        return add_dots(b, total, w, x, unsigned=unsigned)
     w, x = b.bitcast(w, VI), b.bitcast(x, VI)
     halves = []
     for lanes in (range(8), range(8, 16)):
@@ -62,7 +102,7 @@ def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -> Block:
-    """``n_blocks`` blocks at p (1, 2 or 4) as one, with q unsigned in vectors of 64.
+    """``n_blocks`` blocks at p (1, 2 or 4) as one, with q as ``add_dots`` takes it, 64 bytes each.
 
     A lone block of 32 is followed by zeros, whose scale is its own.
     """
@@ -82,7 +122,7 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
         given = [block.offsets for block in blocks if block.offsets is not None]
         offsets = _concatenated(b, given) if given else None
         block = Block(q, blocks[0].signed, scales, offsets)
-    if block.signed:
+    if block.signed and not takes_signed():
         q = [b.add(part, const(I8, format_.zero, BYTES)) for part in q]
         zeros = const(F32, -float(format_.zero), block.scales.type.count)
         offsets = b.fmul(block.scales, zeros)

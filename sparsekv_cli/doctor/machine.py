@@ -23,7 +23,7 @@ OPTIONAL = (
 #: The features, by LLVM's names, that the kernels in cpu/ ask the CPU for.
 FEATURES = (
     *("avx2", "avx512f", "avx512bw", "avx512vbmi", "avx512vnni", "avx512bf16", "avxvnni"),
-    *("amx-bf16", "sse4a"),
+    *("amx-bf16", "sse4a", "dotprod", "i8mm"),
 )
 #: The environment variables that change what the program does. No secret is among them.
 VARIABLES = (
@@ -70,10 +70,9 @@ def cpu(problems: list[str]) -> dict[str, Any]:
 
 
 def cpu_features(problems: list[str]) -> dict[str, bool]:
-    from llvmlite import binding  # numba, slow to import, asks it too
+    from sparsekv_cli.cpu.features import cpu_features as find
 
-    found = binding.get_host_cpu_features()
-    return {name: bool(found.get(name, False)) for name in FEATURES}
+    return {name: find().get(name, False) for name in FEATURES}
 
 
 def memory(problems: list[str]) -> dict[str, int | None]:

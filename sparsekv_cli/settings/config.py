@@ -12,8 +12,8 @@ class SessionConfig:
     """How a session runs, independent of the method; see each field's help.
 
     prefill_dtype: the type of the prefill's products. ``auto`` takes bf16 on a GPU and on a CPU
-    with AMX tiles. On x86 with AVX2 it takes int8: sums of integers over inputs rounded to 8 bits.
-    Elsewhere it takes f32.
+    with AMX tiles. With AVX2 or sdot (ARM) it takes int8: sums of integers over inputs rounded to
+    8 bits. Elsewhere it takes f32.
     """
 
     ctx_size: int = option(
@@ -46,7 +46,7 @@ class SessionConfig:
     )  # fmt: skip
     activations: str = option(
         "auto", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
-        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI), otherwise 16.",
+        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI, or sdot), otherwise 16.",
         choices=("auto", "8", "16"),
     )  # fmt: skip
     vram_limit: float = option(

@@ -1,0 +1,41 @@
+"""What the CPU can do, by LLVM's names for its features. Nothing here imports numba."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+from llvmlite import binding
+
+# Where Linux tells a process which byte products an ARM CPU has: (entry of getauxval, bit).
+ARM_PRODUCTS = {"dotprod": (16, 20), "i8mm": (26, 13)}
+
+
+def architecture() -> str:
+    """``x86_64``, ``aarch64`` or another."""
+    return binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
+
+
+@cache
+def cpu_features() -> dict[str, bool]:
+    """Returns LLVM's features, and on ARM also sdot (dotprod) and usdot (i8mm).
+
+    LLVM does not look for these two. Its names of Apple's CPUs imply them.
+    """
+    found = dict(binding.get_host_cpu_features())  # some milliseconds
+    if architecture() != "aarch64":
+        return found
+    if sys.platform == "linux":
+        getauxval = ctypes.CDLL(None).getauxval
+        getauxval.restype = ctypes.c_ulong
+        for name, (entry, bit) in ARM_PRODUCTS.items():
+            found[name] = bool(getauxval(ctypes.c_ulong(entry)) >> bit & 1)
+    elif binding.get_host_cpu_name().startswith("apple-m"):
+        found |= {"dotprod": True, "i8mm": binding.get_host_cpu_name() != "apple-m1"}
+    return found
+
+
+def flattened() -> str:
+    """Returns the features as LLVM takes them: ``+name`` or ``-name``, with commas."""
+    return ",".join(f"{'+' if has else '-'}{name}" for name, has in cpu_features().items())
