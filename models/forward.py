@@ -6,6 +6,7 @@ once for all rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import FULL, NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
@@ -265,6 +267,11 @@ class Forward(ABC):
                 ):
                     yield Progress((before + done) // n_layer, n, False)
                 if first + size >= n:
+                    if len(x) and not math.isfinite(float(x[-1].sum())):
+                        raise SparseKVError(
+                            f"layer {i} gives values that are not finite: the weights are damaged; "
+                            "'sparsekv-cli inspect --check-tensors' names the tensor"
+                        )
                     if on_rows is not None:
                         on_rows(i, cache)
                     cache.finish_prefill()
