@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.header import show
 
 CONTRACTION = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -223,7 +224,7 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
         return TABLE["default"]
     if not isinstance(name, str) or name not in TABLE:
         raise SparseKVError(
-            f"tokenizer.ggml.pre is {name!r}, which is not known: text would be cut wrongly "
-            f"(known: {', '.join(sorted(TABLE))})"
+            f"tokenizer.ggml.pre is {show(str(name))}, which is not known: text would be cut "
+            f"wrongly (known: {', '.join(sorted(TABLE))})"
         )
     return TABLE[name]

@@ -219,4 +219,3 @@ class Fuzz:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(case)
         return path
-

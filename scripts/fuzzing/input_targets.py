@@ -37,13 +37,30 @@ class Templates:
 
     WORDS = (
         *("{{", "}}", "{%", "%}", "{% for x in range(10**9) %}", "{% endfor %}", "{% if x %}"),
-        *("{% set x = [1] %}", "{% set ns = namespace(a=1) %}", "{% macro f(a) %}", "{% endmacro %}"),
+        *(
+            "{% set x = [1] %}",
+            "{% set ns = namespace(a=1) %}",
+            "{% macro f(a) %}",
+            "{% endmacro %}",
+        ),
         *("{{ 'a' * 1000000 }}", "{{ x | tojson }}", "{{ messages[0].content[::-1] }}", "{#", "#}"),
         *("{{ raise_exception('no') }}", "{{ strftime_now('%Y') }}", "| list", "| map('upper')"),
         *("{{ ''.__class__ }}", "{{ cycler.__init__ }}", "~", ".items()", "| sort", "{% break %}"),
         *("{{ 9 ** 9 ** 9 }}", "{{ x | join(',') }}", "{{ '%s' | format(x) }}", "{% generation %}"),
-        *("{{ f(f) }}", "{% call f() %}", "| batch(3)", "is defined", "loop.index0", "{{ 1 // 0 }}"),
-        *("{{ messages | groupby('role') }}", "{{ messages | tojson(indent=99999) }}", "-%}", "{%-"),
+        *(
+            "{{ f(f) }}",
+            "{% call f() %}",
+            "| batch(3)",
+            "is defined",
+            "loop.index0",
+            "{{ 1 // 0 }}",
+        ),
+        *(
+            "{{ messages | groupby('role') }}",
+            "{{ messages | tojson(indent=99999) }}",
+            "-%}",
+            "{%-",
+        ),
         *TEXTS,
     )
 
@@ -78,7 +95,9 @@ class Templates:
             messages = read_messages(messages)
         except SparseKVError:
             messages = HI
-        tools = [each for each in tools if isinstance(each, dict)] if isinstance(tools, list) else None
+        tools = (
+            [each for each in tools if isinstance(each, dict)] if isinstance(tools, list) else None
+        )
         variables_of(template)
         render(template, messages, tools=tools, enable_thinking=False)
         return "rendered"
@@ -137,7 +156,7 @@ class Lines:
             raise FoundError(f"{len(lines)} lines have the answers {written}")
         errors = [each["error"] for each in found if "error" in each]
         for text in [*errors, *told]:
-            if "\n" in text or "unexpected " in text and "Error" in text:
+            if "\n" in text or ("unexpected " in text and "Error" in text):
                 raise FoundError(f"no one line: {text!r}")
         return re.sub(r"\d+|'[^']*'", "#", errors[0])[:80] if errors else "answered"
 
@@ -182,7 +201,9 @@ class Server:
         chat = {"messages": HI, "max_tokens": 2}
         ask = {"messages": HI, "max_tokens": 2, "model": "m"}
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "A"}]}
-        called = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+        called = [
+            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        ]
         history = [
             *HI,
             {"role": "assistant", "content": None, "tool_calls": called},
@@ -190,11 +211,17 @@ class Server:
         ]
         schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
         posts = (
-            ("/v1/chat/completions", {**chat, "stream": True, "stream_options": {"include_usage": True}}),
+            (
+                "/v1/chat/completions",
+                {**chat, "stream": True, "stream_options": {"include_usage": True}},
+            ),
             ("/v1/chat/completions", {**chat, "tools": [TOOL], "tool_choice": "auto"}),
             ("/v1/chat/completions", {**chat, "messages": history, "logprobs": True, "n": 2}),
             ("/v1/chat/completions", {**chat, "response_format": schema, "method": "lfps"}),
-            ("/v1/completions", {"prompt": ["A", "B"], "max_tokens": 2, "echo": True, "logprobs": 1}),
+            (
+                "/v1/completions",
+                {"prompt": ["A", "B"], "max_tokens": 2, "echo": True, "logprobs": 1},
+            ),
             ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "stop": ["a"], "best_of": 2}),
             ("/v1/messages", {**ask, "system": "S", "stream": True, "stop_sequences": ["x"]}),
             ("/v1/messages", {**ask, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
@@ -227,7 +254,7 @@ class Server:
         text = answer.text
         if answer.status_code >= 500 and answer.status_code not in (501, 503):
             raise FoundError(f"status {answer.status_code}: {text[:2000]}")
-        if "unexpected " in text and "Error" in text or self.service.scheduler.failure:
+        if ("unexpected " in text and "Error" in text) or self.service.scheduler.failure:
             raise FoundError(f"status {answer.status_code}: {text[:2000]}")
         if answer.status_code == 400 and "\n" in json.loads(text)["error"]["message"]:
             raise FoundError(f"no one line: {text[:2000]}")
@@ -241,10 +268,56 @@ class Grammars:
     """A grammar, a JSON schema or a regex, which a few tokens are to match."""
 
     WORDS = (
-        *("root ::= ", "|", "*", "+", "?", "{2,}", "{0,999999}", "[^a]", "(", ")", '"a"', "\\u00e9"),
-        *("[a-z]", "%json {}", "%regex", "start: ", "A: /a/", "::=", "#", "\n", "\\x41", "(?i)", "^"),
-        *("type", "object", "string", "integer", "anyOf", "oneOf", "allOf", "$ref", "#", "#/$defs/a"),
-        *("minItems", "maxLength", "pattern", "enum", "const", "format", "date-time", "not", "items"),
+        *(
+            "root ::= ",
+            "|",
+            "*",
+            "+",
+            "?",
+            "{2,}",
+            "{0,999999}",
+            "[^a]",
+            "(",
+            ")",
+            '"a"',
+            "\\u00e9",
+        ),
+        *(
+            "[a-z]",
+            "%json {}",
+            "%regex",
+            "start: ",
+            "A: /a/",
+            "::=",
+            "#",
+            "\n",
+            "\\x41",
+            "(?i)",
+            "^",
+        ),
+        *(
+            "type",
+            "object",
+            "string",
+            "integer",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "$ref",
+            "#",
+            "#/$defs/a",
+        ),
+        *(
+            "minItems",
+            "maxLength",
+            "pattern",
+            "enum",
+            "const",
+            "format",
+            "date-time",
+            "not",
+            "items",
+        ),
         *("additionalProperties", "patternProperties", "multipleOf", "minimum", "required", "null"),
         *TEXTS,
     )
@@ -280,8 +353,13 @@ class Grammars:
                 "e": {"type": "string", "format": "date-time"},
             }, "$defs": {"x": {"type": "number"}}, "additionalProperties": False,
         }  # fmt: skip
-        yield from (packed_json({"kind": "json-schema", "text": json.dumps(s)}) for s in (CITY, large))
-        for text in ('root ::= "a" | item+\nitem ::= [a-z]{2,3} "," #c\n', 'start: A+\nA: /[ab]/\n'):
+        yield from (
+            packed_json({"kind": "json-schema", "text": json.dumps(s)}) for s in (CITY, large)
+        )
+        for text in (
+            'root ::= "a" | item+\nitem ::= [a-z]{2,3} "," #c\n',
+            "start: A+\nA: /[ab]/\n",
+        ):
             yield packed_json({"kind": "grammar", "text": text})
         for text in ("[ab]+(c|d){2,3}", "(?i)yes|no", "\\d{1,3}\\.\\w*"):
             yield packed_json({"kind": "regex", "text": text})
@@ -316,10 +394,31 @@ class Chat:
 
     WORDS = (
         *("/help", "/clear", "/regen", "/undo", "/system", "/set", "/read", "/save", "/load", "\n"),
-        *("/stats", "/method", "/exit", "temp", "top_k", "seed", "n_predict", "stop", "think", "ctx"),
+        *(
+            "/stats",
+            "/method",
+            "/exit",
+            "temp",
+            "top_k",
+            "seed",
+            "n_predict",
+            "stop",
+            "think",
+            "ctx",
+        ),
         *("context_shift", "keep", "samplers", "logit_bias", "json_schema", "on", "off", "lfps"),
         *("quest", "snapkv", "topk", "budget=8", "page=4", "a.json", "b.txt", "sinks=0", "h2o"),
-        *("streaming", "repeat_penalty", "mirostat", "grammar", "think_budget", "'", '"', '""', "~"),
+        *(
+            "streaming",
+            "repeat_penalty",
+            "mirostat",
+            "grammar",
+            "think_budget",
+            "'",
+            '"',
+            '""',
+            "~",
+        ),
         *TEXTS,
     )
 
@@ -334,7 +433,7 @@ class Chat:
         self.model = opened(folder, head_dim=64, **SHAPE)
 
     def seeds(self) -> Iterable[bytes]:
-        yield b"Hi\n/regen\n/undo\n/system You\nHi\n/stats\n/set\n/set temp 0.5\n/set n_predict 3\nA"
+        yield b"Hi\n/regen\n/undo\n/system You\nHi\n/stats\n/set\n/set temp 0\n/set n_predict 3\nA"
         yield b"A\n/save a.json\n/clear\n/load a.json\n/regen\n/read a.json\nB\n/save b.txt"
         yield b"/method lfps\nA\n/method topk k=4\nB\n/method full\n/undo\n/set ctx 64\nC\n/help"
         yield b"/set context_shift on\n/set keep 4\n/set stop a,b\n/set think off\n" + b"long " * 60
@@ -369,7 +468,8 @@ class Chat:
                     continue  # a minute of calibration
                 if not enter(chat, line):
                     break
-        errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+        told = said.getvalue().splitlines()
+        errors = [line for line in told if line.startswith("error: ")]
         for line in errors:
             if "unexpected " in line and "Error" in line:
                 raise FoundError(line)

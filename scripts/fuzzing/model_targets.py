@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutation import changed_bytes, changed_json, changing_one, number, packed, packed_json, unpacked
+from mutation import (
+    changed_bytes,
+    changed_json,
+    changing_one,
+    number,
+    packed,
+    packed_json,
+    unpacked,
+)
 
 N_CTX = 64  # tokens
 ARCHITECTURES = {
@@ -26,7 +35,19 @@ class Place(NamedTuple):
     form: str  # for struct
 
 
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "B",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 def places(data: bytes) -> Iterator[Place]:
@@ -66,10 +87,8 @@ def changed_gguf(rng: random.Random, data: bytes) -> bytes:
     if rng.random() < 0.3:
         return changed_bytes(rng, data)
     found: list[Place] = []
-    try:
+    with contextlib.suppress(struct.error, OverflowError):
         found.extend(places(data))
-    except (struct.error, OverflowError):
-        pass
     held = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3)) if found else 0):
         at, form = rng.choice(found)
@@ -124,7 +143,7 @@ class Model:
             model.tokenizer.token_bytes(2)
         finally:
             model.close()
-        return model.hparams.architecture if hasattr(model.hparams, "architecture") else ""
+        return "decoded"
 
 
 class SplitModel(Model):
@@ -173,8 +192,22 @@ class SplitModel(Model):
 
 
 WORDS = (
-    *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.scores", "gpt2", "llama", "bert"),
-    *("tokenizer.ggml.bos_token_id", "tokenizer.ggml.add_bos_token", "qwen2", "llama-bpe", "▁", "Ġ"),
+    *(
+        "tokenizer.ggml.model",
+        "tokenizer.ggml.pre",
+        "tokenizer.ggml.scores",
+        "gpt2",
+        "llama",
+        "bert",
+    ),
+    *(
+        "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.add_bos_token",
+        "qwen2",
+        "llama-bpe",
+        "▁",
+        "Ġ",
+    ),
     *("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.eot_token_id", "<0x41>", "h e", "  ", "h"),
     *("<|im_end|>", "\u0130", "e\u0301", "\r\n", "１２", "👩‍👩‍👧", "\0", "x" * 5000, "٣", ""),
 )
