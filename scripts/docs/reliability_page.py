@@ -25,8 +25,8 @@ Two scripts look for faults. A test runs a small part of both.
 `scripts/fuzz TARGET` changes inputs: files, lines, requests and commands. It changes header fields
 and makes their checksum again. A child process runs each of them. No input may end the process by a
 signal, take more than 10 s of CPU time, or take 1 GB more than the model. A refusal is one line, or
-a status of 4xx. A file of rows that is accepted leaves the answer as it is without the file. What is
-found lies in `tests/data/fuzz`, and every run begins with it.
+a status of 4xx. A file of rows that is accepted leaves the answer as it is without the file. What
+is found lies in `tests/data/fuzz`, and every run begins with it.
 
 The table has the last run of each target. "Found" counts the faults of that run. Later commits mend
 them.

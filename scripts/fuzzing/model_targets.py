@@ -66,11 +66,13 @@ def places(data: bytes) -> Iterator[Place]:
         if kind == 9:
             yield from (Place(at, "I"), Place(at + 4, "Q"))
             kind, n, at = read("I", at), read("Q", at + 4), at + 12
-        for i in range(n):
-            form = SCALARS.get(kind, "Q")
-            if i < 4:
-                yield Place(at, form)
-            at += struct.calcsize(form) + (read("Q", at) if kind == 8 else 0)
+        form = SCALARS.get(kind, "Q")
+        size = struct.calcsize(form)
+        yield from (Place(at + i * size, form) for i in range(min(n, 4)))
+        if kind != 8:
+            at += n * size
+        for _ in range(n if kind == 8 else 0):
+            at += size + read("Q", at)
     for _ in range(n_tensors):
         yield Place(at, "Q")
         at += 8 + read("Q", at)
