@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mutation import changed_bytes, changed_value, number, packed, unpacked
-from worker import FoundError
+from mutation import FoundError, changed_bytes, changed_value, number, packed, unpacked
 
 SHAPE = {
     "n_layer": 2, "n_embd": 64, "n_ff": 64, "n_vocab": 300, "n_head": 2, "n_head_kv": 1,

@@ -26,6 +26,10 @@ VALUES: tuple[Any, ...] = (
 Change = Callable[[random.Random, bytes], bytes]
 
 
+class FoundError(Exception):
+    """What no input may bring about."""
+
+
 def number(rng: random.Random) -> int:
     value = rng.choice(NUMBERS) + rng.choice((0, 0, 0, -1, 1))
     return -value if rng.random() < 0.2 else value

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from input_targets import Chat, Grammars, Lines, Server, Templates
+from input_targets import Lines, Server, Templates
 from kept_targets import Calibration, PrefixCache, Session
 from model_targets import Model, SplitModel, Tokenizers
+from user_targets import Chat, Grammars
 
 TARGETS: dict[str, Any] = {
     "gguf": Model,

@@ -22,10 +22,6 @@ MOST_LINE = 4000  # characters that a message for users may have
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+|/\S+")
 
 
-class FoundError(Exception):
-    """What no input may bring about."""
-
-
 def send(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(LENGTH.pack(len(data)) + data)
     pipe.flush()
@@ -47,6 +43,7 @@ def place_of(error: BaseException) -> str:
 def outcome(target: Any, case: bytes) -> dict[str, str]:
     """What a case does: it is accepted, refused in one line, or a fault is found."""
     import click
+    from mutation import FoundError
 
     from sparsekv_cli.errors import SparseKVError
 

@@ -83,7 +83,7 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
     """A new file that replaces ``path`` at the end of the block. Raises OSError.
 
     If the block fails, ``path`` stays as it is. The umask changes ``mode``. A link stays, and the
-    file that it names is replaced. What is there and no regular file is refused.
+    file that it names is replaced. It refuses to replace anything but a regular file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -118,6 +118,24 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         raise SparseKVError(f"{os.fspath(path)}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Processes that enter it for the same folder do so one after the other.
+
+    It needs a system that locks folders; elsewhere nobody waits. Raises OSError for no folder.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which gives the lock back
 
 
 class AppendedFile:
