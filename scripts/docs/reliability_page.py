@@ -1,4 +1,4 @@
-"""docs/reliability.md, from docs/data/fuzz.json and docs/data/faults.json.
+"""docs/reliability.md, from the files in docs/data/reliability.
 
     python scripts/docs/reliability_page.py
 
@@ -71,7 +71,7 @@ def page(fuzz: Numbers, faults: Numbers) -> str:
 
 
 def read(name: str) -> Any:
-    return json.loads((ROOT / "docs" / "data" / f"{name}.json").read_text("utf-8"))
+    return json.loads((ROOT / "docs" / "data" / "reliability" / f"{name}.json").read_text("utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The numbers of runs by hand, in docs/data."""
+"""The numbers of runs by hand, in docs/data/reliability."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def commit() -> str:
 
 def write_numbers(file: str, name: str, numbers: dict[str, Any], order: Sequence[str]) -> None:
     """Puts the numbers of one run next to those of others; ``order`` has the names of all."""
-    path = ROOT / "docs" / "data" / f"{file}.json"
+    path = ROOT / "docs" / "data" / "reliability" / f"{file}.json"
     known = json.loads(path.read_text("utf-8")) if path.exists() else {}
     known[name] = numbers
     ordered = {each: known[each] for each in order if each in known}

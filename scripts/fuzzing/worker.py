@@ -19,6 +19,7 @@ from typing import IO, Any
 LENGTH = struct.Struct("<I")
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINE = 4000  # characters that a message for users may have
+UNEXPECTED = re.compile(r"unexpected \w*(Error|Exception)")  # the command line's word for a bug
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|\d+|/\S+")
 
 
@@ -54,7 +55,7 @@ def outcome(target: Any, case: bytes) -> dict[str, str]:
         return {"kind": "found", "what": str(error)[:MOST_LINE], "where": ""}
     except (SparseKVError, click.UsageError) as error:
         text, where = str(error), place_of(error)
-        if "\n" in text or len(text) > MOST_LINE or "unexpected " in text:
+        if "\n" in text or len(text) > MOST_LINE or UNEXPECTED.search(text):
             return {"kind": "found", "what": f"no one line: {text[:MOST_LINE]!r}", "where": where}
         return {"kind": "refused", "what": VARYING.sub("#", text)[:100], "where": where}
     except BaseException as error:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
 
@@ -91,7 +92,8 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
     _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with BufferedWriter(open_written(temporary, NEW, mode)) as file:
+        raw: Any = open_written(temporary, NEW, mode)
+        with BufferedWriter(raw) as file:
             yield file
         os.replace(temporary, path)
     except BaseException:
