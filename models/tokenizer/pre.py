@@ -223,8 +223,9 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     if name is None or name == "":
         return TABLE["default"]
     if not isinstance(name, str) or name not in TABLE:
+        found = show(name) if isinstance(name, str) else name
         raise SparseKVError(
-            f"tokenizer.ggml.pre is {show(str(name))}, which is not known: text would be cut "
-            f"wrongly (known: {', '.join(sorted(TABLE))})"
+            f"tokenizer.ggml.pre is {found}, which is not known: text would be cut wrongly "
+            f"(known: {', '.join(sorted(TABLE))})"
         )
     return TABLE[name]

@@ -214,7 +214,7 @@ class Chat:
             chat = Program(conversation, options, PrefixOptions(None, 1.0, True, None))
             for line in text.split("\n")[:24]:
                 found = re.match(r"\s*/(save|load|read)\s", line)
-                if found and re.search(r"[/~]|\.\.", line[found.end() :]):
+                if found and re.search(r"/|\.\.", line[found.end() :]):
                     continue  # it may not write elsewhere
                 if re.match(r"\s*/method\s+(sals|fasa|faedkv)", line):
                     continue  # a minute of calibration
