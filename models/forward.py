@@ -4,6 +4,7 @@ Thousands of rows go through one layer ahead of the next. Each layer's matrices 
 once for all rows.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -15,6 +16,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import FULL, NO_SINKS, AttnInput, LayerSpec, StateInput
 from sparsekv_cli.cpu.weights import dot
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
@@ -263,6 +265,11 @@ class Forward(ABC):
                 ):
                     yield Progress((before + done) // n_layer, n, False)
                 if first + size >= n:
+                    if len(x) and not math.isfinite(float(x[-1].sum())):
+                        raise SparseKVError(
+                            f"layer {i} gives values that are not finite: the weights are damaged; "
+                            "'sparsekv-cli inspect --check-tensors' names the tensor"
+                        )
                     if on_rows is not None:
                         on_rows(i, cache)
                     cache.finish_prefill()

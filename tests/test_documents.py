@@ -211,6 +211,12 @@ def test_a_figure_that_is_not_in_the_data_is_found():
     assert shown == ["3", "0.5", "8192", "2.5"]
 
 
+def test_the_page_of_reliability_is_that_of_its_data():
+    written = load_script("docs/reliability_page.py")
+    expected = written.page(written.read("fuzz"), written.read("faults"))
+    assert written.PAGE.read_text("utf-8") == expected
+
+
 def test_the_tables_of_the_gpus_page_are_those_of_its_data(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
     import gpu_page

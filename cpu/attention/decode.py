@@ -128,7 +128,7 @@ def n_key_splits(n, n_kv_head, n_threads):
     return min(max(1, n // BLOCK), n_split)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, out, scores):
     """Heads that share one list of rows, in memory of this thread until the end.
 
@@ -146,7 +146,7 @@ def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, 
             out[h, c] = acc[h, c] * factor
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _attend_tokens(
     q, layouts, kv_head, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
 ):  # fmt: skip
@@ -280,7 +280,7 @@ def attend_dense(
                 )
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
 def merge_pieces(peak, mass, acc, out):
     """The softmax-weighted mean from pieces: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
     top = peak.max()

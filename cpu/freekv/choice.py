@@ -67,7 +67,7 @@ def choose_pages_by_groups(
     return n_best, n_group + count
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _best_pooled(scores, n, n_best, softcap, chosen):
     """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
     group = scores.shape[0]

@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from sparsekv_cli.system.files import DAY, is_private, replace_file, user_cache
 
 try:
     import fcntl
@@ -23,26 +24,13 @@ except ImportError:  # not on Windows
 MAGIC = b"sparsekv kernel 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 SUFFIX, LOCK, TEMPORARY = ".kernel", ".lock", ".tmp"
-WRITABLE_BY_OTHERS = 0o022
-DAY = 86400  # seconds
 UNUSED_DAYS = 30  # after which a file is removed
 MOST_BYTES = 1 << 30  # of all files; the ones that were not used for the longest time go first
 
 
 def default_folder() -> Path | None:
     """Where the user's kernels are kept; None where there is no home folder."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(base) / "sparsekv-cli" / "kernels"
-
-
-def _is_private(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to the user and nobody else may write to it."""
-    if not hasattr(os, "geteuid"):
-        return True
-    return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
+    return user_cache("kernels")
 
 
 class Busy(Exception):
@@ -83,7 +71,7 @@ class KernelStore:
         except OSError as error:
             self._do_not_write(error)
             return
-        if _is_private(status):
+        if is_private(status):
             self._may_read = self._may_write = True
         else:
             self._say(
@@ -121,7 +109,7 @@ class KernelStore:
         try:
             with open(path, "rb") as file:
                 status = os.fstat(file.fileno())
-                data = file.read() if _is_private(status) else b""
+                data = file.read() if is_private(status) else b""
         except OSError:
             return None
         payload = data[HEADER_BYTES:]
@@ -140,14 +128,7 @@ class KernelStore:
             return
         header = MAGIC + hashlib.sha256(payload).digest()
         try:
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=TEMPORARY)  # mode 0600
-            try:
-                with open(handle, "wb") as file:
-                    file.write(header + payload)
-                os.replace(temporary, self._path(name))
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            replace_file(self._path(name), header + payload)
         except OSError as error:
             self._do_not_write(error)
         if not self._is_clean:  # once a process, and only if it compiles
@@ -193,11 +174,12 @@ class KernelStore:
         """Removes files that nobody used for a month, and the oldest of too many."""
         assert self.folder is not None
         files = []
-        for path in self.folder.iterdir():
-            if path.suffix in (SUFFIX, LOCK, TEMPORARY):
-                with contextlib.suppress(OSError):
-                    status = path.stat()
-                    files.append((status.st_mtime, status.st_size, path))
+        with contextlib.suppress(OSError):  # the folder may have gone
+            for path in self.folder.iterdir():
+                if path.suffix in (SUFFIX, LOCK, TEMPORARY):
+                    with contextlib.suppress(OSError):
+                        status = path.stat()
+                        files.append((status.st_mtime, status.st_size, path))
         total, oldest_kept = 0, time.time() - UNUSED_DAYS * DAY
         for used, size, path in sorted(files, reverse=True):
             total += size

@@ -10,11 +10,13 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.naming import DEFAULT_QUANTS, choose, quant_of, whole_models
+from sparsekv_cli.system.files import APPENDED, open_written
 from sparsekv_cli.system.installation import install_command
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
@@ -170,7 +172,8 @@ def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
     with WeakFileLock(blob.with_name(f"{told.etag}.lock")):
         if blob.exists():
             return
-        with partial.open("ab") as stream:
+        with BufferedWriter(open_written(partial, APPENDED)) as stream:
+            stream.seek(0, os.SEEK_END)
             if stream.tell() > told.size:
                 stream.seek(0)
                 stream.truncate()

@@ -13,6 +13,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.header import show
 from sparsekv_cli.models.tokenizer.pre import PreTokenizer
 from sparsekv_cli.models.tokenizer.vocab import (
     PREFIX,
@@ -113,5 +114,5 @@ def malformed_merge(merge: str, ids: Mapping[str, int]) -> SparseKVError:
         reason = "two tokens with a space between them were expected"
     else:
         absent = next(text for text in (left, right, left + right) if text not in ids)
-        reason = f"{absent!r} is not in the vocabulary"
-    return SparseKVError(f"{PREFIX}merges: malformed merge {merge!r}: {reason}")
+        reason = f"{show(absent)} is not in the vocabulary"
+    return SparseKVError(f"{PREFIX}merges: malformed merge {show(merge)}: {reason}")

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.header import show
 
 CONTRACTION = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -220,8 +221,9 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     if name is None or name == "":
         return TABLE["default"]
     if not isinstance(name, str) or name not in TABLE:
+        found = show(name) if isinstance(name, str) else name
         raise SparseKVError(
-            f"tokenizer.ggml.pre is {name!r}, which is not known: text would be cut wrongly "
+            f"tokenizer.ggml.pre is {found}, which is not known: text would be cut wrongly "
             f"(known: {', '.join(sorted(TABLE))})"
         )
     return TABLE[name]

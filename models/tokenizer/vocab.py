@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import StringArray
+from sparsekv_cli.models.gguf.header import show
 
 PREFIX = "tokenizer.ggml."
 SPACE_MARK = "\u2581"  # the visible space of SentencePiece, and of Gemma 4
@@ -91,7 +92,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     if len(ids) != len(texts):
         i = next(i for i, text in enumerate(texts) if ids[text] != i)
         raise SparseKVError(
-            f"{PREFIX}tokens: tokens {i} and {ids[texts[i]]} are both {texts[i]!r}; "
+            f"{PREFIX}tokens: tokens {i} and {ids[texts[i]]} are both {show(texts[i])}; "
             "a token may be there once (convert the model again)"
         )
     types = number_array(metadata, "token_type", len(texts), "iu", "whole numbers")
@@ -223,7 +224,7 @@ def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
     for i in np.flatnonzero(kinds == BYTE).tolist():
         if not BYTE_TOKEN.fullmatch(texts[i]):
             raise SparseKVError(
-                f"{PREFIX}tokens: token {i} is a byte token spelled {texts[i]!r}: "
+                f"{PREFIX}tokens: token {i} is a byte token spelled {show(texts[i])}: "
                 "<0x00> to <0xFF> was expected"
             )
 

@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.system.files import naming, open_regular, replacing
+from sparsekv_cli.system.files import alone_in, naming, open_regular, replacing
 
 FORMAT_VERSION = 5  # raised when the layout changes, or the arrays of a method or their meaning
 KIND = "sparsekv-calibration"
@@ -141,7 +141,15 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     Raises SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
-    entries = {**_entries(path, identity), method: entry}
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with alone_in(path.parent):  # or another process that adds a method drops this one
+            entries = {**_entries(path, identity), method: entry}
+            with replacing(path, 0o666) as file:  # other users of the model use it, too
+                _write(file, entries, identity)
+
+
+def _write(file: BinaryIO, entries: Mapping[str, Entry], identity: ModelIdentity) -> None:
     methods = {}
     for name, each in entries.items():
         methods[name] = {**vars(each), "tensors": list(each.tensors), "model": asdict(identity)}
@@ -149,10 +157,7 @@ def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) 
     arrays: dict[str, Any] = {
         f"{m}.{name}": array for m, each in entries.items() for name, array in each.tensors.items()
     }
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, 0o666) as file:  # other users of the model use its calibration, too
-            np.savez(file, about=np.array(json.dumps(about)), **arrays)
+    np.savez(file, about=np.array(json.dumps(about)), **arrays)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.system.files import naming
+from sparsekv_cli.system.files import AppendedFile, naming
 
 
 class Records(ABC):
@@ -47,7 +47,8 @@ class Records(ABC):
                     f"{path}: line {number} is no record of {self.command}: name another file"
                 ) from None
         if len(whole) < len(data):
-            os.truncate(path, len(whole))
+            with naming(path):
+                os.truncate(path, len(whole))
         if not lines:
             self._append(head)
 
@@ -90,5 +91,5 @@ class Records(ABC):
 
     def _append(self, line: str) -> None:
         assert self.path is not None
-        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
+        with AppendedFile(self.path) as file:
             file.write(line + "\n")

@@ -71,9 +71,12 @@ def read_speeds(path: Path) -> Speeds | None:
 
 
 def write_speeds(path: Path, speeds: Speeds) -> None:
-    """Replaces the file as a whole. Raises OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
+    """Replaces the file as a whole. Raises SparseKVError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
+    except OSError as error:
+        raise SparseKVError(f"{path}: speeds cannot be kept there: {error.strerror}") from None
 
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
@@ -174,8 +177,5 @@ def speeds_of(
             curves[key] = curves[key].with_dense_layers_of(curves[next(iter(wanted))])
     speeds = replace(known, methods=curves)
     report("done", n_parts, n_parts)
-    try:
-        write_speeds(path, speeds)
-    except OSError as error:
-        raise SparseKVError(f"{path}: speeds cannot be kept there: {error.strerror}") from None
+    write_speeds(path, speeds)
     return speeds

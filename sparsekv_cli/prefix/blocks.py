@@ -17,20 +17,20 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import struct
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES
-from sparsekv_cli.system.files import open_regular
+from sparsekv_cli.system.files import open_regular, open_written
 
 BLOCK = 512  # tokens
 KIND = b"sparsekv rows "  # begins the files of all versions
@@ -39,7 +39,7 @@ SUFFIX, SNAPSHOT, TEMPORARY = ".rows", ".snapshot", ".tmp"
 TEMPORARY_START = ".sparsekv-"
 NAME_DIGITS = 32
 BLOCK_NAME = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}-[0-9a-f]{{{NAME_DIGITS}}}\.(rows|snapshot)")
-TEMPORARY_NAME = re.compile(r"\.sparsekv-[a-z0-9_]{8}\.tmp")  # as tempfile.mkstemp makes them
+TEMPORARY_NAME = re.compile(r"\.sparsekv-[a-z0-9_]{8}\.tmp")
 ALIGNMENT = 64
 LENGTHS = struct.Struct("<II")
 MOST_HEADER = 1 << 24  # bytes
@@ -223,10 +223,9 @@ class BlockWriter:
         """Raises OSError if the folder cannot be written."""
         self.header = header
         self._sums = [0] * len(header.layers)
-        handle, name = tempfile.mkstemp(TEMPORARY, TEMPORARY_START, folder)  # mode 0600
-        self._temporary = Path(name)
+        self._temporary = folder / f"{TEMPORARY_START}{secrets.token_hex(4)}{TEMPORARY}"
         try:
-            with open(handle, "wb") as file:
+            with BufferedWriter(open_written(self._temporary)) as file:
                 file.write(MAGIC)  # tells whose file it is
         except BaseException:
             self.abandon()
@@ -240,7 +239,7 @@ class BlockWriter:
     def write(self, layer: int, piece: Piece) -> None:
         """Writes one layer's rows. Raises OSError."""
         at = self.header.n_packed + sum(self.header.piece_bytes[:layer])
-        with open(self._temporary, "r+b") as file:
+        with BufferedWriter(open_written(self._temporary, os.O_WRONLY)) as file:
             file.seek(at)
             checksum = 0
             for head in (np.ascontiguousarray(head) for array in piece for head in array):
@@ -255,7 +254,7 @@ class BlockWriter:
     def finish(self, path: Path) -> None:
         """Writes the header and gives the file its name, in the same folder. Raises OSError."""
         sums = "".join(f"{checksum:08x}" for checksum in self._sums)
-        with open(self._temporary, "r+b") as file:
+        with BufferedWriter(open_written(self._temporary, os.O_WRONLY)) as file:
             file.write(replace(self.header, sums=sums).packed())
         os.replace(self._temporary, path)
 

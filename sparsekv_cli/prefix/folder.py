@@ -152,10 +152,17 @@ class PrefixFolder:
 
     def trim(self) -> None:
         """Removes files that a killed process left, and beyond the limit those unused longest."""
-        total, long_ago = 0, time.time() - HOUR
-        for path, used, size in self.entries():
+        self.remove_leftovers()
+        total = 0
+        for path, _, size in self.entries():
             total += size
-            if total > self.limit or (path.suffix == TEMPORARY and used < long_ago):
+            if total > self.limit:
+                self.remove([path.name])
+
+    def remove_leftovers(self) -> None:
+        """Removes files that a killed process left."""
+        for path, used, _ in self.entries():
+            if path.suffix == TEMPORARY and used < time.time() - HOUR:
                 self.remove([path.name])
 
     def clear(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ Other products (--prefill-dtype) may have computed the rows. Their types may dif
 session's; they are converted.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -66,7 +67,7 @@ class SessionFile(Prefixes):
         self.folder.warn(f"{self._file}: {what}; the prompt is computed")
 
     def _path(self, header: BlockHeader) -> Path:
-        return self._file
+        return Path(os.path.realpath(self._file))
 
     @property
     def _place(self) -> Path:
@@ -89,4 +90,5 @@ class SessionFile(Prefixes):
         return True
 
     def _settle(self, new: BlockHeader) -> None:
-        """The folder is the user's: nothing in it is touched."""
+        """The folder is the user's: nothing in it is touched but what a killed process left."""
+        self.folder.remove_leftovers()

@@ -23,6 +23,7 @@ from sparsekv_cli.system.installation import install_command
 # two line breaks and an indentation. Without a bound a model may write spaces for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
 NO_TOKEN = "NoExtensionBias"  # llguidance's word for it
+MOST_CHARS = 500  # of a message
 # Lines of llguidance's messages that quote a grammar and point into it.
 QUOTES = re.compile(r"\s*(\d+ \||\^)")
 # The ends of llguidance's messages that are for its developers.
@@ -154,9 +155,13 @@ def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
 
 
 def in_a_line(message: str) -> str:
-    """Returns llguidance's message without lines that quote a grammar and lines for developers."""
+    """Returns llguidance's message without lines that quote a grammar and lines for developers.
+
+    The middle of a long one is left out.
+    """
     lines = FOR_DEVELOPERS.split(message)[0].splitlines()
-    return " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
+    text = " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
+    return text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 100]} ... {text[-90:]}"
 
 
 def _llguidance() -> Any:

@@ -1,4 +1,7 @@
-"""Files that other programs may have written, and errors that name their file."""
+"""Files: read only where they are regular, written in one place, and named in every error.
+
+Every file that the program writes is a WrittenFile. So tests put faults into each of its writes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,14 @@ import time
 from collections.abc import Iterator
 from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 WRITABLE_BY_OTHERS = 0o022
 DAY = 86400  # seconds
@@ -43,6 +52,20 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
     return FileIO(descriptor, "rb")
 
 
+class WrittenFile(FileIO):
+    """A file that is written, from its beginning on or, with O_APPEND, at its end."""
+
+
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+
+def open_written(path: str | os.PathLike[str], flags: int = NEW, mode: int = 0o600) -> WrittenFile:
+    """Opens a file to write, with os.open's flags. The umask changes ``mode``. Raises OSError."""
+    flags |= getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    return WrittenFile(os.open(path, flags, mode), "wb")
+
+
 def is_private(status: os.stat_result) -> bool:
     """Whether a file or folder belongs to the user and nobody else may write to it."""
     if not hasattr(os, "geteuid"):
@@ -60,12 +83,17 @@ def replace_file(path: Path, data: bytes) -> None:
 def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
     """A new file that replaces ``path`` at the end of the block. Raises OSError.
 
-    If the block fails, ``path`` stays as it is. The umask changes ``mode``.
+    If the block fails, ``path`` stays as it is. The umask changes ``mode``. A link stays, and the
+    file that it names is replaced. It refuses to replace anything but a regular file.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
     _remove_leftovers(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        raw: Any = open_written(temporary, NEW, mode)
+        with BufferedWriter(raw) as file:
             yield file
         os.replace(temporary, path)
     except BaseException:
@@ -94,19 +122,60 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise SparseKVError(f"{os.fspath(path)}: {error.strerror or error}") from error
 
 
-class AppendedFile:
-    """Text at the end of a file. It is there when ``write`` returns. Every error names the file."""
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Processes that enter it for the same folder do so one after the other.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    It needs a system that locks folders; elsewhere nobody waits. Raises OSError for no folder.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which gives the lock back
+
+
+class AppendedFile:
+    """Text at the end of a file. It is there when ``write`` returns. Every error names the file.
+
+    A text that cannot be written as a whole is taken back. is_alone: another process that wants the
+    file alone too is refused.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], mode: int = 0o666, *, is_alone: bool = False
+    ) -> None:
         self._path = path
         with naming(path):
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            self._file = open_written(path, APPENDED, mode)
+        if is_alone and fcntl is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.close()
+                raise SparseKVError(
+                    f"{os.fspath(path)}: another process writes to it: name another file"
+                ) from None
+            except OSError:  # a pipe, or a file system without locks
+                pass
 
     def write(self, text: str) -> None:
         data = memoryview(text.encode())
+        n_written = 0
         with naming(self._path):
-            while data:
-                data = data[self._file.write(data) :]
+            try:
+                while n_written < len(data):
+                    n_written += self._file.write(data[n_written:])
+            except OSError:
+                if n_written:
+                    with contextlib.suppress(OSError):
+                        self._file.truncate(os.fstat(self._file.fileno()).st_size - n_written)
+                raise
 
     def __enter__(self) -> AppendedFile:
         return self

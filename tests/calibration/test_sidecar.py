@@ -1,6 +1,7 @@
 """The sidecar: what is written and read, and what is refused."""
 
 import json
+import os
 import zipfile
 from dataclasses import replace
 
@@ -233,3 +234,23 @@ def test_arrays_that_cannot_be_stored(array, words):
     with pytest.raises(ValueError, match=words) as error:
         sidecar.check_tensors("fasa", {"dom": array}, N_LAYER)
     assert "dom" in str(error.value)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    identity = identity_of(make_model(tmp_path / "m.gguf", **SIZES))
+    path, names = tmp_path / "a.npz", [f"method{i}" for i in range(4)]
+    children = []
+    for name in names:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                for seed in range(5):
+                    write_entry(path, name, identity, entry(seed))
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(names)
+    for name in names:
+        assert_same(read_entry(path, name, identity), entry(4))

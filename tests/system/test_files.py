@@ -110,3 +110,27 @@ def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path):
         file.write(b"half")
         raise ZeroDivisionError
     assert (tmp_path / "a").read_bytes() == b"new" and len(os.listdir(tmp_path)) == len(old) + 1
+
+
+def test_a_link_stays_and_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    path, link = tmp_path / "there" / "a", tmp_path / "link"
+    path.write_bytes(b"before")
+    link.symlink_to(path)
+    replace_file(link, b"after")
+    assert link.is_symlink() and path.read_bytes() == b"after"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        replace_file(tmp_path / "pipe", b"after")
+
+
+def test_a_text_is_appended_whole_or_not_and_by_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with AppendedFile(path, is_alone=True) as file:
+        file.write("before\n")
+        with full_disk(10), pytest.raises(SparseKVError):
+            file.write("after\n")
+        assert path.read_text() == "before\n"
+        with pytest.raises(SparseKVError, match="another process writes to it"):
+            AppendedFile(path, is_alone=True)
+    AppendedFile(path, is_alone=True).__exit__()

@@ -1,6 +1,8 @@
 """Files of ``chat``: conversations that are saved and loaded, and texts to send."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,25 @@ def read_text(name: str) -> str:
 
 def save_messages(name: str, messages: list[dict[str, str]]) -> None:
     """Writes a conversation, whole or not at all; a file of something else is left alone."""
-    path = Path(name).expanduser()
-    if path.exists():
-        try:
-            load_messages(name)
-        except SparseKVError:
-            raise SparseKVError(
-                f"{name}: is there and no conversation: choose another name"
-            ) from None
     text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
-    try:
+    with _usable(name) as path:
+        if path.exists():
+            try:
+                load_messages(name)
+            except SparseKVError:
+                raise SparseKVError(
+                    f"{name}: is there and no conversation: choose another name"
+                ) from None
         replace_file(path, text.encode())
-    except OSError as error:
-        raise SparseKVError(f"{name}: {error.strerror}") from None
 
 
 def load_messages(name: str) -> list[dict[str, str]]:
     """Returns a saved conversation. Raises SparseKVError, which says the fault of the file."""
     from sparsekv_cli.generation.fields import read_json  # which imports pydantic
 
+    data = _read(name)
     try:
-        value = read_json(_read(name))
+        value = read_json(data)
     except SparseKVError as error:
         raise SparseKVError(f"{name}: {error}") from None
     messages = value.get("messages") if isinstance(value, dict) else value
@@ -68,8 +68,15 @@ def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, 
 
 
 def _read(name: str) -> bytes:
+    with _usable(name) as path:
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _usable(name: str) -> Iterator[Path]:
+    """The path of a name. Raises SparseKVError for every name that no file can have."""
     try:
-        return Path(name).expanduser().read_bytes()
-    except (OSError, ValueError) as error:
+        yield Path(name).expanduser()
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte; the home of nobody
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SparseKVError(f"{name}: {reason}") from None

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -19,10 +20,11 @@ from prompt_toolkit.styles import Style
 from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
 from sparsekv_cli.commands.chat.settings import SETTINGS
 from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, method_class
 from sparsekv_cli.sequence import speed
 from sparsekv_cli.settings.option import allowed_values, options_of
-from sparsekv_cli.system.files import replace_file
+from sparsekv_cli.system.files import APPENDED, AppendedFile, open_written, replace_file
 
 QUOTES = '"""'
 LEAST_PASTE = 2000  # characters of a paste for which a few words stand in the line
@@ -217,8 +219,10 @@ class _SharedHistory(FileHistory):
             super().append_string(string)
 
     def store_string(self, string: str) -> None:
-        with contextlib.suppress(OSError):
-            super().store_string(string)
+        entry = "".join(f"+{line}\n" for line in string.split("\n"))
+        entry = f"\n# {datetime.now()}\n{entry}".encode(errors="replace").decode()
+        with contextlib.suppress(SparseKVError), AppendedFile(self.filename, 0o600) as file:
+            file.write(entry)
 
 
 def history_file() -> Path | None:
@@ -238,13 +242,21 @@ def open_history(pastes: Pastes) -> History:
         return InMemoryHistory()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_APPEND, 0o600))
+        open_written(path, APPENDED).close()
         if path.stat().st_size > MOST_HISTORY:
             _cut(path)
+        _drop_half(path)
     except OSError as error:
         say(f"warning: what is entered is not remembered: {path}: {error.strerror}")
         return InMemoryHistory()
     return _SharedHistory(path, pastes)
+
+
+def _drop_half(path: Path) -> None:
+    """Drops an entry at the end that was not written as a whole."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n# ") if b"\n# " in data else 0)
 
 
 def _cut(path: Path) -> None:

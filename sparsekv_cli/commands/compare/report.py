@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli import __version__
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
-from sparsekv_cli.system.files import naming
+from sparsekv_cli.system.files import naming, replacing
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -52,11 +52,11 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
     from sparsekv_cli.evaluation.report import figures, page
 
     if html is not None:
-        with naming(html):
-            Path(html).write_text(page.page(found), encoding="utf-8")
+        with naming(html), replacing(Path(html), 0o666) as file:
+            file.write(page.page(found).encode())
     if png is not None:
-        with naming(png):
-            Path(png).write_bytes(figures.png_picture(found, page.headline(found)))
+        with naming(png), replacing(Path(png), 0o666) as file:
+            file.write(figures.png_picture(found, page.headline(found)))
 
 
 def print_table(found: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
+from sparsekv_cli.system.files import naming
 
 if TYPE_CHECKING:
     from sparsekv_cli.generation.constraint import AnswerConstraint
@@ -238,5 +239,6 @@ def resume(path: Path) -> int:
             ) from None
         n_whole, last = n_whole + len(line), number
     if n_whole < len(data):
-        os.truncate(path, n_whole)
+        with naming(path):
+            os.truncate(path, n_whole)
     return last

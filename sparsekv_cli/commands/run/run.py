@@ -214,16 +214,17 @@ def _answer_lines(
     from sparsekv_cli.commands.run.ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray
 
-    n_done = resume(Path(path)) if path is not None else 0
+    n_done = 0
     with contextlib.ExitStack() as stack:
         if file is None or file == "-":
             source: Iterable[bytes] = sys.stdin.buffer
         else:
             source = stack.enter_context(Path(file).open("rb"))
-        lines = itertools.islice(enumerate(source, start=1), n_done, None)
         write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
-            write = stack.enter_context(AppendedFile(path)).write
+            write = stack.enter_context(AppendedFile(path, is_alone=True)).write
+            n_done = resume(Path(path))
+        lines = itertools.islice(enumerate(source, start=1), n_done, None)
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
         if ray is not None:

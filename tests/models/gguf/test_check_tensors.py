@@ -7,13 +7,17 @@ import gguf_formats  # noqa: F401
 import numpy as np
 import pytest
 from gguf_bytes import Builder, Tensor
+from opened import open_sequence
 from quantized_weights import set_iq1_m_scale
+from tiny_models import make_model
 
 from sparsekv_cli.cpu.weights.types import DECODABLE_TYPES, GGMLType
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.gguf import check as module
 from sparsekv_cli.models.gguf.check import check_tensors, find_non_finite, non_finite_blocks
 from sparsekv_cli.models.gguf.file import open_gguf
+from sparsekv_cli.settings.config import SessionConfig
 
 WITH_SCALES = sorted(kind for kind in GGMLType if kind.scales)
 DEQUANTISED = [k for k in WITH_SCALES if k != GGMLType.Q8_1]  # Q8_1 is for activations
@@ -122,3 +126,16 @@ def test_row_of_a_damaged_block(tmp_path):
     file = open_gguf(Builder(tensors=[tensor]).write(tmp_path))
     with pytest.raises(SparseKVError, match=r"first 'q' \(Q4_0\): 1 of 6 blocks, from row 1"):
         check_tensors(file)
+
+
+@pytest.mark.parametrize("method", ["full", "lfps", "freekv"])
+def test_a_prompt_of_damaged_weights_is_refused(tmp_path: Path, method: str) -> None:
+    path = make_model(tmp_path / "m.gguf", n_embd=64, n_ff=64, n_head=2, n_head_kv=1, n_layer=1)
+    data = bytearray(path.read_bytes())
+    tensors = gguf.GGUFReader(path).tensors
+    at = next(int(x.data_offset) for x in tensors if x.name == "blk.0.attn_norm.weight")
+    data[at : at + 4] = np.float32(np.nan).tobytes()
+    path.write_bytes(data)
+    config = SessionConfig(threads=1, prefill_dtype="f32", sparse_from=0)
+    with pytest.raises(SparseKVError, match="layer 0 gives values that are not finite"):
+        open_sequence(path, build_method(method, {}), config).prefill([5, 6, 7] * 30)

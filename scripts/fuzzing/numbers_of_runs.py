@@ -1,0 +1,25 @@
+"""The numbers of runs by hand, in docs/data/reliability."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def write_numbers(file: str, name: str, numbers: dict[str, Any], order: Sequence[str]) -> None:
+    """Puts the numbers of one run next to those of others; ``order`` has the names of all."""
+    path = ROOT / "docs" / "data" / "reliability" / f"{file}.json"
+    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    known[name] = numbers
+    ordered = {each: known[each] for each in order if each in known}
+    path.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")

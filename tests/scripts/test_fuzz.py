@@ -1,0 +1,63 @@
+"""Fuzz targets over what was found before, with a fixed seed; faults in every job that writes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from scripts_as_modules import FOLDER
+from source_tree import MODULES
+
+N_EXECUTIONS = {"split": 60, "tokenizer": 400, "grammar": 60, "chat": 20, "jsonl": 25, "gguf": 60}
+TARGETS = ("gguf", "split", "tokenizer", "template", "calibration", "session", "prefix")
+TARGETS += ("jsonl", "serve", "grammar", "chat")
+WRITING = {"write_text", "write_bytes", "mkstemp", "NamedTemporaryFile", "tofile"}
+
+
+def ran(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, cwd=FOLDER.parent
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target(target: str) -> None:
+    n = N_EXECUTIONS.get(target, 100)
+    said = ran("scripts/fuzz", target, "--executions", str(n))
+    assert re.fullmatch(r"(\d+) executions, 0 found\n", said), said
+    assert int(said.split()[0]) >= n
+
+
+def test_faults_in_every_writer() -> None:
+    """The old file is there or the new one, the user's other files are too, and it goes on."""
+    found = re.findall(r"(.+): (\d+) operations, (\d+) faults\n", ran("scripts/faults"))
+    assert len(found) == 10
+    assert all(int(n) >= 3 and int(n_faults) == 7 * int(n) for _, n, n_faults in found)
+
+
+def writes(call: ast.Call) -> bool:
+    """Whether a call writes a file in a way into which no fault could be put."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in WRITING:
+        return True
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    texts = [str(each.value) for each in ast.walk(call) if isinstance(each, ast.Constant)]
+    modes = [text for text in texts if re.fullmatch("[rwaxb+]{1,3}", text)]
+    return name == "open" and any(set(mode) & set("wax+") for mode in modes)
+
+
+def test_files_are_written_in_one_place() -> None:
+    calls = {
+        f"{module.name}: {ast.unparse(node)}"
+        for module in MODULES.values()
+        for node in ast.walk(module.tree())
+        if isinstance(node, ast.Call) and writes(node)
+    }
+    others = {call for call in calls if "os.devnull" not in call}
+    # A copy for a process on another machine, in a folder of its own that goes with it.
+    assert others == {"sparsekv_cli.distributed.settings: sidecar.write_bytes(self.sidecar)"}
+    assert len(calls) > 2
