@@ -1,4 +1,4 @@
-"""A server with a small model and one that knows tools, and the page that tells of it."""
+"""A server with a small model and one that knows tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from sparsekv_cli.errors import SparseKVError
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA, PAGE = ROOT / "docs" / "data", ROOT / "docs" / "serve.md"
 TOOLS = "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M"  # the model that knows tools
 
 
@@ -42,10 +41,3 @@ def serving(models: Sequence[Path], *options: str) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
-
-
-def write_between(name: str, text: str) -> None:
-    """Replaces what stands between the marks ``name`` in docs/serve.md."""
-    page = PAGE.read_text("utf-8")
-    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    PAGE.write_text(marks.sub(lambda m: f"{m[1]}{text}\n{m[2]}", page), "utf-8")

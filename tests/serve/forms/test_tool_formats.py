@@ -44,6 +44,10 @@ OF_TEMPLATES = {
 CALL = "<|tool_call_start|>"
 TEXTS = [
     (HERMES, 'Hi <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "Hi ", 1),
+    (HERMES, '{"name": "f", "arguments": {"a": 1}}', "", 1),
+    (HERMES, '```json\n{ "name" : "f", "arguments": {}}\n```', "", 1),
+    (HERMES, '{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
+    (HERMES, '{"name": "f", "arguments"', '{"name": "f", "arguments"', 0),
     (HERMES, "a <b> <tool_call>nonsense</tool_call>", "a <b> <tool_call>nonsense</tool_call>", 0),
     (HERMES, "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n", "", 1),
     (HERMES, "<tool_call><function=f>?</function>", "<tool_call><function=f>?</function>", 0),
@@ -81,7 +85,7 @@ TEXTS = [
 @pytest.mark.parametrize(("kind", "written", "text", "n_calls"), TEXTS)
 def test_formats_of_calls(kind: Any, written: str, text: str, n_calls: int, size: int) -> None:
     """However the text is cut."""
-    reader = reader_of(kind)
+    reader = reader_of(kind, functions={"f": {}, "g": {}})
     pieces = [written[i : i + size] for i in range(0, len(written), size)]
     parts = [part for piece in pieces for part in reader.push(piece)] + list(reader.flush())
     kinds = [type(part).__name__ for part in parts]
