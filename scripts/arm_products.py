@@ -66,7 +66,7 @@ def check(folder: Path, products: str) -> int:
     n_bad = n_all = 0
     with np.load(folder / "data.npz") as data:
         for case, text in modules.items():
-            name, planes, *repacked = case.split()
+            name, planes, *repacked = *case.split(), ""
             if planes not in ("1", "2") or f"{name} w" not in data:
                 continue
             target = binding.Target.from_default_triple()
@@ -76,11 +76,11 @@ def check(folder: Path, products: str) -> int:
             engine.finalize_object()
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * (SKIP + 6))
             kernel = kind(engine.get_function_address("kernel"))
-            w = data[f"{name} {'repacked' if repacked else 'w'}"]
+            w = data[f"{name} {'repacked' if any(repacked) else 'w'}"]
             x = data[f"{name} {'shorts' if products == 'none' else 'bytes'} {planes}"]
             expected = data[f"{name} out {planes}"]
             out = np.zeros(len(w), np.float32)
-            for row in range(0, len(w), len(w) if repacked else 1):
+            for row in range(0, len(w), len(w) if any(repacked) else 1):
                 places = w[row:].ctypes.data, x.ctypes.data, 0, N, out[row:].ctypes.data, 0
                 kernel(*[0] * SKIP, *places)
             error = float(np.abs(out - expected).max() / np.abs(expected).max())

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "warmup",
     },
     "library": {"generation", "methods", "model", "models", "sequence"},
-    "doctor": {"device", "evaluation", "models"},
+    "doctor": {"cpu", "device", "evaluation", "models"},
     "cli": {"commands"},
     "__main__": {"cli"},
 }

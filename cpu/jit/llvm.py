@@ -11,8 +11,7 @@ from llvmlite import ir
 from numba import config, njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu import features
-from sparsekv_cli.cpu.jit import compiling, kernel_cache
+from sparsekv_cli.cpu.jit import compiling, features, kernel_cache
 
 compiling.install()
 kernel_cache.install()  # every kernel imports this module

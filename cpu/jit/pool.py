@@ -21,7 +21,7 @@ from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
-from sparsekv_cli.cpu import features
+from sparsekv_cli.cpu.jit import features
 from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from sparsekv_cli.cpu import features
-from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit import features, llvm
 from sparsekv_cli.cpu.jit.llvm import (
     F16,
     F32,

@@ -69,7 +69,7 @@ def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[
 
 
 def _zero(name: str) -> int:
-    """What the bytes of the format ``name`` have too much: none have where they may be signed."""
+    """The excess of the bytes of the format ``name``. Large signed ones have none on ARM."""
     is_large = FORMATS[name].largest > 127
     return 0 if is_large and vnni.takes_signed() else FORMATS[name].zero
 

@@ -70,7 +70,7 @@ def cpu(problems: list[str]) -> dict[str, Any]:
 
 
 def cpu_features(problems: list[str]) -> dict[str, bool]:
-    from sparsekv_cli.cpu.features import cpu_features as find
+    from sparsekv_cli.cpu.jit.features import cpu_features as find
 
     return {name: find().get(name, False) for name in FEATURES}
 

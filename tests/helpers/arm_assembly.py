@@ -17,7 +17,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import types
 
-from sparsekv_cli.cpu import features
+from sparsekv_cli.cpu.jit import features
 
 FEATURES = {"neon": True, **{name: name in sys.argv[1] for name in ("dotprod", "i8mm")}}
 features.cpu_features = lambda: FEATURES

@@ -66,7 +66,7 @@ if __name__ == "__main__":
     import subprocess
     import tempfile
 
-    import numba
+    import numba.np.ufunc.parallel
     import numpy
 
     assert asyncio and subprocess and tempfile and numba and numpy  # they saw Linux

@@ -20,7 +20,7 @@ HELPER = Path(__file__).parents[1] / "helpers" / "as_on_macos.py"
 # Modules that name what only Linux has, and the switch that each has: a name's absence is asked
 # for, or the system's, or that of a GPU.
 SWITCHES = {
-    "sparsekv_cli.cpu.features": 'sys.platform == "linux"',
+    "sparsekv_cli.cpu.jit.features": 'sys.platform == "linux"',
     "sparsekv_cli.cpu.jit.bf16": 'sys.platform != "linux"',
     "sparsekv_cli.cpu.jit.threads": 'hasattr(os, "sched_getaffinity")',
     "sparsekv_cli.commands.advise.advise": 'hasattr(os, "sched_getaffinity")',

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from source_tree import FOLDERS, root
 
-from sparsekv_cli.cpu import features
+from sparsekv_cli.cpu.jit import features
 
 TESTS = Path(__file__).parents[2]
 # Files that name x86 intrinsics. tests/helpers/arm_assembly.py has a case for the code of each, or

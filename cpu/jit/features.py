@@ -1,4 +1,4 @@
-"""What the CPU can do, by LLVM's names for its features. Nothing here imports numba."""
+"""The CPU's features, by LLVM's names. Nothing here imports numba."""
 
 from __future__ import annotations
 
