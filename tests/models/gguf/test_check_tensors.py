@@ -1,6 +1,7 @@
 """The search for NaN and infinity, held against gguf's reference dequantisation."""
 
 import struct
+from pathlib import Path
 
 import gguf
 import gguf_formats  # noqa: F401
