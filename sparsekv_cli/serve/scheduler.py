@@ -43,7 +43,6 @@ from sparsekv_cli.serve.rows import (
     give_up,
     held_together,
     most_shared,
-    parked_bytes,
     replaces,
     sequence_bytes,
     whole_bytes,
@@ -390,9 +389,7 @@ class Scheduler:
         self._step_s = self._step_ended - started
         if started - self._watched > WATCH_S:
             self._watched = started
-            running = [job.generation for job in self._running.jobs]
-            held = sum(bytes_of_sequence(each.sequence) for each in running if each is not None)
-            self.stats.kv_bytes = held + parked_bytes(self._parked)
+            self.stats.kv_bytes = sum(map(bytes_of_sequence, self._donors()))
 
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, in place of those that it replaces."""
