@@ -15,9 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_a_sample_differs_nowhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "FILE", tmp_path / "found.json")
-    assert script.main(["--seed", "30", "--cases", "7", "--seconds", "1000", "--record"]) == 0
-    assert capsys.readouterr().out == "7 cases, 0 found\n"
-    assert json.loads(script.FILE.read_text())["found"] == 0
+    assert script.main(["--seed", "160", "--cases", "5", "--seconds", "1000", "--record"]) == 0
+    assert capsys.readouterr().out == "5 cases, 0 found\n"
+    told = json.loads(script.FILE.read_text())
+    assert told["found"] == 0 and set(told["cases"]) == set(script.KINDS)
 
 
 def test_a_difference_is_found_and_its_seed_repeats_it(monkeypatch, capsys):
