@@ -1,4 +1,4 @@
-"""What to type for an extra, in the way in which this program was installed."""
+"""The command that installs an extra, in the way in which this program was installed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SKIP = 3  # arguments of the code that are literals
 
 
 def make(folder: Path, products: str) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     sys.path[:0] = [str(root / "fixtures" / "models")]
     from quantized_weights import random_rows
 
