@@ -36,10 +36,10 @@ MIDDLE = """
 ## Faults of the disk
 
 `scripts/faults` runs small jobs that write files. It puts a fault into each operation on the disk.
-The faults are a kill before the operation, a kill within a write, a full disk (ENOSPC), a quota
-(EDQUOT), a read-only disk (EROFS), a short write, and a folder that is gone. Then the next run must
-find the old file or the new one, and go on. An answer that was appended is there as a whole, or not
-at all. The user's other files must be as they were. Three processes write at once, too.
+The job is killed before the operation or within a write. The disk is full (ENOSPC), over its quota
+(EDQUOT) or read-only (EROFS). A write is short. The folder is gone. Then the next run must find the
+old file or the new one, and go on. An answer that was appended is there as a whole, or not at all.
+The user's other files must be as they were. Three processes write at once, too.
 
 """
 
