@@ -1,7 +1,6 @@
 """The search for NaN and infinity, held against gguf's reference dequantisation."""
 
 import struct
-from pathlib import Path
 
 import gguf
 import gguf_formats  # noqa: F401
