@@ -221,7 +221,8 @@ class _SharedHistory(FileHistory):
     def store_string(self, string: str) -> None:
         entry = "".join(f"+{line}\n" for line in string.split("\n"))
         entry = f"\n# {datetime.now()}\n{entry}".encode(errors="replace").decode()
-        with contextlib.suppress(SparseKVError), AppendedFile(self.filename, 0o600) as file:
+        path = os.fsdecode(self.filename)
+        with contextlib.suppress(SparseKVError), AppendedFile(path, 0o600) as file:
             file.write(entry)
 
 
