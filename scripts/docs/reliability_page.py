@@ -18,7 +18,7 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 TOP = """# Reliability
 
-Two scripts look for faults. A test runs a small part of both.
+Three scripts look for faults. A test runs a small part of each.
 
 ## Inputs that nobody meant
 
@@ -42,6 +42,24 @@ must find the old file or the new one, and go on. An answer that was appended is
 or not at all. The user's other files must be as they were. Three processes write at once, too.
 
 """
+LAST = """
+## A server under attack
+
+`scripts/soak attack` attacks a server, and asks it meanwhile as a client that behaves. The client's
+first token may take twice its usual time. An attacker holds up to 150 connections that send a byte
+now and then, or sends up to 200 requests a second. Times are medians. The machine had other work to
+do.
+
+"""
+SOAK = """
+## Use for a long time
+
+`scripts/soak` uses the program for as long as it is told. It ends with an error if memory (PSS),
+open files or threads grow, or if counters contradict each other. Conversations go on past their
+context with every method. 32 clients ask a server about long documents, and many of them leave.
+The prefix cache on disk is used for days, in which the clock jumps and writers are killed.
+
+"""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -51,7 +69,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(shown) + "\n"
 
 
-def page(fuzz: Numbers, faults: Numbers) -> str:
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
+
+
+def page(fuzz: Numbers, faults: Numbers, soak: Numbers) -> str:
     """The text of the page."""
     targets = table(
         ("target", "executions", "seconds", "found", "commit"),
@@ -67,7 +89,29 @@ def page(fuzz: Numbers, faults: Numbers) -> str:
             for name, each in faults.items()
         ),
     )
-    return TOP + targets + MIDDLE + writers
+    attacks = table(
+        ("attack", "requests", "first token, ms", "meanwhile, ms", "times"),
+        (
+            (each["attack"], each["requests"], ms(each["usual_s"]), ms(each["meanwhile_s"]),
+             f"{each['times']:.2f}")
+            for each in soak["attack"]["found"]
+        ),
+    )  # fmt: skip
+    (chat,), serve, folder = (soak[part]["found"] for part in ("chat", "serve", "folder"))
+    rows = (
+        ("conversations", f"{chat['turns']} turns", chat),
+        ("a server", f"{serve['requests']} requests", serve),
+        ("the prefix cache", f"{folder['hours']} hours of a clock", folder),
+    )
+    soaked = table(
+        ("what", "how much", "seconds", "MB, from", "to", "files", "threads"),
+        (
+            (what, n, each["seconds"], min(each["pss_mb"][1:]), max(each["pss_mb"]), each["files"],
+             each["threads"])
+            for what, n, each in rows
+        ),
+    )  # fmt: skip
+    return TOP + targets + MIDDLE + writers + LAST + attacks + SOAK + soaked
 
 
 def read(name: str) -> Any:
@@ -75,4 +119,4 @@ def read(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(read("fuzz"), read("faults")), "utf-8")
+    PAGE.write_text(page(read("fuzz"), read("faults"), read("soak")), "utf-8")

@@ -125,6 +125,7 @@ def soak(model: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
             thread.join()
         told = wait_until_idle(server)
         after = server.ask(fixed)[1]["choices"][0]["text"]
+        flat = curve.check("serve")
     if crowd.faults:
         raise SparseKVError(f"serve: {len(crowd.faults)} faults, such as {crowd.faults[0]}")
     n_asked = crowd.counts.total() + len(METHODS) + 1
@@ -139,5 +140,5 @@ def soak(model: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
     return {
         "model": model.stem, "requests": crowd.counts.total(), **crowd.counts,
         **{f"counted {name.removesuffix('_total')}": int(told[name]) for name in names},
-        **curve.check("serve"),
+        **flat,
     }  # fmt: skip
