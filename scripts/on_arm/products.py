@@ -1,4 +1,4 @@
-"""Products of every weight format on ARM: ``arm_products.py make|check FOLDER PRODUCTS``.
+"""Products of every weight format on ARM: ``products.py make|check FOLDER PRODUCTS``.
 
 ``make`` writes the code (LLVM IR, as tests/helpers/arm_assembly.py makes it), random weights and
 what numpy makes of them. ``check`` runs the code on ARM and compares. It needs
@@ -22,7 +22,7 @@ SKIP = 3  # arguments of the code that are literals
 
 
 def make(folder: Path, products: str) -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     sys.path[:0] = [str(root / "fixtures" / "models")]
     from quantized_weights import random_rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRIPLE = "aarch64-unknown-linux-gnu"
 LIMIT = 1e-3
 N_PROMPT, N_TOKENS, N_KEPT = 300, 16, 8  # faedkv compresses no shorter prompts
