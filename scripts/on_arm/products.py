@@ -1,4 +1,4 @@
-"""Products of every weight format on ARM: ``arm_products.py make|check FOLDER PRODUCTS``.
+"""Products of every weight format on ARM: ``products.py make|check FOLDER PRODUCTS``.
 
 ``make`` writes the code (LLVM IR, as tests/helpers/arm_assembly.py makes it), random weights and
 what numpy makes of them. ``check`` runs the code on ARM and compares. It needs
