@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,9 @@ PLAIN = {"Q4_K 1", "Q8_0 1", "byte scores", "byte scores below 128"}
 @cache
 def made_for(products: str) -> dict[str, Any]:
     command = [sys.executable, str(TESTS / "helpers" / "arm_assembly.py"), products]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with TemporaryDirectory() as cache:  # no kernel of this process is for others
+        environment = {**os.environ, "XDG_CACHE_HOME": cache}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
