@@ -97,12 +97,14 @@ def page(fuzz: Numbers, faults: Numbers, soak: Numbers) -> str:
             for each in soak["attack"]["found"]
         ),
     )  # fmt: skip
-    (chat,), serve, folder = (soak[part]["found"] for part in ("chat", "serve", "folder"))
-    rows = (
-        ("conversations", f"{chat['turns']} turns", chat),
-        ("a server", f"{serve['requests']} requests", serve),
-        ("the prefix cache", f"{folder['hours']} hours of a clock", folder),
-    )
+    names = {"chat": ("conversations", "turns"), "serve": ("a server", "requests")}
+    names["folder"] = ("the prefix cache on disk", "hours")
+    found = {part: each["found"] for part, each in soak.items() if part in names}
+    rows = [
+        (names[part][0], f"{each[names[part][1]]} {names[part][1]}", each)
+        for part, parts in found.items()
+        for each in (parts if isinstance(parts, list) else [parts])
+    ]
     soaked = table(
         ("what", "how much", "seconds", "MB, from", "to", "files", "threads"),
         (
