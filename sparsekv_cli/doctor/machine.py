@@ -17,8 +17,8 @@ REQUIRED = (
 )
 #: The packages of the extras that users install.
 OPTIONAL = (
-    *("huggingface-hub", "llguidance", "matplotlib", "prometheus-client", "ray", "starlette"),
-    *("torch", "triton", "uvicorn"),
+    *("huggingface-hub", "llguidance", "matplotlib", "prometheus-client", "pypdf", "python-docx"),
+    *("ray", "starlette", "torch", "triton", "uvicorn"),
 )
 #: The features, by LLVM's names, that the kernels in cpu/ ask the CPU for.
 FEATURES = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsekv_cli.commands.shared.documents import kind_of
 from sparsekv_cli.commands.shared.prompt import decode_file, read_stdin
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
@@ -17,11 +18,15 @@ ASKED = "What is this text about?"  # in the last line, where the user asked not
 
 @dataclass(frozen=True)
 class Document:
-    """A text. source: a file's name, stdin or built-in. n_skipped: bytes ahead of the text."""
+    """A text. source: a file's name, stdin or built-in. n_skipped: bytes ahead of the text.
+
+    is_text: whether the file's bytes are the text, so that a command can cut it.
+    """
 
     source: str
     text: str
     n_skipped: int = 0
+    is_text: bool = True
 
     @property
     def is_built_in(self) -> bool:
@@ -30,7 +35,7 @@ class Document:
     def reading(self, text: str) -> tuple[str, list[str]]:
         """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
         name = "" if self.source == "stdin" else self.source
-        if len(text) < len(self.text):
+        if self.is_text and len(text) < len(self.text):
             n_bytes = self.n_skipped + len(text.encode())
             return f"{shlex.join(['head', '-c', str(n_bytes), *filter(None, [name])])} | ", []
         return "", ["-f", name or "-"]
@@ -72,7 +77,8 @@ def read_document(file: str | None) -> Document:
     data = read_stdin() if is_piped else Path(source).read_bytes()
     if file is None and not data:
         return _built_in()
-    at = data.find(b"\0")
+    is_text = not kind_of(data)
+    at = data.find(b"\0") if is_text else -1
     if at >= 0:
         raise SparseKVError(
             f"{source}: this is no text, it has a zero byte at offset {at}: give a text in UTF-8"
@@ -83,7 +89,7 @@ def read_document(file: str | None) -> Document:
             f"{source}: the document is empty: give one with words, or leave it out to measure a "
             "built-in text"
         )
-    return Document(source, text, len(BOM) if data.startswith(BOM) else 0)
+    return Document(source, text, len(BOM) if data.startswith(BOM) else 0, is_text)
 
 
 def _built_in() -> Document:

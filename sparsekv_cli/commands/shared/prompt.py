@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from sparsekv_cli.commands.shared.documents import document_text, kind_of
 from sparsekv_cli.errors import SparseKVError
 
 
@@ -36,7 +37,12 @@ def read_stdin() -> bytes:
 
 
 def decode_file(data: bytes, source: str) -> str:
-    """``decode_utf8`` of a file or of stdin, without the byte order mark that it may begin with."""
+    """``decode_utf8`` of a file or of stdin, without the byte order mark that it may begin with.
+
+    Of a PDF or a Word file it is the text.
+    """
+    if kind := kind_of(data):
+        return document_text(data, kind, source)
     return decode_utf8(data, source).removeprefix("\ufeff")
 
 
