@@ -39,7 +39,7 @@ def read_stdin() -> bytes:
 def decode_file(data: bytes, source: str) -> str:
     """``decode_utf8`` of a file or of stdin, without the byte order mark that it may begin with.
 
-    Of a PDF or a Word file it is the text.
+    A PDF or a Word file gives its text.
     """
     if kind := kind_of(data):
         return document_text(data, kind, source)
