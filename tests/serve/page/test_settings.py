@@ -98,7 +98,8 @@ def test_colours(site: Any) -> None:
 
     site.send("One", ("rows", [[100]]))
     light, dark = ["rgb(251, 250, 247)", "11,95,165,255"], ["rgb(23, 23, 22)", "122,184,240,255"]
-    assert [colours("light"), colours("dark")] == [light, dark]
+    wait_for(lambda: colours("light") == light)  # a change is drawn in the next frame
+    wait_for(lambda: colours("dark") == dark)
     site.press("Settings")
     site.all("#theme option")[1].click()
     site.press("Close", "#settings")
@@ -113,7 +114,8 @@ def test_an_api_key(site: Any) -> None:
     key = wait_for(lambda: site.browser.find_element("id", "key"))
     wait_for(key.is_displayed)
     assert site.browser.switch_to.active_element == key
-    assert "the API key is missing" in site.browser.find_element("id", "model-name").text
+    name = site.browser.find_element("id", "model-name")
+    wait_for(lambda: "the API key is missing" in name.text)
     key.send_keys("sesame\ue007")
     site.wait("#method option")
     assert "the API key" not in site.browser.find_element("id", "model-name").text
