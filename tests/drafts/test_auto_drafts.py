@@ -118,17 +118,17 @@ class Reading(ModelDrafts):
     def draft(self, tokens, last, most, least_chance):
         self.n_calls += 1
         self.is_reading = self.n_calls < 3
-        time.sleep(0.02 if self.n_calls < 4 else 0)
+        time.sleep(0.3 if self.n_calls < 4 else 0)
         return [] if self.is_reading else [500 + len(tokens)]
 
 
 def test_what_comes_once_says_nothing_of_later_drafts():
     """Reading of a text, and the first draft: both take more seconds than drafts may lose."""
-    drafts, tokens, n_drafted = warm(0.002, Reading()), list(range(900, 930)), []
+    drafts, tokens, n_drafted = warm(0.05, Reading()), list(range(900, 930)), []
     for i in range(12):
         draft = drafts.draft(tokens, 100 + i, 8)
         n_drafted.append(len(draft))
-        drafts.checked(len(draft), len(draft), 0.002)
+        drafts.checked(len(draft), len(draft), 0.05)
         tokens += [100 + i, *draft]
     assert n_drafted == [0, 0, *[1] * 10]
 
