@@ -63,7 +63,7 @@ def read_texts() -> list[str]:
 
 
 def text_of(half: str, kind: str, n_tokens: int) -> str:
-    """As much of a half's text of a kind, ``code`` or ``prose``, as has ``n_tokens``."""
+    """Returns the beginning of a half's ``code`` or ``prose``: text for ``n_tokens``."""
     paths = [ROOT / name for name in HELD_OUT[half][kind]]
     files = [each for p in paths for each in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
     whole = "\n\n".join(path.read_text(encoding="utf-8") for path in files)

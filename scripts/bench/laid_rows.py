@@ -36,7 +36,7 @@ class Recorder(LayerCache):
 
 
 def record(model: Model, ids: Ids[int]) -> Recorded:
-    """What each layer sees of ``ids``. SparseKVError if some layers are not full ones."""
+    """Returns the rows of ``ids`` in each layer. SparseKVError: not all layers are full ones."""
     if model.hparams.other_layers:
         raise SparseKVError(f"rows laid end to end: the model has {model.hparams.other_layers}")
     caches = [Recorder(spec) for spec in model.decoder.layer_specs()]

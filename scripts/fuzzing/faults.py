@@ -31,7 +31,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 @dataclass
 class Outcome:
-    """What a job did: its exit code, the lines that it said, and its operations on the disk."""
+    """The end of a job: its exit code, its lines, and the number of its disk operations."""
 
     code: int
     error: str = ""
@@ -120,7 +120,7 @@ def run(job: Callable[[Path], None], folder: Path, fault: str = "", n: int = 0) 
 
 
 def problem_of(outcome: Outcome) -> str:
-    """What a process did that it must not; empty if nothing."""
+    """Returns the fault of a process, or an empty text."""
     if outcome.code not in (0, KILLED):
         return f"it ended with {outcome.code}"
     for text in (outcome.error, *outcome.said):

@@ -27,7 +27,7 @@ Change = Callable[[random.Random, bytes], bytes]
 
 
 class FoundError(Exception):
-    """What no input may bring about."""
+    """A fault: no input may cause it."""
 
 
 def number(rng: random.Random) -> int:

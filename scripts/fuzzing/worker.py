@@ -42,7 +42,7 @@ def place_of(error: BaseException) -> str:
 
 
 def outcome(target: Any, case: bytes) -> dict[str, str]:
-    """What a case does: it is accepted, refused in one line, or a fault is found."""
+    """Returns the outcome of a case: accepted, refused in one line, or a fault."""
     import click
     from mutation import FoundError
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,20 +23,21 @@ IDS = [3 + i * i % 250 for i in range(700)]
 N_PROCESSES = 3
 
 
-class Writer:
+class Writer(ABC):
     """A job that writes into a folder. ``steps``: whether a part of what is new is a state too."""
 
     steps = False
 
-    def prepare(self, folder: Path) -> None:
-        """Writes what was there before."""
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - some begin with nothing
+        """Writes the state that the job finds."""
 
+    @abstractmethod
     def write(self, folder: Path) -> None:
-        raise NotImplementedError
+        """Does the job."""
 
+    @abstractmethod
     def read(self, folder: Path) -> Any:
-        """What the next run finds."""
-        raise NotImplementedError
+        """Returns what the next run finds."""
 
 
 def layers(n: int) -> list[Any]:

@@ -167,8 +167,8 @@ def freekv_recall() -> Launches:
             yield partial(recall.fetch_pages, pages, layout)
 
 
-def freekv_scores() -> Launches:
-    n = torch.zeros(2, dtype=torch.int32)
+def summaries_of_pages() -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """kv heads, rows of a page, queries of two sequences and their pages' summaries."""
     for n_head, n_kv, d, page in (
         (32, 8, 128, 16),
         (32, 32, 128, 32),
@@ -176,7 +176,12 @@ def freekv_scores() -> Launches:
         (6, 2, 80, 5),
     ):
         hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
-        q = torch.empty(2, n_head, d)
+        yield n_kv, page, torch.empty(2, n_head, d), hi
+
+
+def freekv_scores() -> Launches:
+    n = torch.zeros(2, dtype=torch.int32)
+    for n_kv, page, q, hi in summaries_of_pages():
         score = partial(of_freekv.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0)
         wanted = torch.zeros(2, n_kv, dtype=torch.int32)
         yield partial(score, of_freekv.PageCandidates(4, 64, 80), wanted)
@@ -229,14 +234,7 @@ def quest_pages() -> Launches:
 
 def quest_scores() -> Launches:
     n = torch.zeros(2, dtype=torch.int32)
-    for n_head, n_kv, d, page in (
-        (32, 8, 128, 16),
-        (32, 32, 128, 32),
-        (9, 3, 64, 16),
-        (6, 2, 80, 5),
-    ):
-        hi = torch.empty(2, n_kv, 8192, d, dtype=torch.float16)
-        q = torch.empty(2, n_head, d)
+    for n_kv, page, q, hi in summaries_of_pages():
         for n_page_max in (8192, 64) if n_kv == 8 else (8192,):
             yield partial(of_quest.largest_scores, q, hi, hi, n, n, n_page_max, page, 1.0)
 
