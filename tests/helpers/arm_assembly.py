@@ -7,7 +7,9 @@ argument is a file for the code itself.
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -42,19 +44,19 @@ class _Context:
         return None
 
 
-def module_of(emit: Callable[[ir.IRBuilder, Sequence[ir.Value]], object], n: int) -> str:
-    """LLVM IR of a function of ``n`` i64."""
+def module_of(emit: Callable[[ir.IRBuilder, Sequence[ir.Value]], object], n: int) -> ir.Module:
+    """A module with a function of ``n`` i64."""
     module = ir.Module()
     module.triple = TRIPLE
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * n), "kernel")
     builder = ir.IRBuilder(function.append_basic_block())
     emit(builder, function.args)
     builder.ret_void()
-    return str(module)
+    return module
 
 
-def intrinsic(function: Any, *literals: Any, n: int) -> str:
-    """LLVM IR of one of numba's intrinsics, with types or integers and then ``n`` i64."""
+def intrinsic(function: Any, *literals: Any, n: int) -> ir.Module:
+    """A module of one of numba's intrinsics, with types or integers and then ``n`` i64."""
     signature, codegen = function._defn(None, *literals, *[types.int64] * n)
     context = _Context()
     total = len(literals) + n
@@ -75,10 +77,10 @@ def inner_loops(assembly: str) -> list[str]:
     return sorted(word for word in words if not word.endswith(":"))
 
 
-def compiled(module: str) -> str:
+def compiled(module: ir.Module) -> str:
     target = binding.Target.from_triple(TRIPLE)
     machine = target.create_target_machine(cpu="generic", features=features.flattened(), opt=3)
-    parsed = binding.parse_assembly(module)
+    parsed = binding.parse_assembly(str(module))
     parsed.data_layout = str(machine.target_data)
     parsed.verify()
     options = binding.create_pipeline_tuning_options(speed_level=3)
@@ -98,8 +100,8 @@ def scores(b: ir.IRBuilder, args: Sequence[ir.Value], *, seven_bits: bool) -> No
         store(b, total, out, 64 * i)
 
 
-def cases() -> dict[str, str]:
-    """LLVM IR by name; the formats' names are first words."""
+def cases() -> dict[str, ir.Module]:
+    """Modules by name; the formats' names are first words."""
     found = {}
     for name, format_ in FORMATS.items():
         code = literal(format_.code)
@@ -134,12 +136,17 @@ COMPILED = ("Q4_K 1", "Q4_K 1 repacked", "Q8_0 1", "Q4_K tile", "scores f16", "v
             "byte scores", "byte scores below 128")  # fmt: skip
 
 if __name__ == "__main__":
+    gc.disable()  # modules are many objects that stay
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     modules = cases()
     if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(json.dumps(modules), encoding="utf-8")
-    foreign = {each: re.findall(r"llvm\.x86[\w.]*", text) for each, text in modules.items()}
+        texts = {each: str(module) for each, module in modules.items()}
+        Path(sys.argv[2]).write_text(json.dumps(texts), encoding="utf-8")
+    foreign = {
+        each: [name for name in module.globals if name.startswith("llvm.x86")]
+        for each, module in modules.items()
+    }
     loops = {each: inner_loops(compiled(modules[each])) for each in COMPILED if each in modules}
     json.dump(
         {
@@ -149,3 +156,5 @@ if __name__ == "__main__":
         },
         sys.stdout,
     )
+    sys.stdout.flush()
+    os._exit(0)  # nobody has to free them

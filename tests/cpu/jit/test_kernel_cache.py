@@ -1,19 +1,27 @@
 """Kernels kept on disk: what a process does with a cache that is damaged, full or not its own.
 
-Each test runs a small kernel in processes of their own, which share a cache folder.
+Each test runs a small kernel with a cache folder of its own. Where a process must start or end, it
+is another one.
 """
 
+import contextlib
+import errno
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numba import njit
 from sweeps import sweep
+
+from sparsekv_cli.cpu.jit import kernel_cache, llvm
+from sparsekv_cli.cpu.jit.store import KernelStore
 
 PROGRAM = """
 {first}
@@ -41,12 +49,28 @@ def start(cache: Path, before: str = "", first: str = "") -> subprocess.Popen[st
     )  # fmt: skip
 
 
-def run(cache: Path, before: str = "", first: str = "") -> tuple[str, str]:
+def finished(process: subprocess.Popen[str]) -> tuple[str, str]:
     """How the kernel came to the process, "compiled" or "loaded", and what was said on stderr."""
-    process = start(cache, before, first)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out.strip(), err
+
+
+Run = Callable[[Path], tuple[str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``finished`` of a run in this process, of a kernel that is new to it."""
+
+    def run_here(cache: Path) -> tuple[str, str]:
+        monkeypatch.setattr(kernel_cache, "STORE", KernelStore(cache / "sparsekv-cli" / "kernels"))
+        kernel = njit(cache=True, nogil=True)(llvm.sum_squares.py_func)
+        assert kernel(np.full(100, 2, np.float32)) == 400
+        hits = sum(kernel.stats.cache_hits.values())
+        return "loaded" if hits else "compiled", capsys.readouterr().err
+
+    return run_here
 
 
 def kernel_files(cache: Path) -> list[Path]:
@@ -58,7 +82,7 @@ def kernel_files(cache: Path) -> list[Path]:
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the kernel."""
     cache = tmp_path_factory.mktemp("cache")
-    assert run(cache) == ("compiled", "")
+    assert finished(start(cache)) == ("compiled", "")
     return cache
 
 
@@ -73,7 +97,8 @@ def flipped(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def test_the_second_process_loads_what_the_first_has_compiled(cache):
+def test_another_process_loads_what_the_first_has_compiled(cache, run):
+    assert finished(start(cache)) == ("loaded", "")
     assert run(cache) == ("loaded", "")
 
 
@@ -82,7 +107,7 @@ def test_the_second_process_loads_what_the_first_has_compiled(cache):
     sweep([lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1], flipped]),
     ids=["empty", "half", "last byte", "flipped"],
 )
-def test_a_damaged_file_is_compiled_again(cache, damaged):
+def test_a_damaged_file_is_compiled_again(cache, damaged, run):
     files = kernel_files(cache)
     assert files
     for path in files:
@@ -91,20 +116,18 @@ def test_a_damaged_file_is_compiled_again(cache, damaged):
     assert run(cache) == ("loaded", "")
 
 
-def test_a_full_disk_stops_nothing(tmp_path):
-    full = """
-        import errno, os
-        def replace(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.replace = replace
-    """
-    how, said = run(tmp_path, full)
+def test_a_full_disk_stops_nothing(tmp_path, run, monkeypatch):
+    def replace(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", replace)
+    how, said = run(tmp_path)
     assert how == "compiled" and said.count("\n") == 1
     assert str(tmp_path) in said and "No space left" in said
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
-def test_only_the_user_may_read_or_write_what_is_kept(tmp_path):
+def test_only_the_user_may_read_or_write_what_is_kept(tmp_path, run):
     old = os.umask(0)
     try:
         run(tmp_path)
@@ -117,7 +140,7 @@ def test_only_the_user_may_read_or_write_what_is_kept(tmp_path):
         assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache):
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache, run):
     folder = kernel_files(cache)[0].parent
     folder.chmod(0o777)
     how, said = run(cache)
@@ -125,9 +148,10 @@ def test_a_folder_that_others_may_write_to_is_not_loaded_from(cache):
     assert "others may write" in said
 
 
-def test_a_folder_of_another_user_is_not_loaded_from(cache):
-    other = "import os; uid = os.geteuid(); os.geteuid = lambda: uid + 1"
-    how, said = run(cache, other)
+def test_a_folder_of_another_user_is_not_loaded_from(cache, run, monkeypatch):
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    how, said = run(cache)
     assert how == "compiled" and said.count("\n") == 1
     assert str(kernel_files(cache)[0].parent) in said and "another user" in said
 
@@ -147,32 +171,37 @@ def read_only(filled: Path) -> Iterator[Path]:
                 path.chmod(0o700)
 
 
-WITHOUT_ROOT = f"""
-    import os
-    if os.geteuid() == 0:
-        import numba
-        numba.njit(lambda x: x + 1)(1)  # imports what a compilation needs
-        os.setuid({NOBODY})
-"""
+@contextlib.contextmanager
+def without_root() -> Iterator[None]:
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
-def test_a_cache_that_cannot_be_written_is_read(read_only):
+def test_a_cache_that_cannot_be_written_is_read(read_only, run):
     before = sorted(read_only.rglob("*"))
-    assert run(read_only, WITHOUT_ROOT) == ("loaded", "")
+    with without_root():
+        assert run(read_only) == ("loaded", "")
     assert sorted(read_only.rglob("*")) == before
 
 
-def test_a_kernel_that_cannot_be_kept_is_compiled(read_only):
+def test_a_kernel_that_cannot_be_kept_is_compiled(read_only, run):
     (path,) = kernel_files(read_only)
     path.parent.chmod(0o700)
     path.unlink()
     path.parent.chmod(0o500)
-    how, said = run(read_only, WITHOUT_ROOT)
+    with without_root():
+        how, said = run(read_only)
     assert how == "compiled" and said.count("\n") == 1 and str(path.parent) in said
     assert "Permission denied" in said and not kernel_files(read_only)
 
 
-def test_nothing_is_written_beside_the_sources(tmp_path):
+def test_nothing_is_written_beside_the_sources(tmp_path, run):
     (tmp_path / "file").write_text("")
     how, said = run(tmp_path / "file" / "cache")  # where no folder can be
     assert how == "compiled" and said.count("\n") == 1 and str(tmp_path) in said
@@ -192,8 +221,8 @@ def test_processes_that_start_together_compile_once(tmp_path):
         typed_passes.NativeLowering.run_pass = slowly
     """
     processes = [start(tmp_path, together) for _ in range(3)]
-    ends = [process.communicate(timeout=120) for process in processes]
-    assert sorted(out.strip() for out, _ in ends) == ["compiled", "loaded", "loaded"]
+    ends = [finished(process) for process in processes]
+    assert sorted(out for out, _ in ends) == ["compiled", "loaded", "loaded"]
     waiting = [err for _, err in ends if err]
     assert len(waiting) == 2
     for said in waiting:
@@ -219,5 +248,5 @@ def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(tmp_path):
             print("interrupted")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     """
-    how, said = run(tmp_path, before, first)
+    how, said = finished(start(tmp_path, before, first))
     assert how.startswith("interrupted\n") and said == ""
