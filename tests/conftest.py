@@ -23,6 +23,7 @@ import pytest
 from tiny_models import make_model
 from tiny_sequences import open_tiny
 
+from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.sequence import Sequence
@@ -46,8 +47,17 @@ import_module("triton")
 
 
 @pytest.fixture(scope="session", autouse=True)
+def single_threads() -> Iterator[None]:
+    """A second thread of BLAS or torch waits for longer than it works on tiny models."""
+    torch.set_num_threads(1)
+    with blas_threads(1):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def frozen() -> None:
     """A collection of garbage takes seconds with all that pytest and the libraries hold."""
+    gc.set_threshold(20_000, 20, 50)
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -105,7 +115,6 @@ def sequence_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Seque
 def one_thread() -> Iterator[None]:
     """Short kernels wait for each other's threads on a busy machine."""
     numba.set_num_threads(1)
-    torch.set_num_threads(1)
     yield
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
 

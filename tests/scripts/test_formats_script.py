@@ -201,7 +201,8 @@ def fake_llama(monkeypatch):
 
 
 @pytest.mark.slow
-def test_command(model, tmp_path, fake_llama, capsys):
+def test_command(model, tmp_path, fake_llama, capsys, monkeypatch):
+    monkeypatch.setattr(formats, "N_QUESTION", 200)
     file = tmp_path / "result.json"
     arguments = ["-m", str(model), "--width", "256", "--formats", "Q8_0,Q4_0", "--length", "32"]
     arguments += ["--texts", "2", "--needles", "1", "--threads", "1", "--prefill-dtype", "f32"]
