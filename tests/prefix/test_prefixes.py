@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from kept_prompts import keep, keeping
 from reference_records import LONG_CASES
 from tiny_gemma4 import Gemma4Layers
-from tiny_sequences import decoded, tokens
+from tiny_sequences import decoded, open_tiny, tokens
 from tiny_tokenizer import SPECIAL_TOKENS
 
 from sparsekv_cli.methods import METHODS
@@ -32,19 +33,30 @@ def open_pair(sequence_of, folder, name="full", **options):
     return sequence, alone, keeping(sequence, folder)
 
 
+@pytest.fixture(scope="module")
+def kept_by_full(tiny_model, tmp_path_factory):
+    """A folder in which a sequence of ``full`` has kept FIRST."""
+    folder = tmp_path_factory.mktemp("full")
+    writer = open_tiny(tiny_model, "full", **LAYERS)
+    keeping(writer, folder)
+    keep(writer, FIRST)
+    writer.model.gguf.close()
+    return folder
+
+
 @pytest.mark.parametrize("name", SHARING)
-def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, tmp_path):
+def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, kept_by_full, tmp_path):
     """The rows are kept by another process' sequence, of the method itself and of ``full``."""
-    for writer_name in dict.fromkeys((name, "full")):
-        folder = tmp_path / writer_name
-        writer, _, _ = open_pair(sequence_of, folder, writer_name)
-        keep(writer, FIRST)
-        sequence, alone, said = open_pair(sequence_of, folder, name)
-        expected = alone.prefill(SECOND)
+    own, by_full = tmp_path / "own", shutil.copytree(kept_by_full, tmp_path / "full")
+    writer, alone, _ = open_pair(sequence_of, own, name)
+    keep(writer, FIRST)
+    expected, answers = alone.prefill(SECOND), decoded(alone, ANSWER)
+    for folder in (own, by_full):
+        sequence, _, said = open_pair(sequence_of, folder, name)
         np.testing.assert_array_equal(sequence.prefill(SECOND), expected)
         assert sequence.timings.cached_tokens == 1088  # whole steps of 16
         assert sequence.timings.prefill_tokens == len(SECOND) - 1088
-        np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
+        np.testing.assert_array_equal(decoded(sequence, ANSWER), answers)
         assert sequence.tokens == alone.tokens
         assert said == [
             "-v prefix cache: 1088 of 1150 tokens are reused; the prompt diverges from what is "
