@@ -35,7 +35,7 @@ CASES: list[tuple[Geometry, int, dict[str, Any]]] = [  # of a prompt of so many 
      {"exact_sinks": False, "sinks": 5, "window": 20, "bits": 16}),
     (Geometry(3, 3, 64, n_rot=64), 30, {"sinks": 0, "window": 1, "budget": Budget(tokens=1)}),
 ]  # fmt: skip
-N_STEPS = 150  # of each turn
+N_STEPS = 90  # of each turn
 
 
 def make_method(**options: Any) -> SALS:

@@ -17,7 +17,7 @@ from sparsekv_cli.errors import SparseKVError
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, told = load_script("soak"), tmp_path / "told.json"
     monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)  # the server has a folder of its own
-    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "6", "--json", str(told)]
+    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "3", "--json", str(told)]
     monkeypatch.setattr("sys.argv", ["soak", *parts])
     script.main()
     found = {part: each["found"] for part, each in json.loads(told.read_text("utf-8")).items()}

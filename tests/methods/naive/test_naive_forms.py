@@ -36,14 +36,14 @@ def test_a_method_equals_its_naive_form(name, budget, options, geometry):
     """Two prompts and answers; back to the second prompt, into the first answer and prompt."""
     pair = pair_of(method_of(name, budget, options), geometry)
     pair.prefill(150)
-    pair.decode(120)
+    pair.decode(70)
     pair.prefill(37)
-    pair.decode(40)
-    pair.truncate(150 + 120 + 37)
     pair.decode(20)
+    pair.truncate(150 + 70 + 37)
+    pair.decode(10)
     for n in () if name in FORGETFUL else (200, 130):
         pair.truncate(n)
-        pair.decode(20)
+        pair.decode(10)
     seen = pair.seen
     assert seen["ties"] <= (0.01 * seen["lists"] if name != "sals" else seen["lists"])
     if name == "faedkv":
