@@ -106,7 +106,15 @@ def run(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small enough for Triton's interpreter."""
-    sizes = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_head_kv": 1, "n_ff": 64, "n_vocab": 320, "n_ctx": 512}
+    sizes = {
+        "n_layer": 1,
+        "n_embd": 64,
+        "n_head": 2,
+        "n_head_kv": 1,
+        "n_ff": 64,
+        "n_vocab": 320,
+        "n_ctx": 512,
+    }
     return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", wtype="Q8_0", **sizes)
 
 
