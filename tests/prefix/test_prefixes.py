@@ -37,7 +37,7 @@ def open_pair(sequence_of, folder, name="full", **options):
 def kept_by_full(tiny_model, tmp_path_factory):
     """A folder in which a sequence of ``full`` has kept FIRST."""
     folder = tmp_path_factory.mktemp("full")
-    writer = open_tiny(tiny_model, "full", **LAYERS)
+    writer = open_tiny(tiny_model, "full", **LAYERS, chunk=64)
     keeping(writer, folder)
     keep(writer, FIRST)
     writer.model.gguf.close()
@@ -48,13 +48,13 @@ def kept_by_full(tiny_model, tmp_path_factory):
 def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, kept_by_full, tmp_path):
     """The rows are kept by another process' sequence, of the method itself and of ``full``."""
     own, by_full = tmp_path / "own", shutil.copytree(kept_by_full, tmp_path / "full")
-    writer, alone, _ = open_pair(sequence_of, own, name)
+    writer, alone, _ = open_pair(sequence_of, own, name, chunk=64)
     keep(writer, FIRST)
     expected, answers = alone.prefill(SECOND), decoded(alone, ANSWER)
     for folder in (own, by_full):
-        sequence, _, said = open_pair(sequence_of, folder, name)
+        sequence, _, said = open_pair(sequence_of, folder, name, chunk=64)
         np.testing.assert_array_equal(sequence.prefill(SECOND), expected)
-        assert sequence.timings.cached_tokens == 1088  # whole steps of 16
+        assert sequence.timings.cached_tokens == 1088  # whole chunks of 64
         assert sequence.timings.prefill_tokens == len(SECOND) - 1088
         np.testing.assert_array_equal(decoded(sequence, ANSWER), answers)
         assert sequence.tokens == alone.tokens
