@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from sparsekv_cli.commands.chat import chat as chat_module
 from sparsekv_cli.commands.chat import commands as chat_commands
 from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
+from sparsekv_cli.evaluation import roofline
 from sparsekv_cli.sequence import Checkpoint, Sequence, Timings
 
 EOS_ID, BOS_ID = 256, 257
@@ -203,6 +204,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: model.sample)
     monkeypatch.setattr(chat_conversation, "new_sampler", model.take_settings)
     return model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_probe() -> Iterator[None]:
+    """``bench`` reads a megabyte, not for half a second, to know how fast that is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roofline.measure_bandwidth, "__defaults__", (1 << 20,))
+        patch.setattr(roofline, "PROBE_SECONDS", 0.01)
+        yield
 
 
 class Result(NamedTuple):
