@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from layer_rows import GEOMETRIES, Geometry, Stream, half
 from layer_stream import decode, make_cache, prefill
-from opened import OpenSequence, generated, open_sequence
-from tiny_sequences import N_HEAD, N_KV, N_LAYER, SHAPE, decoded, greedy, tokens
+from opened import OpenSequence, open_sequence
+from tiny_sequences import N_HEAD, N_KV, N_LAYER, SHAPE, tokens
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import Budget, LayerSpec
@@ -58,57 +58,6 @@ def tensors(model):
     sequence = open_with_method(model, Full())
     yield calibrate(sequence, FASA(), tokens(300))
     sequence.model.gguf.close()
-
-
-@pytest.fixture
-def sequence_of(model, tensors):
-    """Opens sequences with FASA (options as fields) or, without options, with full attention."""
-
-    class Calibrated(FASA):
-        """FASA that brings its calibration along."""
-
-        needs = ""
-
-        def layer(self, spec):
-            own = {name: array[spec.layer] for name, array in tensors.items()}
-            return super().layer(replace(spec, calibration=own))
-
-    opened: list[OpenSequence] = []
-
-    def open_with(**options) -> OpenSequence:
-        opened.append(open_with_method(model, Calibrated(**options) if options else Full()))
-        return opened[-1]
-
-    yield open_with
-    for sequence in opened:
-        sequence.model.gguf.close()
-
-
-@pytest.mark.parametrize("options", [{"metric": "var"}, {"metric": "ca", "variant": "m"}])
-def test_a_rewound_sequence_equals_a_fresh_one(options, sequence_of):
-    """To the end of the prompt, into it, to a context within the budget, and to nothing."""
-    prompt, question, answer = tokens(64), tokens(7, 1), tokens(10, 2)
-    used = sequence_of(budget=Budget(tokens=24), **options)
-    for keep in (64, 32, 16, 0):
-        fresh = sequence_of(budget=Budget(tokens=24), **options)
-        if keep:
-            fresh.prefill(prompt[:keep])
-        used.rewind(0)
-        used.prefill(prompt)
-        decoded(used, tokens(12, 3))
-        used.rewind(keep)
-        np.testing.assert_array_equal(used.prefill(question), fresh.prefill(question))
-        np.testing.assert_array_equal(decoded(used, answer), decoded(fresh, answer))
-
-
-def test_generation_as_long_as_the_prompt(sequence_of):
-    sequence = sequence_of(budget=Budget(share=0.1))
-    produced = list(generated(sequence, tokens(150), greedy, 150))
-    assert len(produced) == 150
-    counts = sequence.ledger()
-    attended = sum(round(0.1 * n) for n in range(151, 300))
-    assert counts["sparse_rows_attended"] == 2 * N_HEAD * attended
-    assert counts["sparse_rows_scored"] == counts["sparse_rows_total"]
 
 
 # --- calibration ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from layer_rows import Case, Geometry, TurningStream
 from layer_stream import decode as decode_row
 from layer_stream import make_cache as make_layer
 from layer_stream import prefill
-from opened import generated
 from sweeps import sweep
 from tiny_sequences import CHUNK, decoded, tokens
 
@@ -307,17 +306,6 @@ def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeyp
     question, answer = tokens(7, 3), tokens(20, 4)
     np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
     np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
-
-
-def test_generation_as_long_as_the_prompt(opened):
-    produced = []
-    for overlap in ("false", "true"):
-        sequence = opened(overlap=overlap)
-        ids = generated(sequence, tokens(200), lambda logits, _: int(np.argmax(logits)), 200)
-        produced.append(list(ids))
-        assert {cache.n for cache in sequence.caches} == {399}
-        assert sequence.ledger()["heads_stepped"] == 199 * 4 * 2
-    assert produced[0] == produced[1] and len(produced[0]) == 200
 
 
 # --- options --------------------------------------------------------------------------------------
