@@ -80,12 +80,11 @@ def open_engine(
     if config.ctx_size:
         more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // config.ctx_size)
         _check_context(hparams, method, config.ctx_size, more)
-    from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
     from sparsekv_cli.models.repack import wants_repacking
 
     dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
-    n_planes = activation_planes(config.activations)
+    n_planes = int(config.activations) // 8
     repacks = wants_repacking(weights, config.repack)
     warmup.compile_weight_kernels(weights, dtype, n_planes, repacks, on_compile)
     decoder = Decoder(

@@ -75,16 +75,16 @@ def compile_common_kernels(report: OnCompile | None) -> int:
 
     from sparsekv_cli.cpu import bandwidth
     from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
-    from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.cpu.weights.interleaved import GROUP, can_repack
     from sparsekv_cli.models.decoder import cpu_prefill_dtype
+    from sparsekv_cli.settings.config import SessionConfig
 
     decoded = [(code, False) for code in FORMAT_OF_CODE]
     decoded += [(code, True) for code in FORMAT_OF_CODE if can_repack(code, GROUP)]
     dtypes = {"f32", "bf16", cpu_prefill_dtype("auto", 2)}
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, decoded, dtypes, activation_planes("auto")),
+        *_format_steps(FORMAT_OF_CODE, decoded, dtypes, int(SessionConfig.activations) // 8),
         CompileTask("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)

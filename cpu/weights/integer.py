@@ -34,19 +34,6 @@ ACCUMULATORS = 4  # sums in flight
 BYTES_A_VALUE = 4 if vnni.has_both_forms() else 2
 
 
-def activation_planes(wanted: str) -> int:
-    """Bytes of an activation for --activations ``wanted``: ``8``, ``16`` or ``auto``.
-
-    The second byte costs nothing with AVX-512 VNNI, where products wait for memory. With vectors of
-    256 bits a token takes a third longer with it, or half as long again without vpdpbusd. Vectors
-    of sdot have 128 bits.
-    """
-    if wanted == "auto":
-        is_narrow = llvm.has_feature("avx2") and not llvm.has_feature("avx512vnni")
-        return 1 if is_narrow or vnni.takes_signed() else 2
-    return int(wanted) // 8
-
-
 @njit(cache=True, nogil=True)
 def quantized_bytes(n):
     """Bytes of ``quantize_activations``' output for n elements, n a multiple of 32.

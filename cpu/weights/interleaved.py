@@ -36,6 +36,7 @@ from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
 GROUP = LANES  # rows side by side
 ROWS_AT_ONCE = 4  # rows of bytes whose sums AVX2's registers hold
+MOST_INPUTS = 8 if llvm.has_feature("avx512vnni") else 4  # inputs that share the unpacked weights
 AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
 
 
@@ -300,10 +301,13 @@ def groups_dot(
 ):  # fmt: skip
     """``rows_dot`` (weights/dot.py) over repacked weights; first, last: multiples of GROUP."""
     for r in range(first, last, GROUP):
-        at = w + r * row_bytes
-        for i in range(0, n_inputs, 4):
+        at, i = w + r * row_bytes, 0
+        while i < n_inputs:
             source, to, count = x + i * x_row, out + i * out_row + 4 * r, n_inputs - i
-            if count == 1:
+            i += MOST_INPUTS if count >= MOST_INPUTS else min(count, 4)
+            if count >= MOST_INPUTS:
+                _group_dots(code, n_planes, MOST_INPUTS, at, source, x_row, n_columns, to, out_row)
+            elif count == 1:
                 _group_dots(code, n_planes, 1, at, source, x_row, n_columns, to, out_row)
             elif count == 2:
                 _group_dots(code, n_planes, 2, at, source, x_row, n_columns, to, out_row)

@@ -111,13 +111,12 @@ def room_of(model: Model, n_sequences: int) -> Room:
 
 
 def _host_choices(model: Model) -> dict[str, Any]:
-    from sparsekv_cli.cpu.weights.integer import activation_planes
     from sparsekv_cli.models.repack import wants_repacking
 
     decoder, config = model.decoder, model.config
     return {
         "prefill_dtype": decoder.prefill_dtype,
-        "activations": str(8 * activation_planes(config.activations)),
+        "activations": config.activations,
         "repack": "on" if wants_repacking(decoder.weights, config.repack) else "off",
     }
 

@@ -45,9 +45,8 @@ class SessionConfig:
         "weights take at most a quarter of the memory.", choices=("auto", "on", "off")
     )  # fmt: skip
     activations: str = option(
-        "auto", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; "
-        "auto: 8 where that is faster (AVX2 without AVX-512 VNNI, or sdot), otherwise 16.",
-        choices=("auto", "8", "16"),
+        "8", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; 16 "
+        "is closer to f32, and slower with several rows a step.", choices=("8", "16"),
     )  # fmt: skip
     vram_limit: float = option(
         0.0, "Most of the GPU's memory to use; 0 takes what is free.", at_least=0, metavar="GIB"

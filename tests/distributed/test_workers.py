@@ -119,7 +119,7 @@ def test_a_model_is_opened_as_it_was_here(tmp_path, monkeypatch):
     settings = pickle.loads(pickle.dumps(settings_of(model, method)))
     config = settings.config
     assert config.threads >= 1 and config.sparse_from >= 0 and config.device == "cpu"
-    assert "auto" not in (config.prefill_dtype, config.activations, config.repack)
+    assert "auto" not in (config.prefill_dtype, config.repack)
     path.with_name("model.calibration.npz").unlink()
     other = settings.open()
     assert len(fake.runs) == 1 and other.sparse_from == model.sparse_from
