@@ -16,7 +16,8 @@ from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.next_token.rows import NextTokenRows
-from sparsekv_cli.prefix.prompt_rows import PromptRows, n_common
+from sparsekv_cli.models.tokenizer.ids import n_common
+from sparsekv_cli.prefix.prompt_rows import PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 
 # Chooses a token by logits f32 (n_vocab,) and the sequence's tokens.

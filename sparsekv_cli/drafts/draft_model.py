@@ -4,7 +4,7 @@ from collections.abc import Sequence as Ids
 
 import numpy as np
 
-from sparsekv_cli.prefix.prompt_rows import n_common
+from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.sequence import Sequence
 
 MOST = 16  # tokens of a draft

@@ -7,7 +7,7 @@ place with the longest match counts.
 
 from collections.abc import Sequence
 
-from sparsekv_cli.prefix.prompt_rows import n_common
+from sparsekv_cli.models.tokenizer.ids import n_common
 
 LEAST = 3  # tokens of the shortest match
 LONGEST = 64  # tokens of the longest match that is told from a longer one

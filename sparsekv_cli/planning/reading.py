@@ -14,6 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.planning.auto import N_HALF, loss_task
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def make_task(
     for fact, code in asked:
         lead = f"\n\n{fact}"
         ids, n = encode(f"{lead} {code}."), len(following)
-        first = _n_common(ids, encode(lead))
+        first = n_common(ids, encode(lead))
         stop = len(ids)
         while stop > first + 1 and code in decode(ids[first : stop - 1]):
             stop -= 1
@@ -134,8 +135,3 @@ def _end_of_sentence(
         if END_OF_SENTENCE.search(decode(ids[max(0, place - 4) : place])):
             return place
     return at
-
-
-def _n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-                min(len(left), len(right)))  # fmt: skip

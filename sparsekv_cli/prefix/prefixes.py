@@ -17,6 +17,7 @@ from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     NAME_DIGITS,
@@ -29,7 +30,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
-from sparsekv_cli.prefix.prompt_rows import Found, n_common
+from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import (
     SnapshotWriter,

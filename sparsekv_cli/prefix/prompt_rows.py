@@ -37,9 +37,3 @@ class PromptRows(Protocol):
 
     def finish(self) -> None:
         """The answer is out."""
-
-
-def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many ids two sequences have in common at their beginning."""
-    n = min(len(left), len(right))
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), n)

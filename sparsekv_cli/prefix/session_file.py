@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root
-from sparsekv_cli.prefix.prompt_rows import Found, n_common
+from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.system.files import open_regular
 
 

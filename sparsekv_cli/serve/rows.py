@@ -22,8 +22,9 @@ from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.prefixes import STEP
-from sparsekv_cli.prefix.prompt_rows import Found, PromptRows, n_common
+from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory

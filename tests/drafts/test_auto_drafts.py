@@ -10,7 +10,7 @@ from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.drafts.auto import FIRST_LOSS, LOSS, AutoDrafts, n_worth
 from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
-from sparsekv_cli.prefix.prompt_rows import n_common
+from sparsekv_cli.models.tokenizer.ids import n_common
 
 
 def answer(drafts: AutoDrafts, prompt: list[int], text: list[int], row_s: float) -> float:

@@ -1,0 +1,9 @@
+"""What token ids of two texts have in common."""
+
+from collections.abc import Sequence
+
+
+def n_common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Returns how many ids two sequences have in common at their beginning."""
+    n = min(len(left), len(right))
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), n)
