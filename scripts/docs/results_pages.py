@@ -212,6 +212,8 @@ def remarks(data: Data, trained: bool) -> Iterable[str]:
             model = data["real_prefill"]["rows"][-1]["model"]
             rows = [row for row in data["real_prefill"]["rows"] if row["model"] == model]
             yield prefill_remark(rows)
+        if "speculation" in data:
+            yield drafts_remark(data["speculation"]["rows"])
         return
     if "prefill" in data:
         yield prefill_remark(data["prefill"]["rows"])
@@ -239,6 +241,14 @@ def remarks(data: Data, trained: bool) -> Iterable[str]:
 def prefill_remark(rows: Iterable[Row]) -> str:
     pairs = [(row["n_prompt"], three(row["tokens_per_s"])) for row in rows]
     return "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
+
+
+def drafts_remark(rows: Iterable[Row]) -> str:
+    edits = (row for row in rows if row["task"] == "edit" and row["method"] == "full")
+    tps = {(row["source"], row["depth"]): row["tps"] for row in edits}
+    depths = sorted(depth for source, depth in tps if source == "auto")
+    found = (f"{tps['auto', d] / tps['off', d]:.1f} times as fast after {d}" for d in depths)
+    return f"Drafts write an edited file {', '.join(found)} tokens."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
