@@ -82,7 +82,7 @@ class EvictingCache(LayerCache):
 
 
 def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
-    """Queries (H, T, d), as AttnInput has them, as f32 (G, T H/G, padded d), by position."""
+    """Returns queries (H, T, d), without padding, as f32 (G, T H/G, padded d), by position."""
     n_head_kv, n_position, d = spec.n_head_kv, q.shape[1], spec.head_dim
     rows = np.zeros((n_head_kv, n_position, spec.group, padded(d)), np.float32)
     rows[..., :d] = as_f32(q).reshape(n_head_kv, spec.group, n_position, d).swapaxes(1, 2)
