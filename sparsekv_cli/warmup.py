@@ -232,7 +232,7 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
 
 
 def build_full() -> Method:
-    """Dense attention, which every method has a part in."""
+    """Returns the method of dense attention, which every method uses."""
     from sparsekv_cli.methods import build_method
 
     return build_method("full", {})

@@ -14,7 +14,7 @@ def query_positions(n, n_query):
 
 
 def judge_chunks(q, position, keys, n_chunk, top_k):
-    """How far each chunk's scores resemble the head's, for one query: var and ca, f32 (H, C).
+    """Compares each chunk's scores with the head's, for one query. Returns var and ca, f32 (H, C).
 
     var: variance over the keys of the chunk's scores. ca, contextual agreement: the part of the
     head's top_k keys that are among the chunk's (FASA eq 4). q f32 (H, d) at ``position``, keys

@@ -352,7 +352,7 @@ def _reconstruct_piece(start, size, basis, latents, out, slot):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def reconstruct_range(count, basis, latents, out, slot):
-    """The latents 0 .. count as rows ``slot`` on of ``out``, on all threads."""
+    """Rebuilds the latents 0 .. count into ``out``, from row ``slot`` on, on all threads."""
     for piece in prange((count + PIECE - 1) // PIECE):
         start = piece * PIECE
         size = min(PIECE, count - start)

@@ -43,7 +43,7 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
 
 
 def whole_models(files: Iterable[str]) -> dict[str, list[str]]:
-    """The models among GGUF files of which no part is missing: a model's first file, all files."""
+    """Returns the models that have all parts: the first file of each model, and all its files."""
     names = sorted(filter(is_model, files))
     found = {name: parts_of(name, names) for name in names if split_name(name)[1] == 1}
     return {name: parts for name, parts in found.items() if len(parts) == split_name(name)[2]}

@@ -76,9 +76,9 @@ class LayerCache(ABC):
 
     @abstractmethod
     def decode(self, x: Any) -> Any:
-        """Adds one row, an AttnInput; its attention f32 (H, >= d_v), valid until the next call.
+        """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call.
 
-        Caches on a device take and return what device/cache.py says.
+        device/cache.py says what caches on a device take and return.
         """
 
     def decode_draft(self, x: Any) -> Any:

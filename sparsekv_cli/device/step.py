@@ -135,10 +135,9 @@ class StepBuffers:
         self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
     def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
-        """Returns for each sequence the token where it was chosen here, else its logits, as
-        ``logits``.
+        """Returns of each sequence the token that was chosen here, or else its logits.
 
-        Where the highest logit is no number, it stands for all of them: a sampler refuses it.
+        If the highest logit is not finite, all logits have its value. A sampler refuses it.
         """
         self._wait()
         found: list[Outcome] = [0] * len(order)

@@ -10,7 +10,8 @@ from sparsekv_cli.sequence import Drafts, Sequence
 def new_drafts(name: str, sequence: Sequence, of_model: Sequence | None) -> Drafts | None:
     """Returns a source for a sequence; None for ``off``.
 
-    of_model: a sequence of the draft model, if there is one. One vocabulary begins as the other.
+    of_model: a sequence of the draft model, if there is one. One of the two vocabularies is the
+    beginning of the other.
     """
     if name == "off":
         return None

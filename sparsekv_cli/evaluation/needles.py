@@ -37,7 +37,7 @@ class Planted:
 class Needle:
     """The result of a fact. found: whether a method's answer named it, by the method's text.
 
-    length: tokens asked for; tokens: those of the prompt, hardly fewer.
+    length: the tokens that were asked for. tokens: those of the prompt, hardly fewer.
     """
 
     length: int

@@ -29,7 +29,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def swept(specs: Sequence[str], option: str, values: Sequence[str]) -> list[str]:
-    """Each of ``specs`` once a value, if its method has the option and the text does not state it.
+    """Returns each spec once for each value, if its method has the option and does not set it.
 
     ``full``, the reference, stays as it is. Raises ValueError if no method takes the option.
     """

@@ -169,7 +169,7 @@ def attend_alike(one: Attention, other: Attention) -> bool:
 
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
-    """Bytes that sequences take: of each those it would take alone, and what it shares once."""
+    """Returns the bytes that sequences take. Bytes that they share count once."""
     return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
 
 

@@ -108,8 +108,8 @@ def _thought(where: str, item: Mapping[str, Any]) -> str:
 class OutputItems:
     """The items of an answer as they grow, one open at a time, and the events of a stream.
 
-    items: those that have begun; the last one may be open. encrypts: what was thought is told in
-    base64, too.
+    items: the items that have begun; the last one may be open. encrypts: whether thoughts are also
+    sent as base64.
     """
 
     def __init__(self, *, encrypts: bool) -> None:
