@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling": set(),
     "warmup": {"cache", "cpu", "methods", "models"},
     "sequence": {"cache", "methods", "models", "prefix", "sampling"},
-    "drafts": {"cache", "models", "prefix", "sequence"},
+    "drafts": {"cache", "models", "sequence"},
     "engine": {"cache", "methods", "models", "prefix", "sampling", "sequence", "warmup"},
     "device": {"cache", "cpu", "engine", "kernels", "methods", "models", "sampling", "sequence"},
     "machine": {"cache", "cpu", "device", "engine", "methods", "models", "warmup"},

@@ -1,4 +1,4 @@
-"""What token ids of two texts have in common."""
+"""The beginning that the token ids of two texts share."""
 
 from collections.abc import Sequence
 

@@ -27,43 +27,25 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     return store.v_type.rotated(out, spec.n_threads).swapaxes(0, 1)
 
 
-def attend_dense(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """Attention of the last B tokens, each over the rows that it sees: f32 (B, H, >= d_v)."""
-    n = len(q)
-    layouts = store.layout[None] if n == 1 else np.tile(store.layout, (n, 1))
-    stops = np.arange(store.n - n + 1, store.n + 1)
-    return _attend(q, layouts, stops, np.zeros(n, np.int64), store, spec)
-
-
-def attend_stores(
+def attend_dense(
     q: np.ndarray, stores: Sequence[KVStore], counts: Sequence[int], spec: LayerSpec
 ) -> np.ndarray:
-    """``attend_dense`` of several sequences, q f32 (B, H, d): of each its last ``counts`` tokens.
+    """Attention of the last ``counts`` tokens of each store, each over the rows that it sees.
 
-    Stores side by side that share a prefix read its rows together.
+    q f32 (B, H, d) has the tokens of all stores -> f32 (B, H, >= d_v). Stores next to each other
+    that share a prefix read its rows together.
     """
     layouts = np.repeat([store.layout for store in stores], counts, axis=0)
     pairs = zip(stores, counts, strict=True)
     stops = np.concatenate([np.arange(store.n - n + 1, store.n + 1) for store, n in pairs])
     owners = np.repeat([store.owner for store in stores], counts)
-    return _attend(q, layouts, stops, owners, stores[0], spec)
-
-
-def _attend(
-    q: np.ndarray,
-    layouts: np.ndarray,
-    stops: np.ndarray,
-    owners: np.ndarray,
-    store: KVStore,
-    spec: LayerSpec,
-) -> np.ndarray:
-    """Runs the kernel. store: one of them, whose rows have the types of all."""
-    q, out = store.k_type.rotated(q), np.empty((*q.shape[:2], store.v_type.width), np.float32)
+    k_type, v_type = stores[0].k_type, stores[0].v_type
+    q, out = k_type.rotated(q), np.empty((*q.shape[:2], v_type.width), np.float32)
     decode.attend_dense(
         q, layouts, stops, owners, spec.window or ALL_ROWS, spec.n_head_kv, spec.scale,
         spec.softcap, spec.sinks, out, spec.n_threads,
     )  # fmt: skip
-    return store.v_type.rotated(out)
+    return v_type.rotated(out)
 
 
 def attend_rows(

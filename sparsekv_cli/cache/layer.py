@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.attend import attend_dense, attend_rows, attend_stores
+from sparsekv_cli.cache.attend import attend_dense, attend_rows
 from sparsekv_cli.cache.counters import Ledger
 from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
@@ -140,7 +140,7 @@ class LayerCache(ABC):
         addition to the rows. sparse: whether the layer may leave rows out in other steps.
         """
         self._count_all(scored, n_bytes, sparse)
-        return attend_dense(q[None, :, 0], self.store, self.spec)[0]
+        return attend_dense(q[None, :, 0], [self.store], [1], self.spec)[0]
 
     def _count_all(self, scored: int | None = None, n_bytes: int = 0, sparse: bool = False) -> None:
         store, spec = self.store, self.spec
@@ -155,7 +155,7 @@ class LayerCache(ABC):
 
         count: called after each row, with the store as it is then.
         """
-        out = attend_dense(self._add_all(rows, count), self.store, self.spec)
+        out = attend_dense(self._add_all(rows, count), [self.store], [len(rows)], self.spec)
         return out.reshape(-1, out.shape[2])
 
     def _add_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
@@ -339,7 +339,7 @@ def _decode_dense(
     """
     q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
-    out = attend_stores(np.concatenate(q), stores, counts, caches[places[0]].spec)
+    out = attend_dense(np.concatenate(q), stores, counts, caches[places[0]].spec)
     ends = np.cumsum(counts)[:-1] * out.shape[1]
     return np.split(out.reshape(-1, out.shape[2]), ends)
 

@@ -53,7 +53,7 @@ class WindowCache(BoundedCache):
         self._make_room(1)
         self.store.append_row(x.k, x.v)
         self._count()
-        return attend_dense(x.q[None, :, 0], self.store, self.spec)[0]
+        return attend_dense(x.q[None, :, 0], [self.store], [1], self.spec)[0]
 
     def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
         has_room = self.store.n + len(rows) <= max(self._capacity, self.store.capacity)

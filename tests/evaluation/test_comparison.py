@@ -225,7 +225,7 @@ class ForgetfulCache(LayerCache):
         self.n_seen += 1
         rows = np.arange(self.n_seen - self.store.n, self.n_seen, dtype=np.int32)[None]
         self.attended = (rows, np.array([self.store.n]))
-        return attend_dense(x.q[None, :, 0], self.store, self.spec)[0]
+        return attend_dense(x.q[None, :, 0], [self.store], [1], self.spec)[0]
 
 
 def measure(sequence, method, length=LENGTH, steps=STEPS, watched=None):

@@ -72,7 +72,7 @@ def test_selecting_every_row_equals_dense(name, budget, types, sequence_of, monk
 
     def compare(cache, x):
         out = select_and_attend(cache, x)
-        dense = attend_dense(x.q[None, :, 0], cache.store, cache.spec)[0]
+        dense = attend_dense(x.q[None, :, 0], [cache.store], [1], cache.spec)[0]
         errors.append(np.abs(out - dense).max())
         return out
 
