@@ -1,5 +1,6 @@
 """The text of PDF and Word files, for every command that reads a text (extra ``docs``)."""
 
+import logging
 from collections.abc import Callable
 from io import BytesIO
 from zipfile import BadZipFile, ZipFile
@@ -52,6 +53,7 @@ def document_text(data: bytes, kind: str, source: str) -> str:
 def _pdf_text(data: bytes) -> str:
     from pypdf import PdfReader
 
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it logs is in the error
     reader = PdfReader(BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise SparseKVError("the PDF is encrypted: save it without a password")

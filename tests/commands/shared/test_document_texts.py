@@ -69,10 +69,11 @@ def test_other_archives_are_no_documents():
         (word_of("text")[:-30], "is not UTF-8"),
     ],
 )
-def test_what_cannot_be_read_is_a_line(data, said):
+def test_what_cannot_be_read_is_a_line(data, said, caplog):
     with pytest.raises(SparseKVError, match=said) as caught:
         decode_file(data, "x")
     assert "\n" not in str(caught.value)
+    assert not caplog.records
 
 
 def test_a_word_file_that_unpacks_to_too_much(monkeypatch):
