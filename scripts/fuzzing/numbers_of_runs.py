@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "data" / "reliability"
 
 
 def commit() -> str:
@@ -16,10 +17,13 @@ def commit() -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def read_numbers(file: str) -> dict[str, Any]:
+    path = FOLDER / f"{file}.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
 def write_numbers(file: str, name: str, numbers: dict[str, Any], order: Sequence[str]) -> None:
     """Puts the numbers of one run next to those of others; ``order`` has the names of all."""
-    path = ROOT / "docs" / "data" / "reliability" / f"{file}.json"
-    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    known[name] = numbers
+    known = {**read_numbers(file), name: numbers}
     ordered = {each: known[each] for each in order if each in known}
-    path.write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
+    (FOLDER / f"{file}.json").write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")

@@ -1,14 +1,15 @@
 """What ``scripts/arm`` runs: tiny models of each kind of layer, with every method.
 
-``record`` and ``compare`` FILE: logits. ``compile``: nothing is computed. Every kernel that the run
-would call is compiled for ARM and kept, by LLVM on x86. A process under emulation then finds it.
+``record FILE KIND...`` writes logits, ``compare FILE COMMIT KIND...`` compares with them.
+``compile KIND...`` computes nothing. Every kernel that the run would call is compiled for ARM and
+kept, by LLVM on x86. A process under emulation then finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -112,52 +113,65 @@ def record(out: Path, kinds: list[str]) -> None:
         np.savez_compressed(out, **found)
 
 
-def compare(out: Path, kinds: list[str]) -> int:
-    """Returns how many runs differ from those of ``out``."""
+def compare(out: Path, code: str, kinds: list[str]) -> int:
+    """Returns how many runs differ from those of ``out``. What ran with this code is kept."""
     import numpy as np
+    from numbers_of_runs import read_numbers, write_numbers
 
-    n_bad = 0
+    from sparsekv_cli.methods import METHODS
+
+    order = [f"{kind} {method}" for kind in KINDS for method in METHODS]
+    known = read_numbers("arm")
+    done = {name for name in order if known.get(name, {}).get("commit") == code}
     with np.load(out) as expected:
-        for name, logits in each_run(kinds or sorted({name.split()[0] for name in expected})):
+        for name, logits in each_run(kinds, without=done):
             if name not in expected:
                 raise SystemExit(f"error: {out} has no {name}: run scripts/arm --record on x86")
-            error = float(np.abs(logits - expected[name]).max())
-            is_bad = not error <= LIMIT
-            n_bad += is_bad
-            print(f"{name}: differs by {error:.1e}{', too much' * is_bad}", flush=True)
-    return n_bad
+            differs = float(f"{np.abs(logits - expected[name]).max():.1e}")
+            write_numbers("arm", name, {"differs": differs, "commit": code}, order)
+            print(f"{name}: differs by {differs}", flush=True)
+    known = read_numbers("arm")
+    ran = [name for name in order if name.split()[0] in kinds]
+    bad = [name for name in ran if not known[name]["differs"] <= LIMIT]
+    print(f"{len(ran)} runs, {len(bad)} differ by more than {LIMIT}: {', '.join(bad) or 'none'}")
+    return len(bad)
 
 
-def each_run(kinds: list[str], failures: Any = None) -> Iterator[tuple[str, Any]]:
+def each_run(
+    kinds: list[str], failures: Any = None, without: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
     """Yields a kind with a method, and its logits."""
     from tiny_models import make_model
 
     from sparsekv_cli.methods import METHODS
 
     with TemporaryDirectory() as folder:
-        for kind in kinds or KINDS:
+        for kind in kinds:
             path = Path(folder) / f"{kind}.gguf"
             make_model(path, arch=kind, n_ctx=512, **KINDS[kind])
             for method in METHODS:
+                if f"{kind} {method}" in without:
+                    continue
                 logits = None
                 with failures or contextlib.nullcontext():
                     logits = generate(path, method)
                 yield f"{kind} {method}", logits
 
 
-def compile_all(kinds: list[str]) -> None:
-    compile_for_arm()
-    for name, _ in each_run(kinds, contextlib.suppress(Exception)):  # Python meets garbage
-        print(f"{name}: compiled", flush=True)
-
-
 def main(action: str, *arguments: str) -> int:
-    sys.path[:0] = [str(ROOT / "fixtures" / each) for each in ("models", "device")]
-    if action == "compile":
-        compile_all(list(arguments))
-        return 0
-    out, *kinds = arguments
-    return (record if action == "record" else compare)(Path(out), kinds) or 0
+    folders = "fixtures/models", "fixtures/device", "scripts/fuzzing"
+    sys.path[:0] = [str(ROOT / each) for each in folders]
+    if action == "compare":
+        return compare(Path(arguments[0]), arguments[1], list(arguments[2:])) > 0
+    if action == "record":
+        record(Path(arguments[0]), list(arguments[1:]))
+    else:
+        compile_for_arm()
+        for name, _ in each_run(
+            list(arguments), contextlib.suppress(Exception)
+        ):  # Python's garbage
+            print(f"{name}: compiled", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

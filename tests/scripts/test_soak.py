@@ -15,12 +15,14 @@ from sparsekv_cli.errors import SparseKVError
 
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, told = load_script("soak"), tmp_path / "told.json"
+    script = load_script("soak")
+    monkeypatch.setattr("numbers_of_runs.FOLDER", tmp_path)
     monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)  # the server has a folder of its own
-    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "3", "--json", str(told)]
+    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "3", "--record"]
     monkeypatch.setattr("sys.argv", ["soak", *parts])
     script.main()
-    found = {part: each["found"] for part, each in json.loads(told.read_text("utf-8")).items()}
+    told = json.loads((tmp_path / "soak.json").read_text("utf-8"))
+    found = {part: each["found"] for part, each in told.items()}
     (chat,) = found["chat"]
     assert chat["context_shifts"] > 0 and min(chat["tokens_past_the_context"].values()) > 0
     assert found["serve"]["answers"] > 0 and found["serve"]["counted cached_tokens"] > 0
