@@ -104,6 +104,7 @@ def soak(model: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
     is_tiny = model.stem == "tiny"
     options = ["-c", str(N_CTX), "--kv-memory", GIB[is_tiny], "--parallel", "8", "--queue", "20"]
     options += ["--cache-dir", str(place / "served"), "--cache-limit", "0.2"]
+    options += ["--prefill-dtype", "f32"]  # the same text if some rows come from memory
     with serving(model, *options) as server:
         crowd = Crowd(server, CHARACTERS[is_tiny])
         fixed = {**crowd.fields(random.Random(seed)), "temperature": 0}

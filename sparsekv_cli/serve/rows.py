@@ -2,8 +2,9 @@
 
 A prompt's rows do not depend on the method. A sequence that has all rows of a prompt's beginning
 gives them to any other, whose prefill computes the rest. Both read them in the same memory
-(``share_prefix``). The text is that of a whole prefill, to the bit. prefix/prefixes.py says where
-the rest may begin. Rows of decode steps are not given.
+(``share_prefix``). prefix/prefixes.py says where the rest may begin. Rows of decode steps are not
+given. The text is that of a whole prefill, to the bit, if the rest has more than FEW_ROWS tokens
+(models/decoder.py). A shorter rest rounds as decode does.
 
 Memory for rows is set aside ahead of a prefill, and given back with the answer.
 """
