@@ -165,12 +165,10 @@ def main(action: str, *arguments: str) -> int:
         return compare(Path(arguments[0]), arguments[1], list(arguments[2:])) > 0
     if action == "record":
         record(Path(arguments[0]), list(arguments[1:]))
-    else:
-        compile_for_arm()
-        for name, _ in each_run(
-            list(arguments), contextlib.suppress(Exception)
-        ):  # Python's garbage
-            print(f"{name}: compiled", flush=True)
+        return 0
+    compile_for_arm()
+    for name, _ in each_run(list(arguments), contextlib.suppress(Exception)):  # it meets garbage
+        print(f"{name}: compiled", flush=True)
     return 0
 
 

@@ -149,7 +149,8 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
             tell(f"prefix cache: off, {reason}")
             return None
         types = method.cache_type_k, method.cache_type_v
-        products = [model.decoder.prefill_dtype, model.decoder.rows_dtype]
+        decoder = model.decoder  # few rows take decode's products
+        products = [decoder.prefill_dtype, decoder.rows_dtype, model.config.activations]
         root = Root(model.gguf, model.decoder, types=types, products=products)
         root.known()  # which begins to read the model
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)

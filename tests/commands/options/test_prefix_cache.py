@@ -76,6 +76,7 @@ def test_other_models_and_other_rows_find_nothing(ask, tiny_model):
         ("-m", str(tiny_model(**SHAPE, seed=5))),
         ("-ctk", "q8_0"),
         ("--prefill-dtype", "f32"),
+        ("--activations", "16"),
     ):
         assert ask("When?", *arguments)["cached_tokens"] == 0, arguments
     assert ask("When?", "--method", "lfps", "--sparse-from", "0")["cached_tokens"] >= 512
