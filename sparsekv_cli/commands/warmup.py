@@ -128,12 +128,9 @@ def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[in
 
 def trial_model(name: str | None) -> Path | None:
     """The model that is named, or the one a user without a model has; None if there is none."""
-    if name is not None:
+    if name is not None or os.environ.get("SPARSEKV_MODEL"):
         return find_model(name)
-    for candidate in (None, "smollm2"):
-        try:
-            return find_model(candidate)
-        except SparseKVError:
-            if candidate is None and os.environ.get("SPARSEKV_MODEL"):
-                raise  # it is named there, and wrong
-    return None
+    try:
+        return find_model("smollm2")
+    except SparseKVError:
+        return None

@@ -13,7 +13,6 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli import warmup
-from sparsekv_cli.commands import warmup as warmup_command
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
@@ -23,6 +22,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype
+from sparsekv_cli.models.sources import locate
 from sparsekv_cli.models.weights import Linear
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -137,14 +137,21 @@ def test_a_model_after_it_says_nothing(markers, model, invoke, monkeypatch):
 
 
 def test_without_a_model(markers, compiled, invoke, monkeypatch):
-    def none(name: str | None) -> Path:
+    def none(name: str) -> Path:
         raise SparseKVError("no model")
 
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
-    monkeypatch.setattr(warmup_command, "find_model", none)
+    monkeypatch.setattr(locate, "packaged_model", none)
     result = invoke("warmup")
     assert result.code == 0 and "left out" in result.err and "models get smollm2" in result.err
     assert len(compiled) > 2 * len(FORMAT_OF_CODE)
+
+
+def test_without_a_name_the_small_model_is_tried(markers, model, invoke, monkeypatch):
+    monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
+    monkeypatch.setattr(locate, "packaged_model", lambda name: model)
+    result = invoke("warmup", "--method", "full")
+    assert result.code == 0 and f"tried on {model.name}" in result.err
 
 
 def test_a_model_that_is_named_must_exist(markers, invoke, monkeypatch):
