@@ -141,7 +141,7 @@ def _add_weights_of_pair(words, factors, bias, latents, at, sums):
 def capped_weights(words, factors, bias, softcap, latents, at, weights):
     """e^(score - log sum) f32 (H, 32) of the latents from ``at`` on; bias as in ``head_biases``.
 
-    Scores with a softcap are not what the products are: their weights are exponentials of their
+    A softcap changes the scores after the products. So their weights need exponentials of their
     own.
     """
     scores_of_pair(words, factors, latents, at, weights)

@@ -53,7 +53,7 @@ class Block(NamedTuple):
         return [shuffle(b, q, q, range(at, at + LANES)) for q in self.q for at in starts]
 
     def floats(self, b: ir.IRBuilder) -> Iterator[ir.Value]:
-        """<16 x float> vectors. q * scale is exact in f32 for every format: this rounds once."""
+        """The elements as <16 x float>. q * scale is exact in f32, so an offset rounds once."""
         parts = self.sixteens(b)
         a_scale = len(parts) // self.scales.type.count
         for i, q in enumerate(parts):

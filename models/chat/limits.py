@@ -49,9 +49,9 @@ class Limits:
         self.timed()
 
     def timed(self, value: Any = None) -> Any:
-        """``value``, unless the time is up: of this thread, since a machine has other work, too.
+        """Returns ``value``. Raises LimitError if the time of this thread is up.
 
-        Asking for that takes several times as long as looking at the clock.
+        The clock is read first, because the thread's own time takes longer to read.
         """
         if time.perf_counter() > self.deadline and time.thread_time() > self.cpu_deadline:
             raise LimitError(f"it takes longer than {MAX_SECONDS:g} s; does a loop not end?")
@@ -185,7 +185,7 @@ class Limits:
         self.check_format(text, r"\{[^{}]*\{|\d{4}", values, text.count("{"))
 
     def check_format(self, text: str, refused: str, values: list[Any], n_fields: int) -> None:
-        """Bounds the result: no large widths, and every field may show all values."""
+        """Refuses large widths. Counts the result as if every field showed all values."""
         if re.search(refused, text):
             raise LimitError(f"it formats with a width beyond {MAX_WIDTH} or one given elsewhere")
         n_chars = sum(len(self.text(value)) for value in values)

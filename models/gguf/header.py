@@ -108,7 +108,7 @@ class HeaderCursor:
         )
 
     def take(self, n_bytes: int, what: str) -> int:
-        """Step over ``n_bytes`` and give where they begin."""
+        """Steps over ``n_bytes`` and returns where they begin."""
         start = self.position
         if n_bytes > self.end - start:
             raise self.past_end(n_bytes, what)

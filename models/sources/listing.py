@@ -86,7 +86,7 @@ def without_path(error: SparseKVError, path: Path) -> str:
 
 
 def weight_type(file: GGUFFile) -> str | None:
-    """Such as ``Q4_K_M``: what the file says it is, or the type of most of its bytes."""
+    """Returns the type that the file states, such as ``Q4_K_M``, or the type of most bytes."""
     from gguf import LlamaFileType
 
     number: Any = file.metadata.get("general.file_type")

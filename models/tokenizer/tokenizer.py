@@ -119,7 +119,7 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """The token ids of ``text`` within a text: nothing is put before it, no control token."""
+        """Returns the ids of a part of a text. No control token is added or read."""
         check_encodable(text)
         ids: list[int] = []
         for fragment in split_special(text, self._specials, parse_special=False):

@@ -106,7 +106,7 @@ class Checkpoints:
         return sum(array.nbytes for arrays in self._sets.values() for array in arrays)
 
     def keep(self, n: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copies the arrays as those of length n, which no kept one exceeds."""
+        """Keeps a copy of the arrays for length n. No kept length may be larger."""
         if n in self._sets or not self._most:
             return
         room = self._sets.pop(self._redundant()) if len(self._sets) == self._most else None

@@ -55,7 +55,7 @@ def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
 
 
 def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
-    """Returns the share of the layers that the rows of a trial of this layer go through."""
+    """Returns the share of all layers that a trial of this layer computes."""
     return 1 - first_layer(Trial(layer, unchanged), specs) / len(specs)
 
 

@@ -143,7 +143,7 @@ def repetition_limit(backwards: np.ndarray, breakers: Breakers) -> int:
 
 
 def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
-    """(n - 1,) how many tokens before each one, itself not included, equal the context's last.
+    """For each earlier token, counts the tokens before it that equal the end of the context.
 
     Entry k belongs to backwards[k] and counts the matches of backwards[k + 1:] with backwards, at
     most `limit`. Compares all places at once, one token further at each step.

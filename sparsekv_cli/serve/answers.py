@@ -115,7 +115,7 @@ class Answers:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts with neighbouring texts, and neighbouring thoughts, in one."""
+    """Returns the parts. Texts that follow each other are joined, and so are thoughts."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None

@@ -296,8 +296,8 @@ def free_memory() -> None:
 def shares(sizes: Sequence[int], models_bytes: int | None, kv_bytes: int | None) -> tuple[int, int]:
     """Returns the bytes of models that are loaded at once, and those of one model's rows.
 
-    sizes: of the models. None: three quarters of the memory that is available; half of what models
-    leave of it. Rows are shared out equally among as many models as fit.
+    sizes: bytes of each model. models_bytes: None allows three quarters of the available memory.
+    kv_bytes: None allows half of what the models leave. Each model that fits has an equal part.
     """
     most = default_limit() * 3 // 2 if models_bytes is None else models_bytes
     if models_bytes is not None and max(sizes) > most:

@@ -243,7 +243,7 @@ class IndexSizes:
         self._seen: dict[str, tuple[int, int]] = {}  # by method: tokens, bytes
 
     def add(self, method: Method, n: int, caches: Iterable[LayerCache]) -> None:
-        """A prompt of n tokens is prefilled; the longest one counts."""
+        """Notes the index of a prompt of n tokens. The longest prompt counts."""
         if n >= self._seen.get(method.name, (0, 0))[0]:
             self._seen[method.name] = n, sum(cache.memory().index for cache in caches)
 

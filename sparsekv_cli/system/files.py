@@ -124,9 +124,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Processes that enter it for the same folder do so one after the other.
+    """Lets one process at a time work in a folder. The others wait.
 
-    It needs a system that locks folders; elsewhere nobody waits. Raises OSError for no folder.
+    If the system cannot lock folders, nobody waits. Raises OSError if the folder does not exist.
     """
     if fcntl is None:
         yield

@@ -162,7 +162,7 @@ def short_advice(
     methods: Collection[str],
     left_out: dict[str, str],
 ) -> Advice:
-    """Only ``full``, for a document that gives nothing to win; adds the methods to ``left_out``."""
+    """Returns ``full`` alone, for a short document. Adds the methods to ``left_out``."""
     from sparsekv_cli.planning.advice import Advice
     from sparsekv_cli.planning.auto import LEAST_TEXT
     from sparsekv_cli.planning.reading import LossTask

@@ -42,7 +42,7 @@ class Output:
         self._order: deque[int] = deque()
 
     def expect(self, number: int) -> None:
-        """The next line that there will be an answer to."""
+        """Notes the number of the next line. Answers are written in this order."""
         self._order.append(number)
 
     def put(self, number: int, result: dict[str, Any]) -> None:

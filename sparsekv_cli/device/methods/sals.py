@@ -314,7 +314,7 @@ class DeviceSALS(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     def truncate(self, n: int) -> int:
-        """Goes back also by a few rows, if the rows of the earlier window are still exact."""
+        """Can also go back a few rows, while the rows of the earlier window are still exact."""
         start = self._start
         if not self._is_compressed:
             self._start = start._replace(n=min(start.n, n))

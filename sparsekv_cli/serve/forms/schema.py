@@ -197,11 +197,13 @@ class ChosenTool(Fields):
 
 
 class ChatFields(OpenAIFields):
-    """``/v1/chat/completions``. parallel_tool_calls: false tells the first call alone.
+    """Fields of ``/v1/chat/completions``.
 
-    reasoning_effort, chat_template_kwargs: variables of the chat template. continue_final_message:
-    the answer goes on with the last message; as it is missing, it does where that is the
-    assistant's. add_generation_prompt: false leaves out what begins an answer in the template.
+    parallel_tool_calls: false returns the first call only.
+    reasoning_effort, chat_template_kwargs: variables of the chat template.
+    continue_final_message: the answer continues the last message. If the field is missing, it does
+    so after an assistant's message.
+    add_generation_prompt: false leaves out what begins an answer in the template.
     """
 
     messages: Messages
