@@ -70,6 +70,24 @@ def _score_part(head_group, part, n_parts, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
+def _learn(h, rows, weights, total_weight, part, at, row_bytes, step):
+    """Updates a head's tables (eq 10) by weights of the sum total_weight; fills the journal.
+
+    at, row_bytes: what is prefetched, as in ``add_entries``.
+    """
+    m, changes, journal = rows.shape[0], step.scratch.changes, step.journal
+    add_entries(
+        h, step.tables, step.n, rows, weights, 0.5 * total_weight / m, part / total_weight, at,
+        row_bytes, changes,
+    )  # fmt: skip
+    if journal.rows.shape[1]:
+        journal.sizes[h] = m
+        for j in range(m):
+            journal.rows[h, j] = rows[j]
+            journal.entries[0, h, j], journal.entries[1, h, j] = changes[0, j], changes[1, j]
+
+
+@njit(cache=True, nogil=True, forceinline=True)
 def _attend_rows(h, rows, scores, part, step):
     """Chooses C2, attends to the sinks and C2, and updates the tables (eq 10).
 
@@ -138,10 +156,7 @@ def _attend_rows(h, rows, scores, part, step):
             step.pending.rows[h, j], step.pending.weights[h, j] = picked[j], weights[j]
             prefetch_lines(v + picked[j] * v_row, v_row)
     else:  # meanwhile the values arrive
-        add_entries(
-            h, tables, n, picked, weights, 0.5 * total_weight / m, part / total_weight, v, v_row,
-            step.scratch.changes,
-        )  # fmt: skip
+        _learn(h, picked, weights, total_weight, part, v, v_row, step)
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -194,10 +209,8 @@ def _update_head(h, step):
     if m == 0:
         return
     gain, total_weight = tables.gain[h] * step.rules.decay, pending.masses[h]
-    add_entries(
-        h, tables, step.n, pending.rows[h, :m], pending.weights[h], 0.5 * total_weight / m,
-        1.0 / gain / total_weight, step.layout[V], 0, step.scratch.changes,
-    )  # fmt: skip
+    rows, weights = pending.rows[h, :m], pending.weights[h]
+    _learn(h, rows, weights, total_weight, 1.0 / gain, step.layout[V], 0, step)
     _decay(h, gain, step)
     pending.sizes[h] = 0
 

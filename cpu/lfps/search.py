@@ -83,6 +83,14 @@ class PendingUpdate(NamedTuple):
     masses: np.ndarray  # f64 (H,): the sum of the weights
 
 
+class Journal(NamedTuple):
+    """Entries ahead of an update that may be taken back. No columns: the update stays."""
+
+    rows: np.ndarray  # int32 (H, >= k_budget): C2
+    entries: np.ndarray  # f32 (2, H, >= k_budget): what both tables had there
+    sizes: np.ndarray  # int64 (H,): |C2|; 0 where a head was bypassed
+
+
 class Scratch(NamedTuple):
     """Buffers of one thread."""
 
@@ -115,6 +123,7 @@ class StepState(NamedTuple):
     out: np.ndarray  # f32 (H, d_v)
     work: Work
     pending: PendingUpdate
+    journal: Journal
     codes: Codes
     is_marked: bool  # whether ``work`` has the thresholds and the bits of C0 already
     scratch: Scratch

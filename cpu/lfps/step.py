@@ -37,6 +37,7 @@ from sparsekv_cli.cpu.lfps.search import (
     LOCAL,
     N_PROGRESS,
     N_STATISTICS,
+    Journal,
     PendingUpdate,
     Rules,
     Scratch,
@@ -64,6 +65,7 @@ LFPS = np.dtype(
         ("tables", _fields(Tables._fields)),  # addresses
         ("constants", _fields(Constants._fields)),  # addresses
         ("pending", _fields(PendingUpdate._fields)),  # addresses; kept between the tasks
+        ("journal", _fields(Journal._fields)),  # addresses
         ("codes", _fields(Codes._fields)),
         *(
             (name, np.int64)
@@ -85,6 +87,7 @@ LFPS = np.dtype(
                 "taus",  # f64 (H, 2); kept between the tasks
                 "bits",  # uint64 (H, n_bit_words); kept between the tasks
                 "n_kept",  # columns of ``pending``; 0: a step updates the tables itself
+                "n_journal",  # columns of ``journal``; 0: nothing is kept there
                 "n_bit_words",
                 "thread",  # the address of ``_run_thread``
             )
@@ -182,6 +185,12 @@ def _run_thread(thread, step_at, task, q, out, counter, at):
         carray(integer_pointer(this.pending.sizes), n_head),
         carray(double_pointer(this.pending.masses), n_head),
     )
+    n_journal = this.n_journal
+    journal = Journal(
+        carray(index_pointer(this.journal.rows), (n_head, n_journal)),
+        carray(float_pointer(this.journal.entries), (2, n_head, n_journal)),
+        carray(integer_pointer(this.journal.sizes), n_head),
+    )
     if n_kept:
         taus = carray(double_pointer(this.taus), (n_head, 2))
         bits = carray(bits_pointer(this.bits), (n_head, this.n_bit_words))
@@ -199,7 +208,7 @@ def _run_thread(thread, step_at, task, q, out, counter, at):
         carray(integer_pointer(this.n_attended), n_head),
         carray(float_pointer(this.lse), n_head if this.lse else 0),
         carray(float_pointer(this.sinks), n_head),
-        carray(float_pointer(out), (n_head, v_width)), work, pending, this.codes,
+        carray(float_pointer(out), (n_head, v_width)), work, pending, journal, this.codes,
         this.is_marked != 0, scratch,
     )  # fmt: skip
     tasks = carray(integer_pointer(counter), 1)
@@ -332,6 +341,13 @@ class LFPSStep:
         n_kept = self.pending.rows.shape[1]
         self.record["n_kept"] = max(1, n_kept) if later else 0
 
+    def use_journal(self, journal: Journal | None) -> None:
+        """From now on updates keep there what they change; None: nowhere."""
+        record, self._journal = self.record, journal
+        record["n_journal"] = 0 if journal is None else journal.rows.shape[1]
+        if journal is not None:
+            record["journal"] = addresses_of(journal)
+
     def _keep(self, k_budget: int) -> None:
         """Makes room for what is kept between the tasks: |C2| rows a head, and its C0."""
         record, n_head = self.record, int(self.record["n_head"])
@@ -344,12 +360,9 @@ class LFPSStep:
         record["taus"], record["bits"] = address(self._taus), address(self._bits)
         record["n_kept"], record["n_bit_words"] = k_budget, n_words
 
-    def update_tables(self, n_threads: int = 0) -> None:
-        """Updates the tables by the last step (eq 10), on all threads or on so many."""
-        all_threads = int(self.record["n_threads"])
-        self.record["n_threads"] = n_threads or all_threads
+    def update_tables(self) -> None:
+        """Updates the tables by the last step (eq 10)."""
         lfps_task(self._at, UPDATE)
-        self.record["n_threads"] = all_threads
 
     def mark(self) -> None:
         """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""

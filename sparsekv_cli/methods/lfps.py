@@ -267,8 +267,9 @@ class LFPSCache(LayerCache):
         if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
-        k, is_draft = self.method.budget.rows(n), bool(self._saved)
-        self._step.update_later(is_draft or self._updates_later)
+        k = self.method.budget.rows(n)
+        self._step.update_later(self._updates_later)
+        self._step.use_journal(self._saved[-1][1].journal if self._saved else None)
         self._prepare(n, k, is_marked=self._marked == n)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
@@ -283,9 +284,6 @@ class LFPSCache(LayerCache):
         finally:
             self._step.untrace()
         store.n = n
-        if is_draft:  # what the update changes is copied ahead of it
-            self._saved[-1][1].keep_entries(self._tables, self._step.pending, n)
-            self._step.update_tables(n_threads=1)  # others would be waited for longer than it takes
         self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
         return store.v_type.rotated(out)
 
@@ -325,7 +323,8 @@ class LFPSCache(LayerCache):
     def save(self) -> Any:
         if self._is_dense_at(self.store.n + 1):  # the step records its query, and no more
             return super().save(), None, self._queries.copy(), self._n_indexed, 0
-        tables = SavedTables(self._tables, self.method.decay, self._raised, self._statistics)
+        k = self.method.budget.rows(self.store.n + 1)
+        tables = SavedTables(self._tables, self.method.decay, k, self._raised, self._statistics)
         n_parts = self._scout.n_parts if self._scout else 0
         return super().save(), tables, self._queries, self._n_indexed, n_parts
 
@@ -334,7 +333,7 @@ class LFPSCache(LayerCache):
         super().take_back(of_rows)
         if tables is None:
             return
-        tables.restore(self._tables)
+        tables.restore(self._tables, self.store.n + 1)
         if self._scout and self._scout.n_parts > n_parts:
             self._scout.n_parts = n_parts
             self._step.use_scout(self._scout, self.method.scout)
