@@ -21,18 +21,20 @@ class Case:
     n_gen: int
     n_depth: int
     method: str | None
+    n_seqs: int = 1  # decoded together; t/s counts the tokens of all
 
     @property
     def label(self) -> str:
         if not self.n_gen:
             return f"pp{self.n_prompt}"
+        several = f" b{self.n_seqs}" if self.n_seqs > 1 else ""
         method = f", {self.method}" if self.method else ""
-        return f"tg{self.n_gen} @ d{self.n_depth}{method}"
+        return f"tg{self.n_gen} @ d{self.n_depth}{several}{method}"
 
     @property
     def key(self) -> str:
         """The name in TARGETS, where the number of decoded tokens does not count."""
-        return self.label if not self.n_gen else f"tg @ d{self.n_depth}, {self.method}"
+        return self.label if not self.n_gen else self.label.replace(f"tg{self.n_gen}", "tg")
 
 
 @dataclass(frozen=True)

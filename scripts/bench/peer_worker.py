@@ -18,10 +18,14 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from sparsekv_cli.prefix.prompt_rows import PromptRows
 
 N_BATCH = 512  # rows a batch of a prefill, in both programs
 N_WARM = 3  # tokens decoded before anything is timed
+KEPT_GIB = 16.0  # rows of depths on disk, while a worker runs
 COPIED_FROM = 8192  # tokens that llama.cpp prefills; a deeper cache is filled with copies of them
 PAUSE = 0.05  # seconds before a timed part: spinning threads of the other program go to sleep
 
@@ -34,6 +38,11 @@ class Program(Protocol):
     def fill(self, n_depth: int) -> None: ...
     def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None: ...
     def run(self, n_prompt: int, n_gen: int) -> int: ...
+
+
+def whole_steps(n: int) -> int:
+    """Tokens of a sequence's own cache in llama.cpp, which are a multiple of 256."""
+    return -(-n // 256) * 256
 
 
 def random_ids(n_vocab: int, n: int, seed: int) -> list[int]:
@@ -50,19 +59,23 @@ class Ours:
         from sparsekv_cli.commands.bench import bench
         from sparsekv_cli.commands.bench.report import BenchTest
         from sparsekv_cli.commands.options.model import load_model
+        from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
         from sparsekv_cli.methods import build_method
         from sparsekv_cli.settings.config import SessionConfig
 
         self._bench, self._test = bench, BenchTest
         method = build_method(setup["method"], setup["options"])
         config = SessionConfig(ctx_size=setup["n_ctx"], threads=setup["threads"], chunk=N_BATCH)
-        self._model = load_model(Path(setup["model"]), method, config)
-        self._sequence = self._model.sequence()
-        n_vocab = self._model.hparams.n_vocab
-        self._ids = random_ids(n_vocab, setup["n_ctx"], setup["seed"])
+        self._model = model = load_model(Path(setup["model"]), method, config)
+        self._sequences = [model.sequence() for _ in range(setup["n_seqs"])]
+        self._ids = random_ids(model.hparams.n_vocab, setup["n_ctx"], setup["seed"])
+        self._rows: PromptRows | None = None  # those of a depth are computed once
+        if setup["folder"]:
+            options = PrefixOptions(Path(setup["folder"]), KEPT_GIB, False, None)
+            self._rows = prefixes_maker(model, options)(method)
 
     def about(self) -> dict[str, Any]:
-        options = self._sequence.method.options()
+        options = self._sequences[0].method.options()
         return {"version": version("sparsekv-cli"), "method_options": options}
 
     def warm_up(self) -> None:
@@ -72,19 +85,22 @@ class Ours:
         self.go_to(0, 1, n_depth)
 
     def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
-        test = self._test(n_prompt, n_gen, n_depth)
-        for token in self._bench.prefill_to_depth(self._sequence, self._ids, test):
-            self._sequence.decode(token)
+        test, n = self._test(n_prompt, n_gen, n_depth), len(self._sequences)
+        for sequence in self._sequences:
+            left = self._bench.prefill_to_depth(sequence, self._ids, test, rows=self._rows)
+        for token in left:
+            self._model.engine.decode(self._sequences, [[token]] * n)
 
     def run(self, n_prompt: int, n_gen: int) -> int:
-        test = self._test(n_prompt, n_gen, 0)
-        return self._bench.time_once(self._model, [self._sequence], [self._ids], test)
+        test, n = self._test(n_prompt, n_gen, 0), len(self._sequences)
+        return self._bench.time_once(self._model, self._sequences, [self._ids] * n, test)
 
 
 class LlamaCpp:
     """llama.cpp through its C interface: the calls of its own llama-bench, and no others.
 
-    Flash attention, f16 KV cache, batches of 512, logits of the last token only.
+    Flash attention, f16 KV cache, batches of 512, logits of the last token only. Several sequences
+    have a cache of their own each, as those of llama-batched-bench.
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -100,8 +116,10 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {setup['model']}")
         params = api.llama_context_default_params()
-        params.n_ctx = setup["n_ctx"]
-        params.n_seq_max, params.kv_unified = 2, True  # a second sequence, to copy through
+        self._n_seqs = n_seqs = setup["n_seqs"]
+        params.n_ctx = setup["n_ctx"] if n_seqs == 1 else n_seqs * whole_steps(setup["n_ctx"])
+        # One sequence has a second one, to copy through.
+        params.n_seq_max, params.kv_unified = max(2, n_seqs), n_seqs == 1
         params.n_batch = params.n_ubatch = N_BATCH
         params.n_threads = params.n_threads_batch = setup["threads"]
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -133,7 +151,7 @@ class LlamaCpp:
         prefill 32768 tokens takes a quarter of an hour: far rows are copies of the first ones.
         """
         first = n_depth
-        while first > COPIED_FROM:
+        while first > COPIED_FROM and self._n_seqs == 1:
             first //= 2
         self.go_to(0, 1, first)
         while 2 * self._n_past <= n_depth:
@@ -182,12 +200,34 @@ class LlamaCpp:
             self._decode(n_depth - self._n_past, N_BATCH)
             if self._is_recurrent:
                 self._kept = n_depth, self._state()
+        for i in range(1, self._n_seqs):
+            self._api.llama_memory_seq_rm(self._memory, i, -1, -1)
+            self._api.llama_memory_seq_cp(self._memory, 0, i, -1, -1)
 
     def run(self, n_prompt: int, n_gen: int) -> int:
         begin = time.perf_counter_ns()
         self._decode(n_prompt, N_BATCH)
-        self._decode(n_gen, 1)
+        if self._n_seqs == 1:
+            self._decode(n_gen, 1)
+        else:
+            self._decode_together(n_gen)
         return time.perf_counter_ns() - begin
+
+    def _decode_together(self, n: int) -> None:
+        """Decodes the next n tokens in all sequences, with logits of each."""
+        api = self._api
+        batch = api.llama_batch_init(self._n_seqs, 0, 1)
+        batch.n_tokens = self._n_seqs
+        for _ in range(n):
+            for i in range(self._n_seqs):
+                batch.token[i], batch.pos[i] = self._ids[self._n_past], self._n_past
+                batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, i, True
+            result = api.llama_decode(self._context, batch)
+            if result != 0:
+                raise RuntimeError(f"llama_decode gave {result} at {self._n_past} tokens")
+            api.llama_synchronize(self._context)
+            self._n_past += 1
+        api.llama_batch_free(batch)
 
     def _decode(self, n: int, n_batch: int) -> None:
         """Decodes the next n tokens, ``n_batch`` at a time, as llama-bench does."""

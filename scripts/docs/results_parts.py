@@ -104,6 +104,7 @@ def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
             "depth": told["n_depth"], "n_seqs": told["n_seqs"], "threads": told["n_threads"],
             "tokens_per_s": statistics.median(samples), "least": min(samples), "most": max(samples),
             "cache_mb": sum(told["ledger"][name] for name in MEMORY_COUNTERS) / 1e6,
+            "step_ms": 1e3 * told["n_seqs"] / statistics.median(samples),
         })  # fmt: skip
         if told["fraction"] is not None:
             records[-1]["roofline_percent"] = 100 * told["fraction"]
@@ -236,7 +237,7 @@ def peers_of_models(run: Runner, models: str) -> Records:
     """Models as in the size ``larger``, which are made once in build/models."""
     records = []
     for each in filter(None, models.split(";")):
-        shape, wtype, *arguments = each.split()
+        shape, wtype, arguments = each.split(maxsplit=2)
         model = f"build/models/{shape}-{wtype}.gguf"
         make_random_model(run, shape, wtype, ROOT / model, model)
         found = peer_records(run, model, arguments)
@@ -244,10 +245,10 @@ def peers_of_models(run: Runner, models: str) -> Records:
     return records
 
 
-def peer_records(run: Runner, model: str, arguments: Sequence[str]) -> Records:
-    ik = ["--ik", run.ik] if run.ik else []
-    told = run.script("bench/peer", "-m", model, *arguments, *ik)
-    if run.ik:
+def peer_records(run: Runner, model: str, arguments: str) -> Records:
+    ik = ["--ik", run.ik] if run.ik and "--batch" not in arguments else []
+    told = run.script("bench/peer", "-m", model, *arguments.split(), *ik)
+    if ik:
         run.commands[-1] = run.commands[-1].replace(shlex.quote(run.ik), "llama-bench")
     records = []
     for row in told["rows"]:
@@ -274,10 +275,9 @@ def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[...
     return measured
 
 
-def trained_speed(run: Runner, sizes: Sizes, model: str) -> Records:
-    line = "-p 0 -n {tokens} -d {real_depths} --method {methods} -r 3 --cache-dir"
-    kept = str(run.unfinished / "prompts")
-    return bench_speeds(run, model, *expand_arguments(line, sizes), kept)
+def trained_speed(size: str, run: Runner, sizes: Sizes, model: str) -> Records:
+    words = expand_arguments(f"-p 0 -n {{tokens}} {sizes[size]} -r 3 --cache-dir", sizes)
+    return bench_speeds(run, model, *words, str(run.unfinished / "prompts"))
 
 
 def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
@@ -384,14 +384,16 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "far": attention_by_depth,
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": peak_memory,
-    "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"].split()),
+    "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"]),
     "peer_larger": lambda run, sizes, _: peers_of_models(run, sizes["larger"]),
+    "peer_several": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["together"])),
     "peer_types": lambda run, sizes, _: peers_of_models(run, sizes["types"]),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
-    "real_speed": of_trained(trained_speed),
+    "real_speed": of_trained(partial(trained_speed, "real_speed")),
+    "several": of_trained(partial(trained_speed, "several")),
     "speculation": of_trained(partial(trained_script, "accuracy/speculation", "speculation")),
     "terminal": terminal_session,
 }

@@ -130,6 +130,7 @@ def test_targets_are_found_by_their_case():
         (["-o", "topk:budget=5"], "not in --methods"),
         (["-o", "budget=5"], "METHOD:KEY=VALUE"),
         (["--pp", "0"], "one token at least"),
+        (["--batch", "8"], "give --pp ''"),
         (["--pp", "x"], "whole numbers"),
         (["--pairs", "0"], "above 0"),
         (["--pp", "", "--depths", ""], "nothing to measure"),
@@ -155,7 +156,7 @@ def test_without_any_peer(monkeypatch, capsys):
 def test_worker_measures_ours_and_reports_its_memory(model):
     """A real process with this program in it: speeds, memory, and an end without a word."""
     setup = {"model": str(model), "threads": 1, "n_ctx": 200, "seed": 0}
-    setup |= {"method": "lfps", "options": {"budget": "16"}}
+    setup |= {"method": "lfps", "options": {"budget": "16"}, "n_seqs": 1, "folder": ""}
     with script.Worker("ours", setup) as ours:
         assert ours.about["method_options"]["budget"] == "16"
         ours.fill(100)
@@ -165,9 +166,22 @@ def test_worker_measures_ours_and_reports_its_memory(model):
     assert ours._process.returncode == 0
 
 
+def test_worker_decodes_sequences_together(model, tmp_path):
+    setup = {"model": str(model), "threads": 1, "n_ctx": 400, "seed": 0}
+    setup |= {"n_seqs": 3, "folder": str(tmp_path), "method": "quest", "options": {}}
+    ours = worker.Ours(setup)
+    ours.warm_up()
+    for _ in range(2):
+        ours.go_to(0, 8, 300)
+        assert [len(each.tokens) for each in ours._sequences] == [300] * 3
+        assert ours.run(0, 8) > 0
+        texts = [each.tokens for each in ours._sequences]
+        assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 308
+
+
 def test_worker_failures_are_one_line(model, tmp_path):
     setup = {"model": str(tmp_path / "none.gguf"), "threads": 1, "n_ctx": 8, "seed": 0}
-    setup |= {"method": "full", "options": {}}
+    setup |= {"method": "full", "options": {}, "n_seqs": 1, "folder": ""}
     with pytest.raises(script.BenchError, match=r"ours: .*none\.gguf"):
         script.Worker("ours", setup).__enter__()
 
@@ -224,7 +238,7 @@ def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected):
 
     class Fake(worker.LlamaCpp):
         def __init__(self) -> None:
-            self._n_past = n_past
+            self._n_past, self._n_seqs = n_past, 1
 
         def go_to(self, n_prompt: int, n_gen: int, n_depth: int) -> None:
             if n_depth > self._n_past:
