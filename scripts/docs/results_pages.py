@@ -4,7 +4,7 @@ The same data give the same pages, byte for byte: a test makes them again and co
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,8 @@ def remarks(data: Data, trained: bool) -> Iterable[str]:
             yield prefill_remark(rows)
         if "speculation" in data:
             yield drafts_remark(data["speculation"]["rows"])
+        if "peer_several" in data:
+            yield together_remark(data["peer_several"]["rows"])
         return
     if "prefill" in data:
         yield prefill_remark(data["prefill"]["rows"])
@@ -249,6 +251,19 @@ def drafts_remark(rows: Iterable[Row]) -> str:
     depths = sorted(depth for source, depth in tps if source == "auto")
     found = (f"{tps['auto', d] / tps['off', d]:.1f} times as fast after {d}" for d in depths)
     return f"Drafts write an edited file {', '.join(found)} tokens."
+
+
+def together_remark(rows: Sequence[Row]) -> str:
+    """Of the last depth: tests are called ``tg16 @ d8192 b8, quest``."""
+    test = rows[-1]["test"].rpartition(", ")[0]
+    depth, n = test.partition(" @ d")[2].split(" b")
+    speeds = {}
+    for row in rows:
+        if row["test"].startswith(f"{test}, "):
+            speeds[f"`{row['test'].rpartition(', ')[2]}`"] = row["sparsekv-cli median"]
+    speeds["llama.cpp"] = rows[-1]["llama.cpp median"]
+    told = ", ".join(f"{name} {three(speed)}" for name, speed in speeds.items())
+    return f"Tokens/s, {n} sequences of {depth}: {told}."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
