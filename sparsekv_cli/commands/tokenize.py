@@ -8,7 +8,7 @@ import click
 
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.options.prompt import file_option
-from sparsekv_cli.commands.shared.prompt import check_utf8, decode_utf8, read_stdin
+from sparsekv_cli.commands.shared.prompt import check_utf8, read_stdin, text_of
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 
@@ -17,7 +17,7 @@ from sparsekv_cli.commands.shared.terminal import write_text
 @click.argument("text", required=False, metavar="[TEXT]")
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")
-@file_option("File with the text, every byte; - is stdin.")
+@file_option("File with the text, every byte, or a PDF or Word file; - is stdin.")
 @click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
@@ -70,7 +70,7 @@ def command(
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Returns the text to tokenize, to the byte.
+    """Returns the text to tokenize, to the byte, or that of a PDF or a Word file.
 
     Raises SparseKVError for what is not UTF-8, OSError for a file that cannot be read.
     """
@@ -82,4 +82,4 @@ def read_text(text: str | None, file: str | None) -> str:
         name, data = "stdin", read_stdin()
     else:
         name, data = file, Path(file).read_bytes()
-    return decode_utf8(data, name)
+    return text_of(data, name)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from sample_documents import pdf_of, word_of
 
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 
@@ -67,6 +68,19 @@ def test_every_byte_counts(vocabulary, tmp_path, invoke, data):
     assert invoke("tokenize", "--ids", "--no-bos", "-f", str(path)).out == expected
     assert invoke("tokenize", "--ids", "--no-bos", stdin=data).out == expected
     assert invoke("tokenize", "--ids", "--no-bos", "-f", "-", stdin=data).out == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "text"), [(pdf_of("a b"), "a b"), (word_of("a"), "a\nleft | right\nafter it")]
+)
+def test_the_text_of_a_document(vocabulary, tmp_path, invoke, data, text):
+    path = tmp_path / "document"
+    path.write_bytes(data)
+    for result in (
+        invoke("tokenize", "--json", "-f", str(path)),
+        invoke("tokenize", "--json", stdin=data),
+    ):
+        assert "".join(json.loads(result.out)["tokens"][1:]) == text
 
 
 def test_not_utf8(vocabulary, tmp_path, invoke):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv_cli.commands.shared.documents import kind_of
 from sparsekv_cli.commands.shared.prompt import decode_file, read_stdin
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.system.documents import kind_of
 
 BOM = b"\xef\xbb\xbf"
 ASKED = "What is this text about?"  # in the last line, where the user asked nothing

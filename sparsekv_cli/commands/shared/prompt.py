@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from sparsekv_cli.commands.shared.documents import document_text, kind_of
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.system.documents import document_text, kind_of
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
@@ -37,13 +37,13 @@ def read_stdin() -> bytes:
 
 
 def decode_file(data: bytes, source: str) -> str:
-    """``decode_utf8`` of a file or of stdin, without the byte order mark that it may begin with.
+    """``text_of`` a file or stdin, without the byte order mark that it may begin with."""
+    return text_of(data, source).removeprefix("\ufeff")
 
-    A PDF or a Word file gives its text.
-    """
-    if kind := kind_of(data):
-        return document_text(data, kind, source)
-    return decode_utf8(data, source).removeprefix("\ufeff")
+
+def text_of(data: bytes, source: str) -> str:
+    """Returns the text of a PDF or a Word file, or ``decode_utf8`` of another file."""
+    return document_text(data, source) if kind_of(data) else decode_utf8(data, source)
 
 
 def decode_utf8(data: bytes, source: str) -> str:

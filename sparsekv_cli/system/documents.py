@@ -1,0 +1,95 @@
+"""The text of PDF and Word files, for every command that reads a text (extra ``docs``)."""
+
+import logging
+from io import BytesIO
+from zipfile import BadZipFile, ZipFile
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.system.installation import install_command
+
+PDF, WORD, OLD = "PDF", "Word file", "Office file"
+# The first bytes of a file -> its kind. Office wraps a file with a password as it wrote old files.
+KINDS = {b"%PDF-": PDF, b"PK\3\4": WORD, b"\xd0\xcf\x11\xe0": OLD}
+MOST_UNPACKED = 256 << 20  # bytes of all parts of a Word file
+
+
+def kind_of(data: bytes) -> str:
+    """``PDF``, ``Word file`` (or another archive), ``Office file``, or nothing."""
+    return next((kind for start, kind in KINDS.items() if data.startswith(start)), "")
+
+
+def document_text(data: bytes, source: str) -> str:
+    """Returns the text of a file that ``kind_of`` names: pages, or paragraphs and rows of tables.
+
+    Raises SparseKVError, which names ``source``: for a file that is damaged, encrypted or without a
+    text, and if the package that reads it is missing.
+    """
+    kind = kind_of(data)
+    try:
+        text = {PDF: _pdf_text, WORD: _word_text, OLD: _old_text}[kind](data)
+    except ImportError:
+        raise SparseKVError(
+            f"{source} is a {kind}, which needs {install_command('docs')}"
+        ) from None
+    except SparseKVError as error:
+        raise SparseKVError(f"{source}: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # of damaged files the packages raise anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise SparseKVError(
+            f"{source}: the {kind} cannot be read: {reason}; save it again, or give its text"
+        ) from None
+    if not text.strip():
+        raise SparseKVError(
+            f"{source}: the {kind} has no text: if it is a scan, recognise its text"
+        )
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a PDF's lone halves
+
+
+def _pdf_text(data: bytes) -> str:
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError
+
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it logs is in the error
+    reader = PdfReader(BytesIO(data))
+    try:
+        is_open = not reader.is_encrypted or reader.decrypt("")
+    except DependencyError:  # for AES it needs a further package
+        is_open = False
+    if not is_open:
+        raise SparseKVError("the PDF is encrypted: save it without a password")
+    return "\n\n".join(page.extract_text() for page in reader.pages)
+
+
+def _word_text(data: bytes) -> str:
+    try:
+        with ZipFile(BytesIO(data)) as archive:
+            parts = archive.infolist()
+    except BadZipFile:
+        raise SparseKVError("the archive is damaged: copy or save it again") from None
+    if not any(part.filename.startswith("word/") for part in parts):
+        raise SparseKVError("the archive is no Word file: unpack it, and give a text, PDF or .docx")
+
+    from docx import Document
+    from docx.table import Table
+
+    n_bytes = sum(part.file_size for part in parts)
+    if n_bytes > MOST_UNPACKED:
+        raise SparseKVError(
+            f"the Word file unpacks to {n_bytes >> 20} MiB, more than {MOST_UNPACKED >> 20}: "
+            "split it, or give its text"
+        )
+    lines = []
+    for part in Document(BytesIO(data)).iter_inner_content():
+        if isinstance(part, Table):
+            lines += [" | ".join(cell.text for cell in row.cells) for row in part.rows]
+        else:
+            lines.append(part.text)
+    return "\n".join(lines)
+
+
+def _old_text(data: bytes) -> str:
+    raise SparseKVError(
+        "this is an old Office file, or has a password: save it as .docx without one"
+    )
