@@ -5,7 +5,7 @@
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY . .
-RUN python -m venv /opt/sparsekv && /opt/sparsekv/bin/pip install --no-cache-dir '.[serve,grammar,hub]'
+RUN python -m venv /opt/sparsekv && /opt/sparsekv/bin/pip install --no-cache-dir '.[serve,grammar,hub,docs]'
 
 FROM python:3.12-slim
 RUN useradd --uid 10001 --create-home sparsekv && mkdir /data && chown sparsekv /data

@@ -237,6 +237,8 @@ def hosted_models(
 def describe(hosted: HostedModel, options: ModelOptions) -> None:
     """Reads from a model's header what /v1/models says of it, or its problem."""
     from sparsekv_cli.calibration.calibrations import Calibrations
+    from sparsekv_cli.generation.conversation import chat_template
+    from sparsekv_cli.models.chat.thinking import switch_of
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.hparams import read_hparams
     from sparsekv_cli.serve.requests import usable_methods
@@ -251,6 +253,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
             hosted.about = {
                 "context_length": config.ctx_size or hparams.n_ctx_train,
                 "methods": usable_methods(kinds, options.method, calibrations.has),
+                "thinking_switch": switch_of(chat_template(file.metadata)),
             }
     except SparseKVError as error:
         hosted.problem = str(error)

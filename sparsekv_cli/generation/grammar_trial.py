@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.sampling.grammar import Grammar, read_grammar
+from sparsekv_cli.system.work import limit_work
 
 BYTES = 3 << 30  # of addresses that the process may have
 START_S, WAIT_S = 120.0, 30.0  # that a start, and a grammar, may take on a busy machine
@@ -100,20 +101,6 @@ def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
         timer.cancel()
 
 
-def _limit_work(seconds: int) -> None:
-    """From now on the process may compute for so many seconds more."""
-    try:
-        import resource
-    except ImportError:  # no such limits there: WAIT_S remains
-        return
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    end = int(used.ru_utime + used.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    if sys.platform == "linux":  # macOS refuses a limit below what is mapped, which is much there
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
     """The process."""
     from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
@@ -132,7 +119,7 @@ def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None
     print(json.dumps(answer), file=answers, flush=True)
     for line in questions:
         kind, text = json.loads(line)
-        _limit_work(seconds)
+        limit_work(seconds, BYTES)
         try:
             grammar = read_grammar(kind, text)
             make(grammar)

@@ -45,7 +45,7 @@ class Message:
         self._shows_thoughts = fields.thinking is None or fields.thinking.display != "omitted"
         form = fields.output_config.format
         think, budget = _thinking(fields)
-        if think is False and not service.can_switch_thinking:
+        if think is False and not service.thinking_switch:
             budget = 0
         self._request = service.request(
             _prompt_ids(service, fields, messages, tools, is_forced=self._forced is not None),
@@ -185,7 +185,7 @@ def _prompt_ids(
     is_forced: the answer is a call, ahead of which nothing is thought.
     """
     wanted = False if is_forced else _thinking(fields)[0]
-    think = wanted if service.can_switch_thinking else None
+    think = wanted if service.thinking_switch else None
     effort = fields.output_config.effort  # a hint, which Claude Code sends to every model
     variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
     continues = continues_last(messages, None, None)

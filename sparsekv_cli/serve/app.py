@@ -23,7 +23,7 @@ from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
 from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, llama, openai, page
-from sparsekv_cli.serve.forms.openapi import openapi
+from sparsekv_cli.serve.forms.openapi import BYTES, MAX_NAME, openapi
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.forms.schema import (
     ChatFields,
@@ -38,6 +38,7 @@ from sparsekv_cli.serve.pool import ModelPool, NotLoadedError
 from sparsekv_cli.serve.requests import RequestError, Service, read_request
 from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
+from sparsekv_cli.serve.wire.documents import Documents
 from sparsekv_cli.serve.wire.guard import Access, Guard
 from sparsekv_cli.serve.wire.metrics import Metrics
 from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
@@ -59,7 +60,7 @@ def make_app(
 ) -> ASGIApp:
     """Returns the application. log: told a line a request, without prompts."""
     metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
-    created, kept = int(time.time()), Kept()
+    created, kept, documents = int(time.time()), Kept(), Documents(pool.limits.body_bytes)
 
     readers = ThreadPoolExecutor(N_READERS, "request")
 
@@ -91,9 +92,21 @@ def make_app(
         make = partial(ModelResponse, kept)
         return await _answer(request, await read(request, ResponseFields, make))
 
-    async def response(request: Request) -> Response:
-        if query := next(iter(request.query_params), None):
+    def check_query(request: Request, *known: str) -> None:
+        if query := next((each for each in request.query_params if each not in known), None):
             raise RequestError(f"{query[:MAX_SHOWN]}: no such field")
+
+    async def document(request: Request) -> Response:
+        check_query(request, "name")
+        name = _plain(request.query_params.get("name", "")) or "document"
+        if len(name) > MAX_NAME:
+            raise RequestError(f"name has more than {MAX_NAME} characters", param="name")
+        async with bodies.whole(request, BYTES) as data:
+            text = await unless_gone(request, documents.read(bytes(data), name))
+        return JSONResponse({"name": name, "text": text})
+
+    async def response(request: Request) -> Response:
+        check_query(request)
         name = request.path_params["id"]
         if request.method == "DELETE":
             kept.remove(name)
@@ -153,6 +166,7 @@ def make_app(
         Route("/v1/messages/count_tokens", count, methods=["POST"]),
         Route("/v1/responses", respond, methods=["POST"]),
         Route("/v1/responses/{id}", response, methods=["GET", "DELETE"]),
+        Route("/documents", document, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/props", props, methods=["GET"]),
@@ -195,6 +209,11 @@ def _no_path(paths: Sequence[str]) -> ASGIApp:
         raise HTTPException(404, f"{words}; the paths are {', '.join(paths)}")
 
     return missing
+
+
+def _plain(name: str) -> str:
+    """Returns a name on one line, without control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in name).split())
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

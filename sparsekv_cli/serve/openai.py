@@ -71,9 +71,9 @@ class Completion:
                 param="chat_template_kwargs.enable_thinking",
             )
         service = self._service
-        if effort == "none" and EFFORT not in service.variables and service.can_switch_thinking:
+        if effort == "none" and EFFORT not in service.variables and service.thinking_switch:
             think, effort = False, None
-        if self._forced is not None and service.can_switch_thinking:
+        if self._forced is not None and service.thinking_switch:
             think = False
         variables, messages = service.variables_of(given, effort), read_messages(fields.messages)
         adds_prompt = fields.add_generation_prompt

@@ -59,8 +59,8 @@ class Loaded:
 class HostedModel:
     """A model that requests may name.
 
-    names: that requests may give it; the first one is told. about: what its header says: context
-    and methods. stats: of all the time, loaded or not.
+    names: that requests may give it; the first one is told. about: what its header says: context,
+    methods, and the variable that switches thinking. stats: of all the time, loaded or not.
     """
 
     names: tuple[str, ...]
@@ -282,7 +282,8 @@ class ModelPool:
 
 def about(service: Service) -> dict[str, Any]:
     """Returns what /v1/models says of a loaded model."""
-    return {"context_length": service.model.n_ctx, "methods": service.methods()}
+    told = {"context_length": service.model.n_ctx, "methods": service.methods()}
+    return {**told, "thinking_switch": service.thinking_switch}
 
 
 def free_memory() -> None:

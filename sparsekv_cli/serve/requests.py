@@ -81,7 +81,7 @@ class Service:
         self.name = name or model.gguf.path.stem
         self.template = chat_template(model.gguf.metadata)
         self.thinking = model_thinking(model)
-        self.can_switch_thinking = switch_of(self.template) is not None
+        self.thinking_switch = switch_of(self.template)
         self.variables = variables_of(self.template)
         self.tool_format: ToolFormat | None = format_of(self.template)
         if sampling.think_budget is not None and self.thinking is None:

@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.serve import page
+from sparsekv_cli.serve.wire.documents import Documents
 
 METHODS = ("full", "lfps", "topk", "fasa")
 PARAMS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
-TEMPLATE = "{% if enable_thinking is false %}<think></think>{% endif %}"
+SWITCH = "enable_thinking"
 Item = str | tuple[str, Any]
 GATE, CUT = ("gate", None), ("cut", None)
 
@@ -27,7 +29,8 @@ class Scripted:
 
     An item of an answer is a text, ("think", text), ("rows", rows), ("comment", text), GATE, at
     which the server waits for go(), or CUT, which ends the connection. An answer may be
-    (status, message) instead.
+    (status, message) instead. gated: documents that are read after go(); left: whether one's client
+    has gone.
     """
 
     def __init__(self) -> None:
@@ -36,6 +39,8 @@ class Scripted:
         self.asked: list[dict[str, Any]] = []
         self.models = [self.model("tiny")]
         self.key, self.n_open = "", 0
+        self.gated: set[str] = set()
+        self.left = 0
 
     def go(self) -> None:
         """Lets an answer go on after a gate."""
@@ -44,11 +49,13 @@ class Scripted:
     def app(self) -> Starlette:
         described = [Route(path, self.describe) for path in ("/v1/methods", "/v1/models", "/props")]
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        return Starlette(routes=[*page.routes(), *described, chat])
+        documents = Route("/documents", self.read, methods=["POST"])
+        return Starlette(routes=[*page.routes(), *described, chat, documents])
 
     @staticmethod
     def model(name: str, methods: Sequence[str] = METHODS[:3]) -> dict[str, Any]:
-        return {"id": name, "context_length": 1024, "methods": list(methods)}
+        about = {"context_length": 1024, "methods": list(methods), "thinking_switch": SWITCH}
+        return {"id": name, "status": "loaded", **about}
 
     async def describe(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -58,12 +65,20 @@ class Scripted:
         known = {
             "/v1/methods": {"default": "full", "methods": methods},
             "/v1/models": {"data": self.models},
-            "/props": {
-                "default_generation_settings": {"params": params},
-                "chat_template": TEMPLATE,
-            },
+            "/props": {"default_generation_settings": {"params": params}},
         }
         return JSONResponse(known[request.url.path])
+
+    async def read(self, request: Request) -> Response:
+        """Reads a document as the server does; of a first one in ``gated`` it waits for go()."""
+        name, data = request.query_params["name"], await request.body()
+        while name in self.gated and not self.n_open:
+            self.left += await request.is_disconnected()
+            await asyncio.sleep(0.01)
+        try:
+            return JSONResponse({"name": name, "text": await Documents(1 << 20).read(data, name)})
+        except SparseKVError as error:
+            return JSONResponse({"error": {"message": str(error)}}, 400)
 
     async def chat(self, request: Request) -> Response:
         self.asked.append(await request.json())

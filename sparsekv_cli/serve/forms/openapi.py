@@ -18,16 +18,18 @@ from sparsekv_cli.serve.forms.schema import (
     TokenizeFields,
 )
 
+MAX_NAME = 255  # characters of a document's name
 STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
 STATUSES |= {
     404: "not here",
-    415: "not JSON",
+    415: "another content type",
     421: "not local",
     422: "not answered",
     429: "queue is full",
 }
 STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
 TEXT = {"type": "string", "minLength": 1}
+NAME, BYTES = {"type": "string", "maxLength": MAX_NAME}, "application/octet-stream"
 PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
     ("/v1/chat/completions", "A chat completion (OpenAI)", ChatFields),
     ("/v1/completions", "A completion (OpenAI)", CompletionFields),
@@ -57,6 +59,13 @@ def openapi(name: str) -> dict[str, Any]:
                 "get": _action("A response that is kept"),
                 "delete": _action("Keeps a response no more"),
             },
+            "/documents": {
+                "parameters": [{"name": "name", "in": "query", "schema": NAME}],
+                "post": _action(
+                    "The text of a PDF or a Word file",
+                    requestBody=_body(BYTES, {"type": "string", "format": "binary"}),
+                ),
+            },
             "/v1/models": _get("The models"),
             "/v1/methods": _get("KV-cache methods and their options"),
             "/props": _get("The model and its defaults (llama-server)"),
@@ -76,5 +85,8 @@ def _get(text: str) -> dict[str, Any]:
 
 
 def _post(text: str, schema: dict[str, Any]) -> dict[str, Any]:
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"post": _action(text, requestBody=body)}
+    return {"post": _action(text, requestBody=_body("application/json", schema))}
+
+
+def _body(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {kind: {"schema": schema}}}

@@ -14,13 +14,14 @@ const running = new Map();  // by chat: what ends its answer
 export const isRunning = (chat) => running.has(chat);
 export const stop = (chat) => running.get(chat)?.abort();
 
-// Asks for the answer to the last message. changed(chat): called when the answer has ended.
+// Asks for the answer to the last message. changed(chat, status): called when the answer has ended;
+// status: of a request that was refused.
 export function ask(chat, changed) {
   const request = {
     messages: requested(chat), stream: true, stream_options: { include_usage: true },
     return_progress: true, sparsekv_rows: N_BINS, ...fields(),
   };
-  const about = { method: request.method };
+  const about = { method: request.method, model: request.model };
   const answer = { role: "assistant", content: "", thinking: "", state: "writing", about };
   chat.messages.push(answer);
   running.set(chat, new AbortController());
@@ -42,7 +43,7 @@ function requested({ messages }) {
 
 async function write(chat, answer, request, changed) {
   const screen = painter(chat, answer), started = performance.now();
-  let whole = false;
+  let whole = false, status;
   try {
     for await (const [name, data] of events(request, running.get(chat).signal)) {
       if (name === "error") throw new Error(data.error.message);
@@ -56,6 +57,7 @@ async function write(chat, answer, request, changed) {
     say("The answer is complete.");
   } catch (error) {
     const stopped = error.name === "AbortError";
+    status = error.status;
     answer.state = stopped ? "stopped" : "failed";
     answer.note = stopped ? "Stopped." : `Error: ${error.message}`;
     say(answer.note);
@@ -64,7 +66,7 @@ async function write(chat, answer, request, changed) {
   running.delete(chat);
   screen.end();
   save(chat);
-  changed(chat);
+  changed(chat, status);
 }
 
 function waits(answer, text) {

@@ -33,10 +33,16 @@ function showState(chat) {
   $("log").setAttribute("aria-busy", String(runs));
 }
 
+// A model that is not found is gone: what the server has now is shown.
+function ended(chat, status) {
+  showState(chat);
+  if (status === 404) connect();
+}
+
 function answer() {
   const chat = current();
-  chat.settings = settings();
-  ask(chat, showState);
+  showSettings(chat.settings = settings());
+  ask(chat, ended);
   showMessages(chat);
   showAbout({});
   showState(chat);
@@ -68,7 +74,7 @@ $("form").addEventListener("submit", (event) => {
   const content = $("prompt").value.trim(), chat = current();
   if (isRunning(chat)) return;
   const files = takeFiles();
-  if (!content && !files.length) return;
+  if (!files || (!content && !files.length)) return;
   $("prompt").value = "";
   chat.messages.push({ role: "user", content, ...(files.length && { files }) });
   answer();

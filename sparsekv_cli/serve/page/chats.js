@@ -142,8 +142,8 @@ function rename(chat, entry) {
 function exportChat(chat) {
   const parts = chat.messages.map((message) => {
     if (message.role === "user") return `## You\n\n${withFiles(message)}\n`;
-    const method = message.about?.method ? ` (${message.about.method})` : "";
-    return `## Answer${method}\n\n${message.content}\n`;
+    const by = [message.about?.model, message.about?.method].filter(Boolean).join(", ");
+    return `## Answer${by && ` (${by})`}\n\n${message.content}\n`;
   });
   const words = chat.settings.system?.trim(), system = words ? [`## System\n\n${words}\n`] : [];
   const text = [`# ${chat.title}\n`, ...system, ...parts].join("\n");

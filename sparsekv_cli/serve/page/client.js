@@ -10,8 +10,17 @@ export function headers() {
 // Returns an object of the server's. Raises an Error with the server's own words.
 export async function get(path) {
   const response = await fetch(path, { headers: headers() });
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await failure(response);
   return response.json();
+}
+
+// Returns the text of a PDF or a Word file, which the server reads.
+export async function documentText(name, file, signal) {
+  const asked = { ...headers(), "content-type": "application/octet-stream" };
+  const response = await fetch(`/documents?${new URLSearchParams({ name })}`,
+    { method: "POST", headers: asked, body: file, signal });
+  if (!response.ok) throw await failure(response);
+  return (await response.json()).text;
 }
 
 // Yields the events of an answer: [name, object], or ["comment", text].
@@ -19,7 +28,7 @@ export async function* events(request, signal) {
   const response = await fetch("/v1/chat/completions", {
     method: "POST", headers: headers(), body: JSON.stringify(request), signal,
   });
-  if (!response.ok) throw new Error(await reason(response));
+  if (!response.ok) throw await failure(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -36,14 +45,15 @@ export async function* events(request, signal) {
   }
 }
 
-async function reason(response) {
-  if (response.status === 401) {
+async function failure(response) {
+  const { status } = response;
+  if (status === 401) {
     $("key-field").hidden = false;
     $("key").focus();
   }
+  let words = `status ${status}`;
   try {
-    return (await response.json()).error.message;
-  } catch {
-    return `status ${response.status}`;
-  }
+    words = (await response.json()).error.message;
+  } catch { /* not of this server */ }
+  return Object.assign(new Error(words), { status });
 }

@@ -1,55 +1,85 @@
-// Files that go with a message: texts, by drag, by paste or by the button.
+// Files that go with a message, by drag, by paste or by the button: texts, and documents.
 
+import { documentText } from "./client.js";
 import { $, button, make } from "./dom.js";
 
-const MOST = 2 << 20;  // bytes of a file; the server takes a request of 4 MiB by default
-let files = [];
+const MOST = 2 << 20;  // bytes of a text; the server takes a request of 4 MiB by default
+// How files begin that the server reads: PDFs, Word files, and Office files, which it refuses.
+const DOCUMENTS = ["%PDF-", "PK\x03\x04", "\xd0\xcf\x11\xe0"];
+let files = [], problems = [], reading = Promise.resolve();
 
+// Returns the files, and forgets them. Says so and returns null while one of them is read.
 export function takeFiles() {
-  const taken = files;
+  const taken = files, open = taken.find((file) => file.ends);
+  if (open) {
+    tell([...problems, `${open.name} is being read: send the message when it is there.`]);
+    return null;
+  }
   keep([]);
+  tell(problems = []);
   return taken;
+}
+
+function tell(words) {
+  $("file-error").textContent = words.join(" ");
 }
 
 function keep(kept) {
   files = kept;
-  showFiles();
+  $("files").replaceChildren(...files.map((file) => {
+    const drop = button("×", () => {
+      file.ends?.abort();
+      remove(file);
+      tell(problems = []);
+    });
+    drop.setAttribute("aria-label", `Remove ${file.name}`);
+    return make("li", {}, file.name, file.ends ? " is being read…" : "", drop);
+  }));
 }
 
-export async function addFiles(list) {
-  const errors = [];
-  for (const file of list) {
+const remove = (file) => keep(files.filter((each) => each !== file));
+
+// Adds files, whose names are on one line. They are read one after the other.
+export function addFiles(list) {
+  const added = [...list].map((blob) => (
+    { name: blob.name.replace(/[\p{C}\s]+/gu, " "), blob, ends: new AbortController() }));
+  if (!files.some((file) => file.ends)) tell(problems = []);
+  keep([...files, ...added]);
+  reading = reading.then(() => readAll(added));
+  return reading;
+}
+
+async function readAll(added) {
+  for (const file of added) {
+    const { blob, ends, name } = file;
     try {
-      files.push({ name: file.name, text: await readText(file) });
+      file.text = await read(name, blob, ends.signal);
+      delete file.blob;
+      delete file.ends;
+      keep(files);
     } catch (error) {
-      errors.push(error.message);
+      remove(file);
+      if (error.name === "AbortError") continue;
+      const words = error.message;
+      problems.push(words.startsWith(name) ? words : `${name}: ${words}`);
     }
   }
-  showFiles();
-  $("file-error").textContent = errors.join(" ");
+  tell(problems);
 }
 
-async function readText(file) {
-  const { name, size } = file;
-  if (size > MOST) throw new Error(`${name} has ${size} bytes: at most ${MOST} are taken.`);
-  const bytes = new Uint8Array(await file.arrayBuffer());
-  if (new TextDecoder("latin1").decode(bytes.slice(0, 5)) === "%PDF-")
-    throw new Error(`${name} is a PDF, and only text and code are taken: ` +
-      "make a text of it first, for example with pdftotext.");
+async function read(name, blob, signal) {
+  const start = new TextDecoder("latin1").decode(await blob.slice(0, 8).arrayBuffer());
+  if (DOCUMENTS.some((each) => start.startsWith(each)))
+    return documentText(name, blob, signal).catch((error) => {
+      if (!(error instanceof TypeError)) throw error;
+      throw new Error("it did not reach the server: is it larger than serve --max-body allows?");
+    });
+  if (blob.size > MOST) throw new Error(`it has ${blob.size} bytes: at most ${MOST} are taken.`);
   try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await blob.arrayBuffer());
     if (!text.includes("\0")) return text;
   } catch { /* told below */ }
-  throw new Error(`${name} is no UTF-8 text: only text and code are taken.`);
-}
-
-function showFiles() {
-  $("file-error").textContent = "";
-  $("files").replaceChildren(...files.map((file) => {
-    const drop = button("×", () => keep(files.filter((each) => each !== file)));
-    drop.setAttribute("aria-label", `Remove ${file.name}`);
-    return make("li", {}, file.name, drop);
-  }));
+  throw new Error("it is no UTF-8 text, PDF or Word file: only these are taken.");
 }
 
 // A message as the model gets it: each file as a fenced block, then the words.

@@ -121,10 +121,10 @@ export function update(message) {
   if (isNear) toEnd();
 }
 
-// The method and what it did, beside the answer.
+// The model where there are several, the method and what it did, with the answer.
 function describe(about) {
   if (!about.method) return "";
-  const parts = [about.method, about.budget && `budget ${about.budget}`];
+  const parts = [about.model, about.method, about.budget && `budget ${about.budget}`];
   if (about.attended != null)
     parts.push(perSecond(about), `${share(about)} of rows read`, `${about.n} tokens`);
   return parts.filter(Boolean).join(" · ");

@@ -14,20 +14,29 @@ export async function describe() {
   const described = await get("/v1/methods");
   [methods, ofServer] = [described.methods, described.default];
   models = (await get("/v1/models")).data;
-  const chosen = $("model").value;
+  for (const model of models) {
+    if (model.status !== "loaded") continue;  // its defaults are in its file
+    const { params } = (await get(`/props?${new URLSearchParams({ model: model.id })}`))
+      .default_generation_settings;
+    model.defaults = { ...params, max_tokens: params.n_predict };
+  }
+  const before = $("model").value;
   $("model").replaceChildren(...models.map(({ id }) => make("option", { textContent: id })));
-  if (models.some(({ id }) => id === chosen)) $("model").value = chosen;
+  if (models.some(({ id }) => id === before)) $("model").value = before;
   $("model-field").hidden = models.length < 2;
-  const { default_generation_settings: { params }, chat_template } = await get("/props");
-  const defaults = { ...params, max_tokens: params.n_predict };
-  for (const name of NUMBERS) $(name).placeholder = defaults[name] < 0 ? "random" : defaults[name];
-  $("think-field").hidden = !chat_template.includes("enable_thinking");
-  showMethods($("method").value);
+  showModel($("method").value);
 }
 
-// Lists the methods of the chosen model. Others are there to be seen.
-function showMethods(wanted) {
-  const model = models.find(({ id }) => id === $("model").value) ?? models[0];
+const chosen = () => models.find(({ id }) => id === $("model").value) ?? models[0];
+
+// Shows the chosen model's context, defaults and methods. Other methods are there to be seen.
+function showModel(wanted) {
+  const model = chosen();
+  for (const name of NUMBERS) {
+    const value = model?.defaults?.[name] ?? "default";
+    $(name).placeholder = value < 0 ? "random" : value;
+  }
+  $("think-field").hidden = !model?.thinking_switch;
   const usable = model?.methods ?? methods.map(({ name }) => name);
   $("method").replaceChildren(...methods.map(({ name, summary }) => {
     const disabled = !usable.includes(name);
@@ -46,7 +55,10 @@ function showBudget() {
   $("budget").disabled = $("method").value === "full";  // it reads all rows
 }
 
-$("model").addEventListener("change", () => showMethods($("method").value));
+$("model").addEventListener("change", () => {
+  $("model-gone").textContent = "";
+  showModel($("method").value);
+});
 $("method").addEventListener("change", showBudget);
 
 // Calls told() when somebody changes a setting.
@@ -59,15 +71,20 @@ export function settings() {
     FIELDS.map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value]));
 }
 
-// Shows the settings of a chat; what they lack stays as it is.
+// Shows the settings of a chat; what they lack stays as it is. A model that is gone becomes the
+// first.
 export function showSettings(values) {
+  const [first] = models;
+  const isGone = first && values.model && !models.some(({ id }) => id === values.model);
+  $("model-gone").textContent =
+    isGone ? `The model ${values.model} is not on this server now: ${first.id} answers.` : "";
   for (const field of FIELDS) {
-    const value = values[field.id];
-    if (value == null || (field.id === "model" && !models.some(({ id }) => id === value))) continue;
+    const value = field.id === "model" && isGone ? first.id : values[field.id];
+    if (value == null) continue;
     if (field.type === "checkbox") field.checked = value;
     else field.value = value;
   }
-  if (models.length) showMethods(values.method ?? $("method").value);
+  if (first) showModel(values.method ?? $("method").value);
 }
 
 // The fields of a request, of the settings that are shown.
@@ -77,8 +94,8 @@ export function fields() {
   if (values.budget.trim() && values.method !== "full") asked.budget = values.budget.trim();
   if (values["at-once"]) asked.sparse_from = 0;
   for (const name of NUMBERS) if (values[name] !== "") asked[name] = Number(values[name]);
-  if (!$("think-field").hidden && !values.think)
-    asked.chat_template_kwargs = { enable_thinking: false };
+  const { thinking_switch: think } = chosen() ?? {};
+  if (think && !values.think) asked.chat_template_kwargs = { [think]: false };
   return asked;
 }
 

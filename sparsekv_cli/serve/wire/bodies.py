@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -43,29 +43,43 @@ class Bodies:
 
     async def read(self, request: Request) -> Mapping[str, Any]:
         """Returns a request's JSON object. Raises BodyError beyond a limit, else FieldError."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise BodyError("expected the content type application/json", status=415)
-        data = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    data += part
-                    self._n_held += len(part)
-                    self._check(len(data))
+        async with self.whole(request, "application/json") as data:
             if len(data) <= self._most // SMALL:
                 return await asyncio.to_thread(parse, data)
             async with self._parsing:  # one at a time: it takes a multiple of a body's memory
                 await asyncio.sleep(self._rests_until - time.monotonic())
                 return await asyncio.to_thread(self._parse_large, data)
-        except TimeoutError:
-            raise BodyError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
+
+    @contextlib.asynccontextmanager
+    async def whole(self, request: Request, expected: str) -> AsyncIterator[bytearray]:
+        """Yields a body, which counts as read meanwhile. Raises BodyError beyond a limit.
+
+        expected: the content type. A browser asks first for a page from elsewhere.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != expected:
+            raise BodyError(f"expected the content type {expected}", status=415)
+        data = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(BODY_S):
+                    async for part in request.stream():
+                        data += part
+                        self._n_held += len(part)
+                        self._check(len(data))
+            except TimeoutError:
+                late = f"the body did not arrive within {BODY_S:g} s"
+                raise BodyError(late, status=408) from None
+            yield data
         finally:
             self._n_held -= len(data)
 
     def _check(self, n: int) -> None:
         if n > self._most:
-            raise BodyError(f"the body has more than {self._most} bytes, the limit", status=413)
+            raise BodyError(
+                f"the body has more than {self._most} bytes, the limit of serve --max-body",
+                status=413,
+            )
         if self._n_held > TOGETHER * self._most and n > self._most // SMALL:
             raise BodyError(
                 f"all bodies together have more than {TOGETHER * self._most} bytes: try again "

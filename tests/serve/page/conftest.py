@@ -52,7 +52,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def site(chromium: Any, running: Scripted) -> Iterator[Page]:
     """A new visitor's page. At the end nothing may have been refused or have failed in it."""
     running.answers, running.asked, running.key, running.n_open = [], [], "", 0
-    running.models = [Scripted.model("tiny")]
+    running.models, running.gated = [Scripted.model("tiny")], set()
     chromium.get(f"{running.url}/static/vendor/licences.txt")
     chromium.execute_async_script(
         "localStorage.clear(); const done = arguments[0];"

@@ -1,4 +1,4 @@
-"""Files that go with a message: texts are taken, others are refused in words."""
+"""Files that go with a message: texts and documents are taken, others are refused in words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_documents import pdf_of, word_of
 from scripted_page import wait_for
 
 pytestmark = pytest.mark.slow
@@ -57,13 +58,59 @@ def test_a_chosen_file_alone(site: Any, tmp_path: Path) -> None:
     assert site.texts("#chats .open") == ["a.txt"]
 
 
+def test_documents_are_read_by_the_server(site: Any) -> None:
+    """Their names and texts never become markup."""
+    bad = "<img src=x onerror=window.hit=1>"
+    site.js(DROP, [[f"{bad}\n\u202e.pdf", list(pdf_of("one"))], ["b.docx", list(word_of(bad))]])
+    wait_for(lambda: site.texts("#files li") == [f"{bad} .pdf×", "b.docx×"])
+    site.send("Read them.")
+    assert site.server.asked[0]["messages"][0]["content"] == (
+        f"{bad} .pdf:\n```\none\n```\n\n"
+        f"b.docx:\n```\n{bad}\nleft | right\nafter it\n```\n\nRead them."
+    )
+    assert site.texts(".file summary") == [f"{bad} .pdf", "b.docx"]
+    assert site.js("return [window.hit ?? 0, document.querySelectorAll('img').length]") == [0, 0]
+
+
+def test_a_message_waits_for_its_documents(site: Any) -> None:
+    error = site.browser.find_element("id", "file-error")
+    site.server.gated = {"slow.pdf"}
+    drop(site, bad_txt=b"\xff", slow_pdf=pdf_of("slow"), good_txt=b"good")
+    wait_for(lambda: site.texts("#files li")[:1] == ["slow.pdf is being read…×"])
+    site.type("Read it.")
+    wait_for(lambda: "slow.pdf is being read: send the message when it is there." in error.text)
+    assert error.text.startswith("bad.txt: it is no UTF-8 text") and site.server.asked == []
+    site.server.go()
+    wait_for(lambda: site.texts("#files li") == ["slow.pdf×", "good.txt×"])
+    wait_for(
+        lambda: (
+            error.text == "bad.txt: it is no UTF-8 text, PDF or Word file: only these are taken."
+        )
+    )
+    site.send("")
+    assert site.server.asked[0]["messages"][0]["content"].endswith("good\n```\n\nRead it.")
+
+
+def test_a_document_that_is_removed_is_read_no_more(site: Any) -> None:
+    site.server.gated, site.server.n_open, site.server.left = {"slow.pdf"}, 0, 0
+    drop(site, slow_pdf=pdf_of("slow"), good_txt=b"good")
+    wait_for(lambda: site.texts("#files li")[:1] == ["slow.pdf is being read…×"])
+    site.all("#files button")[0].click()
+    wait_for(lambda: site.server.left and site.texts("#files li") == ["good.txt×"])
+    site.server.go()
+    assert site.browser.find_element("id", "file-error").text == ""
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"%PDF-1.7\nx", "x.y is a PDF, and only text and code are taken: make a text of it first"),
-        (b"\xff\xfe\x00", "x.y is no UTF-8 text: only text and code are taken."),
-        (b"a\0b", "x.y is no UTF-8 text"),
-        (b"\x89PNG\r\n", "x.y is no UTF-8 text"),
+        (b"%PDF-1.7\nx", "x.y: the PDF cannot be read"),
+        (pdf_of(""), "x.y: the PDF has no text: if it is a scan"),
+        (b"PK\3\4x", "x.y: the archive is damaged"),
+        (b"\xd0\xcf\x11\xe0", "x.y: this is an old Office file, or has a password"),
+        (b"\xff\xfe\x00", "x.y: it is no UTF-8 text, PDF or Word file: only these are taken."),
+        (b"a\0b", "x.y: it is no UTF-8 text"),
+        (b"\x89PNG\r\n", "x.y: it is no UTF-8 text"),
     ],
 )
 def test_others_are_refused(site: Any, data: bytes, words: str) -> None:
@@ -77,5 +124,5 @@ def test_a_large_file_is_refused(site: Any) -> None:
         "const t = new DataTransfer(); t.items.add(new File(['x'.repeat(2 ** 21 + 1)], 'log'));"
         "document.body.dispatchEvent(new DragEvent('drop', { dataTransfer: t, bubbles: true }))"
     )
-    words = "log has 2097153 bytes: at most 2097152 are taken."
+    words = "log: it has 2097153 bytes: at most 2097152 are taken."
     wait_for(lambda: site.browser.find_element("id", "file-error").text == words)

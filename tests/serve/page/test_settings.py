@@ -68,22 +68,51 @@ def test_system_prompt_and_samplers(site: Any) -> None:
 def test_several_models(site: Any) -> None:
     assert not site.browser.find_element("id", "model").is_displayed()
     site.server.models = [site.server.model("a"), site.server.model("b", ["full", "topk"])]
+    unloaded = {"status": "unloaded", "context_length": 99, "thinking_switch": None}
+    site.server.models[1] |= unloaded
     site.open()
     model = site.browser.find_element("id", "model")
     assert model.is_displayed() and model.text.split() == ["a", "b"]
+    assert site.js("return document.getElementById('model').labels[0].textContent") == "Model"
     assert site.browser.find_element("id", "model-name").text == "1024 tokens of context"
     site.all("#model option")[1].click()
+    assert site.browser.find_element("id", "model-name").text == "99 tokens of context"
+    placeholder = "return document.getElementById('top_k').placeholder"
+    assert site.js(placeholder) == "default", "it is not loaded"
+    assert site.js("return document.getElementById('think-field').hidden")
     assert [each.is_enabled() for each in site.all("#method option")] == [True, False, True, False]
     site.send("One")
     assert site.server.asked[0]["model"] == "b" and site.server.asked[0]["method"] == "full"
     site.open()
     site.press("One")
     assert site.js("return document.getElementById('model').value") == "b"
-    site.server.models = [site.server.model("a")]
+    assert site.texts(".about")[0].startswith("b · lfps · budget 5%")
+
+
+def test_a_model_that_is_gone(site: Any) -> None:
+    """A chat goes on with the first one, and the page says so, also while it is open."""
+    chosen = "return document.getElementById('model').value"
+    site.server.models = [site.server.model(name) for name in ("a", "b", "c")]
+    site.open()
+    site.all("#model option")[2].click()
+    site.send("One")
+    site.all("#model option")[1].click()
+    site.server.models = [site.server.model(name) for name in ("<b>a</b>", "c")]
+    site.send("Two", 404, "the model 'b' does not exist: this server has <b>a</b>, c")
+    words = "The model b is not on this server now: <b>a</b> answers."
+    wait_for(lambda: site.browser.find_element("id", "model-gone").text == words)
+    assert site.js(chosen) == "<b>a</b>" and site.texts("#model b") == []
+    assert site.texts(".note.error")[-1].startswith("Error: the model 'b' does not exist")
+    site.send("Three")
+    assert site.server.asked[-1]["model"] == "<b>a</b>"
+    assert site.texts("#model-gone") == [""]
+    assert site.texts(".about")[-1].startswith("<b>a</b> · lfps")
+    site.server.models = [site.server.model("d")]
     site.open()
     site.press("One")
-    site.send("Two")
-    assert "model" not in site.server.asked[1], "the other model is gone"
+    assert site.texts("#model-gone") == ["The model <b>a</b> is not on this server now: d answers."]
+    site.send("Four")
+    assert "model" not in site.server.asked[-1] and site.texts("#model-gone") == [""]
 
 
 def test_colours(site: Any) -> None:

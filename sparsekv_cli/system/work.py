@@ -1,0 +1,17 @@
+"""The limits of a process of its own that reads what others sent."""
+
+import sys
+
+
+def limit_work(seconds: int, n_bytes: int) -> None:
+    """From now on the process may compute for so many seconds more, in so many bytes."""
+    try:
+        import resource
+    except ImportError:  # no such limits there: who waits for the process has one
+        return
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    if sys.platform == "linux":  # macOS refuses a limit below what is mapped, which is much there
+        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
