@@ -41,7 +41,8 @@ function ended(chat, status) {
 
 function answer() {
   const chat = current();
-  showSettings(chat.settings = settings());
+  chat.settings = settings();
+  $("model-gone").textContent = "";
   ask(chat, ended);
   showMessages(chat);
   showAbout({});
