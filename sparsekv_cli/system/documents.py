@@ -36,7 +36,7 @@ def document_text(data: bytes, source: str) -> str:
     except MemoryError:
         raise
     except Exception as error:  # of damaged files the packages raise anything
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise SparseKVError(
             f"{source}: the {kind} cannot be read: {reason}; save it again, or give its text"
         ) from None

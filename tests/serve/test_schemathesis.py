@@ -15,7 +15,8 @@ UNSAID |= {"logit_bias", "response_format", "best_of", "sparsekv_rows", "return_
 
 def said(case: Any) -> Any:
     """The request without the fields of UNSAID."""
-    case.body = {key: value for key, value in case.body.items() if key not in UNSAID}
+    if isinstance(case.body, dict):  # and no document's bytes
+        case.body = {key: value for key, value in case.body.items() if key not in UNSAID}
     return case
 
 
