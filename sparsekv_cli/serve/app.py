@@ -62,6 +62,7 @@ def make_app(
     metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
     created, kept, documents = int(time.time()), Kept(), Documents(pool.limits.body_bytes)
 
+    pool.ends.append(documents.end)
     readers = ThreadPoolExecutor(N_READERS, "request")
 
     async def read(request: Request, kind: type[F], make: Callable[[Service, F], T]) -> T:

@@ -121,6 +121,7 @@ class ModelPool:
         self._released = asyncio.Event()
         self._lacks_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self.ends: list[Callable[[], None]] = []  # what else ends with the jobs
 
     @property
     def method(self) -> str:
@@ -164,6 +165,8 @@ class ModelPool:
 
     def end_all(self) -> None:
         """Tells the jobs of all models that the server ends, and ends them."""
+        for end in self.ends:
+            end()
         for loaded in self._all_loaded():
             loaded.service.scheduler.end_all()
 

@@ -113,15 +113,20 @@ def test_bombs(client: httpx.Client) -> None:
         assert f"document: the Word file {words}" in refused(client.post(PATH, content=lie))
 
 
+def asleep(started: list[subprocess.Popen[bytes]], n: int = 9) -> Callable[..., Any]:
+    """Popen whose first n processes only sleep."""
+    popen = subprocess.Popen
+
+    def start(command: Any, **options: Any) -> Any:
+        started.append(popen(["sleep", "60"] if len(started) < n else command, **options))
+        return started[-1]
+
+    return start
+
+
 def test_two_are_there_at_once_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose client has gone ends at once, and the next one is read."""
     started: list[subprocess.Popen[bytes]] = []
-
-    def start(command: Any, **options: Any) -> Any:
-        if not started:
-            command = ["sleep", "60"]
-        started.append(popen(command, **options))
-        return started[-1]
 
     async def ask() -> None:
         reader = documents.Documents(1000)
@@ -134,8 +139,7 @@ def test_two_are_there_at_once_and_no_third(monkeypatch: pytest.MonkeyPatch) -> 
         assert await second == "a"
         assert started[0].wait(5) == -9
 
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", asleep(started, 1))
     asyncio.run(ask())
 
 
@@ -143,13 +147,7 @@ def test_a_client_that_goes_ends_the_reading(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
-
-    def start(command: Any, **options: Any) -> Any:
-        started.append(popen(["sleep", "60"], **options))
-        return started[-1]
-
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", asleep(started))
     data = pdf_of("a")
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer sesame\r\n"
     head += f"Content-Type: application/octet-stream\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -158,6 +156,23 @@ def test_a_client_that_goes_ends_the_reading(
         while not started:
             time.sleep(0.01)
     assert started[0].wait(10) == -9
+
+
+def test_an_end_of_the_server_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    async def ask() -> None:
+        reader = documents.Documents(1000)
+        asked = [asyncio.create_task(reader.read(pdf_of("a"), "x")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        reader.end()
+        for each in asked:
+            with pytest.raises(BusyError, match="the server ends"):
+                await each
+        assert [each.returncode for each in started] == [-9]
+
+    monkeypatch.setattr(subprocess, "Popen", asleep(started))
+    asyncio.run(ask())
 
 
 def test_what_takes_too_long_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,14 @@ class Documents:
     def __init__(self, most: int) -> None:
         self._most = most
         self._turn, self._n_waiting = asyncio.Lock(), 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_ended = False
+
+    def end(self) -> None:
+        """The server ends: nothing is read any more."""
+        self._has_ended = True
+        if self._process is not None:
+            self._process.kill()
 
     async def read(self, data: bytes, name: str) -> str:
         """See ``document_text``. Raises SparseKVError also for what takes too long."""
@@ -37,9 +45,11 @@ class Documents:
         self._n_waiting += 1
         try:
             async with self._turn:
-                said = await self._ask(name.encode() + b"\n" + data)
+                said = b"" if self._has_ended else await self._ask(name.encode() + b"\n" + data)
         finally:
             self._n_waiting -= 1
+        if self._has_ended:
+            raise BusyError("the server ends: try again later")
         if not said:
             raise SparseKVError(
                 f"{name} takes more than {SECONDS} s or {BYTES >> 30} GiB to read: split it, or "
@@ -52,7 +62,7 @@ class Documents:
 
     async def _ask(self, question: bytes) -> bytes:
         """Returns what a process says. It is empty if the process did not end well."""
-        process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, str(self._most)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True,
