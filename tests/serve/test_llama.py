@@ -62,6 +62,7 @@ def test_properties_and_the_model(client: httpx.Client, server: Any) -> None:
     assert props["model_path"].endswith(server.service.name + ".gguf")
     (model,) = client.get("/v1/models").json()["data"]
     assert model["context_length"] == 512 and model["methods"][:2] == ["full", "topk"]
+    assert model["thinking_switch"] == "enable_thinking"
     assert "fasa" not in model["methods"]  # which has to measure the model first
 
 

@@ -182,7 +182,7 @@ def test_the_port_is_taken_before_a_model_is_looked_for() -> None:
     assert f"127.0.0.1:{port} cannot be listened on: " in str(result.exception)
 
 
-def test_names_on_the_command_line(files: list[Path]) -> None:
+def test_names_on_the_command_line(files: list[Path], tiny_model: Callable[..., Path]) -> None:
     from sparsekv_cli.commands.options.model import ModelOptions
     from sparsekv_cli.settings.config import SessionConfig
 
@@ -191,6 +191,10 @@ def test_names_on_the_command_line(files: list[Path]) -> None:
     hosted = hosted_models(given, ["tiny"], options)
     assert [each.names for each in hosted] == [("tiny", "first"), ("second",)]
     assert hosted[0].about["context_length"] and "full" in hosted[0].about["methods"]
+    thinks = tiny_model(**SHAPE, chat_template="{{ enable_thinking }}")
+    hosted += hosted_models([str(thinks)], [], options)
+    switches = [each.about["thinking_switch"] for each in hosted]
+    assert switches == [None, None, "enable_thinking"]
     for wrong, aliases in ((given[:1] * 2, []), (given, ["a", "a"]), (given[:1], ["a", "b"])):
         words = [*(("-m", each) for each in wrong), *(("-a", each) for each in aliases)]
         result = CliRunner().invoke(command, [*chain(*words), "--port=0"])
