@@ -54,7 +54,7 @@ def _pdf_text(data: bytes) -> str:
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it logs is in the error
     reader = PdfReader(BytesIO(data))
     try:
-        is_open = not reader.is_encrypted or reader.decrypt("")
+        is_open = not reader.is_encrypted or bool(reader.decrypt(""))
     except DependencyError:  # for AES it needs a further package
         is_open = False
     if not is_open:
