@@ -121,6 +121,12 @@ LAST = {
 }  # fmt: skip
 
 
+SEEN = """
+    return [...document.querySelectorAll(arguments[0])]
+        .map(e => e.checkVisibility() ? e.innerText.trim() : '')
+"""
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -146,7 +152,8 @@ class Page:
         return wait_for(lambda: self.all(selector))[-1]
 
     def texts(self, selector: str) -> list[str]:
-        return [each.text for each in self.all(selector)]
+        """The texts that are seen. The browser reads them at once, so that none is changed."""
+        return self.js(SEEN, selector)
 
     def js(self, script: str, *arguments: Any) -> Any:
         return self.browser.execute_script(script, *arguments)
