@@ -57,11 +57,8 @@ def grouped_options(
             yield title, [(names, BOUNDS.sub("", text)) for names, text in records]
 
 
-class GroupedCommand(click.Command):
-    """A command whose help page shows its options by ``GROUPS``.
-
-    It takes the flags of llama.cpp, too, if it runs a model.
-    """
+class ModelCommand(click.Command):
+    """A command that takes a model, and the flags that users of llama.cpp type."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *(option for _, option in habits_of(self, ctx.info_name))]
@@ -81,6 +78,10 @@ class GroupedCommand(click.Command):
             raise
         apply_habits(self, ctx)
         return rest
+
+
+class GroupedCommand(ModelCommand):
+    """A command whose help page shows its options by ``GROUPS``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = 30 if formatter.width >= WIDE else formatter.width // 3
