@@ -69,9 +69,15 @@ class ModelCommand(click.Command):
         return parser
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = list(args)
         try:
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
+            error.ctx = ctx
+            if isinstance(error, click.NoSuchOption) and len(error.option_name) == 2:
+                # click names -n where -np was typed
+                name = next((each for each in typed if each.startswith(error.option_name)), None)
+                raise click.NoSuchOption(name or error.option_name, ctx=ctx) from None
             if "unexpected extra argument" in error.message:
                 how = "give a model with -m MODEL, and a prompt with -p TEXT"
                 raise click.UsageError(f"{error.message}: {how}", ctx) from None

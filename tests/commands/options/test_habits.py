@@ -95,6 +95,8 @@ def test_flag_without_its_value_takes_no_option(capfd):
     [
         (["-hf", "a/b"], 2, "chat -m MODEL"),
         (["run", "-p", "x"], 2, "give a GGUF file with -m FILE"),
+        (["plan", "-np", "4"], 2, "No such option '-np'. ('sparsekv-cli plan --help'"),
+        (["run", "-m"], 2, "requires an argument. ('sparsekv-cli run --help'"),
         (["version"], 0, "version"),
         (["-V"], 0, "version"),
         (["help"], 0, "Commands:"),
