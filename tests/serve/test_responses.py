@@ -138,6 +138,7 @@ BAD = [
     ({"input": [{"role": "bot"}]}, "input[0].role: expected one of user", "input[0].role"),
     ({"input": [{"type": "web_search_call"}]}, 'found "web_search_call"', "input[0]"),
     ({"input": [{"type": [1]}]}, "found [1]", "input[0]"),
+    ({"background": True}, "background = true: expected false", "background"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "pictures, audio and files are not read",
