@@ -138,6 +138,7 @@ BAD = [
     ({"n": 0}, "n = 0: expected 1 or more"),
     ({"messages": []}, "messages is []: expected one that is not empty"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+    ({"messages": [{"role": "user", "text": "a"}]}, "messages[0].content: is missing"),
     ({"regex": "("}, "regex"),
     ({"tool_choice": "required"}, "has no tools"),
     ({"tool_choice": "any"}, "expected 'auto', 'none' or 'required' or an object"),
