@@ -67,12 +67,12 @@ class SessionConfig:
     )
     draft_method: str = option(
         "",
-        "How the draft model attends, quest if this is empty. See 'sparsekv-cli methods'.",
+        "KV-cache method of the draft model; empty: quest. See 'sparsekv-cli methods'.",
         metavar="NAME",
     )
     checkpoints: int = option(
-        8, "States of recurrent layers that are kept at most: another answer, or one to a changed "
-        "message, begins at one; and most snapshots of a prompt on disk. Other models need none.",
+        8, "Most states that a model with recurrent layers keeps: another answer, or one to a "
+        "changed message, goes on from such a state. Also most snapshots of a prompt on disk.",
         at_least=0, metavar="N"
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ def _gpu_layers(values: dict[str, Any], text: str) -> str:
             raise click.UsageError("-ngl 0 is the CPU, and --device cuda a GPU: leave one out")
         values["device"] = "cpu"
         return ""
-    return "all layers are on the GPU if there is one, otherwise on the CPU (--device)"
+    return "--device chooses the GPU or the CPU for all layers"
 
 
 def _host_cache(values: dict[str, Any], _text: str) -> str:
