@@ -9,7 +9,12 @@ from typing import Any
 import click
 
 from sparsekv_cli.commands.options.help_page import ModelCommand
-from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.options.model import (
+    MODEL_OPTION,
+    build_method,
+    find_model,
+    verbose_option,
+)
 from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
@@ -46,7 +51,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
-    from sparsekv_cli.methods import METHODS, build_method
+    from sparsekv_cli.methods import METHODS
     from sparsekv_cli.model import load_model
 
     names = chosen.split(",") if chosen else list(METHODS)
