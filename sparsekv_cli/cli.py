@@ -164,12 +164,12 @@ def _invoke(arguments: list[str]) -> int:
     except click.exceptions.Exit as error:
         sys.stdout.flush()
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()  # a group without a command shows its help
+        return EXIT_USAGE
     except click.UsageError as error:
-        if arguments:
-            command = error.ctx.command_path if error.ctx is not None else PROGRAM
-            say(f"error: {one_line(error.format_message())} ('{command} --help' shows the usage)")
-        else:
-            error.show()  # no command at all: click shows the help
+        command = error.ctx.command_path if error.ctx is not None else PROGRAM
+        say(f"error: {one_line(error.format_message())} ('{command} --help' shows the usage)")
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
         raise KeyboardInterrupt from None

@@ -133,8 +133,8 @@ class Budget:
     def parse(text: str) -> Budget:
         """Raises ValueError unless ``text`` is a whole number up to MAX_WHOLE or a percentage."""
         wrong = ValueError(
-            f"budget = {text[:40]!r}: must be a number of tokens up to {MAX_WHOLE}, or a share "
-            "such as 5%"
+            f"budget = {text[:40]!r}: must be from 1 to {MAX_WHOLE} tokens, or a share up "
+            "to 100% such as 5%"
         )
         try:
             if text.endswith("%"):

@@ -75,7 +75,7 @@ def command(
     config = SessionConfig(threads=threads, device=device, prefill_dtype=prefill_dtype)
     names = choose_methods(method)
     path = find_model(model)
-    text = None if file is None else read_prompt(None, file)
+    text = None if file is None else read_prompt(None, file, "text", "-f FILE")
     from sparsekv_cli.calibration.calibrations import DEFAULT_TOKENS, CalibrationText, built_in_text
     from sparsekv_cli.calibration.sidecar import check_place, write_entry
 

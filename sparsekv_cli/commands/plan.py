@@ -46,7 +46,8 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
     The header of a model file is enough: the file may end after the table of its tensors. The time
     of a step is measured once for a model's shape, with zeros for its weights. It is kept in the
     user's cache. The measurement takes some seconds. --measure takes minutes, and is more exact.
-    Methods that need a calibration are measured when the model has one. This is of the CPU.
+    Methods that need a calibration are measured when the model has one. The
+    forecast is for the CPU.
     """
     from sparsekv_cli.methods import METHODS
 

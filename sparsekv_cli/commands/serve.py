@@ -144,8 +144,8 @@ def command(
 ) -> None:
     """Serve models: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
 
-    The method, its options and those of sampling are what requests have that name no others. With
-    several -m, a request's "model" names one, which is loaded when it is asked for.
+    A request that names no method or no sampling option gets the one given here. With several -m, a
+    request's "model" names one, which is loaded when it is asked for.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
@@ -213,7 +213,9 @@ def hosted_models(
 
     paths = [find_model(name) for name in given] if given else [find_model(None)]
     if len(aliases) > len(paths):
-        raise click.UsageError(f"{len(aliases)} times --alias, but {len(paths)} models")
+        raise click.UsageError(
+            f"{len(aliases)} of --alias, but {len(paths)} of -m: name each model once"
+        )
     stems = [split_name(path.name)[0] for path in paths]
     firsts = [*aliases, *stems[len(aliases) :]]
     if twice := [name for name, n in Counter(firsts).items() if n > 1]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from sparsekv_cli.commands.options.help_page import ModelCommand
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.prompt import check_utf8, read_stdin, text_of
@@ -13,7 +14,7 @@ from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 
 
-@click.command("tokenize")
+@click.command("tokenize", cls=ModelCommand)
 @click.argument("text", required=False, metavar="[TEXT]")
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")

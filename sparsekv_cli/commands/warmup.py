@@ -8,7 +8,13 @@ from typing import Any
 
 import click
 
-from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
+from sparsekv_cli.commands.options.help_page import ModelCommand
+from sparsekv_cli.commands.options.model import (
+    MODEL_OPTION,
+    build_method,
+    find_model,
+    verbose_option,
+)
 from sparsekv_cli.commands.shared.progress import CalibrationProgress, CompileProgress
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
@@ -22,7 +28,9 @@ GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
 
 
-@click.command(short_help="Compile all kernels now, so that later runs start at once.")
+@click.command(
+    cls=ModelCommand, short_help="Compile all kernels now, so that later runs start at once."
+)
 @MODEL_OPTION
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
@@ -43,7 +51,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
-    from sparsekv_cli.methods import METHODS, build_method
+    from sparsekv_cli.methods import METHODS
     from sparsekv_cli.model import load_model
 
     names = chosen.split(",") if chosen else list(METHODS)

@@ -83,7 +83,7 @@ def read_object(data: bytes | bytearray) -> dict[str, Any]:
     """Returns a JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
     values = read_json(data)
     if not isinstance(values, dict):
-        raise FieldError("", f"expected an object, found {type(values).__name__}")
+        raise FieldError("", f"expected an object, found {shown(values)}")
     return values
 
 
@@ -144,7 +144,8 @@ def _expected(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return f"an object with {found['loc'][-1]}"
     words = WORDS.get(found["type"])
-    return found["msg"] if words is None else words.format(**found.get("ctx", {}))
+    text = found["msg"] if words is None else words.format(**found.get("ctx", {}))
+    return "false" if text == "False" else text
 
 
 def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:

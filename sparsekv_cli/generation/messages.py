@@ -1,6 +1,6 @@
 """Conversations as OpenAI's protocol and lines of ``run --jsonl`` have them, read for templates."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.fields import FieldError, shown
@@ -22,7 +22,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
-    result: dict[str, Any] = {"role": role, "content": content_text(where, message.get("content"))}
+    result: dict[str, Any] = {"role": role, "content": message_text(where, message)}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
@@ -34,6 +34,13 @@ def _message(where: str, message: Any) -> dict[str, Any]:
             _call(f"{where}.tool_calls[{k}]", call) for k, call in enumerate(calls)
         ]
     return result
+
+
+def message_text(where: str, message: Mapping[str, Any], kinds: Sequence[str] = ("text",)) -> str:
+    """Returns a message's text, which only an assistant and a tool may leave out."""
+    if message.get("content") is None and message["role"] not in ("assistant", "tool"):
+        raise FieldError(f"{where}.content", ": is missing")
+    return content_text(where, message.get("content"), kinds)
 
 
 def content_text(

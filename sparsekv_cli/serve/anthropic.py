@@ -10,7 +10,7 @@ from typing import Any
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.generation.messages import NO_MEDIA, content_text
+from sparsekv_cli.generation.messages import NO_MEDIA, content_text, message_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 from sparsekv_cli.serve.answers import Answers, Ping, about
@@ -218,7 +218,7 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, list):
-        return [{"role": message["role"], "content": content_text(where, content)}]
+        return [{"role": message["role"], "content": message_text(where, message)}]
     result: list[dict[str, Any]] = []
     own: dict[str, Any] = {"role": message["role"], "content": ""}
     for i, block in enumerate(content):

@@ -139,7 +139,7 @@ def make_app(
         found = [model for model in pool.models if name in model.names]
         if not found:
             names = ", ".join(model.name for model in pool.models)
-            raise HTTPException(404, f"the model {name!r} is not here: {names}")
+            raise HTTPException(404, f"the model {name!r} does not exist: this server has {names}")
         return JSONResponse(found[0].listed(created))
 
     async def methods(request: Request) -> Response:

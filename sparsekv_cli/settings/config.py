@@ -41,8 +41,8 @@ class SessionConfig:
         choices=("auto", "quantized", "bf16")
     )  # fmt: skip
     repack: str = option(
-        "auto", "Decode on the CPU from a copy of the weights in a faster layout; auto: if the "
-        "weights take at most a quarter of the memory.", choices=("auto", "on", "off")
+        "auto", "Decode on the CPU from a copy of the weights in a faster layout, which rounds "
+        "otherwise; auto: if the weights take at most a quarter of the memory.", choices=("auto", "on", "off")
     )  # fmt: skip
     activations: str = option(
         "8", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; 16 "
@@ -67,12 +67,12 @@ class SessionConfig:
     )
     draft_method: str = option(
         "",
-        "How the draft model attends, quest if this is empty. See 'sparsekv-cli methods'.",
+        "KV-cache method of the draft model; empty: quest. See 'sparsekv-cli methods'.",
         metavar="NAME",
     )
     checkpoints: int = option(
-        8, "States of recurrent layers that are kept at most: another answer, or one to a changed "
-        "message, begins at one; and most snapshots of a prompt on disk. Other models need none.",
+        8, "Most states that a model with recurrent layers keeps: another answer, or one to a "
+        "changed message, goes on from such a state. Also most snapshots of a prompt on disk.",
         at_least=0, metavar="N"
     )  # fmt: skip
 

@@ -83,9 +83,10 @@ def test_usage_errors_exit_with_2(arguments, words, invoke):
     assert result.out == ""
 
 
-def test_no_command_shows_the_help(invoke):
-    result = invoke()
-    assert result.code == 2 and "Commands:" in result.err and result.out == ""
+@pytest.mark.parametrize("arguments", [[], ["eval"], ["cache"]])
+def test_no_command_shows_the_help(arguments, invoke):
+    result = invoke(*arguments)
+    assert result.code == 2 and "\nCommands:\n" in result.err and result.out == ""
 
 
 @pytest.mark.parametrize(

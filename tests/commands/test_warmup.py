@@ -280,4 +280,4 @@ def test_a_gpus_host_compiles_in_a_process_without_torch(monkeypatch, tmp_path):
 
 def test_methods_that_are_chosen(invoke):
     result = invoke("warmup", "--method", "no-such-method")
-    assert result.code != 0 and "no-such-method" in result.err
+    assert result.code == 2 and result.err.startswith("error: unknown method 'no-such-method': ")

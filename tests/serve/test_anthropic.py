@@ -78,6 +78,8 @@ def test_stops_counts_and_errors(client: Any, anthropic: Any) -> None:
         ask(client, tools=[TOOL], tool_choice={"type": "tool"})
     with pytest.raises(anthropic.BadRequestError, match="choose from full"):
         ask(client, extra_body={"method": "none"})
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content: is missing"):
+        ask(client, messages=[{"role": "user", "text": "a"}])
     with pytest.raises(anthropic.BadRequestError, match="holds 512") as info:
         ask(client, messages=[{"role": "user", "content": "long " * 600}])
     assert info.value.body["error"]["type"] == "invalid_request_error"

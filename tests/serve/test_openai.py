@@ -133,11 +133,12 @@ def test_completions_and_models(client: Any, server: Any) -> None:
 BAD = [
     ({"method": "lpfs"}, "unknown method 'lpfs' (did you mean lfps?): choose from full, topk"),
     ({"method": "quest", "method_options": {"pagee": 1}}, "its options: "),
-    ({"budget": "0%", "method": "topk"}, "budget = '0%': must be"),
+    ({"budget": "0%", "method": "topk"}, "budget = '0%': must be from 1 to "),
     ({"temperature": "warm"}, 'temperature = "warm": expected a number'),
     ({"n": 0}, "n = 0: expected 1 or more"),
     ({"messages": []}, "messages is []: expected one that is not empty"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+    ({"messages": [{"role": "user", "text": "a"}]}, "messages[0].content: is missing"),
     ({"regex": "("}, "regex"),
     ({"tool_choice": "required"}, "has no tools"),
     ({"tool_choice": "any"}, "expected 'auto', 'none' or 'required' or an object"),

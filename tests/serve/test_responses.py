@@ -136,8 +136,10 @@ BAD = [
     ({"input": 3}, "input = 3: expected a text or a list", "input"),
     ({"input": [3]}, "input[0]: expected an item of type message, ", "input[0]"),
     ({"input": [{"role": "bot"}]}, "input[0].role: expected one of user", "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content: is missing", "input[0].content"),
     ({"input": [{"type": "web_search_call"}]}, 'found "web_search_call"', "input[0]"),
     ({"input": [{"type": [1]}]}, "found [1]", "input[0]"),
+    ({"background": True}, "background = true: expected false", "background"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "pictures, audio and files are not read",
@@ -160,7 +162,6 @@ BAD = [
     ),
     ({"tools": [{"type": "web_search"}]}, 'tools[0].type = "web_search"', "tools[0].type"),
     ({"tool_choice": "required"}, "has no tools", "tool_choice"),
-    ({"background": True}, "background", "background"),
     ({"truncation": "auto"}, "truncation", "truncation"),
     ({"conversation": "c"}, "conversation: no such field", "conversation"),
     ({"include": ["file_search_call.results"]}, "include[0]", "include[0]"),

@@ -85,8 +85,8 @@ def command(
     the answers to a question. All of it is measured, within a minute after the reading. The last
     line is the command to type.
 
-    This is of the CPU. An advised method has a mean KLD to full of at most --max-loss. It misses at
-    most one of the facts that full finds.
+    It measures the CPU. An advised method has a mean KLD to full of at most --max-loss. It misses
+    at most one of the facts that full finds.
     """
     if options.config.device == "cuda":
         raise click.UsageError("advise measures the CPU; of a GPU, bench and compare tell")

@@ -116,8 +116,8 @@ def command(
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
     Tokens are random, with a fixed seed, or a text's. Loading, filling the cache up to the depth
-    and a short run ahead of each test are not timed. An option given with -o goes to those of the
-    methods that have it. The method auto is chosen for the largest test, and shown by its name. The
+    and a short run ahead of each test are not timed. An option given with -o goes to each of the
+    methods that has it. The method auto is chosen for the largest test, and shown by its name. The
     speed that memory allows (the roofline) is told for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]

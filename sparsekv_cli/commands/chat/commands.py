@@ -89,7 +89,7 @@ def enter(chat: Chat, text: str) -> bool:
         if argument and not command.takes:
             raise SparseKVError(f"/{name} takes nothing behind it, found {argument!r}")
         if not argument and command.takes and not command.takes.startswith("["):
-            raise SparseKVError(f"/{name} {command.takes}: {command.takes} is missing")
+            raise SparseKVError(f"/{name} {command.takes}: {command.takes.split()[0]} is missing")
         command.run(chat, argument)
     except LostModelError:
         raise

@@ -60,7 +60,7 @@ def read_text(file: str | None) -> str:
     """Returns the text of ``-f``, or what is piped."""
     if file is None and sys.stdin.isatty():
         raise click.UsageError("no text: give -f FILE, or pipe one to stdin")
-    return read_prompt(None, file)
+    return read_prompt(None, file, "text", "-f FILE")
 
 
 def chosen_ways(

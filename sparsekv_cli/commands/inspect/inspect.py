@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.help_page import ModelCommand
 from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json
@@ -24,7 +25,7 @@ CONTEXT = 32768  # tokens for which the memory of K and V is shown
 SPECIAL_ID_SUFFIX = "_token_id"
 
 
-@click.command("inspect")
+@click.command("inspect", cls=ModelCommand)
 @click.argument("file", required=False, metavar="[FILE|NAME]", shell_complete=completers.models)
 @MODEL_OPTIONS[0]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

@@ -1,6 +1,7 @@
 """Flags of llama.cpp that people type by habit: translated, or accepted with a line that says why.
 
-A flag that a command has itself is the command's. docs/models.md lists all of them.
+Every command that takes a model takes them. A flag that a command has itself is the command's.
+docs/models.md lists all of them.
 """
 
 import os
@@ -13,8 +14,6 @@ from click.parser import _OptionParser
 
 from sparsekv_cli.commands.shared.terminal import say
 
-# The commands that take the flags: as llama-cli, llama-server and llama-bench have them.
-COMMANDS = ("run", "chat", "serve", "bench")
 # Other names of an option, by the option's name in this program.
 ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("-hf", "-hfr", "--hf-repo"),
@@ -73,15 +72,19 @@ def _gpu_layers(values: dict[str, Any], text: str) -> str:
     word = text.strip().lower()
     if word not in ("auto", "all") and not word.lstrip("-").isdecimal():
         raise click.UsageError(f"-ngl {text}: expected a number of layers, auto or all")
+    if "device" not in values:
+        return "" if word == "0" else "this command computes on the CPU"
     if word == "0":
         if values.get("device") == "cuda":
             raise click.UsageError("-ngl 0 is the CPU, and --device cuda a GPU: leave one out")
         values["device"] = "cpu"
         return ""
-    return "all layers are on the GPU if there is one, otherwise on the CPU (--device)"
+    return "--device chooses the GPU or the CPU for all layers"
 
 
 def _host_cache(values: dict[str, Any], _text: str) -> str:
+    if "kv" not in values:
+        return "this command chooses the memory of the KV cache itself"
     values["kv"] = "host"
     return ""
 
@@ -101,7 +104,7 @@ def _offline(_values: dict[str, Any], _text: str) -> str:
 ONE_GPU = "one GPU computes all layers"
 CHUNKS = "the prefill chooses its chunks itself"
 MAPPED = "the file is mapped, and the system keeps the pages that are used"
-TEMPLATE = "the model's chat template is always used, except with --raw"
+TEMPLATE = "prompts and chats get the model's chat template, except with --raw"
 THREADS = "prefill and decode use the threads of -t"
 QUIET = "the output is plain text as it is"
 HABITS = (
@@ -116,12 +119,10 @@ HABITS = (
     Habit(
         ("-cnv", "--conversation", "-i", "--interactive"),
         why="chat is a conversation, and run gives one answer with the chat template",
-        commands=("run", "chat"),
     ),
     Habit(
         ("-st", "--single-turn"),
         why="run gives one answer, and chat goes on until /exit",
-        commands=("run", "chat"),
     ),
     Habit(("-fa", "--flash-attn"), "[on|off|auto]", "attention is always computed in blocks"),
     Habit(("-b", "--batch-size"), "N", CHUNKS),
@@ -156,10 +157,8 @@ def free_names(names: tuple[str, ...], taken: set[str]) -> list[str]:
 
 
 def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit, click.Option]]:
-    """The flags of a command that runs a model, each with its option. name: its own."""
+    """The flags of a command that takes a model, each with its option. name: its own."""
     taken = {name for each in command.params for name in each.opts}
-    if name not in COMMANDS:
-        return
     for habit in HABITS:
         if habit.commands and name not in habit.commands:
             continue

@@ -57,11 +57,8 @@ def grouped_options(
             yield title, [(names, BOUNDS.sub("", text)) for names, text in records]
 
 
-class GroupedCommand(click.Command):
-    """A command whose help page shows its options by ``GROUPS``.
-
-    It takes the flags of llama.cpp, too, if it runs a model.
-    """
+class ModelCommand(click.Command):
+    """A command that takes a model, and the flags that users of llama.cpp type."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *(option for _, option in habits_of(self, ctx.info_name))]
@@ -72,15 +69,25 @@ class GroupedCommand(click.Command):
         return parser
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = list(args)
         try:
             rest = super().parse_args(ctx, args)
         except click.UsageError as error:
+            error.ctx = ctx
+            if isinstance(error, click.NoSuchOption) and len(error.option_name) == 2:
+                # click names -n where -np was typed
+                name = next((each for each in typed if each.startswith(error.option_name)), None)
+                raise click.NoSuchOption(name or error.option_name, ctx=ctx) from None
             if "unexpected extra argument" in error.message:
                 how = "give a model with -m MODEL, and a prompt with -p TEXT"
                 raise click.UsageError(f"{error.message}: {how}", ctx) from None
             raise
         apply_habits(self, ctx)
         return rest
+
+
+class GroupedCommand(ModelCommand):
+    """A command whose help page shows its options by ``GROUPS``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = 30 if formatter.width >= WIDE else formatter.width // 3

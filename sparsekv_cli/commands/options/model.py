@@ -155,7 +155,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "-ctv", "--cache-type-v", metavar="TYPE",
-        help="Type of V in the cache, which bears fewer bits than K. [default: f16]",
+        help="Type of V in the cache; few bits harm V less than K. [default: f16]",
     ),
     click.option(
         "--calibration", metavar="FILE", shell_complete=completers.files,

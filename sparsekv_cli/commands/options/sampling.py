@@ -94,7 +94,10 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         "--samplers", metavar="LIST", callback=_samplers,
         help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
-    click.option("--ignore-eos", is_flag=True, help="Do not end before -n tokens."),
+    click.option(
+        "--ignore-eos", is_flag=True,
+        help="Go on where the model would end, up to the most tokens.",
+    ),
     click.option(
         "--json-schema", metavar="FILE|TEXT", shell_complete=files,
         help="The answer is JSON that fits this JSON schema; {}: any JSON.",

@@ -66,7 +66,7 @@ MAX_PARALLEL = 256
 @click.option(
     "--raw", is_flag=True,
     help="Give the prompt as it is: no chat template, and control tokens in it such as <|im_end|> "
-    "are parsed, as llama.cpp does it. So it is with a model that has no template.",
+    "are parsed, as llama.cpp does it. A model without a template gets it so, too.",
 )  # fmt: skip
 @parse_special_option
 @click.option(

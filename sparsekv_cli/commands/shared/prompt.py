@@ -7,13 +7,15 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text, kind_of
 
 
-def read_prompt(text: str | None, file: str | None) -> str:
+def read_prompt(
+    text: str | None, file: str | None, what: str = "prompt", ways: str = "-p TEXT, -f FILE"
+) -> str:
     """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
 
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
     trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
     else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
-    Raises OSError for a file that cannot be read.
+    Raises OSError for a file that cannot be read. what, ways: the words of the command for it.
     """
     parts = []
     if file is not None and file != "-":
@@ -25,7 +27,7 @@ def read_prompt(text: str | None, file: str | None) -> str:
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt:
         raise SparseKVError(
-            "the prompt is empty: give -p TEXT, -f FILE, or pipe a text that is not empty to stdin"
+            f"the {what} is empty: give {ways}, or pipe a text that is not empty to stdin"
         )
     return prompt
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.generation.messages import content_text, read_arguments
+from sparsekv_cli.generation.messages import content_text, message_text, read_arguments
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
 
@@ -70,7 +70,7 @@ def _add_message(messages: Messages, where: str, item: Mapping[str, Any]) -> Non
     role = item.get("role")
     if role not in ROLES:
         raise FieldError(f"{where}.role", f": expected one of {', '.join(ROLES)}")
-    text = content_text(where, item.get("content"), TEXTS)
+    text = message_text(where, item, TEXTS)
     if role == "assistant":
         _own(messages, "content")["content"] = text
     else:

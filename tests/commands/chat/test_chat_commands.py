@@ -90,7 +90,7 @@ def test_settings(fake, invoke):
         ("/set stop [", "is no JSON"),
         ("/set ctx 4097", "was trained for 4096 tokens"),
         ("/set ctx 5", "the conversation takes"),
-        ("/method", "NAME [KEY=VALUE ...] is missing"),
+        ("/method", "]: NAME is missing"),
         ("/method lpfs", "unknown method 'lpfs' (did you mean lfps?)"),
         ("/method quest pge=1", "no option 'pge' (did you mean page?)"),
         ("/method quest page", "expected KEY=VALUE"),

@@ -1,6 +1,7 @@
 """``eval perplexity`` and ``eval kld`` on a tiny model: what they print and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
     [
         ("perplexity", ["--method", "fulll"], 2, "choose from"),
         ("perplexity", ["--method", "full,lfps", "--kl-divergence-base", "x"], 2, "one method"),
+        ("perplexity", ["-f", os.devnull], 1, "the text is empty: give -f FILE, or pipe"),
         ("perplexity", ["-c", "3"], 2, "ctx-size"),
         ("perplexity", ["-c", "1000"], 1, "needs 2000"),
         ("perplexity", ["--budget", "5%"], 2, "none of the methods has an option 'budget'"),

@@ -148,7 +148,7 @@ def test_an_interrupt_keeps_what_is_done(model, prompts, invoke, monkeypatch):
         (b'{"prompt": "\\ud800"}', "not JSON in UTF-8: "),
         (b'{"prompt": "a", "id": NaN}', "not JSON in UTF-8: "),
         (b'{"prompt": "a", "id": [-1e999]}', "not JSON in UTF-8: a number is out of range"),
-        (b"[]", "expected an object, found list"),
+        (b"null", "expected an object, found null"),
         (b"{}", "expected either 'prompt' or 'messages'"),
         (b'{"prompt": "a", "messages": [{}]}', "expected either"),
         (b'{"prompt": ""}', 'prompt is "": expected one that is not empty'),

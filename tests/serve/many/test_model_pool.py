@@ -64,7 +64,8 @@ def test_names(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [each["id"] for each in listed] == ["first", "second", "cut"]
     assert client.get("/v1/models/second").json()["id"] == "second"
-    assert client.get("/v1/models/none").status_code == 404
+    answer = client.get("/v1/models/none")
+    assert answer.status_code == 404 and "'none' does not exist: this server has " in answer.text
     answers = [ask(client, name).json()["model"] for name in ("second", "", "first")]
     assert answers == ["second", "first", "first"]
     error = ask(client, "other").json()["error"]
@@ -199,3 +200,4 @@ def test_names_on_the_command_line(files: list[Path], tiny_model: Callable[..., 
         words = [*(("-m", each) for each in wrong), *(("-a", each) for each in aliases)]
         result = CliRunner().invoke(command, [*chain(*words), "--port=0"])
         assert result.exit_code == 2 and "--alias" in result.output
+        assert "1 models" not in result.output
