@@ -42,7 +42,8 @@ class SessionConfig:
     )  # fmt: skip
     repack: str = option(
         "auto", "Decode on the CPU from a copy of the weights in a faster layout, which rounds "
-        "otherwise; auto: if the weights take at most a quarter of the memory.", choices=("auto", "on", "off")
+        "otherwise; auto: if the weights take at most a quarter of the memory.",
+        choices=("auto", "on", "off"),
     )  # fmt: skip
     activations: str = option(
         "8", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; 16 "
