@@ -27,9 +27,9 @@ from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.settings.option import did_you_mean, options_of
 
 # "/word" alone or before other words; a path such as /etc/hosts is something to say.
-COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
+COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 NARROW = 70  # columns below which a command's help has a line of its own
-LEAVING = ("exit", "quit")
+LEAVING = ("exit", "quit", "bye")
 KEYS = (
     "Enter sends; a backslash at the end of a line, or Alt-Enter, begins another line, and a "
     'message between """ and """ may have many. Tab completes, Ctrl-R searches what was entered, '
@@ -78,7 +78,7 @@ def enter(chat: Chat, text: str) -> bool:
         if text.strip():
             respond(chat, lambda: send(chat, text))
         return True
-    name, argument = found[1], (found[2] or "").strip()
+    name, argument = found[1].replace("?", "help"), (found[2] or "").strip()
     if name in LEAVING:
         return False
     try:
@@ -251,7 +251,7 @@ def _method(chat: Chat, argument: str) -> None:
 
 
 COMMANDS: dict[str, ChatCommand] = {
-    "help": ChatCommand("", "what can be entered", _help),
+    "help": ChatCommand("", "what can be entered (also /?)", _help),
     "clear": ChatCommand("", "forget the conversation, but not the system message", _clear),
     "regen": ChatCommand("", "answer the last message again", _regenerate),
     "undo": ChatCommand("", "take your last message back, or the text that was read last", _undo),
@@ -264,5 +264,5 @@ COMMANDS: dict[str, ChatCommand] = {
     "load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
     "stats": ChatCommand("", "speed and KV rows of the last answer", _stats),
     "method": ChatCommand("NAME [KEY=VALUE ...]", "go on with another KV-cache method", _method),
-    "exit": ChatCommand("", "leave (also /quit)", lambda chat, argument: None),
+    "exit": ChatCommand("", "leave (also /quit and /bye)", lambda chat, argument: None),
 }

@@ -33,9 +33,10 @@ def test_turns_keep_the_cache(fake, invoke):
     assert fake.rewinds == []
 
 
-def test_first_message_system_and_exit(fake, invoke):
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_first_message_system_and_exit(word, fake, invoke):
     fake.script = ["one<eos>", "two<eos>"]
-    result = invoke("chat", "-p", "A", "-sys", "Be brief", stdin=lines("B", "/exit", "C"))
+    result = invoke("chat", "-p", "A", "-sys", "Be brief", stdin=lines("B", word, "C"))
     assert result.code == 0 and result.out == "one\ntwo\n"
     assert prompts_of(fake)[0] == "[system]Be brief\n[user]A\n[assistant]"
 
@@ -96,9 +97,10 @@ def test_clear(fake, invoke):
     assert prompts_of(fake)[1] == "[system]S\n[user]B\n[assistant]"
 
 
-def test_unknown_commands_and_paths(fake, invoke):
+@pytest.mark.parametrize("word", ["/help", "/?"])
+def test_unknown_commands_and_paths(word, fake, invoke):
     fake.script = ["a file<eos>"]
-    result = invoke("chat", stdin=lines("/foo", "/clear now", "/etc/hosts is what?", "/help"))
+    result = invoke("chat", stdin=lines("/foo", "/clear now", "/etc/hosts is what?", word))
     assert result.out == "a file\n"
     assert "/foo: no such command" in result.err and "found 'now'" in result.err
     assert "/regen" in result.err
