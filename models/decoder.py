@@ -44,10 +44,9 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed in
-# f32 with decode's products: that takes about as long as to dequantise all weights. The second
-# number is for products of unrounded activations.
-FEW_ROWS, FEW_F32_ROWS = 48, 16
+# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed with
+# decode's products. That takes less time than to dequantise all weights.
+FEW_ROWS = 64
 DEEP = 1024  # rows from which the attention of a few new ones takes as long as their products
 # Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
 # by the type of the others: decoding weights to panels takes longer than these products. With int8
@@ -136,13 +135,8 @@ class Decoder(Forward):
     @cached_property
     def _few(self) -> tuple[ChunkSteps, Any]:
         """The steps between a prefill's products, and the products, for few rows."""
-        products = FewRowsProducts(self.n_threads, self._n_planes if self._rounds_few else 0)
+        products = FewRowsProducts(self.n_threads, self._n_planes)
         return FusedChunkSteps(*self._model, self.n_threads), products
-
-    @property
-    def _rounds_few(self) -> bool:
-        """Whether few rows are rounded as in decode: to 16 bits, not to 8, and not in f32."""
-        return self.prefill_dtype != "f32" and self._n_planes > 1
 
     @cached_property
     def _many(self) -> tuple[ChunkSteps, Any]:
@@ -216,7 +210,7 @@ class Decoder(Forward):
         self._has_few_an_expert = n_rows < self.least_many
 
     def is_few(self, n_rows: int) -> bool:
-        return self._takes_few and n_rows <= (FEW_ROWS if self._rounds_few else FEW_F32_ROWS)
+        return self._takes_few and n_rows <= FEW_ROWS
 
     @property
     def least_many(self) -> int:
@@ -230,7 +224,7 @@ class Decoder(Forward):
         self._products.clear()  # the layers are done, and the peak of a long prompt is now
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
-        if self._rounds_few and len(rows) <= 4 and vocabulary is None:
+        if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:
             return self._few[1].of_stack("output", [self._decode_weights.output])(rows)
         step = 8192  # vocabulary rows at a time
         data = head.data if vocabulary is None else np.ascontiguousarray(head.data[vocabulary])
@@ -250,7 +244,7 @@ class Decoder(Forward):
         return out
 
     def products(self, i: int) -> Mapping[str, Product]:
-        is_few = self._rounds_few and self._products is self._few[1]
+        is_few = self._products is self._few[1]
         weights = self._decode_weights if is_few else self.weights
         return self._products.of_layer(weights.layers[i])
 
