@@ -44,8 +44,8 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, is computed with
-# decode's products. That takes less time than to dequantise all weights.
+# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, takes decode's
+# products. That takes less time than to dequantise all weights.
 FEW_ROWS = 64
 DEEP = 1024  # rows from which the attention of a few new ones takes as long as their products
 # Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
