@@ -46,7 +46,7 @@ from sparsekv_cli.models.weights import ExpertWeights, Weights
 
 # Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, takes decode's
 # products. That takes less time than to dequantise all weights.
-FEW_ROWS = 64
+FEW_ROWS = 48
 DEEP = 1024  # rows from which the attention of a few new ones takes as long as their products
 # Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
 # by the type of the others: decoding weights to panels takes longer than these products. With int8
@@ -130,13 +130,13 @@ class Decoder(Forward):
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights, on_load) if repacks else weights
         self._n_planes = n_planes
+        self._few_products = FewRowsProducts(n_threads, n_planes)
         self._step = self._new_step(1)
 
     @cached_property
     def _few(self) -> tuple[ChunkSteps, Any]:
         """The steps between a prefill's products, and the products, for few rows."""
-        products = FewRowsProducts(self.n_threads, self._n_planes)
-        return FusedChunkSteps(*self._model, self.n_threads), products
+        return FusedChunkSteps(*self._model, self.n_threads), self._few_products
 
     @cached_property
     def _many(self) -> tuple[ChunkSteps, Any]:
@@ -225,7 +225,7 @@ class Decoder(Forward):
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:
-            return self._few[1].of_stack("output", [self._decode_weights.output])(rows)
+            return self._few_products.of_stack("output", [self._decode_weights.output])(rows)
         step = 8192  # vocabulary rows at a time
         data = head.data if vocabulary is None else np.ascontiguousarray(head.data[vocabulary])
         n_tokens = head.n_rows if vocabulary is None else len(vocabulary)
@@ -244,7 +244,7 @@ class Decoder(Forward):
         return out
 
     def products(self, i: int) -> Mapping[str, Product]:
-        is_few = self._products is self._few[1]
+        is_few = self._products is self._few_products
         weights = self._decode_weights if is_few else self.weights
         return self._products.of_layer(weights.layers[i])
 
@@ -255,8 +255,8 @@ class Decoder(Forward):
         if self._has_few_an_expert:
             decoded = self._decode_weights.layers[i].ffn
             assert isinstance(decoded, ExpertWeights)
-            few = FewRowsProducts(self.n_threads, self._n_planes)
-            return prefill_experts(decoded, layer.ffn_norm, x, few, self._few[0], self.n_threads)
+            products, rows = self._few_products, self._few[0]
+            return prefill_experts(decoded, layer.ffn_norm, x, products, rows, self.n_threads)
         return prefill_experts(
             layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.models.decoder import FEW_ROWS, Decoder
-from sparsekv_cli.models.matmul import F32Products, FewRowsProducts
+from sparsekv_cli.models.matmul import F32Products
 from sparsekv_cli.models.next_token.weights import NextTokenWeights
 from sparsekv_cli.models.repack import repack_weights
 
@@ -46,8 +46,8 @@ class NextTokenDecoder(Decoder):
         data = np.ascontiguousarray(table.data[np.asarray(tokens)])
         embedded = dot.dequantize(table.code, data, table.n_columns)
         parts = norm(embedded, block.embedding_norm), norm(hidden, block.hidden_norm)
-        few = FewRowsProducts(self.n_threads, self._n_planes)
-        products = few if len(tokens) <= FEW_ROWS else F32Products(self.n_threads)
+        is_few = len(tokens) <= FEW_ROWS
+        products = self._few_products if is_few else F32Products(self.n_threads)
         return products.of_stack("eh_proj", [block.projection])(np.concatenate(parts, axis=1))
 
     def embed(self, ids: Sequence[Any]) -> Any:
