@@ -222,12 +222,16 @@ class LlamaCpp:
             for i in range(self._n_seqs):
                 batch.token[i], batch.pos[i] = self._ids[self._n_past], self._n_past
                 batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, i, True
-            result = api.llama_decode(self._context, batch)
-            if result != 0:
-                raise RuntimeError(f"llama_decode gave {result} at {self._n_past} tokens")
-            api.llama_synchronize(self._context)
-            self._n_past += 1
+            self._take(batch, 1)
         api.llama_batch_free(batch)
+
+    def _take(self, batch: Any, n: int) -> None:
+        """Decodes a batch of the next n tokens."""
+        result = self._api.llama_decode(self._context, batch)
+        if result != 0:
+            raise RuntimeError(f"llama_decode gave {result} at {self._n_past} tokens")
+        self._api.llama_synchronize(self._context)
+        self._n_past += n
 
     def _decode(self, n: int, n_batch: int) -> None:
         """Decodes the next n tokens, ``n_batch`` at a time, as llama-bench does."""
@@ -236,11 +240,7 @@ class LlamaCpp:
         while self._n_past < stop:
             step = min(n_batch, stop - self._n_past)
             tokens = ctypes.cast(start + 4 * self._n_past, ctypes.POINTER(api.llama_token))
-            result = api.llama_decode(self._context, api.llama_batch_get_one(tokens, step))
-            if result != 0:
-                raise RuntimeError(f"llama_decode gave {result} at {self._n_past} tokens")
-            api.llama_synchronize(self._context)
-            self._n_past += step
+            self._take(api.llama_batch_get_one(tokens, step), step)
 
 
 def peak_bytes() -> int:

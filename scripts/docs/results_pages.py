@@ -254,7 +254,7 @@ def drafts_remark(rows: Iterable[Row]) -> str:
 
 
 def together_remark(rows: Sequence[Row]) -> str:
-    """Of the last depth: tests are called ``tg16 @ d8192 b8, quest``."""
+    """Returns a line on the last depth. A test is called ``tg16 @ d8192 b8, quest``."""
     test = rows[-1]["test"].rpartition(", ")[0]
     depth, n = test.partition(" @ d")[2].split(" b")
     speeds = {}
