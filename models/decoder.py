@@ -255,8 +255,8 @@ class Decoder(Forward):
         if self._has_few_an_expert:
             decoded = self._decode_weights.layers[i].ffn
             assert isinstance(decoded, ExpertWeights)
-            products, rows = self._few_products, self._few[0]
-            return prefill_experts(decoded, layer.ffn_norm, x, products, rows, self.n_threads)
+            few, rows = self._few_products, self._few[0]
+            return prefill_experts(decoded, layer.ffn_norm, x, few, rows, self.n_threads)
         return prefill_experts(
             layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads
         )
