@@ -9,20 +9,20 @@ tiles of sixteen rows. A word is four directions. The sinks are attended to anyw
 code of the row after them.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE
-from sparsekv_cli.cpu.attention.rows import F16
-from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
+from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import I32, I64, LANES, VI, const, keep
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS
 
 PART = 128  # rows of which one is found
@@ -32,7 +32,6 @@ _TILES = 4  # whose sums are in registers together
 ZERO = 64  # the code that stands for 0
 MOST = 3.0  # standard deviations that a code reaches
 RIDGE = 0.05  # of the mean variance of the queries: what is added to that of every direction
-CODED_AT_ONCE = 16  # parts
 TINY = 1e-30
 
 
@@ -52,14 +51,14 @@ class Scout:
     def __init__(self, n_kv_head: int, d: int) -> None:
         r = n_directions(d)
         self.n_words = r // 4
-        self.encode = np.zeros((n_kv_head, d, r), np.float32)
+        self.encode = np.zeros((n_kv_head, r, d), np.float32)  # E'
         self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
-        self.mean = np.zeros((n_kv_head, 1, d), np.float32)
+        self.zero = np.zeros((n_kv_head, r), np.float32)  # of the mean key
         self.codes = self._room(0)
         self.n_parts = 0
 
     def _room(self, n_parts: int) -> np.ndarray:
-        shape = (len(self.mean), n_parts, PART // LANES, self.n_words, LANES, 4)
+        shape = (len(self.zero), n_parts, PART // LANES, self.n_words, LANES, 4)
         return on_lines(shape, np.uint8)
 
     def aim(self, queries: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> None:
@@ -71,21 +70,18 @@ class Scout:
         of_heads = queries.reshape(n_kv, -1, d)
         encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
         decode /= np.abs(decode).max((1, 2), keepdims=True)  # the size of scores does not matter
-        self.encode[:], self.mean[:] = encode, mean[:, None]
-        self.directions[:] = decode.swapaxes(1, 2)
+        self.encode[:], self.directions[:] = encode.swapaxes(1, 2), decode.swapaxes(1, 2)
+        self.zero[:] = np.einsum("gd,gdr->gr", mean, encode)
         self.n_parts = 0
 
-    def code(self, read: Callable[[int, int], np.ndarray], n: int) -> None:
-        """Codes the whole parts of n rows that have no code. read(i, j): keys f32 (G, j - i, d)."""
+    def code(self, layout: np.ndarray, n: int, n_threads: int) -> None:
+        """Codes the whole parts of n rows that have no code; layout: see attention/rows.py."""
         n_parts = n // PART
         if n_parts > self.codes.shape[1]:
             grown = self._room(n_parts + n_parts // 8 + 4)
             grown[:, : self.n_parts] = self.codes[:, : self.n_parts]
             self.codes = grown
-        for first in range(self.n_parts, n_parts, CODED_AT_ONCE):
-            last = min(first + CODED_AT_ONCE, n_parts)
-            keys = read(first * PART, last * PART)
-            self.codes[:, first:last] = encoded(keys, self.mean, self.encode, first == 0)
+        code_parts(layout, self.encode, self.zero, self.n_parts, n_parts, self.codes, n_threads)
         self.n_parts = n_parts
 
     def known(self) -> Codes:
@@ -97,7 +93,7 @@ class Scout:
 
     @property
     def nbytes(self) -> int:
-        arrays = self.encode, self.directions, self.mean, self.codes
+        arrays = self.encode, self.directions, self.zero, self.codes
         return sum(array.nbytes for array in arrays)
 
 
@@ -128,14 +124,49 @@ def choose_directions(
     return encode.astype(np.float32), decode.astype(np.float32)
 
 
-def encoded(keys: np.ndarray, mean: np.ndarray, encode: np.ndarray, has_sinks: bool) -> np.ndarray:
-    """uint8 (G, parts, 8, words, 16, 4): the codes of keys f32 (G, parts x 128, d)."""
-    parts = np.rint((keys - mean) @ encode)
-    if has_sinks:
-        parts[:, :SINKS] = parts[:, SINKS : SINKS + 1]
+def code_parts_ref(keys: np.ndarray, encode: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """uint8 (G, parts, 8, words, 16, 4): the codes of the first rows. numpy reference.
+
+    keys (G, parts x 128, d); encode f32 (G, r, d); zero f32 (G, r).
+    """
+    parts = np.rint(keys @ encode.swapaxes(1, 2) - zero[:, None])
+    parts[:, :SINKS] = parts[:, SINKS : SINKS + 1]
     codes = (np.clip(parts, 1 - ZERO, ZERO - 1) + ZERO).astype(np.uint8)
     tiled = codes.reshape(len(codes), -1, PART // LANES, LANES, codes.shape[2] // 4, 4)
     return tiled.swapaxes(3, 4)
+
+
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def code_parts(layout, encode, zero, first, last, codes, n_threads):
+    """Codes parts first..last - 1 of all rows; see ``code_parts_ref``."""
+    n_kv_head = len(encode)
+    for thread in prange(n_threads):
+        for i in range(thread, n_kv_head * (last - first), n_threads):
+            _code_part(i % n_kv_head, first + i // n_kv_head, layout, encode, zero, codes)
+
+
+@njit(cache=True, nogil=True)
+def _code_part(kv_head, part, layout, encode, zero, codes):
+    """``code_parts`` of one part of a kv head."""
+    r, d = encode.shape[1:]
+    k_row = layout[K_ROW]
+    at = layout[K] + kv_head * layout[K_HEAD] + part * PART * k_row
+    scores = np.empty((MAX_TILE, PART + PAD), np.float32)
+    of_part = codes[kv_head, part]
+    for first in range(0, r, MAX_TILE):
+        tile = min(MAX_TILE, r - first)
+        tile_scores(
+            tile, layout[K_KIND], encode[kv_head, first:].ctypes.data, at, k_row, 0, PART, d,
+            scores.ctypes.data, scores.shape[1],
+        )  # fmt: skip
+        for j in range(tile):
+            word, byte = (first + j) // 4, (first + j) % 4
+            if part == 0:
+                scores[j, :SINKS] = scores[j, SINKS]
+            for row in range(PART):
+                code = np.rint(scores[j, row] - zero[kv_head, first + j])
+                code = min(max(code, np.float32(1 - ZERO)), np.float32(ZERO - 1))
+                of_part[row // LANES, word, row % LANES, byte] = np.uint8(np.int32(code) + ZERO)
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:

@@ -246,8 +246,7 @@ class LFPSCache(LayerCache):
 
     def _code(self, codes: scout.Scout) -> None:
         """Codes the rows that have none."""
-        store, keys = self.store, self.store.k_type
-        codes.code(lambda i, j: keys.rotated(keys.read(store.k[:, i:j])), store.n)
+        codes.code(self.store.layout, self.store.n, self.spec.n_threads)
         self._step.use_scout(codes, self.method.scout)
 
     def _is_dense_at(self, n: int) -> bool:

@@ -25,7 +25,7 @@ from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.lfps.scout import (
     PART,
     choose_directions,
-    encoded,
+    code_parts_ref,
     find_rows_ref,
     n_directions,
 )
@@ -101,7 +101,8 @@ class NaiveLFPS(Naive):
         covariance = np.pad(self.covariance, ((0, 0), (0, wider), (0, wider)))
         n_codes = n_directions(d)
         encode, decode = choose_directions(q.astype(np.float32), covariance, n_codes)
-        self.encode = encode[:, : queries.shape[2]]
+        self.encode = encode.swapaxes(1, 2)[..., : queries.shape[2]]
+        self.zero = np.einsum("gd,grd->gr", self.mean_k, self.encode)
         decode = decode[:, : queries.shape[2]]
         decode /= np.abs(decode).max((1, 2), keepdims=True)
         self.directions = decode.swapaxes(1, 2).astype(np.float16)
@@ -111,8 +112,8 @@ class NaiveLFPS(Naive):
         """Codes the whole parts of n rows that have no code."""
         first, last = len(self.codes[0]), n // PART
         if first < last:
-            k, mean = self.k[:, first * PART : last * PART], self.mean_k[:, None]
-            new = encoded(k.astype(np.float32), mean, self.encode, first == 0)
+            # The sinks have the code of the row after them, so the first part is coded again.
+            new = code_parts_ref(self.k[:, : last * PART], self.encode, self.zero)[:, first:]
             self.codes = [np.concatenate(each) for each in zip(self.codes, new, strict=True)]
 
     def scouted(self, h: int) -> np.ndarray:

@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 from numba import njit
 
+from sparsekv_cli.cpu.attention.rows import (
+    F16,
+    Q4_0,
+    Q5_1,
+    Q8_0,
+    dequantize_rows_ref,
+    layout_of,
+    quantize_rows_ref,
+)
+from sparsekv_cli.cpu.attention.tile import install
 from sparsekv_cli.cpu.lfps import scout
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.lfps.scout import PART, Scout
 
 N_KV, GROUP = 2, 3
+KEPT: list[np.ndarray] = []  # rows whose addresses are in use
 
 
 @njit
@@ -29,8 +40,15 @@ def scout_of(queries: np.ndarray, keys: np.ndarray) -> Scout:
     made = Scout(len(keys), keys.shape[2])
     covariance = np.stack([np.cov(each.T, bias=True) for each in keys])
     made.aim(queries, keys.mean(1), covariance)
-    made.code(lambda i, j: keys[:, i:j], keys.shape[1])
+    made.code(*stored(keys), 2)
     return made
+
+
+def stored(keys: np.ndarray, kind: int = F16) -> tuple[np.ndarray, int]:
+    """The layout of keys f32 (G, n, d) as rows of a kind, and n. Their bytes are kept."""
+    rows = keys.astype(np.float16) if kind == F16 else quantize_rows_ref(keys, kind)
+    KEPT.append(rows)
+    return layout_of(rows, rows, kind, kind), keys.shape[1]
 
 
 @pytest.mark.parametrize(("d", "n"), [(16, 140), (64, 2500), (80, 640), (128, 300)])
@@ -69,14 +87,35 @@ def test_rows_are_coded_when_they_are_a_part_and_once():
     queries, keys = heads(64, 700)
     whole, grown = scout_of(queries, keys), scout_of(queries, keys[:, :300])
     grown.aim(queries, keys.mean(1), np.stack([np.cov(each.T, bias=True) for each in keys]))
-    grown.code(lambda i, j: keys[:, i:j], 300)
+    grown.code(stored(keys)[0], 300, 1)
     assert grown.n_parts == 2
-    asked: list[tuple[int, int]] = []
-    for n in (383, 384, 500, 700):
-        grown.code(lambda i, j: asked.append((i, j)) or keys[:, i:j], n)  # type: ignore[func-returns-value]
-    assert asked == [(256, 384), (384, 640)] and grown.n_parts == whole.n_parts == 5
-    np.testing.assert_array_equal(grown.codes[:, :5], whole.codes[:, :5])
+    coded = grown.codes[:, :2].copy()
+    grown.codes[:, :2] = 200  # are not written again
+    for n, n_parts in [(383, 2), (384, 3), (500, 3), (700, 5)]:
+        grown.code(stored(keys)[0], n, 3)
+        assert grown.n_parts == n_parts
+    assert (grown.codes[:, :2] == 200).all()
+    np.testing.assert_array_equal(coded, whole.codes[:, :2])
+    np.testing.assert_array_equal(grown.codes[:, 2:5], whole.codes[:, 2:5])
     assert grown.nbytes > 5 * PART * 8 * N_KV
+
+
+@pytest.mark.parametrize("kind", [F16, Q8_0, Q5_1, Q4_0])
+@pytest.mark.parametrize("d", [32, 96, 160, 256])
+def test_codes_are_those_of_the_reference(d, kind):
+    """Products are summed in another order, so a code can differ by one where it was rounded."""
+    install(kind)
+    queries, keys = heads(d, 400)
+    keys += 300 * np.sign(keys.mean(1, keepdims=True))  # a bias far from 0, as some models have
+    rows = keys.astype(np.float16) if kind == F16 else quantize_rows_ref(keys, kind)
+    of = scout_of(queries, keys)
+    of.n_parts = 0
+    of.code(*stored(keys, kind), 2)
+    read = rows if kind == F16 else dequantize_rows_ref(rows, d, kind)
+    expected = scout.code_parts_ref(read[:, : 3 * PART], of.encode, of.zero)
+    differs = np.abs(of.codes[:, :3].astype(int) - expected)
+    assert differs.max() <= 1 and differs.mean() < 2e-3
+    assert expected.min() >= 1 and expected.max() <= 127 and np.ptp(expected) > 60
 
 
 def test_queries_and_keys_that_are_all_equal():
