@@ -36,9 +36,9 @@ def check(talk: Conversation, name: str) -> None:
         raise SparseKVError(f"{name}: {attended} of {total} rows attended")
 
 
-def turn(talk: Conversation, rng: random.Random) -> int:
-    """One command of a user. Returns the tokens of the answer."""
-    talk.settings.n_predict = rng.randint(1, N_CTX // 6)
+def turn(talk: Conversation, rng: random.Random, n_answer: int) -> int:
+    """One command of a user. Returns the tokens of the answer, of n_answer at most."""
+    talk.settings.n_predict = rng.randint(1, n_answer)
     has_answer = bool(talk.messages) and talk.messages[-1]["role"] == "assistant"
     chosen = rng.random() if has_answer else 0.0
     if chosen < 0.8:
@@ -53,7 +53,7 @@ def turn(talk: Conversation, rng: random.Random) -> int:
     return 0
 
 
-def soak(path: Path, seconds: float, seed: int) -> dict[str, Any]:
+def soak(path: Path, seconds: float, seed: int, n_answer: int) -> dict[str, Any]:
     """Talks to a model with every method in turn. Raises SparseKVError for what does not hold."""
     rng, talks = random.Random(seed), dict[str, Conversation]()
     counts, tokens, shifts = Counter[str](), Counter[str](), 0
@@ -72,7 +72,7 @@ def soak(path: Path, seconds: float, seed: int) -> dict[str, Any]:
         for name, talk in talks.items():
             said = io.StringIO()
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-                tokens[name] += turn(talk, rng)
+                tokens[name] += turn(talk, rng, n_answer)
             shifts += said.getvalue().count("context shift")
             counts[name] += 1
             check(talk, name)
