@@ -1,4 +1,4 @@
-"""What ``scripts/arm`` runs: tiny models of each kind of layer, with every method.
+"""What ``scripts/arm`` runs: tiny models of each kind of layer, with every method or METHODS.
 
 ``record FILE KIND...`` writes logits, ``compare FILE COMMIT KIND...`` compares with them.
 ``compile KIND...`` computes nothing. Every kernel that the run would call is compiled for ARM and
@@ -8,6 +8,7 @@ kept, by LLVM on x86. A process under emulation then finds it.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -131,7 +132,7 @@ def compare(out: Path, code: str, kinds: list[str]) -> int:
             write_numbers("arm", name, {"differs": differs, "commit": code}, order)
             print(f"{name}: differs by {differs}", flush=True)
     known = read_numbers("arm")
-    ran = [name for name in order if name.split()[0] in kinds]
+    ran = [name for name in order if name in known and name.split()[0] in kinds]
     bad = [name for name in ran if not known[name]["differs"] <= LIMIT]
     print(f"{len(ran)} runs, {len(bad)} differ by more than {LIMIT}: {', '.join(bad) or 'none'}")
     return len(bad)
@@ -149,7 +150,7 @@ def each_run(
         for kind in kinds:
             path = Path(folder) / f"{kind}.gguf"
             make_model(path, arch=kind, n_ctx=512, **KINDS[kind])
-            for method in METHODS:
+            for method in os.environ.get("METHODS", "").split() or METHODS:
                 if f"{kind} {method}" in without:
                     continue
                 logits = None
