@@ -2,8 +2,8 @@
 
     scripts/results --quick                    the main tables (15 minutes on two cores)
     scripts/results --all                      every part; what is there for this commit is skipped
-    scripts/results --only decode,start        these parts, again
-    scripts/results --only budgets --size budget_lengths=1024 --size ruler_samples=3
+    scripts/results --only memory,start        these parts, again
+    scripts/results --only real_speed --size real_depths=0,8192 --size "trained=A.gguf B.gguf"
     scripts/results --pages                    the pages again, from docs/data
     scripts/results --quick --tiny --into DIR  small sizes, to see that it runs
 

@@ -18,10 +18,9 @@ BUSY = 0.5  # cores in other programs' hands that a page speaks of
 INTRO = """# Benchmarks
 
 `scripts/results` wrote this page from the files in [data](data). Each section names its commands,
-machine, commit and date. Figures of different sections may be of different machines or commits. The
-model is SmolLM2-135M-Instruct (Q4_1) with default options, unless a section says otherwise. No
-prompt comes from disk (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of
-several runs.
+machine, commit and date. Figures of different sections may be of different machines or commits.
+Where a table names no model, it is SmolLM2-135M-Instruct (Q4_1). No prompt comes from disk
+(`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of several runs.
 """
 
 
@@ -84,15 +83,6 @@ def body(part: Part, rows: list[Row]) -> str:
     return "\n\n".join(f"### {v} tokens\n\n{table(of, part.columns)}" for v, of in tables)
 
 
-def by_method(data: Data, *parts: str) -> dict[str, dict[int, Row]]:
-    """Rows of decode by method and depth, of several parts together."""
-    found: dict[str, dict[int, Row]] = {}
-    for part in parts:
-        for row in data[part]["rows"] if part in data else ():
-            found.setdefault(row["method"], {})[row["depth"]] = row
-    return found
-
-
 def speed_cell(row: Row | None) -> str:
     """``132 (2.4)``: tokens a second, and over those of full."""
     if row is None:
@@ -139,110 +129,69 @@ def benchmarks(data: Data) -> str:
 
 
 def results(data: Data) -> str:
-    """README's table: speed, memory and accuracy of every method on the largest trained model.
-
-    That is the last model of the part. Without it the table is of the default model.
-    """
-    trained = {"real_speed", "real_accuracy"} <= data.keys()
-    lines = trained_results(data) if trained else default_results(data)
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks(data, trained))]).rstrip()
-
-
-def trained_results(data: Data) -> list[str]:
+    """README's table: speed, memory and accuracy of every method on the last model of the part."""
     told = data["real_speed"]
     model, where = told["rows"][-1]["model"], told["machine"]
     speeds: dict[str, dict[int, Row]] = {}
     for row in told["rows"]:
         if row["model"] == model:
             speeds.setdefault(row["method"], {})[row["depth"]] = row
-    depths = sorted({d for rows in speeds.values() for d in rows})
-    scores = [row for row in data["real_accuracy"]["rows"] if row["model"] == model]
-    length = min(row["length"] for row in scores)
-    accuracies = {row["spec"]: row for row in scores if row["length"] == length}
+    depths = sorted({d for rows in speeds.values() for d in rows if d})
+    about = [
+        f"`{model}` on {where['cores']} cores of {where['cpu']}.",
+        "Every method is sparse from the first row (`--sparse-from 0`). Speed is by rows in the",
+        "cache, and in brackets how many times as fast as `full`.",
+    ]
+    accuracies: dict[str, Row] = {}
+    if "real_accuracy" in data:
+        scores = [row for row in data["real_accuracy"]["rows"] if row["model"] == model]
+        length = min(row["length"] for row in scores)
+        accuracies = {row["spec"]: row for row in scores if row["length"] == length}
     rows = [{"method": m, **accuracies.get(m, {})} for m in speeds]
     for row in rows:
         row |= {f"at {d}": speed_cell(speeds[row["method"]].get(d)) for d in depths}
         row |= {f"mb {d}": each["cache_mb"] for d, each in speeds[row["method"]].items()}
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
-    columns += f" | MB at {depths[-1]} = mb {depths[-1]} | KLD = kld_code:3"
-    tasks = {"vt": "vt", "niah_multikey_2": "multikey_2", "code": "code"}
-    columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
-    n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
-    return [
-        f"`{model}` on {where['cores']} cores of {where['cpu']}.",
-        "Every method is sparse from the first row (`--sparse-from 0`). Speed is by rows in the",
-        "cache, and in brackets how many times as fast as `full`. Accuracy is after",
-        f"{length} tokens. KLD is to `full`, on code. Scores are in per cent, of RULER's tasks and",
-        f"of a code task ({n} samples of each).",
-        "",
-        table(rows, "method = method:code" + columns),
-    ]
+    columns += f" | MB at {depths[-1]} = mb {depths[-1]}"
+    if accuracies:
+        tasks = {"vt": "vt", "niah_multikey_2": "multikey_2", "code": "code"}
+        columns += " | KLD = kld_code:3"
+        columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
+        n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
+        about[-1] += f" Accuracy is after {length}"
+        about += [
+            "tokens. KLD is to `full`, on code. Scores are in per cent, of RULER's tasks and of a",
+            f"code task ({n} samples of each).",
+        ]
+    found = table(rows, "method = method:code" + columns)
+    return "\n".join([*about, "", found, "", *(f"- {line}" for line in remarks(data))]).rstrip()
 
 
-def default_results(data: Data) -> list[str]:
-    speeds = by_method(data, "decode", "deep", "deep_others")
-    depths = [d for d in (2048, 8192, 32768) if any(d in rows for rows in speeds.values())]
-    depths = depths or sorted({d for rows in speeds.values() for d in rows})
-    told = data["decode"]
-    distances = {row["method"]: row for row in data["accuracy"]["rows"]}
-    length = data["accuracy"]["rows"][0]["tokens"]
-    where = told["machine"]
-    held = max(row["depth"] for row in told["rows"])
-    rows = [{"method": m, "speeds": speeds[m], **distances.get(m, {})} for m in speeds]
-    for row in rows:
-        row |= {f"at {d}": speed_cell(row["speeds"].get(d)) for d in depths}
-        row["cache_mb"] = row["speeds"][held]["cache_mb"]
-    columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
-    columns = f"method = method:code{columns} | MB at {held} = cache_mb | KLD = kld:3"
-    return [
-        f"SmolLM2-135M (Q4_1) on {where['cores']} cores of {where['cpu']}. Every method is sparse",
-        "from the first row (`--sparse-from 0`). By default it attends to all rows while that is",
-        "faster. Speed is by rows in the cache, and in brackets how many times as fast as `full`.",
-        f"KLD and top-1 are relative to `full` after {length} tokens. Needles are facts found of "
-        f"{data['accuracy']['rows'][0]['needles_of']}.",
-        "",
-        table(rows, columns + " | top-1 = top1:2 | needles = needles:0"),
-    ]
-
-
-def remarks(data: Data, trained: bool) -> Iterable[str]:
+def remarks(data: Data) -> Iterable[str]:
     """Lines below README's table, of the model that the table is of."""
-    if trained:
-        if "real_prefill" in data:
-            model = data["real_prefill"]["rows"][-1]["model"]
-            rows = [row for row in data["real_prefill"]["rows"] if row["model"] == model]
-            yield prefill_remark(rows)
-        if "speculation" in data:
-            yield drafts_remark(data["speculation"]["rows"])
-        if "peer_several" in data:
-            yield together_remark(data["peer_several"]["rows"])
-        return
-    if "prefill" in data:
-        yield prefill_remark(data["prefill"]["rows"])
-    if "start" in data:
-        for row in data["start"]["rows"]:
-            yield (
-                f"First token with `{row['method']}`: {row['warm_s']:.2f} s. The first time it "
-                f"takes {row['cold_s']:.0f} s, because kernels are compiled."
-            )
-    if "memory" in data:
-        rows = [r for r in data["memory"]["rows"] if r["method"] in ("full", "lfps")]
-        peaks = [f"{three(r['peak_mb'])} MB with `{r['method']}`" for r in rows]
-        yield f"Peak memory with {rows[0]['prompt_tokens']} prompt tokens: {', '.join(peaks)}."
+    if "real_prefill" in data:
+        model = data["real_prefill"]["rows"][-1]["model"]
+        yield prefill_remark(row for row in data["real_prefill"]["rows"] if row["model"] == model)
     if "peer" in data:
-        ratios = [(r["test"], r["ratio"]) for r in data["peer"]["rows"] if r["unit"] == "t/s"]
-        wanted = ("pp512", "tg32 @ d8192, full", "tg32 @ d8192, lfps", "tg32 @ d32768, lfps")
-        of_test = {test.replace("tg32 @ d", "at "): x for test, x in ratios if test in wanted}
-        found = [f"{test} {ratio:.1f}" for test, ratio in of_test.items()]
-        if found:
-            names = [p for p in PEERS if any(f"{p} median" in r for r in data["peer"]["rows"])]
-            of = "the faster of " if len(names) > 1 else ""
-            yield f"Times as fast as {of}{' and '.join(names)}:\n  {'; '.join(found)}."
+        yield peer_remark(data["peer"]["rows"])
+    if "speculation" in data:
+        yield drafts_remark(data["speculation"]["rows"])
+    if "peer_several" in data:
+        yield together_remark(data["peer_several"]["rows"])
 
 
 def prefill_remark(rows: Iterable[Row]) -> str:
     pairs = [(row["n_prompt"], three(row["tokens_per_s"])) for row in rows]
     return "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
+
+
+def peer_remark(rows: Sequence[Row]) -> str:
+    """Returns a line of the ratios of the last model."""
+    of_model = [row for row in rows if row["model"] == rows[-1]["model"] and row["unit"] == "t/s"]
+    names = [peer for peer in PEERS if any(f"{peer} median" in row for row in of_model)]
+    faster = "the faster of " * (len(names) > 1) + " and ".join(names)
+    told = "; ".join(f"{row['test']} {row['ratio']:.1f}" for row in of_model)
+    return f"Times as fast as {faster}:\n  {told}."
 
 
 def drafts_remark(rows: Iterable[Row]) -> str:
@@ -292,7 +241,7 @@ def write(root: Path) -> None:
     for file, picture in results_plots.pictures(data).items():
         (docs / file).write_text(picture, encoding="utf-8")
     readme = root / "README.md"
-    if readme.is_file() and ({"decode", "accuracy"} <= data.keys() or "real_speed" in data):
+    if readme.is_file() and "real_speed" in data:
         page = between(readme.read_text(encoding="utf-8"), "results", results(data))
         readme.write_text(page, encoding="utf-8")
     for name, part in PARTS.items():

@@ -9,9 +9,6 @@ import importlib.util
 import json
 import shlex
 import statistics
-import subprocess
-import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,8 +69,6 @@ class Part:
 def expand_arguments(line: str, sizes: Sizes) -> list[str]:
     """The words of a ``run``, with sizes for their names."""
     given = {**sizes, "other_model": shlex.join(model_option(sizes))}
-    given["not_fast"] = methods_except(sizes, *sizes["fast"].split(","))
-    given["not_h2o"] = methods_except(sizes, "h2o")
     words: list[str] = []
     for word in line.split():
         text = word.removeprefix("*").format_map(given)
@@ -133,14 +128,6 @@ def accuracy_records(run: Runner, sizes: Sizes, methods: str, lengths: str) -> R
     return records
 
 
-def accuracy_at_equal_rows(run: Runner, sizes: Sizes, _: Records) -> Records:
-    """All methods attend to as many rows."""
-    names = methods_except(sizes, "full").split(",")
-    methods = ",".join(f"{name}:budget={sizes['rows']}" for name in names)
-    records = accuracy_records(run, sizes, methods, sizes["lengths"].split(",")[-1])
-    return [row | {"method": row["method"].partition(":")[0]} for row in records]
-
-
 def cache_types(run: Runner, sizes: Sizes, _: Records) -> Records:
     """Pairs of types with ``full``, and one type of both with the other methods that read it.
 
@@ -159,20 +146,20 @@ def cache_types(run: Runner, sizes: Sizes, _: Records) -> Records:
     return records
 
 
-def peak_memory(run: Runner, sizes: Sizes, _: Records) -> Records:
+def peak_memory(run: Runner, sizes: Sizes, model: str) -> Records:
     """A document is read and some tokens answered: the peak of the process, method by method."""
-    records = []
+    records, n_before = [], len(run.commands)
     for method in sizes["methods"].split(","):
-        done = run.cli("run", "-m", sizes["model"], "--raw", "-f", sizes["text"], "-n", "16",
+        done = run.cli("run", "-m", model, "--raw", "-f", sizes["text"], "-n", "16",
                        "--method", method, "--json")  # fmt: skip
         told = json.loads(done.stdout)
         records.append({
-            "method": method, "prompt_tokens": told["prompt_tokens"], "seconds": done.seconds,
+            "method": method, "prompt_tokens": told["prompt_tokens"],
             "peak_mb": done.peak_bytes / 1e6,
             "cache_mb": sum(told["ledger"][name] for name in MEMORY_COUNTERS) / 1e6,
-            "prefill_tps": told["timings"]["prefill_tps"],
         })  # fmt: skip
-    run.commands[1:] = [f"# and so on with --method {sizes['methods'].replace(',', ', ')}"]
+    names = sizes["methods"].replace(",", ", ")
+    run.commands[n_before + 1 :] = [f"# and so on with --method {names}"]
     return records
 
 
@@ -186,63 +173,6 @@ def terminal_session(run: Runner, sizes: Sizes, _: Records) -> Records:
                        sizes["compared"], "--steps", "32")  # fmt: skip
         said = done.stdout
     return [{"command": run.commands[-1], "output": said.rstrip()}]
-
-
-def cache_memory(run: Runner, sizes: Sizes, told: Any) -> Records:
-    records = []
-    for name, row in told.items():
-        said = sum(row["said"].values())
-        records.append({
-            "method": name, "formula_mb": sum(row["formula"].values()) / 1e6,
-            "cache_mb": said / 1e6, "resident_mb": row["resident"] / 1e6,
-            "of_full_percent": 100 * said / row["rows"],
-        })  # fmt: skip
-    return records
-
-
-def attention_by_depth(run: Runner, sizes: Sizes, told: Records) -> Records:
-    """of_full: attention of ``full`` over the method's."""
-    kept = ("method", "depth", "tokens_per_s", "token_ms", "attention_ms", "resident_mb",
-            "rows_scored", "rows_attended")  # fmt: skip
-    records = [{name: row[name] for name in kept} for row in told]
-    full = {row["depth"]: row["attention_ms"] for row in records if row["method"] == "full"}
-    return [row | {"of_full": full[row["depth"]] / row["attention_ms"]} for row in records]
-
-
-def calibration_time(run: Runner, sizes: Sizes, _: Records) -> Records:
-    records = []
-    with tempfile.TemporaryDirectory() as folder:
-        for method in ("fasa", "sals", "faedkv"):
-            file = str(Path(folder) / method)
-            done = run.cli("calibrate", "-m", sizes["model"], "--method", method, "--output", file)
-            run.commands[-1] = run.commands[-1].replace(f" --output {file}", "")
-            records.append({"method": method, "seconds": done.seconds})
-    return records
-
-
-def make_random_model(run: Runner, shape: str, wtype: str, path: Path, shown: str) -> None:
-    """A model with random weights, whose file lies at ``path`` and is called ``shown``."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made = path.with_suffix(".part")
-        subprocess.run(
-            [sys.executable, "scripts/random_model", shape, wtype, str(made)],
-            cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        made.rename(path)
-    run.commands.append(f"scripts/random_model {shape} {wtype} {shown}")
-
-
-def peers_of_models(run: Runner, models: str) -> Records:
-    """Models as in the size ``larger``, which are made once in build/models."""
-    records = []
-    for each in filter(None, models.split(";")):
-        shape, wtype, arguments = each.split(maxsplit=2)
-        model = f"build/models/{shape}-{wtype}.gguf"
-        make_random_model(run, shape, wtype, ROOT / model, model)
-        found = peer_records(run, model, arguments)
-        records += [{"model": f"{shape} {wtype.upper()}", **row} for row in found]
-    return records
 
 
 def peer_records(run: Runner, model: str, arguments: str) -> Records:
@@ -298,7 +228,8 @@ def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
 def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
     """First what takes many samples, then the rest."""
     records: dict[Any, dict[str, Any]] = {}
-    for methods, size in (("real_methods", "real_choice"), ("methods", "real_all")):
+    runs = ("real_methods", "real_choice"), ("real_methods", "real_deep"), ("methods", "real_all")
+    for methods, size in runs:
         words = ["--half", "held", "--methods", sizes[methods], *sizes[size].split()]
         for row in run.script("accuracy/real", "-m", model, *words):
             key = row["length"], row["spec"]
@@ -306,88 +237,17 @@ def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
     return list(records.values())
 
 
-def budget_sweep(run: Runner, sizes: Sizes, _: Records) -> Records:
-    """RULER's tasks at all budgets and lengths, then ``compare`` on a text at each length.
-
-    It is long, so what it has is kept in ``run.unfinished`` until it is whole: samples of ``eval
-    ruler`` by its own file, ``compare`` by a file a length. A run that was stopped goes on there.
-    """
-    run.unfinished.mkdir(parents=True, exist_ok=True)
-    names, shares = methods_except(sizes, "full").split(","), sizes["budget_shares"].split(",")
-    methods = ",".join(["full", *(f"{name}:budget={x}" for name in names for x in shares)])
-    line = """eval ruler -m {model} --method {methods} --tasks {ruler_tasks} --lengths
-        {budget_lengths} --samples {ruler_samples} -n {ruler_tokens} --json --jsonl"""
-    words = expand_arguments(line, {**sizes, "methods": methods})
-    done = run.cli(*words, str(run.unfinished / "ruler.jsonl"))
-    scores = {
-        (row["length"], row["spec"]): row["average"] for row in json.loads(done.stdout)["results"]
-    }
-    records: Records = []
-    for length in map(int, sizes["budget_lengths"].split(",")):
-        told = compare_at_length(run, sizes, methods, length)
-        full = next(row for row in told["methods"] if row["spec"] == "full")
-        for row in told["methods"]:
-            score = scores[length, row["spec"]]
-            records.append({
-                "length": length, "spec": row["spec"], "method": row["name"],
-                "ruler": score["score"], "ruler_low": score["low"], "ruler_high": score["high"],
-                "ruler_samples": score["n"], "kld": row["kld_mean"],
-                "top1": row["top1_agreement"], "rows_attended": row["rows_attended_mean"],
-                "tokens_per_s": row["decode_tps"],
-                "of_full": row["decode_tps"] / full["decode_tps"],
-                "compared_tokens": told["context"],
-            })  # fmt: skip
-    run.commands[:] = [text.replace(f"{run.unfinished}/", "") for text in run.commands]
-    return records
-
-
-def compare_at_length(run: Runner, sizes: Sizes, methods: str, length: int) -> Any:
-    """What ``compare`` says after about ``length`` tokens of the texts laid end to end."""
-    kept, text = run.unfinished / f"compare-{length}.json", run.unfinished / f"text-{length}.txt"
-    said = ["compare", "-m", sizes["model"], "-f", str(text), "--raw", "--methods", methods,
-            "--steps", str(sizes["budget_steps"]), "--json"]  # fmt: skip
-    if kept.is_file():
-        told = json.loads(kept.read_text(encoding="utf-8"))
-        if told["said"] == said:
-            run.commands.append(told["command"])
-            return told
-    text.write_text(text_of_length(run, sizes, length), encoding="utf-8")
-    told = json.loads(run.cli(*said).stdout)
-    told |= {"said": said, "command": run.commands[-1]}
-    kept.write_text(json.dumps(told), encoding="utf-8")
-    return told
-
-
-def text_of_length(run: Runner, sizes: Sizes, length: int) -> str:
-    """So much of the texts as has about ``length`` tokens, by their mean length."""
-    texts = sorted(TEXTS.glob("*.txt"))
-    whole = "\n\n".join(path.read_text(encoding="utf-8") for path in texts)
-    sample = run.unfinished / "texts.txt"
-    sample.write_text(whole, encoding="utf-8")
-    ids = json.loads(run.cli("tokenize", "-m", sizes["model"], "-f", str(sample), "--json").stdout)
-    del run.commands[-1]
-    return whole[: int(len(whole) * length / len(ids["ids"]))]
-
-
 # The parts that measure more than their ``run``, or change its records, by name.
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "accuracy": lambda run, sizes, _: accuracy_records(
         run, sizes, methods_except(sizes, "full"), sizes["length"]
     ),
-    "accuracy_all": lambda run, sizes, _: accuracy_records(run, sizes, "default", sizes["lengths"]),
-    "accuracy_rows": accuracy_at_equal_rows,
-    "budgets": budget_sweep,
     "cache_types": cache_types,
-    "caches": cache_memory,
-    "calibration": calibration_time,
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
-    "far": attention_by_depth,
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
-    "memory": peak_memory,
-    "peer": lambda run, sizes, _: peer_records(run, sizes["model"], sizes["peer"]),
-    "peer_larger": lambda run, sizes, _: peers_of_models(run, sizes["larger"]),
+    "memory": of_trained(peak_memory),
+    "peer": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["peer"])),
     "peer_several": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["together"])),
-    "peer_types": lambda run, sizes, _: peers_of_models(run, sizes["types"]),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),
     "real_choice": of_trained(trained_choice),

@@ -8,8 +8,8 @@ from typing import Any
 Data = Mapping[str, Mapping[str, Any]]
 
 NEEDS = {
-    "speed.svg": {"decode"},
-    "accuracy.svg": {"decode", "accuracy"},
+    "speed.svg": {"real_speed"},
+    "accuracy.svg": {"real_speed", "real_accuracy"},
     "terminal.svg": {"terminal"},
 }
 WIDTH = 128  # columns of the terminal
@@ -27,12 +27,17 @@ def pictures(data: Data) -> dict[str, str]:
     return {file: draw[file](data) for file in sorted(drawn_from(data))}
 
 
+def of_last_model(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the rows of the part's last model."""
+    rows = part["rows"]
+    return [row for row in rows if row["model"] == rows[-1]["model"]]
+
+
 def speed(data: Data) -> str:
     """Tokens a second of every method by rows in the cache."""
     lines: dict[str, dict[int, float]] = {}
-    for part in ("decode", "deep", "deep_others"):
-        for row in data[part]["rows"] if part in data else ():
-            lines.setdefault(row["method"], {})[row["depth"]] = row["tokens_per_s"]
+    for row in of_last_model(data["real_speed"]):
+        lines.setdefault(row["method"], {})[row["depth"]] = row["tokens_per_s"]
     depths = sorted({depth for points in lines.values() for depth in points})
     figure, axes = canvas()
     for method, points in lines.items():
@@ -49,25 +54,28 @@ def speed(data: Data) -> str:
 
 
 def accuracy(data: Data) -> str:
-    """KLD to full against tokens a second at the deepest of the depths that all methods have."""
-    depth = max(row["depth"] for row in data["decode"]["rows"])
-    speeds = {r["method"]: r["tokens_per_s"] for r in data["decode"]["rows"] if r["depth"] == depth}
+    """KLD to full against tokens a second, at the least length and the depth next to it."""
+    found = of_last_model(data["real_accuracy"])
+    length = min(row["length"] for row in found)
+    rows = [row for row in found if row["length"] == length and row.get("kld_code")]
+    told = of_last_model(data["real_speed"])
+    depth = min((row["depth"] for row in told), key=lambda depth: abs(depth - length))
+    speeds = {row["method"]: row["tokens_per_s"] for row in told if row["depth"] == depth}
     figure, axes = canvas()
-    for row in data["accuracy"]["rows"]:
-        if row["kld"] and row["method"] in speeds:
-            point = speeds[row["method"]], row["kld"]
-            axes.plot(*point, marker="o", markersize=6, color=colour(list(speeds), row["method"]))
-            axes.annotate(row["method"], point, (6, 4), textcoords="offset points", fontsize=9)
+    for row in rows:
+        if row["spec"] in speeds:
+            point = speeds[row["spec"]], row["kld_code"]
+            axes.plot(*point, marker="o", markersize=6, color=colour(list(speeds), row["spec"]))
+            axes.annotate(row["spec"], point, (6, 4), textcoords="offset points", fontsize=9)
     axes.axvline(speeds["full"], color="black", linestyle=":")
     axes.set_yscale("log")
     axes.set_yticks(KLD_TICKS, [f"{tick:g}" for tick in KLD_TICKS])
     axes.minorticks_off()
-    distances = [row["kld"] for row in data["accuracy"]["rows"] if row["kld"]]
+    distances = [row["kld_code"] for row in rows]
     axes.set_ylim(min(distances) / 1.5, max(distances) * 1.5)
     axes.invert_yaxis()
     axes.set_xlabel(f"tokens a second at {depth} rows (dotted: full)")
-    tokens = data["accuracy"]["rows"][0]["tokens"]
-    axes.set_ylabel(f"KLD to full at {tokens} tokens (nearer above)")
+    axes.set_ylabel(f"KLD to full on code, at {length} tokens (nearer above)")
     return svg(figure)
 
 

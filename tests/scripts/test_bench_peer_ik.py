@@ -211,4 +211,4 @@ def test_rows_of_the_pages(monkeypatch):
     assert "llama.cpp median" not in rows[0] and rows[1]["sparsekv-cli max"] == 3.0
     assert run.commands[0].endswith("--memory 64 --ik llama-bench")
     shown = pages.body(parts.PARTS["peer"], rows).splitlines()[2]
-    assert shown == "| pp512 | 2 | 1 | 3 |  |  |  | 2 | 1 | 3 | t/s | 1.00 | `abc` |"
+    assert shown == "| `smollm2` | pp512 | 2 | 1 | 3 |  |  |  | 2 | 1 | 3 | t/s | 1.00 | `abc` |"

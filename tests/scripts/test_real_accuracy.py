@@ -166,9 +166,9 @@ class FakeRunner:
     def script(self, path, *arguments, may_end_with=0):
         self.commands.append(" ".join((path, *arguments)))
         self.models.append(arguments[1])
-        is_first = len(self.models) % 2
-        row = {"length": 8192, "spec": "full", "rows": 20 if is_first else 4, "vt": 100}
-        return [row if is_first else {**row, "vt": 50, "cwe": 25}]
+        turn = len(self.models) % 3
+        row = {"length": 8192, "spec": "full", "rows": 20 if turn == 1 else 4, "vt": 100}
+        return [[{**row, "vt": 50, "cwe": 25}], [row], [{**row, "length": 16384}]][turn]
 
 
 def test_parts_of_several_models(tmp_path):
@@ -179,10 +179,11 @@ def test_parts_of_several_models(tmp_path):
     assert [line.split()[-6:-4] for line in run.commands] == [["--cache-dir", "prompts"]] * 2
     run = FakeRunner(tmp_path)
     rows = parts.PARTS["real_accuracy"].measure(run, sizes)
-    assert run.models == [f"/some/{x}.gguf" for x in "aabb"] and len(rows) == 2
-    assert rows[1] == {
+    assert run.models == [f"/some/{x}.gguf" for x in "aaabbb"] and len(rows) == 4
+    assert [row["length"] for row in rows] == [8192, 16384] * 2
+    assert rows[2] == {
         "length": 8192, "spec": "full", "rows": 20, "vt": 100, "cwe": 25, "model": "b",
     }  # fmt: skip
     assert not any("/some" in line for line in run.commands) and "--half held" in run.commands[0]
     alone = parts.PARTS["real_accuracy"].measure(FakeRunner(tmp_path), parts.TINY)
-    assert [row["model"] for row in alone] == ["smollm2"]
+    assert [row["model"] for row in alone] == ["smollm2"] * 2

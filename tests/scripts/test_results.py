@@ -1,5 +1,6 @@
 """scripts/results: what is measured again, what a failure costs, and the pages of some figures."""
 
+import argparse
 import json
 import sys
 from functools import partial
@@ -21,30 +22,29 @@ class FakePart(parts.Part):
         object.__setattr__(self, "measure", make)
 
 
-def rows_of_decode(run, sizes):
+def rows_of_speed(run, sizes):
     run.commands.append("sparsekv-cli bench")
     rows = []
-    for method, speed in (("full", 50.0), ("lfps", 130.0)):
-        for depth in (2048, 8192):
-            rows.append({
-                "method": method, "depth": depth, "tokens_per_s": speed, "least": speed - 1,
-                "most": speed + 1, "of_full": speed / 50, "cache_mb": 195.25, "n_prompt": 0,
-            })  # fmt: skip
+    for model, factor in (("small", 2), ("large", 1)):
+        for method, speed in (("full", 50.0), ("lfps", 130.0)):
+            rows += [{
+                "model": model, "method": method, "depth": depth, "tokens_per_s": factor * speed,
+                "least": speed - 1, "most": speed + 1, "of_full": speed / 50, "cache_mb": 195.25,
+            } for depth in (0, 2048, 8192)]  # fmt: skip
     return rows
 
 
 def rows_of_accuracy(run, sizes):
-    run.commands.append("scripts/accuracy/measure")
-    row = {"tokens": 3300, "kld": 0.0721, "kld_least": 0.06, "kld_most": 0.09, "top1": 0.84}
-    row |= {"needles": 7, "needles_of": 8, "mass": 0.5, "dots": 1, "attended": 2}
-    full = row | {"method": "full", "kld": 0.0, "top1": 1.0, "mass": None}
-    return [full, row | {"method": "lfps"}]
+    run.commands.append("scripts/accuracy/real")
+    row = {"model": "large", "length": 8192, "vt": 80.0, "vt_n": 4, "rows": 1}
+    full = row | {"spec": "full", "kld_code": 0.0}
+    return [full, row | {"spec": "lfps", "kld_code": 0.0721}, row | {"spec": "x", "length": 16384}]
 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A folder with a README, and two parts that are measured at once."""
-    fakes = {"decode": rows_of_decode, "accuracy": rows_of_accuracy}
+    fakes = {"real_speed": rows_of_speed, "real_accuracy": rows_of_accuracy}
     monkeypatch.setattr(results, "PARTS", {name: FakePart(make) for name, make in fakes.items()})
     monkeypatch.setattr(results, "commit", lambda: "a" * 40)
     monkeypatch.setattr(results, "busy_cores", partial(results.busy_cores, 0.01))
@@ -58,15 +58,16 @@ def measure(root: Path, *arguments: str) -> int:
 
 def test_pages_of_what_was_measured(root):
     assert measure(root, "--quick") == 0
-    told = json.loads((root / "docs" / "data" / "decode.json").read_text("utf-8"))
+    told = json.loads((root / "docs" / "data" / "real_speed.json").read_text("utf-8"))
     assert told["commit"] == "a" * 40 and told["commands"] == ["sparsekv-cli bench"]
     assert told["machine"]["cores"] >= 1 and told["sizes"] == {**parts.TINY}
     readme = (root / "README.md").read_text("utf-8")
-    assert "| `lfps` | 130 (2.6) | 130 (2.6) | 195 | 0.072 | 0.84 | 7 |" in readme
-    assert "| `full` | 50 | 50 | 195 | 0.000 | 1.00 | 7 |" in readme
+    assert "| `lfps` | 130 (2.6) | 130 (2.6) | 195 | 0.072 | 80 |  |  |" in readme
+    assert "| `full` | 50 | 50 | 195 | 0.000 | 80 |  |  |" in readme
+    assert "`large` on" in readme and "(4 samples of each)" in readme
     assert readme.startswith("# x\n") and readme.endswith("end\n") and "old" not in readme
     page = (root / "docs" / "benchmarks.md").read_text("utf-8")
-    assert "| `lfps` | 8192 | 130 | 129 to 131 | 2.60 |  | 195 |" in page
+    assert "| `large` | `lfps` | 8192 | 130 | 129 to 131 | 2.60 |  | 195 |" in page
     assert "commit aaaaaaaaaaaa" in page and "```sh\nsparsekv-cli bench\n```" in page
     assert {path.name for path in (root / "docs").glob("*.svg")} == {"speed.svg", "accuracy.svg"}
     assert ">lfps<" in (root / "docs" / "accuracy.svg").read_text("utf-8")
@@ -76,9 +77,9 @@ def test_a_part_of_this_commit_is_not_measured_again(root, monkeypatch, capsys):
     assert measure(root, "--quick") == 0
     capsys.readouterr()
     assert measure(root, "--all") == 0
-    assert "decode: there for this commit" in capsys.readouterr().err
-    file = root / "docs" / "data" / "decode.json"
-    for again in ("--only=decode", None):
+    assert "real_speed: there for this commit" in capsys.readouterr().err
+    file = root / "docs" / "data" / "real_speed.json"
+    for again in ("--only=real_speed", None):
         file.write_text(file.read_text("utf-8").replace("130.0", "99.0"))
         if again is None:
             monkeypatch.setattr(results, "commit", lambda: "b" * 40)
@@ -91,22 +92,31 @@ def test_a_part_that_fails_costs_the_others_nothing(root, monkeypatch, capsys):
         run.cli("run", "-m", str(root / "none.gguf"), "-p", "x")
 
     failing = {"broken": FakePart(broken), **results.PARTS}
-    failing["absent"] = FakePart(rows_of_decode, needs="no_such_library")
+    failing["absent"] = FakePart(rows_of_speed, needs="no_such_library")
     monkeypatch.setattr(results, "PARTS", failing)
     assert measure(root, "--quick") == 1
     said = capsys.readouterr().err
     assert "error: broken: 'sparsekv-cli run" in said and "none.gguf" in said
     assert "absent: left out, no_such_library is not installed" in said
-    assert {path.stem for path in (root / "docs" / "data").iterdir()} == {"decode", "accuracy"}
+    assert {path.stem for path in (root / "docs" / "data").iterdir()} == {
+        "real_speed",
+        "real_accuracy",
+    }
 
 
 def test_usage(root, capsys):
     with pytest.raises(SystemExit) as stopped:
-        measure(root, "--only", "decode,nonsense")
+        measure(root, "--only", "real_speed,nonsense")
     assert stopped.value.code == 2 and "nonsense" in capsys.readouterr().err
     (root / "README.md").write_text("no markers")
     with pytest.raises(ValueError, match="has no <!-- results -->"):
         pages.between("no markers", "results", "")
+    assert results.size_of("steps=3") == ("steps", 3)
+    assert results.size_of("methods=full,topk") == ("methods", "full,topk")
+    with pytest.raises(argparse.ArgumentTypeError, match="choose from model, "):
+        results.size_of("shoe=42")
+    with pytest.raises(ValueError):
+        results.size_of("steps=few")
 
 
 def test_every_part_has_a_place():
@@ -143,13 +153,14 @@ def test_bench_as_rows(tmp_path):
     """The real commands on a tiny model."""
     model = make_model(tmp_path / "model.gguf", n_layer=3)
     run, sizes = parts.Runner(), {**parts.TINY, "model": str(model)}
-    rows = parts.PARTS["decode"].measure(run, sizes)
+    run.unfinished = tmp_path / "kept"
+    rows = parts.PARTS["real_speed"].measure(run, sizes)
     assert [(row["method"], row["depth"]) for row in rows] == [
         (method, depth) for method in ("full", "streaming", "lfps") for depth in (0, 64)
     ]
     assert all(row["tokens_per_s"] > 0 and row["cache_mb"] > 0 for row in rows)
     assert [row["of_full"] for row in rows[:2]] == [1, 1]
-    assert run.commands[0].startswith(f"sparsekv-cli bench -m {model} -p 0 -n 2 -d 0,64 ")
+    assert run.commands[0].startswith("sparsekv-cli bench -m model.gguf -p 0 -n 2 -d 0,64 ")
     (near,) = [
         row for row in parts.PARTS["accuracy"].measure(run, sizes) if row["method"] == "streaming"
     ]
