@@ -119,7 +119,7 @@ def spec_of(method: Method) -> str:
 
 
 def describe_methods() -> list[dict[str, Any]]:
-    """Name, paper, summary, needs and options of every method, for people and for JSON."""
+    """Name, paper, summary, use, needs and options of every method, for people and for JSON."""
     described = []
     for name in METHODS:
         cls = method_class(name)
@@ -128,6 +128,7 @@ def describe_methods() -> list[dict[str, Any]]:
                 "name": name,
                 "paper": cls.paper,
                 "summary": cls.description,
+                "use": cls.use,
                 "needs": cls.needs,
                 "cache_types": list(cls.cache_types),
                 "options": [_describe(declared) for declared in options_of(cls).values()],

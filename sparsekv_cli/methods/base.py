@@ -34,6 +34,7 @@ class Method(ABC):
 
     paper: ClassVar[str]
     description: ClassVar[str]
+    use: ClassVar[str]  # when to take it, by the tables of docs/benchmarks.md
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # of K and of V that it can read
     holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives

@@ -60,6 +60,7 @@ class FAEDKV(Method):
 
     paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
     description: ClassVar[str] = "K and V as some of their frequencies along the tokens"
+    use: ClassVar[str] = "the gist of a text in a quarter of the memory; single facts are lost"
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)

@@ -52,6 +52,7 @@ class FASA(Method):
 
     paper: ClassVar[str] = "FASA: Frequency-Aware Sparse Attention (Wang et al.)"
     description: ClassVar[str] = "scores keys by the dominant RoPE frequencies, attends to the best"
+    use: ClassVar[str] = "long contexts; it misses some of many keys that look alike"
     work_of_a_head: ClassVar[int] = 2048
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)

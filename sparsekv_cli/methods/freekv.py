@@ -75,6 +75,9 @@ class FreeKV(Method):
 
     paper: ClassVar[str] = "arXiv:2505.13109"
     description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
+    use: ClassVar[str] = (
+        "rows that lie far from the processor; it misses some of many keys that look alike"
+    )
     work_of_a_head: ClassVar[int] = 2048
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"

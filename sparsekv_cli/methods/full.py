@@ -14,6 +14,7 @@ class Full(Method):
 
     paper: ClassVar[str] = "arXiv:1706.03762"
     description: ClassVar[str] = "dense attention over the whole cache"
+    use: ClassVar[str] = "short contexts, and whenever an answer must be exact"
     device_cache: ClassVar[str] = "full:DeviceDense"
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:

@@ -42,6 +42,7 @@ class H2O(Method):
 
     paper: ClassVar[str] = "arXiv:2306.14048"
     description: ClassVar[str] = "keeps what was attended to most and what is recent, drops others"
+    use: ClassVar[str] = "memory that must not grow; facts of a long prompt are lost"
     holds_all_rows: ClassVar[bool] = False
 
     budget: Budget = option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")

@@ -43,6 +43,9 @@ class Quest(Method):
 
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
+    use: ClassVar[str] = (
+        "long contexts, without a calibration; it misses some of many keys that look alike"
+    )
     work_of_a_head: ClassVar[int] = 384
     device_cache: ClassVar[str] = "quest:DeviceQuest"
 

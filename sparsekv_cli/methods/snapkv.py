@@ -42,6 +42,7 @@ class SnapKV(Method):
 
     paper: ClassVar[str] = "arXiv:2404.14469"
     description: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
+    use: ClassVar[str] = "one question at the end of a prompt; later ones find little that it kept"
     holds_all_rows: ClassVar[bool] = False
 
     budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")

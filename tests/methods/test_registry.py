@@ -48,7 +48,7 @@ def test_descriptions_are_json():
     described = json.loads(json.dumps(describe_methods()))
     assert [entry["name"] for entry in described] == list(METHODS)
     for entry in described:
-        assert {"name", "paper", "summary", "needs", "options"} <= set(entry)
+        assert {"name", "paper", "summary", "use", "needs", "options"} <= set(entry)
         assert {"name", "type", "default", "help"} <= set(entry["options"][0])
         json.dumps(build_method(entry["name"], {}).options())
 
