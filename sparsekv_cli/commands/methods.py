@@ -52,7 +52,7 @@ def show(method: Mapping[str, Any]) -> None:
     rows = [
         ("summary", method["summary"]),
         ("paper", method["paper"]),
-        ("use it for", method["use"]),
+        ("use for", method["use"]),
         ("needs", method["needs"] or None),
     ]
     print_pairs(method["name"], rows)

@@ -25,6 +25,7 @@ class Fake(Method):
 
     paper: ClassVar[str] = "none"
     description: ClassVar[str] = "every n-th row"
+    use: ClassVar[str] = "tests"
     needs: ClassVar[str] = CALIBRATION
     runs: ClassVar[list[list[int]]] = []  # the ids of every calibration
 
