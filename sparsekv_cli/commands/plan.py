@@ -102,6 +102,8 @@ def show(plan: Plan) -> None:
     say(plan.verdict())
     if plan.is_quick:
         say("the speeds are of a short measurement; --measure takes minutes and is more exact")
+    if plan.is_busy:
+        say("the machine was busy when they were measured")
 
 
 def row(method: PlannedMethod) -> list[str]:

@@ -23,6 +23,7 @@ from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.files import open_regular, replace_file, user_cache
+from sparsekv_cli.system.work import load_beyond_cores
 
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
@@ -122,6 +123,7 @@ def speeds_of(
     and after it. All are told at the median pace of the first measurement. Methods that cannot have
     any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
     once and less exactly, and kept apart. A longer measurement that has all methods goes first.
+    What a busy machine measured so is measured again when the machine is no longer busy.
     Raises SparseKVError for a model that cannot be run, or a folder that cannot be written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
@@ -144,6 +146,9 @@ def speeds_of(
     if is_quick and (known is None or not known.methods.keys() >= wanted.keys()):
         path = path.with_suffix(".quick.json")
         known = None if again else _without_others(read_speeds(path), entries)
+    is_busy = load_beyond_cores() is not None
+    if is_quick and known is not None and known.is_busy and not is_busy:
+        known = None
     missing = {
         key: each for key, each in wanted.items() if known is None or key not in known.methods
     }
@@ -156,6 +161,7 @@ def speeds_of(
     report("weights", 0, n_parts)
     if known is None:
         known = replace(measurement.speeds(machine), is_quick=is_quick)
+    known = replace(known, is_busy=known.is_busy or is_busy)
     found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # in units of the pace
     paces = [measurement.pace()]
     for i, (key, method) in enumerate(n_passes * list(missing.items()), 1):

@@ -52,7 +52,7 @@ class Plan:
     """The forecast of a model at a context.
 
     ceiling: how many times as fast as ``full`` a step without any attention in full layers would
-    be. is_quick: see ``Speeds``.
+    be. is_quick, is_busy: see ``Speeds``.
     """
 
     model: str
@@ -68,6 +68,7 @@ class Plan:
     ceiling: float
     methods: Sequence[PlannedMethod]
     is_quick: bool = False
+    is_busy: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -200,6 +201,7 @@ def make_plan(
         ceiling=forecast.ceiling(n_ctx),
         methods=[_planned(each, file, forecast, n_ctx, available) for each in methods],
         is_quick=speeds.is_quick,
+        is_busy=speeds.is_busy,
     )
 
 

@@ -120,6 +120,7 @@ class Speeds:
     seconds of a step without the attention of full layers, for a stand-in that reads ``step_bytes``
     of weights. other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk.
     methods: by ``method_key``, ``full`` among them. is_quick: measured in seconds, less exactly.
+    is_busy: measured while the machine had more work than cores.
     """
 
     machine: str
@@ -133,6 +134,7 @@ class Speeds:
     scratch_bytes: int
     methods: Mapping[str, MethodCurve]
     is_quick: bool = False
+    is_busy: bool = False
 
     @property
     def byte_seconds(self) -> float:

@@ -1,6 +1,14 @@
-"""The limits of a process of its own that reads what others sent."""
+"""How much work the machine has, and how much a process that reads what others sent may do."""
 
+import os
 import sys
+
+
+def load_beyond_cores() -> tuple[float, int] | None:
+    """Returns the load of the last minute and the cores, if the load is more than these."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    load, n_cores = os.getloadavg()[0], len(cores) or os.cpu_count() or 1
+    return (load, n_cores) if load > n_cores else None
 
 
 def limit_work(seconds: int, n_bytes: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli.cli import main
+from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.planning import kept, measure
 
@@ -20,6 +21,7 @@ def header(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "QUICK_DEPTHS", (256, 512))
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
+    monkeypatch.setattr(kept, "load_beyond_cores", lambda: None)
     path = make_model(tmp_path / "whole.gguf", n_layer=3)
     with open_gguf(path) as file:
         end = file.parts[0].data_offset
@@ -53,6 +55,14 @@ def test_a_plan_as_json_and_as_a_table(header, capsys):
     assert "measuring" not in err
     assert "times as fast as full" in err
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["full", "streaming", "fasa"]
+
+
+def test_a_busy_machine_is_told(header, capsys, monkeypatch):
+    for module in (kept, progress):
+        monkeypatch.setattr(module, "load_beyond_cores", lambda: (9.0, 2))
+    code, _, err = call(capsys, "-m", header, "-t", 1, "-c", 1000, "--methods", "full")
+    assert code == 0 and err.count("the machine is busy (load 9.0 on 2 cores)") == 1
+    assert "the machine was busy when they were measured" in err
 
 
 def test_what_does_not_fit_is_told(header, capsys, monkeypatch):

@@ -126,6 +126,7 @@ def briefly(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
+    monkeypatch.setattr(kept, "load_beyond_cores", lambda: None)
     return tmp_path / "speeds"
 
 
@@ -166,6 +167,25 @@ def test_a_quick_measurement_is_kept_apart(header, briefly):
         assert not speeds_of(file, config, [QUEST], is_quick=True).is_quick
         assert speeds_of(file, config, [QUEST, LFPS], is_quick=True).is_quick
     assert len(list(briefly.iterdir())) == 2
+
+
+def test_what_a_busy_machine_measured_is_measured_again_when_it_is_quiet(
+    header, briefly, monkeypatch
+):
+    """Not while it is busy, and not if it took minutes."""
+    config, seen = SessionConfig(device="cpu", threads=1), []
+
+    def measured(is_busy, **given):
+        monkeypatch.setattr(kept, "load_beyond_cores", lambda: (9.0, 2) if is_busy else None)
+        seen.clear()
+        with open_gguf(header, header_only=True) as file:
+            found = speeds_of(file, config, [], on_measure=lambda *told: seen.append(told), **given)
+        return bool(seen), found.is_busy
+
+    busy = [True, True, False, False, True]
+    expected = [(True, True), (False, True), (True, False), (False, False), (False, False)]
+    assert [measured(each, is_quick=True) for each in busy] == expected
+    assert [measured(each) for each in (True, False)] == [(True, True), (False, True)]
 
 
 def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from sparsekv_cli.commands.options.model import (
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options
 from sparsekv_cli.commands.options.prompt import file_option
-from sparsekv_cli.commands.shared.progress import CompileProgress
+from sparsekv_cli.commands.shared.progress import CompileProgress, warn_of_load
 from sparsekv_cli.commands.shared.prompt import check_utf8
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
@@ -130,18 +129,6 @@ def command(
         write_json(found)
     else:
         print_report(found, advice)
-
-
-def warn_of_load() -> bool:
-    """Says that the machine has more to do than it has cores; returns whether it has."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    load, n_cores = os.getloadavg()[0], len(cores) or os.cpu_count() or 1
-    if load > n_cores:
-        say(
-            f"warning: the machine is busy (load {load:.1f} on {n_cores} cores): speeds are lower "
-            "and less certain than on a quiet one"
-        )
-    return load > n_cores
 
 
 def fit_context(model: Model, document: Document, question: str | None) -> tuple[str, Any]:

@@ -6,6 +6,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
+from sparsekv_cli.commands.shared.terminal import say
+from sparsekv_cli.system.work import load_beyond_cores
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -164,10 +167,23 @@ class MeasureProgress(_LateBar):
     """
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._said:
+            warn_of_load()
         self._say_once("measuring this machine with a model of this shape (once)")
         self._show("parts", f"measure {what}", done, total)
         if done >= total:
             self.close()
+
+
+def warn_of_load() -> bool:
+    """Says that the machine has more to do than it has cores; returns whether it has."""
+    if busy := load_beyond_cores():
+        load, n_cores = busy
+        say(
+            f"warning: the machine is busy (load {load:.1f} on {n_cores} cores): speeds are lower "
+            "and less certain than on a quiet one"
+        )
+    return busy is not None
 
 
 def _new_bar(unit: str) -> Progress:
