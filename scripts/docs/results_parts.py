@@ -112,37 +112,27 @@ def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
     return records
 
 
-def accuracy_records(run: Runner, sizes: Sizes, methods: str, lengths: str) -> Records:
-    """``scripts/accuracy/measure``, where a line that fails (status 1) is a figure like others."""
-    names = ("steps", "texts", "needles")
-    sized = [word for name in names for word in (f"--{name}", str(sizes[name]))]
-    told = run.script("accuracy/measure", "--methods", methods, "--lengths", lengths, *sized,
-                      *model_option(sizes), may_end_with=1)  # fmt: skip
-    records = []
-    for row in told:
-        kept = ("method", "tokens", "kld", "top1", "needles", "overlap", "mass", "dots", "attended")
-        of_texts = [text["kld"] for text in row["texts"]]
-        records.append({name: row[name] for name in kept})
-        records[-1] |= {"kld_least": min(of_texts), "kld_most": max(of_texts)}
-        records[-1] |= {"needles_of": sizes["needles"]}
-    return records
-
-
 def cache_types(run: Runner, sizes: Sizes, _: Records) -> Records:
     """Pairs of types with ``full``, and one type of both with the other methods that read it.
 
-    At the least and the greatest length, without needles: a type by itself changes little.
+    A line of scripts/accuracy/measure that fails (status 1) is a figure like others.
     """
     pairs = [("full", k, v) for k, v in CACHE_TYPE_PAIRS]
     pairs += [(name, x, x) for name in sizes["readers"].split(",") for x in ("f16", "q8_0", "q4_0")]
     specs = ",".join(f"{name}:cache_type_k={k};cache_type_v={v}" for name, k, v in pairs)
-    first, *_others, last = sizes["lengths"].split(",")
-    records = accuracy_records(run, {**sizes, "needles": 0}, specs, f"{first},{last}")
-    for row in records:
+    sized = [word for name in ("lengths", "steps", "texts") for word in (f"--{name}", sizes[name])]
+    told = run.script("accuracy/measure", "--methods", specs, *map(str, sized), "--needles", "0",
+                      *model_option(sizes), may_end_with=1)  # fmt: skip
+    records = []
+    for row in told:
         name, _, options = row["method"].partition(":")
         types = dict(option.split("=") for option in options.split(";") if option)
         k, v = (types.get(f"cache_type_{x}", "f16") for x in "kv")
-        row |= {"method": name, "k": k, "v": v}
+        of_texts = [text["kld"] for text in row["texts"]]
+        records.append({
+            "method": name, "k": k, "v": v, "tokens": row["tokens"], "kld": row["kld"],
+            "kld_least": min(of_texts), "kld_most": max(of_texts),
+        })  # fmt: skip
     return records
 
 
@@ -239,9 +229,6 @@ def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
 
 # The parts that measure more than their ``run``, or change its records, by name.
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
-    "accuracy": lambda run, sizes, _: accuracy_records(
-        run, sizes, methods_except(sizes, "full"), sizes["length"]
-    ),
     "cache_types": cache_types,
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),

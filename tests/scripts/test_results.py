@@ -161,9 +161,9 @@ def test_bench_as_rows(tmp_path):
     assert all(row["tokens_per_s"] > 0 and row["cache_mb"] > 0 for row in rows)
     assert [row["of_full"] for row in rows[:2]] == [1, 1]
     assert run.commands[0].startswith("sparsekv-cli bench -m model.gguf -p 0 -n 2 -d 0,64 ")
-    (near,) = [
-        row for row in parts.PARTS["accuracy"].measure(run, sizes) if row["method"] == "streaming"
-    ]
-    assert near["tokens"] == 100 and near["kld_least"] <= near["kld"] <= near["kld_most"]
+    rows = parts.PARTS["cache_types"].measure(run, sizes)
+    (near,) = (row for row in rows if (row["k"] + row["v"], row["tokens"]) == ("q5_1q5_1", 100))
+    assert near["method"] == "full"
+    assert 0 < near["kld_least"] <= near["kld"] <= near["kld_most"]
     done = run.cli("inspect", str(model), "--json")
     assert done.peak_bytes > 10 << 20 and json.loads(done.stdout)
