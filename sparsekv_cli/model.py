@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.repack import OnLoad
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
-TOKENS = "tokenizer.ggml.tokens"
 DRAFT_METHOD = "quest"  # of a draft model for which none is named
 
 
@@ -227,13 +226,15 @@ def _load_draft(
 
     Raises SparseKVError for another vocabulary, OptionError for a method that does not exist.
     """
+    from sparsekv_cli.models.tokenizer.vocab import string_list
+
     path = resolve_model(config.draft_model)
     try:
         method = build_method(config.draft_method or DRAFT_METHOD, {})
     except ValueError as error:
         raise OptionError(f"--draft-method: {error}") from None
     with open_gguf(path) as other:
-        tokens, its_tokens = ([*each.metadata.get(TOKENS, ())] for each in (file, other))
+        tokens, its_tokens = (string_list(each.metadata, "tokens") for each in (file, other))
         n = min(len(tokens), len(its_tokens))  # a vocabulary may end with tokens of no meaning
         if not n or tokens[:n] != its_tokens[:n]:
             raise SparseKVError(

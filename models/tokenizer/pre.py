@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.gguf.header import show
+from sparsekv_cli.models.tokenizer.vocab import describe
 
 CONTRACTION = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -218,12 +218,11 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
 
     Raises SparseKVError that names what is not known.
     """
-    if name is None or name == "":
+    if name is None or (isinstance(name, str) and not name):
         return TABLE["default"]
     if not isinstance(name, str) or name not in TABLE:
-        found = show(name) if isinstance(name, str) else name
         raise SparseKVError(
-            f"tokenizer.ggml.pre is {found}, which is not known: text would be cut wrongly "
-            f"(known: {', '.join(sorted(TABLE))})"
+            f"tokenizer.ggml.pre is {describe(name)}, which is not known: text would be cut "
+            f"wrongly (known: {', '.join(sorted(TABLE))})"
         )
     return TABLE[name]

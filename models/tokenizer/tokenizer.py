@@ -232,7 +232,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     It also raises it for a vocabulary that contradicts itself.
     """
     model = metadata.get(PREFIX + "model")
-    if model not in ("gpt2", "llama", "gemma4"):
+    if not isinstance(model, str) or model not in ("gpt2", "llama", "gemma4"):
         raise SparseKVError(
             f"{PREFIX}model is {describe(model)}: 'llama' (SentencePiece), 'gpt2' (byte-level BPE) "
             "or 'gemma4' was expected"

@@ -115,7 +115,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
         defaults = (None, None, None)
     else:  # llama.cpp takes 11 (Falcon's); believe it only where that is a control token
         falcon = 11 if len(texts) > 11 and kinds[11] & CONTROL else None
-        no_bos = metadata.get(PREFIX + "pre") in ("chatglm-bpe", "glm4", "glm5")
+        no_bos = str(metadata.get(PREFIX + "pre")) in ("chatglm-bpe", "glm4", "glm5")
         defaults = (None if no_bos else falcon, falcon, None)
     bos_id, eos_id = special("bos_token_id", defaults[0]), special("eos_token_id", defaults[1])
     unk_id, pad_id = special("unknown_token_id", defaults[2]), special("padding_token_id")

@@ -24,8 +24,9 @@ PIPE_WIDTH = 170  # columns of a table that no terminal limits
 def about(model: Model) -> dict[str, Any]:
     """Describes what was measured."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
+    name = model.gguf.metadata.get("general.name")
     return {
-        "model": model.gguf.metadata.get("general.name") or model.gguf.path.name,
+        "model": name if name and isinstance(name, str) else model.gguf.path.name,
         "cpu": cpu_name(),
         "device": model.config.device,
         "threads": model.n_threads,
