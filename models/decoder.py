@@ -44,13 +44,13 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# Up to so many rows a prompt in bf16, or in int8 with formats that are dequantised, takes decode's
-# products. That takes less time than to dequantise all weights.
+# A prompt of at most so many rows takes decode's products, in bf16 or in int8 with formats that are
+# dequantised. That takes less time than to dequantise all weights.
 FEW_ROWS = 48
-DEEP = 1024  # rows from which the attention of a few new ones takes as long as their products
-# Up to so many rows an expert on average, a prompt's experts are computed with decode's products,
-# by the type of the others: decoding weights to panels takes longer than these products. With int8
-# they are even at 50 rows (Zen 5).
+DEEP = 1024  # rows from which a few new rows spend as long on attention as on products
+# Mean rows an expert up to which a prompt's experts take decode's products, by the prefill's type.
+# With few rows, decoding weights to panels takes longer than these products. With int8 both take
+# the same time at 50 rows (Zen 5).
 FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 
 
@@ -59,7 +59,7 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 
     auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
     takes int8 where the CPU has byte products, and f32 elsewhere. Raises SparseKVError for bf16
-    where the products of it do not work.
+    where products in bf16 do not work.
     """
     if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"
@@ -103,10 +103,11 @@ class Decoder(Forward):
         n_planes: int = 2,
         on_load: OnLoad | None = None,
     ) -> None:
-        """prefill_dtype: of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
+        """prefill_dtype: type of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
-        weights. n_planes: bytes to which it rounds the activations. on_load: of that copy.
+        weights. n_planes: bytes to which it rounds the activations. on_load: told how far that copy
+        is.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -122,7 +123,7 @@ class Decoder(Forward):
             window = RopeTable(hparams.window_n_rot, hparams.window_rope, None, temperature)
         self.rope = RopeTables(full, window)
         self._model = (hparams, self.rope, architecture)
-        # Not in f32, which is the reference with any number of rows.
+        # f32 is the reference: it has the same products for any number of rows.
         self._takes_few = prefill_dtype == "bf16" or (
             prefill_dtype == "int8" and not can_multiply(weights)
         )
@@ -135,12 +136,12 @@ class Decoder(Forward):
 
     @cached_property
     def _few(self) -> tuple[ChunkSteps, Any]:
-        """The steps between a prefill's products, and the products, for few rows."""
+        """Returns the steps between a prefill's products, and the products, for few rows."""
         return FusedChunkSteps(*self._model, self.n_threads), self._few_products
 
     @cached_property
     def _many(self) -> tuple[ChunkSteps, Any]:
-        """The same for any number of rows."""
+        """Returns the same for any number of rows."""
         is_bf16 = self.rows_dtype == "bf16"
         rows = (FusedBF16ChunkSteps if is_bf16 else FusedChunkSteps)(*self._model, self.n_threads)
         products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
@@ -149,7 +150,7 @@ class Decoder(Forward):
     # --- a row a sequence, fused ----------------------------------------------------------------
 
     def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
-        """Adds ``token`` at position ``pos`` to every cache; logits f32 (n_vocab,) after it."""
+        """Adds ``token`` at position ``pos`` to all caches; returns logits f32 (n_vocab,)."""
         return self.decode_batch([token], [pos], [caches])[0]
 
     def decode_batch(
@@ -158,11 +159,11 @@ class Decoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """``decode`` of B rows, which share every load of a weight: logits f32 (B, n_vocab).
+        """Decodes B rows, which share every load of a weight; returns logits f32 (B, n_vocab).
 
-        caches: for each row those of its sequence, one a layer. Rows of one sequence follow each
-        other in the order of their positions. Caches can take back all of these but the first. A
-        row's logits have the same bits as alone.
+        caches: for each row the caches of its sequence, one a layer. Rows of one sequence follow
+        each other by position. ``keep`` can take back all of these but the first. A row's logits
+        have the same bits as when it is decoded alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
         firsts = [b for b in range(1, n_rows) if caches[b][0] is not caches[b - 1][0]]
@@ -214,14 +215,14 @@ class Decoder(Forward):
 
     @property
     def least_many(self) -> int:
-        """The least rows whose experts take the products of many; 0: there are no experts."""
+        """The fewest rows whose experts take the products for many rows; 0: no experts."""
         few = FEW_ROWS_AN_EXPERT[self.prefill_dtype]
         mixtures = [layer.experts for layer in self.hparams.layers if layer.experts is not None]
         return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """Returns the output head; few rows are multiplied with the quantised weights."""
-        self._products.clear()  # the layers are done, and the peak of a long prompt is now
+        """Returns logits f32 (T, n_vocab); few rows take products with quantised weights."""
+        self._products.clear()  # the layers are done: a long prompt has its peak here
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:

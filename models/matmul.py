@@ -24,7 +24,7 @@ from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Stat
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
-    """The matrices of a layer by the name of their product, stacked if they share an input."""
+    """Yields each product's name and its matrices, stacked if they share an input."""
     if isinstance(layer, StateWeights):
         yield "qkv", layer.wide
         if layer.gates:
@@ -41,7 +41,7 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
 
 
 def can_multiply(weights: Weights) -> bool:
-    """Whether ``IntegerProducts`` knows the formats of all layers."""
+    """Returns whether ``IntegerProducts`` knows the formats of all layers."""
     linears = (linear for layer in weights.layers for linear in layer.linears())
     return all(matmul_int8.can_multiply(linear.code) for linear in linears)
 
@@ -56,7 +56,7 @@ class FewRowsProducts:
         self._n_threads, self._n_planes = n_threads, n_planes
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
-        """Products of f32 arrays by the names of ``stacks``."""
+        """Returns products of f32 arrays by the names of ``stacks``."""
         return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
@@ -117,7 +117,7 @@ class ManyRowsProducts(ABC):
         self._results: dict[str, np.ndarray] = {}
 
     def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
-        """Products of arrays by the names of ``stacks``, until the next call."""
+        """Returns products by the names of ``stacks``, valid until the next call."""
         return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
 
     def clear(self) -> None:
@@ -206,7 +206,7 @@ class F32Products(ManyRowsProducts):
         offsets: np.ndarray,
         x: np.ndarray,
     ) -> np.ndarray:
-        """One expert after another."""
+        """Multiplies with one expert after another."""
         width = sum(part.n_rows // part.n_matrices for part in parts)
         out = np.empty((len(rows), width), np.float32)
         for e, (first, last) in enumerate(pairwise(offsets)):
@@ -224,7 +224,7 @@ class F32Products(ManyRowsProducts):
 class IntegerProducts(ManyRowsProducts):
     """Products by cpu/layer/matmul_int8.py, of the rows that ``others`` take.
 
-    others: for the formats that it lacks.
+    others: the products for formats that it lacks.
     """
 
     def __init__(self, others: ManyRowsProducts) -> None:

@@ -58,7 +58,7 @@ def _score_part(head_group, part, n_parts, step):
     h0, heads = head_group * n_head // n_head_groups, n_head // n_head_groups
     k_row, mode = layout[K_ROW], layout[K_KIND] | GATHER
     k_at = layout[K] + h0 // (n_head // rules.n_kv_head) * layout[K_HEAD]
-    for j in range(first, min(last, first + AHEAD_GATHER)):  # the others as the scores proceed
+    for j in range(first, min(last, first + AHEAD_GATHER)):  # prefetch the others while scoring
         prefetch_lines(k_at + work.rows[head_group, j] * k_row, k_row)
     n_active = work.active[h0 : h0 + heads].sum()
     for t in range(0, n_active, MAX_TILE):
@@ -140,7 +140,7 @@ def _attend_rows(h, rows, scores, part, step):
     out[:] = 0
     if lse.shape[0]:
         lse[0] = peak + np.log(mass)
-        total = mass if mass > 0 else np.float32(1)  # without mass nothing looks at the output
+        total = mass if mass > 0 else np.float32(1)  # if it is 0, nobody reads the output
     else:
         tile_values(
             1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
@@ -272,7 +272,7 @@ def run_tasks(counter, n_threads, step):
     n_tasks = 2 * heads + n_threads  # of a shared head group
     task = next_task(counter)
     while task < n_whole + n_shared * n_tasks:
-        if task < n_whole:  # a thread's are neighbours: those of a kv group use the same key rows
+        if task < n_whole:  # a thread takes neighbours: heads of a kv group read the same keys
             head_group = task % n_threads * a_thread + task // n_threads
             for h in range(head_group * heads, (head_group + 1) * heads):
                 ask_for_entries(h, step)

@@ -28,7 +28,7 @@ class Constants(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _half_variance(q, covariance, ratio):
-    """Half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
+    """Returns half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
     if covariance.shape[0] == 0:
         return 0.5 * sum_squares(q) * ratio
     weighted = np.zeros(q.shape[0], np.float32)  # q^T C, in an order that needs no fastmath
@@ -43,7 +43,7 @@ def _half_variance(q, covariance, ratio):
 
 @njit(cache=True, nogil=True)
 def log_mean_exp(mean, half_variance, softcap):
-    """ln of the mean of e^x for scores x that are normal ahead of the softcap, 0 for none."""
+    """Returns ln of the mean of e^x for scores x that are normal before the softcap (0: none)."""
     if not softcap:
         return mean + half_variance
     deviation = np.sqrt(2 * max(half_variance, 0.0))
@@ -61,7 +61,7 @@ def log_mean_exp(mean, half_variance, softcap):
 
 @njit(cache=True, nogil=True)
 def may_bypass(near, n_near, sink, epsilon):
-    """Whether the test could hold if the global mass were 0; for most heads it could not.
+    """Returns whether the test could hold if the global mass were 0. For most heads it cannot.
 
     near, sink: see ``bypass``.
     """
@@ -83,12 +83,12 @@ def bypass(
     q, near, n_near, sink, softcap, constants, kv_head, ratio, v, v_row, v_kind, first_local, n,
     epsilon, lse, out
 ):  # fmt: skip
-    """The high-sparsity test (eq 6) and, where it holds, the head's output. q is scaled.
+    """Runs the high-sparsity test (eq 6). If it holds, writes the head's output to out f32 (d_v,).
 
-    near: scores of the sinks (4), then of the keys first_local..n-1. sink: the score without a
-    value, or -inf. v: address of rows of v_kind, v_row bytes apart. lse: f32 (1,) if the sinks are
-    left out of the output (see ``LFPSStep.exclude_sinks``), else (0,). Returns whether the head was
-    bypassed.
+    q: the scaled query. near: scores of the sinks (4), then of the keys first_local..n-1. sink: the
+    score without a value, or -inf. v: address of rows of v_kind, v_row bytes apart. lse: f32 (1,)
+    if the sinks are left out of the output (see ``LFPSStep.exclude_sinks``), else (0,). Returns
+    whether the head was bypassed.
     """
     mean_k, mean_v = constants.mean_k[kv_head], constants.mean_v[kv_head]
     mean = 0.0

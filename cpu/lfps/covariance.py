@@ -1,8 +1,8 @@
 """Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6).
 
 They come from sums over blocks of rows. The sums are kept, so that a later prefill adds its own
-rows only. Blocks begin at the same rows always: the result does not depend on the calls that led to
-it.
+rows only. Blocks always begin at the same rows, so the result does not depend on how calls split
+the rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS
 
 BLOCK = 256  # rows
-STEP = 4  # rows that a pass over the products takes in
+STEP = 4  # rows that one pass adds to the products
 
 
 class Moments(NamedTuple):
     """Sums over the first rows of each kv head, in whole blocks."""
 
     n: np.ndarray  # int64 (1,): rows in the sums; 0 makes the next call begin anew
-    centre: np.ndarray  # f32 (G, d): mean of the first block, near which sums lose few digits
+    centre: np.ndarray  # f32 (G, d): mean of the first block; around it, sums lose few digits
     rows: np.ndarray  # f64 (G, d): sum of the rows
     products: np.ndarray  # f32 (G, d, d): sum of (row - centre)(row - centre)', or (G, 0, 0)
 
@@ -40,7 +40,7 @@ class Moments(NamedTuple):
 
 
 def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
-    """Sums of no rows."""
+    """Returns the sums of no rows."""
     size = d if covariance else 0
     return Moments(
         np.zeros(1, np.int64), np.zeros((n_kv_head, d), np.float32), np.zeros((n_kv_head, d)),
@@ -53,9 +53,9 @@ def mean_and_covariance(layout, of, first, n, moments, mean, covariance, n_threa
     """Computes mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head, with d as
     stored.
 
-    layout int64 (8,): see attention/rows.py; of: its column K or V, whose rows from ``first`` on
-    are meant. moments: what earlier calls left of the first of these rows; whole blocks are added.
-    If their products, and covariance, have shape (G, 0, 0), only the mean is computed.
+    layout int64 (8,): see attention/rows.py; of: its column K or V. first: the first of the n rows.
+    moments: the sums that earlier calls left; this call adds whole blocks. If their products, and
+    covariance, have shape (G, 0, 0), only the mean is computed.
     """
     n_kv_head, row_bytes, kind = mean.shape[0], layout[K_ROW + of], layout[K_KIND + of]
     for part in prange(n_threads):
@@ -92,7 +92,7 @@ def _one_head(at, row_bytes, kind, n, n_known, centre, rows, products, mean, cov
 
 @njit(cache=True, nogil=True, fastmath={"contract"})
 def _add(at, row_bytes, kind, count, centre, total, products):
-    """Adds at most BLOCK rows, f64 (d,), and unless it is empty their products, f32 (d, d)."""
+    """Adds at most BLOCK rows to total f64 (d,), and to products f32 (d, d) unless it is empty."""
     d = centre.shape[0]
     one, part = np.ones(BLOCK, np.float32), np.zeros(d, np.float32)
     tile_values(
@@ -118,10 +118,10 @@ def _add(at, row_bytes, kind, count, centre, total, products):
 
 
 class RowSums:
-    """The sums over a layer's rows after the sinks, of K and V, and those of the prefill before.
+    """The sums over a layer's rows of K and V after the sinks, for the last two prefills.
 
-    So a rewind to that prefill's end, which another question to a document begins with, reads no
-    row again.
+    A rewind to the end of the earlier one reads no row again. Another question about a document
+    does that.
     """
 
     def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:
@@ -164,7 +164,7 @@ class RowSums:
                 now.set_to(earlier)
 
     def copy(self, of: RowSums, n: int) -> None:
-        """Takes the sums of another layer with the same first n rows, where they are of these."""
+        """Copies another layer's sums if they cover no rows but the first n, which both have."""
         for given in (of._earlier, of._now):
             if 0 < given[0].n[0] <= n - SINKS:
                 for now, moments in zip(self._now, given, strict=True):
@@ -177,7 +177,7 @@ class RowSums:
 
 
 def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """rows (G, n, d) -> mean (G, d) and covariance (G, d, d), in f64."""
+    """Returns mean (G, d) and covariance (G, d, d) of rows (G, n, d), in f64."""
     rows = rows.astype(np.float64)
     mean = rows.mean(1)
     centred = rows - mean[:, None]

@@ -49,7 +49,7 @@ class Tables(NamedTuple):
 
 
 def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
-    """f32 (rows of ``old``, n_columns): ``old``, cut or continued with zeros."""
+    """Returns ``old`` with n_columns columns, cut or filled with zeros."""
     new = on_lines((len(old), n_columns), np.float32, zeros=True)
     kept = min(old.shape[1], n_columns)
     new[:, :kept] = old[:, :kept]
@@ -58,7 +58,7 @@ def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def threshold(sums, n, a, horizon):
-    """tau = a mean / kappa of a table from its power sums (eq 8); kappa within [1/n, 1].
+    """Returns tau = a mean / kappa of a table from its power sums (eq 8), kappa in [1/n, 1].
 
     The mean is the sum over n, or over ``horizon`` if that is less. Otherwise a table with the same
     entries and more zeros would have a lower threshold.
@@ -74,7 +74,7 @@ def threshold(sums, n, a, horizon):
 
 @intrinsic
 def _mask_above(typingctx, entries, tau):
-    """Bit j of the u64 is set where entries[j] > tau, j < 64; entries: address of f32."""
+    """Returns a u64 with bit j set where entries[j] > tau, j < 64. entries: address of f32."""
 
     def codegen(context, b, signature, args):
         limit = llvm.splat(b, args[1])
@@ -90,7 +90,7 @@ def _mask_above(typingctx, entries, tau):
 
 @njit(cache=True, nogil=True)
 def _scan_block(table, bounds, block, count, tau):
-    """Bits of the entries of a block above tau; makes its bound exact. Entries end at count."""
+    """Returns bits of a block's entries above tau; makes its bound exact. count: all entries."""
     start = block * BLOCK
     if start + BLOCK <= count:
         at = table.ctypes.data + 4 * start
@@ -107,7 +107,7 @@ def _scan_block(table, bounds, block, count, tau):
 
 @njit(cache=True, nogil=True)
 def _blocks_above(bounds, first, n_blocks, tau):
-    """Bit b of the u64 is set where bounds[first + b] > tau, for the up to 64 blocks that exist."""
+    """Returns a u64 with bit b set where bounds[first + b] > tau, for at most 64 blocks."""
     if first + BLOCK <= n_blocks:
         return _mask_above(bounds.ctypes.data + 4 * first, tau)
     word = np.uint64(0)
@@ -181,7 +181,7 @@ def _mark_reversed(word, lowest, words):
 
 @njit(cache=True, nogil=True)
 def expand(words, wide, n_words):
-    """wide = ``words`` and the neighbours {-1, +1, +2} of every set bit (eq 9, unfiltered).
+    """Writes to ``wide`` the set bits of ``words`` and their neighbours {-1, +1, +2} (eq 9).
 
     words uint64 (> n_words,), 0 from n_words on. A row's neighbours may lie in the next word.
     """
@@ -231,8 +231,8 @@ def count_rows(words, n_words, n):
 def extract_rows(words, n_words, rows):
     """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
 
-    Bits are always extracted eight at a time, and surplus ones are overwritten. A branch a bit
-    would be mispredicted once a word.
+    Bits are always extracted eight at a time, and surplus ones are overwritten. A branch for each
+    bit would be mispredicted once a word.
     """
     at = 0
     for w in range(n_words):
@@ -277,7 +277,7 @@ def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes)
 
 @intrinsic
 def _power_changes(typingctx, old, new, count):
-    """The sums over j < count of new[j]^p - old[j]^p for p = 1..4, f64, lane by lane.
+    """Returns the sums over j < count of new[j]^p - old[j]^p for p = 1..4, f64, lane by lane.
 
     old, new: addresses of f32; count: a multiple of POWERS.
     """

@@ -1,4 +1,4 @@
-"""LFPS' tables ahead of a step, which may be taken back.
+"""LFPS' tables as they were before a step that may be taken back.
 
 A step changes few entries: those of the rows that a head attends to. It keeps these in a journal.
 The small arrays are copied. ``rescale`` changes all entries, once in some hundred steps. Then all
@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.lfps.search import Journal
 
 
 class SavedTables:
-    """The tables of one layer ahead of a step, which attends to at most k_budget rows a head."""
+    """One layer's tables before a step that attends to at most k_budget rows a head."""
 
     def __init__(self, tables: Tables, decay: float, k_budget: int, *others: np.ndarray) -> None:
         """others: further arrays, which do not grow."""
@@ -51,6 +51,6 @@ def _put_back(ver, dist, rows, entries, sizes, n):
 
 
 def _put_first(array: np.ndarray, before: np.ndarray) -> None:
-    """Sets the columns that there were before; new ones are 0."""
+    """Restores the columns of ``before`` and sets the columns after them to 0."""
     array[:, : before.shape[1]] = before
     array[:, before.shape[1] :] = 0

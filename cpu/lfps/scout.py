@@ -5,8 +5,8 @@ scores the codes of a slice of all rows; each step takes the next slice. The bes
 of the slice becomes a candidate. Its exact score then decides.
 
 Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/byte_scores.py takes them: eight
-tiles of sixteen rows. A word is four directions. The sinks are attended to anyway. They have the
-code of the row after them.
+tiles of sixteen rows. A word is four directions. Steps always attend to the sinks, so these have
+the code of the row after them.
 """
 
 from typing import NamedTuple
@@ -25,13 +25,13 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS
 
-PART = 128  # rows of which one is found
+PART = 128  # rows; the scout finds the best one of each part
 _ROW_BITS = 7
-_LARGEST = 127  # of a rounded query
-_TILES = 4  # whose sums are in registers together
+_LARGEST = 127  # largest element of a rounded query
+_TILES = 4  # tiles whose sums are in registers together
 ZERO = 64  # the code that stands for 0
 MOST = 3.0  # standard deviations that a code reaches
-RIDGE = 0.05  # of the mean variance of the queries: what is added to that of every direction
+RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
 TINY = 1e-30
 
 
@@ -39,8 +39,8 @@ class Codes(NamedTuple):
     """The codes of G kv heads, for the kernels."""
 
     at: int  # address of the first kv head's
-    head_bytes: int  # between kv heads
-    n_parts: int  # that are coded
+    head_bytes: int  # bytes from one kv head's codes to the next
+    n_parts: int  # coded parts
     directions: int  # address of the first kv head's directions
     n_codes: int  # r, bytes a row
 
@@ -105,7 +105,7 @@ def n_directions(d: int) -> int:
 def choose_directions(
     queries: np.ndarray, covariance: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """E, D f32 (G, d, count): of all products of that rank (q D) . (k E) is nearest to q . k.
+    """Returns E, D f32 (G, d, count): the rank ``count`` for which (q D) . (k E) is nearest q . k.
 
     queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a code of E k
     reaches MOST standard deviations. With the queries' moments C = L L' the eigenvectors U are the
@@ -125,7 +125,7 @@ def choose_directions(
 
 
 def code_parts_ref(keys: np.ndarray, encode: np.ndarray, zero: np.ndarray) -> np.ndarray:
-    """uint8 (G, parts, 8, words, 16, 4): the codes of the first rows. numpy reference.
+    """Returns the codes of the first rows, uint8 (G, parts, 8, words, 16, 4). numpy reference.
 
     keys (G, parts x 128, d); encode f32 (G, r, d); zero f32 (G, r).
     """

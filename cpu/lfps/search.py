@@ -36,8 +36,8 @@ BOUNDS_READ, ENTRIES_READ, KEYS_READ, SCOUTING, CODES_READ = range(6, 11)
 N_STATISTICS = 11
 RAISE = 1.25  # factor of the thresholds where too many rows pass
 LOWER_BELOW = 0.7  # share of the limit below which the thresholds come down again
-# Columns of Work.progress, each on a cache line. SEARCHED: a head group's searches that are done,
-# and one more when it has its candidates. SCORES_DONE: the parts of its scores that are done.
+# Columns of Work.progress, each on a cache line. SEARCHED: finished searches of a head group, plus
+# one when its candidates are merged. SCORES_DONE: finished parts of its scores.
 SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
 
 
@@ -84,7 +84,7 @@ class PendingUpdate(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """Entries ahead of an update that may be taken back. No columns: the update stays."""
+    """Entries as they were before an update. Without columns the update cannot be taken back."""
 
     rows: np.ndarray  # int32 (H, >= k_budget): C2
     entries: np.ndarray  # f32 (2, H, >= k_budget): what both tables had there
@@ -144,9 +144,9 @@ def ask_for_entries(h, step):
 
 @njit(cache=True, nogil=True)
 def mark(h, factor, step):
-    """The bits of a head's C0 (eq 8), thresholds raised by ``factor``.
+    """Sets the bits of a head's C0 (eq 8), with thresholds raised by ``factor``.
 
-    If neighbours are filtered, which depends on the head, the bits of its C1 (eq 9).
+    If neighbours are filtered, it sets the bits of C1 (eq 9), because the filter is a head's own.
     """
     n, tables, statistics = step.n, step.tables, step.statistics
     bits, n_words = step.work.bits[h], (n + BLOCK - 1) // BLOCK
@@ -186,7 +186,7 @@ def scout(h, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def search_head(h, step):
-    """The bypass test of a head: its output if it is bypassed, its C0 otherwise."""
+    """Runs a head's bypass test. Writes its output if it is bypassed, marks its C0 otherwise."""
     n, layout, rules, constants = step.n, step.layout, step.rules, step.constants
     statistics, near, active = step.statistics, step.work.near, step.work.active
     n_head, d = step.q.shape

@@ -21,7 +21,7 @@ from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def lfps_init(q, layout, n, rules, tables, n_threads):
-    """Tables from the last s prefill queries (eq 4): q f32 (H, s, d), the last at position n - 1.
+    """Fills tables from the last s prefill queries (eq 4), q f32 (H, s, d), of rows n - s to n - 1.
 
     Each query's weights are its causal softmax without the sinks; every table sums to
     1 / (2 (1 - decay)).

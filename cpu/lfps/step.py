@@ -150,7 +150,7 @@ def _scratch(at, n, k_budget, limit):
 
 @njit(cache=True, nogil=True)
 def _record(at):
-    """The record of ``LFPS`` at an address."""
+    """Returns the record of ``LFPS`` at an address."""
     return carray(_lfps_pointer(at), 1)[0]
 
 
@@ -234,7 +234,7 @@ def _run_threads(function, n_threads, step_at, task, q, out, counter, at):
 
 @njit(cache=True, nogil=True)
 def _run_task(step_at, task, q, out):
-    """A task of all threads, in a block of memory for what they pass on."""
+    """Runs a task on all threads. They exchange results in one block of memory."""
     this = _record(step_at)
     n_head, n, limit, n_threads = this.n_head, this.n, this.limit, this.n_threads
     n_head_groups = this.rules.n_kv_head if this.rules.by_group else n_head
@@ -249,7 +249,7 @@ def _run_task(step_at, task, q, out):
 
 @njit(cache=True, nogil=True)
 def lfps_step(step_at, q, k, v, out):
-    """One decode step of a layer (Algorithm 1): stores the current token as row n - 1, and attends.
+    """Runs a layer's decode step (Algorithm 1): stores the current token as row n - 1, attends.
 
     Takes addresses of a record of LFPS, q f32 (H, d), k (G, d), v (G, d_v) and out f32 (H, d_v).
     """
@@ -313,7 +313,7 @@ class LFPSStep:
         record["n_blocks"] = tables.ver_bounds.shape[1]
 
     def use_scout(self, scout: Scout, n_rows: int) -> None:
-        """From now on steps look at the codes of up to n_rows rows; again for new codes."""
+        """Makes steps score the codes of at most n_rows rows. Call it again for new codes."""
         self.record["codes"] = tuple(scout.known())
         self.record["n_found"] = -(-n_rows // PART)
 
@@ -330,7 +330,7 @@ class LFPSStep:
         self.record["n_columns"] = 0
 
     def exclude_sinks(self, lse: np.ndarray) -> None:
-        """From now on steps leave the sinks out of their output.
+        """Makes steps leave the sinks out of their output.
 
         lse f32 (H,): receives the log of the sum of exponentials of the scores that are included.
         """
@@ -342,7 +342,7 @@ class LFPSStep:
         self.record["n_kept"] = max(1, n_kept) if later else 0
 
     def use_journal(self, journal: Journal | None) -> None:
-        """From now on updates keep there what they change; None: nowhere."""
+        """Makes updates save to ``journal`` the entries that they change; None: no more."""
         record, self._journal = self.record, journal
         record["n_journal"] = 0 if journal is None else journal.rows.shape[1]
         if journal is not None:
@@ -361,11 +361,11 @@ class LFPSStep:
         record["n_kept"], record["n_bit_words"] = k_budget, n_words
 
     def update_tables(self) -> None:
-        """Updates the tables by the last step (eq 10)."""
+        """Updates the tables with the weights of the last step (eq 10)."""
         lfps_task(self._at, UPDATE)
 
     def mark(self) -> None:
-        """Thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""
+        """Computes thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""
         lfps_task(self._at, MARK)
 
     def share(self, by_group: bool, a: float) -> None:
@@ -392,6 +392,6 @@ class LFPSStep:
             self._keep(k_budget)
 
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
-        """The step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""
+        """Runs a step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""
         assert q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         lfps_step(self._at, address(q), address(k), address(v), address(out))

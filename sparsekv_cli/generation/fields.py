@@ -1,6 +1,6 @@
 """JSON objects that users write, as pydantic models: lines of ``run --jsonl``, requests of serve.
 
-A model checks types and bounds. Here are its base, and the words for what it finds.
+A model checks types and bounds. This file has its base class and its error messages.
 """
 
 import codecs
@@ -17,10 +17,10 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
 MAX_SHOWN = 60  # characters of a value in a message
-MAX_FIELDS = 256  # of one object; each that is wrong takes a kilobyte
+MAX_FIELDS = 256  # fields of one object; each wrong one takes a kilobyte
 LARGE = re.compile(
     rb"(?<![0-9])[0-9]{200}|[eE]\+?[0-9]{3}"
-)  # in every number that an f64 may not hold
+)  # matches every number that an f64 may not hold
 
 
 class FieldError(SparseKVError):
@@ -118,7 +118,7 @@ WORDS = {
 def _words(
     kind: type[Fields], values: Mapping[str, Any], found: Sequence[ErrorDetails]
 ) -> tuple[str, str]:
-    """The path of the first field that is wrong, and what is wrong with it. kind: of ``values``."""
+    """Returns the path of the first wrong field, and what is wrong. kind: model of ``values``."""
     error, context = found[0]["type"], found[0].get("ctx", {})
     place, value = _place(values, found[0]["loc"]), found[0]["input"]
     field = path_of(place)
@@ -149,7 +149,7 @@ def _expected(found: ErrorDetails) -> str:
 
 
 def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
-    """The path of an error within ``values``, without pydantic's names for parts of a union."""
+    """Returns an error's path in ``values``, without pydantic's names for parts of a union."""
     place: list[str | int] = []
     for part in parts:
         is_key = isinstance(values, Mapping) and part in values
@@ -160,7 +160,7 @@ def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
 
 
 def names_of(kind: type[Fields]) -> list[str]:
-    """All names that the fields of a model have."""
+    """Returns all names that the fields of a model have."""
     names: list[Any] = []
     for name, declared in kind.model_fields.items():
         choices = getattr(declared.validation_alias, "choices", None)
@@ -169,7 +169,7 @@ def names_of(kind: type[Fields]) -> list[str]:
 
 
 def path_of(place: Sequence[str | int]) -> str:
-    """``messages[0].role``, cut where a key is long."""
+    """Returns the path as text, such as ``messages[0].role``, cut where a key is long."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -177,7 +177,7 @@ def path_of(place: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, in ASCII."""
+    """Returns a value as a message shows it, in ASCII."""
     try:
         text = json.dumps(value)
     except ValueError:  # a whole number of thousands of digits
