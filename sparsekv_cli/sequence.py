@@ -20,23 +20,23 @@ from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.prompt_rows import PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 
-# Chooses a token by logits f32 (n_vocab,) and the sequence's tokens.
+# Returns the token chosen by logits f32 (n_vocab,) and the sequence's tokens.
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# The entries of a ledger that say the memory now. The others count work that was done.
+# The ledger entries that hold the current memory. The others count finished work.
 LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
 N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
-# Tokens that are prefilled again after the cache was cut: a method begins its index with the last
-# queries of a prefill (32 by default). None are where the last prefill ended.
+# Tokens that are prefilled again after a cut: a method begins its index with the last queries of a
+# prefill (32 by default). A cut at the end of the last prefill needs none.
 N_REFRESH = 64
-# The disk finds and keeps whole prompts only. Where prompts are kept there, at most so many tokens
-# are prefilled again ahead of as many new ones.
+# The disk keeps whole prompts only. With prompts on disk, at most so many tokens are prefilled
+# again before as many new ones.
 N_WHOLE = 512
 
 
 def speed(n: int, seconds: float) -> float:
-    """Tokens a second; 0.0 when nothing was timed."""
+    """Returns tokens a second; 0.0 when nothing was timed."""
     return n / seconds if seconds > 0 else 0.0
 
 
@@ -44,20 +44,20 @@ class Checkpoint(NamedTuple):
     """The end of a sequence's last prefill, to which it can go back."""
 
     n: int  # tokens
-    logits: np.ndarray  # f32 (n_vocab,) after them
+    logits: np.ndarray  # f32 (n_vocab,), after the last token
 
 
 class Attention(NamedTuple):
     """How a sequence attends."""
 
-    method: Method  # with the budget of a sequence that is dense at first
+    method: Method  # its budget covers the rows up to ``sparse_from``
     specs: Ids[LayerSpec]  # the layers, calibrated for the method
-    sparse_from: int  # the method attends to all of so many rows; among more it chooses
+    sparse_from: int  # the method attends to all rows up to so many
 
 
 @dataclass
 class Speculation:
-    """Drafts so far, and what came of them."""
+    """Counts of drafts and of accepted tokens so far."""
 
     source: str = "off"
     steps: int = 0  # decode steps with a draft
@@ -67,7 +67,7 @@ class Speculation:
     verify_s: float = 0.0  # seconds of the steps
 
     def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """A step with a draft has been decoded, and its tokens are checked."""
+        """Counts a decoded step with a draft whose tokens have been checked."""
         self.steps += 1
         self.drafted += n_drafted
         self.accepted += n_accepted
@@ -139,16 +139,16 @@ class Drafts(Protocol):
         """The draft model's sequence; None for a source without one."""
 
     def begin(self, tokens: Ids[int]) -> None:
-        """An answer to ``tokens`` begins. They may differ from those of the last call."""
+        """Called when an answer to ``tokens`` begins. They may differ from the last call's."""
 
     def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
         """Returns at most ``most`` tokens that may follow ``tokens`` and then ``last``.
 
-        ``tokens`` begin as in the call before.
+        ``tokens`` begin with those of the call before.
         """
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """A step has been decoded, with a draft of ``n_drafted`` tokens, which may be 0."""
+        """Called after a decoded step with a draft of ``n_drafted`` tokens (0: none)."""
 
 
 class Engine(Protocol):
@@ -159,7 +159,7 @@ class Engine(Protocol):
 
     @property
     def n_vocab(self) -> int:
-        """Tokens of the vocabulary."""
+        """The number of tokens in the vocabulary."""
 
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
@@ -168,7 +168,7 @@ class Engine(Protocol):
         """Returns the empty rows of a next-token block, if it makes drafts."""
 
     def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
-        """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
+        """Loads the kernels of the first steps with ``method`` that can be loaded early."""
 
     def prefill(
         self,
@@ -194,10 +194,10 @@ class Engine(Protocol):
         """Adds new tokens to B sequences: ``rows`` has one or several tokens a sequence.
 
         All rows share every load of a weight. ``Sequence.keep`` can take back all rows of a
-        sequence but the first. Returns an outcome after each token: logits f32
-        (n_vocab,), or the next token. A device can choose the next token where ``samples`` has a
-        PlainSampler for the sequence. Raises SparseKVError as ``prefill`` does. After an exception
-        every sequence has the tokens that it had, or none if its method cannot go back.
+        sequence but the first. Returns an outcome after each token: logits f32 (n_vocab,), or the
+        next token. A device chooses the next token if ``samples`` has a PlainSampler for the
+        sequence. Raises SparseKVError as ``prefill`` does. After an exception every sequence has
+        its old tokens, or none if its method cannot go back.
         """
 
 
@@ -208,11 +208,11 @@ class Sequence:
     engine: Engine
     attention: Attention
     tokens: list[int] = field(default_factory=list)  # the tokens whose rows the caches hold
-    caches: list[LayerCache] = field(default_factory=list)  # one a layer; made where none are given
-    checkpoint: Checkpoint | None = None  # the end of the last prefill, if it is still there
+    caches: list[LayerCache] = field(default_factory=list)  # one a layer; made if none are given
+    checkpoint: Checkpoint | None = None  # the end of the last prefill, if kept
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
-    drafts: Drafts | None = None  # the source of drafts of its answers
+    drafts: Drafts | None = None  # the source of drafts for its answers
     next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class Sequence:
 
     @property
     def draft_caches(self) -> list[LayerCache]:
-        """The caches of what makes drafts: of a next-token block, and of a smaller model."""
+        """The caches of a next-token block and of a smaller model, which make drafts."""
         of_block = [] if self.next_rows is None else [self.next_rows.cache]
         of_model = None if self.drafts is None else self.drafts.sequence
         return [*of_block, *(() if of_model is None else of_model.caches)]
@@ -267,8 +267,9 @@ class Sequence:
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
 
-        Then it keeps those up to the checkpoint, or none. At the checkpoint the sequence is as it
-        was at the end of its last prefill. Decode steps from there give the same bits.
+        In that case it keeps the tokens up to the checkpoint, or none. At the checkpoint the
+        sequence is as it was at the end of its last prefill. Decode steps from there give the same
+        bits.
         """
         n = min(n, len(self.tokens))
         self._cut_drafts(n)
@@ -287,14 +288,15 @@ class Sequence:
         self.reset()
 
     def most_rows(self, n: int) -> int:
-        """How many of the next n rows can come in one step, so that all but the first go back."""
+        """Returns how many of the next n rows fit one step that can take back all but the first."""
         n = min(n, self.n_ctx - len(self.tokens))
         return min((cache.most_rows(n) for cache in self.caches), default=n)
 
     def keep(self, n: int) -> None:
-        """Keeps the first n tokens. The others are of the last step, and not its first.
+        """Keeps the first n tokens. Takes back later ones, which the last step added after its
+        first.
 
-        All is then as if they had never come.
+        The state is then as if they had never come.
         """
         started = time.perf_counter()
         self.timings.decode_tokens -= self.caches[0].n - n
@@ -309,7 +311,7 @@ class Sequence:
             self.next_rows.truncate(n)
 
     def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
-        """Keeps what the sequence has of ``ids``. Returns the rest, which is to be prefilled.
+        """Keeps the tokens that ``ids`` begin with. Returns the rest of ``ids``, to be prefilled.
 
         Nothing is left if the last prefill ended where ``ids`` end. has_disk: long prompts that are
         mostly new begin anew, because the disk keeps whole prompts.
@@ -359,14 +361,14 @@ class Sequence:
 
 
 def held_bytes(caches: Iterable[LayerCache]) -> int:
-    """Bytes that caches take, indexes included."""
+    """Returns the bytes that caches take, indexes included."""
     return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
 
 
 def ledger_of(caches: Ids[LayerCache], drafting: Ids[LayerCache] = ()) -> dict[str, int]:
     """Returns the counts of ``caches`` together, in the words of the JSON contract.
 
-    drafting: caches of what makes drafts. Only their memory counts.
+    drafting: the caches that make drafts. Only their memory counts.
     """
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]

@@ -120,8 +120,7 @@ def _add(at, row_bytes, kind, count, centre, total, products):
 class RowSums:
     """The sums over a layer's rows of K and V after the sinks, for the last two prefills.
 
-    A rewind to the end of the earlier one reads no row again. Another question about a document
-    does that.
+    A rewind to the end of the earlier prefill, for another question, reads no row again.
     """
 
     def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:

@@ -1,1 +1,1 @@
-"""The KV cache of a layer: rows in memory, what a step reads, what is counted."""
+"""The KV cache of a layer: its rows in memory, its attention in a step, its counts."""

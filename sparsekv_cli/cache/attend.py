@@ -13,8 +13,8 @@ from sparsekv_cli.cpu.attention.flash import ALL_ROWS
 def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
     """Causal attention of a chunk whose K and V are the last T rows of ``store``.
 
-    In a window layer a row sees the last ``spec.window`` rows up to its own. q (H, T, d) -> (H, T,
-    d_v), both f32 or both bf16 with an even d.
+    In a window layer a row attends to the last ``spec.window`` rows, its own included. q (H, T, d)
+    -> (H, T, d_v), both f32 or both bf16 with an even d.
     """
     q = np.ascontiguousarray(store.k_type.rotated(q, spec.n_threads))
     kernels = prefill_f32 if q.dtype == np.float32 else prefill_bf16
@@ -30,7 +30,7 @@ def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
 def attend_dense(
     q: np.ndarray, stores: Sequence[KVStore], counts: Sequence[int], spec: LayerSpec
 ) -> np.ndarray:
-    """Attention of the last ``counts`` tokens of each store, each over the rows that it sees.
+    """Returns the attention of the last ``counts`` tokens of each store, each up to its own row.
 
     q f32 (B, H, d) has the tokens of all stores -> f32 (B, H, >= d_v). Stores next to each other
     that share a prefix read its rows together.
@@ -61,7 +61,7 @@ def attend_rows(
 
 
 def score_rows(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """q . k / sqrt(d) of all rows: q f32 (H, d) -> f32 (H, n + padding)."""
+    """Returns q . k / sqrt(d) of all rows: q f32 (H, d) -> f32 (H, n + padding)."""
     q, out = store.k_type.rotated(q), np.empty((q.shape[0], store.n + decode.PAD), np.float32)
     decode.score_rows(q, store.layout, store.n, spec.n_head_kv, spec.scale, out, spec.n_threads)
     return out

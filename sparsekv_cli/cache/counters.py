@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class Ledger:
-    """Counts of what decode steps really did. Rows are counted as (query head, key) pairs.
+    """Counts of the work of decode steps. Rows are counted as (query head, key) pairs.
 
     rows_scored: pairs whose q . k was computed to choose rows. Dense attention counts all pairs
     that it attends to. bytes_read: bytes of K, V and index that the kernels load. A row that
@@ -15,7 +15,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
 
     def step(self, rows: int, scored: int, attended: int, n_bytes: int, sparse: bool) -> None:
-        """One decode step of one layer: rows in context, rows scored, rows attended, KV bytes."""
+        """Counts one layer's decode step: rows in context, scored and attended, and KV bytes."""
         counts = self.counts
         counts["rows_total"] += rows
         counts["rows_scored"] += scored

@@ -25,8 +25,8 @@ class EvictingCache(LayerCache):
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
-        self._n_dropped = 0  # rows of every kv head
-        self._n_settled = 0  # rows of the sequence that cannot be cut off
+        self._n_dropped = 0  # rows dropped in every kv head
+        self._n_settled = 0  # rows that a rewind cannot cut off
 
     @property
     def n(self) -> int:
@@ -51,9 +51,9 @@ class EvictingCache(LayerCache):
         self.store, self._n_dropped, self._n_settled = store, n - m, n
 
     def attend_held(self, x: AttnInput, chooses: bool) -> np.ndarray:
-        """Adds the row of a decode step and attends to all that are held.
+        """Adds the row of a decode step and attends to all held rows.
 
-        chooses: whether the step reads the keys a second time, to score them.
+        chooses: whether the step reads the keys again, to score them.
         """
         store, spec = self.store, self.spec
         store.append_row(x.k, x.v)
@@ -69,7 +69,7 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 if rows would be missing that later ones have displaced."""
+        """See LayerCache. Returns 0 if later rows have displaced rows that it would need."""
         if n < self._n_settled:
             return 0
         self.store.truncate(n - self._n_dropped)

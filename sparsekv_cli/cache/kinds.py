@@ -1,6 +1,6 @@
 """Kinds of layers: ``full`` ones, which methods change, and others with caches of their own.
 
-A layer of either may read the rows of another one ahead of it.
+A layer of any kind may read the rows of an earlier layer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +17,17 @@ from sparsekv_cli.system import memory_file
 
 LEAST_SHARED = 1024  # rows; fewer are copied
 
-# The caches of layers of other kinds than full, which are the same with every method.
+# The caches of layers that are not full. They are the same with every method.
 CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDOW: WindowCache}
 
 
 def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
-    """Returns the layers in which a method has a part."""
+    """Returns the layers that methods change."""
     return [spec for spec in specs if spec.kind == FULL]
 
 
 class SharedStore(KVStore):
-    """The first ``n`` rows of another layer's store, which gets every row first."""
+    """The first ``n`` rows of an earlier layer's store, which gets every row first."""
 
     is_shared = True
 
@@ -72,8 +72,8 @@ def share_prefix(
 ) -> None:
     """Gives empty caches the first n rows of another sequence, whose caches keep all rows.
 
-    Both sequences read them in the same memory where the system can do that. Few rows are copied,
-    and those of methods that keep them in a form of their own. n_room: rows in all that are to fit.
+    Both sequences read them in the same memory where the system can do that. Few rows are copied.
+    So are rows that a method keeps in a form of its own. n_room: the rows to make room for.
     """
     pairs = [(cache.store, to.store) for cache, to in zip(given, into, strict=True)]
     if memory_file.is_available() and n >= LEAST_SHARED:
@@ -90,18 +90,18 @@ def share_prefix(
 
 
 def n_shared(of: KVStore, n: int) -> int:
-    """How many of a store's first n rows another one reads in the same memory.
+    """Returns how many of a store's first n rows another store reads in the same memory.
 
-    A prefix that lacks few of them stays as it is: a conversation grows by few rows a turn.
+    A prefix that lacks few of them is not made again: a conversation grows by few rows a turn.
     """
     n_whole = of.n_whole(n)
     return of.n_prefix if n_whole - LEAST_SHARED < of.n_prefix < n_whole else n_whole
 
 
 def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:
-    """Lets each second store read the first n rows of the first one, but for ``n_shared``."""
+    """Lets each second store read the first ``n_shared`` of n rows of the first store."""
     given = [(of, to, n_shared(of, n)) for of, to in pairs]
-    given = [each for each in given if each[2]]  # rows of some sizes need many to fill whole pages
+    given = [each for each in given if each[2]]  # n rows may fill no whole pages
     if any(of.n_prefix < n_whole for of, _, n_whole in given):
         sizes = [of.prefix_bytes(n_whole) for of, _, n_whole in given]
         check_memory(f"K and V of {n} tokens that are shared", sum(sizes), "ask for less at a time")
@@ -117,11 +117,11 @@ def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> Non
 def hand_over(
     old: Sequence[LayerCache], new: Sequence[LayerCache], n: int, n_room: int
 ) -> list[LayerCache] | None:
-    """Returns the caches of another method with the first n rows of a sequence; all on the host.
+    """Returns caches of another method with a sequence's first n rows; all are on the host.
 
-    new: empty caches. For a layer in which methods have no part the old cache is taken. Returns
-    None unless the old caches keep all rows in the types of the new ones. ``old`` is of no use
-    afterwards. n_room: rows in all that are to fit. A prefill of more rows must follow.
+    new: empty caches. A layer that methods do not change keeps its old cache. Returns None unless
+    the old caches keep all rows in the types of the new ones. Do not use ``old`` afterwards.
+    n_room: the rows to make room for. A prefill of more rows must follow.
     """
     for cache, into in zip(old, new, strict=True):
         kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
@@ -138,7 +138,7 @@ def hand_over(
 
 
 def reachable(caches: Sequence[LayerCache], n: int) -> int:
-    """Returns the largest length of at most n to which all caches go back, as far as they know."""
+    """Returns the largest length, at most n, to which all caches can go back, by ``reach``."""
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least
     return n

@@ -1,4 +1,4 @@
-"""The cache of one layer of one sequence: what the decoder asks of it, and the base classes.
+"""The cache of one layer of one sequence: the decoder's interface and the base classes.
 
 In prefill the decoder gives a layer's cache the new rows (``extend``) and computes dense attention
 itself. In decode the cache adds one row and returns its attention (``decode``).
@@ -20,7 +20,7 @@ from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 
-# How a chunk of a prefill attends: (cache, input) -> (H, T, d_v), as the input's q is.
+# Attention of a chunk of a prefill: (cache, input) -> (H, T, d_v), of the type of the input's q.
 ChunkAttention = Callable[[Any, AttnInput], Any]
 Snapshot = tuple[np.ndarray, np.ndarray]  # two arrays (heads, rows, items)
 
@@ -36,8 +36,8 @@ class LayerCache(ABC):
     caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
     ahead of the next.
 
-    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all of them,
-    and also q_nope and k_nope. A decoder may leave out the others.
+    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all queries,
+    q_nope and k_nope. A decoder may leave out what is not read.
     """
 
     attends_to_some: bool = True
@@ -49,22 +49,22 @@ class LayerCache(ABC):
         self.store = KVStore(spec)
         self.ledger = Ledger()
         self.records_attended = False  # whether ``attended`` must be kept
-        # Rows of the last decode step, int32 (H or G, m) with counts int64; None: all of them.
+        # Rows attended in the last decode step, int32 (H or G, m), with counts int64; None: all.
         self.attended: tuple[np.ndarray, np.ndarray] | None = None
-        self._saved: list[Any] = []  # for each row of a draft that can be taken back, of ``save``
+        self._saved: list[Any] = []  # results of ``save``, for each draft row
 
     @property
     def n(self) -> int:
-        """Number of the sequence's rows that the cache stands for, in whatever form."""
+        """The number of the sequence's rows that the cache stands for, in any form."""
         return self.store.n
 
     @property
     def n_spared(self) -> int:
-        """Bytes of rows in the same memory as another sequence's, that count for that one."""
+        """Bytes of shared rows that count in another sequence's cache."""
         return self.store.n_spared
 
     def extend(self, x: AttnInput) -> Any:
-        """Adds the rows of a prefill's chunk; returns the store of all rows, the chunk's last.
+        """Adds the rows of a prefill's chunk; returns the store of all rows, which end with these.
 
         The store is a KVStore, or a DeviceStore on a device. The chunk attends to it.
         """
@@ -72,7 +72,7 @@ class LayerCache(ABC):
         return self.store
 
     def finish_prefill(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called once after the last chunk: build indexes, evict, compress."""
+        """Builds the index, evicts or compresses. Called once after the last chunk."""
 
     @abstractmethod
     def decode(self, x: Any) -> Any:
@@ -87,10 +87,11 @@ class LayerCache(ABC):
         return self.decode(x)
 
     def decode_rows(self, rows: Sequence[Any]) -> Any:
-        """Adds rows as ``decode``, or ``decode_draft`` after the first one, and ``end_step`` do.
+        """Adds the first row by ``decode`` and the others by ``decode_draft``, each with
+        ``end_step``.
 
         Returns their attention, f32 (T H, >= d_v): the heads of the first row, then those of the
-        next. A row's has the same bits as alone.
+        next. Each row has the same bits as when it comes alone.
         """
         attended = []
         for t, x in enumerate(rows):
@@ -99,13 +100,13 @@ class LayerCache(ABC):
         return np.concatenate(attended)
 
     def most_rows(self, n: int) -> int:
-        """How many of the next n rows can come in one step: all but the first one are a draft."""
+        """Returns how many of the next n rows fit one step; all but the first are a draft."""
         return n
 
     def keep(self, n: int) -> None:
         """Takes back the rows of the last draft after the first n rows. The others stay for good.
 
-        Every table, index and counter is then as if the rows had never come.
+        Every table, index and counter is then as if those rows had never come.
         """
         while self._saved:
             saved = self._saved.pop()
@@ -120,24 +121,23 @@ class LayerCache(ABC):
         return self.store, self.store.n, dict(self.ledger.counts), self.attended
 
     def take_back(self, saved: Any) -> None:
-        """Takes back the last row. saved: of ``save`` ahead of its step."""
+        """Takes back the last row. saved: the result of ``save`` before its step."""
         self.store, self.store.n, counts, self.attended = saved
         self.ledger.counts = Counter(counts)
 
     def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Called after ``decode`` of row n - 1, when its output has left.
+        """Finishes the step of row n - 1. Called when the output of ``decode`` is on its way.
 
-        It does what later steps need of this one. Nobody waits for it, as long as it takes less
-        time than what follows on a device.
+        It does the work that only later steps need. On a device, other work runs meanwhile.
         """
 
     def attend_all(
         self, q: np.ndarray, *, scored: int | None = None, n_bytes: int = 0, sparse: bool = True
     ) -> np.ndarray:
-        """Attends to every row that is stored, and counts that: q (H, 1, d) -> f32 (H, >= d_v).
+        """Attends to all stored rows and counts them: q (H, 1, d) -> f32 (H, >= d_v).
 
-        scored: as ``Ledger.step`` counts it; None: all. n_bytes: the bytes that are read in
-        addition to the rows. sparse: whether the layer may leave rows out in other steps.
+        scored: as ``Ledger.step`` counts it; None: all. n_bytes: bytes read in addition to the
+        rows. sparse: whether other steps may leave out rows.
         """
         self._count_all(scored, n_bytes, sparse)
         return attend_dense(q[None, :, 0], [self.store], [1], self.spec)[0]
@@ -151,9 +151,10 @@ class LayerCache(ABC):
         self.attended = None
 
     def _decode_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
-        """``decode_rows`` of rows that attend to all rows up to their own, in one call of a kernel.
+        """Does ``decode_rows`` in one kernel call, for rows that attend to all rows up to their
+        own.
 
-        count: called after each row, with the store as it is then.
+        count: called after each row, while the store ends with it.
         """
         out = attend_dense(self._add_all(rows, count), [self.store], [len(rows)], self.spec)
         return out.reshape(-1, out.shape[2])
@@ -172,30 +173,30 @@ class LayerCache(ABC):
         return q.reshape(len(rows), -1, q.shape[2])
 
     def reserve(self, n: int) -> None:
-        """Announces that ``n`` rows in all are coming."""
+        """Announces that the cache will hold ``n`` rows."""
         self.store.reserve(n)
 
     def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
-        """Announces at which lengths messages end in the rows of the next prefill."""
+        """Announces the lengths at which messages end in the next prefill."""
 
     def reach(self, n: int) -> int:
-        """The largest length of at most n to which ``truncate`` goes back, as far as is known."""
+        """Returns the largest known length, at most n, to which ``truncate`` can go back."""
         return n
 
     def truncate(self, n: int) -> int:
         """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
 
-        Where the last finished prefill ended, the cache is then what it was at that moment.
-        Elsewhere what steps have told is forgotten with the rows, and the next prefill, or step,
-        builds a new index.
+        At the end of the last finished prefill the cache is then as it was at that moment. At
+        another length it also forgets what it learnt from steps. The next prefill or step builds a
+        new index.
         """
         self.store.truncate(n)
         return self.store.n
 
     def copy_index(self, of: LayerCache, n: int) -> None:  # noqa: B027 - few methods keep any
-        """Copies what is known of the first n rows from a cache of the same type that has them.
+        """Copies the index of the first n rows from a cache of the same type that has them.
 
-        The next prefill, which computes that from the rows otherwise, then has the same result.
+        Without it the next prefill computes the same index from the rows.
         """
 
     def memory(self) -> Memory:
@@ -246,22 +247,22 @@ class SelectingCache(LayerCache):
 
     @abstractmethod
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The rows for q f32 (H, d) among n: idx int32 (U, m), counts int64 (U,), rows scored.
+        """Returns the rows of n for q f32 (H, d): idx int32 (U, m), counts int64 (U,), rows scored.
 
         U is H (one list a query head) or G (one a kv head). The first ``counts`` rows of a list are
         valid, in any order, without repeats. Rows scored: query heads times keys.
         """
 
     def bytes_to_select(self, n: int) -> int:
-        """Bytes that one ``select`` reads."""
+        """Returns the bytes that one ``select`` reads."""
         return 0
 
 
 class BoundedCache(LayerCache):
-    """A cache whose memory does not grow with the sequence: of windows and of states.
+    """A cache whose memory does not grow with the sequence: a window or a recurrent state.
 
-    It cannot go back everywhere. A snapshot is the cache's memory at some length. An empty cache
-    that is given a snapshot goes on from there. No method has a part in it.
+    It cannot go back to every length. A snapshot is the cache's memory at some length. An empty
+    cache that is given a snapshot goes on from there. Methods do not change it.
     """
 
     attends_to_some = False
@@ -287,28 +288,28 @@ class BoundedCache(LayerCache):
 
     @abstractmethod
     def empty_snapshot(self, n: int) -> Snapshot:
-        """Memory for that of length n."""
+        """Returns memory for the snapshot of length n."""
 
     @abstractmethod
     def restore(self, n: int, held: Snapshot) -> None:
-        """Makes an empty cache that of a sequence of length n."""
+        """Fills an empty cache with the snapshot of length n."""
 
     def _tell_snapshots(self, first: int, last: int) -> None:
-        """Gives those of lengths above ``first`` up to ``last`` to whom they are for."""
+        """Passes on the snapshots of lengths above ``first`` and up to ``last``."""
         for n in sorted(self._snapshot_lengths):
             if first < n <= last and self._on_snapshot is not None:
                 self._on_snapshot(n, self.snapshot(n))
 
 
 def decode_caches(caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]]) -> Any:
-    """A step of one layer: adds each sequence's new rows to its cache.
+    """Runs one layer's step: adds each sequence's new rows to its cache.
 
-    rows: one or several a sequence. Returns the attention of all, f32 (rows H, >= d_v).
+    rows: one or several a sequence. Returns the attention of all rows, f32 (rows H, >= d_v).
     """
     if len(caches) == 1:
         return _decode_one(caches[0], rows[0])
     attended: list[Any] = [None] * len(caches)
-    dense: dict[Any, list[int]] = {}  # those that attend to all rows, by the types of their rows
+    dense: dict[Any, list[int]] = {}  # dense caches, by types of rows
     for i, cache in enumerate(caches):
         if type(cache) is DenseCache:
             types = cache.spec.cache_type_k, cache.spec.cache_type_v
@@ -333,9 +334,9 @@ def _decode_one(cache: LayerCache, rows: Sequence[Any]) -> Any:
 def _decode_dense(
     caches: Sequence[LayerCache], rows: Sequence[Sequence[AttnInput]], places: Sequence[int]
 ) -> list[np.ndarray]:
-    """``decode_rows`` of the dense caches at ``places`` in one call of a kernel.
+    """Does ``decode_rows`` of the dense caches at ``places`` in one kernel call.
 
-    Sequences that share a prefix are side by side, and read it once.
+    Sequences that share a prefix stand next to each other and read it once.
     """
     q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
@@ -345,9 +346,9 @@ def _decode_dense(
 
 
 def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
-    """How many of the steps to first .. first + n - 1 rows attend as the first one does.
+    """Returns how many of the steps to first .. first + n - 1 rows attend as the first does.
 
-    A step attends to all rows or chooses among them. Where the rows are many it chooses.
+    A step attends to all rows, or chooses if there are many.
     """
     if n < 2 or is_dense_at(first) == is_dense_at(first + n - 1):
         return n
@@ -363,7 +364,7 @@ def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
 
 
 def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
-    """Announces that n rows in all are coming.
+    """Announces that the caches will hold n rows.
 
     is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows,
     and for ``more_bytes``.
@@ -376,7 +377,7 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_byte
 
 
 def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
-    """Returns the bytes that caches on the host will take in addition for n rows in all.
+    """Returns the further bytes that caches on the host will take to hold n rows.
 
     The rows of all layers that keep them count. Only the largest of the other layers counts,
     because each is finished ahead of the next.

@@ -19,7 +19,7 @@ class LastQueries:
         self._chunks: list[np.ndarray] = []  # f32 (H, T, d)
 
     def add(self, q: Any) -> None:
-        """q (H, T, d) of the next chunk, as AttnInput has it."""
+        """Adds q (H, T, d) of the next chunk, as AttnInput has it."""
         self._chunks.append(as_f32(q[:, -self.size :]).copy())  # not all of q
         while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self.size:
             self._chunks.pop(0)
@@ -41,36 +41,36 @@ class PastQueries:
     """
 
     def __init__(self, size: int, n_head: int, head_dim: int) -> None:
-        self._coming = LastQueries(size)  # of a prefill that has not ended
+        self._coming = LastQueries(size)  # the running prefill's
         self._prefilled = np.empty((n_head, 0, head_dim), np.float32)  # the last is of row n - 1
-        self._n = 0  # rows when the prefill had ended
+        self._n = 0  # rows at the end of the prefill
         self._steps: deque[np.ndarray] = deque(maxlen=size)  # (H, 1, d), the last is of row n - 1
         self._n_stepped = 0  # rows after the last recorded step
 
     def copy(self) -> PastQueries:
-        """Returns the same, to which other steps come. No prefill may be under way."""
+        """Returns a copy that can record other steps. No prefill may be running."""
         new = copy.copy(self)
         new._steps = self._steps.copy()
         return new
 
     def extend(self, q: Any) -> None:
-        """q (H, T, d) of the next chunk of a prefill, as AttnInput has it."""
+        """Adds q (H, T, d) of the next chunk of a prefill, as AttnInput has it."""
         self._coming.add(q)
 
     def finish_prefill(self, n: int) -> None:
-        """The prefill has ended, at n rows."""
+        """Keeps the queries of the prefill, which has ended at n rows."""
         self._prefilled, self._n = self._coming.take(), n
         self._steps.clear()
 
     def record(self, q: np.ndarray, n: int) -> None:
-        """q (H, 1, d or more) of a decode step to n rows."""
+        """Adds q (H, 1, d or more) of a decode step to n rows."""
         if n != self._n_stepped + 1:
             self._steps.clear()
         self._steps.append(q[..., : self._prefilled.shape[2]].copy())
         self._n_stepped = n
 
     def last(self, n: int) -> np.ndarray:
-        """Returns the last queries of n rows, f32 (H, T, d), T <= size; T = 0: unknown."""
+        """Returns the last queries of n rows, f32 (H, T, d), T <= size; T = 0 if unknown."""
         steps = list(self._steps) if n == self._n_stepped else []
         known = [self._prefilled] if n - len(steps) == self._n else [self._prefilled[:, :0]]
         return np.concatenate(known + steps, axis=1)[:, -self._coming.size :]

@@ -10,7 +10,7 @@ from sparsekv_cli.system.memory import available_memory
 
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
 CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}
-FITTING = 256  # tokens; a context that fits is told as a multiple
+FITTING = 256  # tokens; a fitting context is rounded down to a multiple
 
 
 class Sizes(Protocol):
@@ -34,7 +34,7 @@ def padded(d: int) -> int:
 
 
 def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -> int:
-    """Bytes of one token's K and V in those of these layers that keep the rows of all tokens.
+    """Returns the bytes of one token's K and V in the layers that keep the rows of all tokens.
 
     Rows that several layers read count once.
     """
@@ -43,21 +43,21 @@ def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -
 
 
 def layer_bytes(layer: Sizes, cache_type_k: str, cache_type_v: str) -> int:
-    """Bytes of one token's K and V in one layer."""
+    """Returns the bytes of one token's K and V in one layer."""
     k = rows.row_bytes(CACHE_TYPES[cache_type_k], padded(layer.head_dim))
     v = rows.row_bytes(CACHE_TYPES[cache_type_v], padded(layer.value_dim))
     return layer.n_head_kv * (k + v)
 
 
 def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
-    """Tokens whose rows take at most ``n_bytes``."""
+    """Returns the number of tokens whose rows take at most ``n_bytes``."""
     return max(0, n_bytes) // max(1, bytes_a_token) // FITTING * FITTING
 
 
 def check_memory(what: str, n_bytes: int, mend: str) -> None:
     """Raises SparseKVError if ``n_bytes`` are more than this process can still take.
 
-    what: takes them, in the plural. mend: what to do.
+    what: the thing that takes them, in the plural. mend: what the user can do.
     """
     available = available_memory()
     if available is not None and n_bytes > available:

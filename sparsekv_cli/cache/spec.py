@@ -15,16 +15,16 @@ from sparsekv_cli.settings.option import MAX_WHOLE
 
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change
-WINDOW = "window"  # that of layers that attend to the last rows
-N_SPARE = 128  # rows ahead of a window that stay: so many steps can always be taken back
-N_STEPS = 128  # decode steps between two moves of a window layer's rows
+WINDOW = "window"  # the kind of layers that attend to the last rows
+N_SPARE = 128  # rows kept before a window: so many steps can always be taken back
+N_STEPS = 128  # decode steps from one move of a window layer's rows to the next
 STATE = "state"  # the kind of recurrent layers
-N_CHECKPOINTS = 8  # states of a recurrent layer that are kept at most, by default
+N_CHECKPOINTS = 8  # the most states kept of a recurrent layer, by default
 NO_SINKS = np.empty(0, np.float32)
 
 
 def window_rows(window: int) -> int:
-    """Rows that a window layer has memory for, at most."""
+    """Returns the most rows that a window layer has memory for."""
     return window + N_SPARE + N_STEPS
 
 
@@ -47,7 +47,7 @@ class StateInput(NamedTuple):
     """One recurrent layer, T new rows of one sequence: arrays f32, or in a prefill both bf16."""
 
     rows: Any  # (T, width), the projections that its convolution and its output gate take
-    gates: Any  # (T, 2 heads), those that say how much of the state stays and changes; or (T, 0)
+    gates: Any  # (T, 2 heads): how much of the state stays and how much changes; or (T, 0)
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,16 @@ class LayerSpec:
 
     theta: the rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,). It
     is empty in a layer without rotation. rope_scale: factor of the rotated dims (YaRN's magnitude).
-    attention_scale: of the softmax; 0: 1/sqrt(d). softcap: c of scores c tanh(score / c), 0: none.
-    sinks: f32 (H,), of each head a score without a value in the softmax, or empty. calibration:
-    this layer's arrays of the method's sidecar by name, empty for methods without a calibration.
-    cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: of the layer's cache
-    (cache/kinds.py). window: rows that a query sees, its own the last; 0: all. recurrence: what a
-    recurrent layer computes (cache/state.py). n_checkpoints: of its states, that are kept at most.
-    source: the layer ahead whose rows this one is given; -1: it has its own. n_full, full_place:
-    how many layers of the model are full, and how many of them are ahead of this one.
+    attention_scale: the softmax's factor; 0: 1/sqrt(d). softcap: c of scores c tanh(score / c), 0:
+    none.
+    sinks: f32 (H,), each head's score without a value in the softmax, or empty. calibration: this
+    layer's arrays of the method's sidecar by name, empty for methods without a calibration.
+    cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: the kind of the layer's
+    cache (cache/kinds.py). window: how many last rows a query attends to, its own included; 0: all.
+    recurrence: what a recurrent layer computes (cache/state.py). n_checkpoints: the most copies
+    kept of its state. source: the earlier layer whose rows this one reads; -1: it has its own.
+    n_full: the number of full layers of the model. full_place: how many of them come before this
+    one.
     """
 
     layer: int
@@ -91,7 +93,7 @@ class LayerSpec:
 
     @property
     def group(self) -> int:
-        """Query heads a kv head."""
+        """The number of query heads a kv head."""
         return self.n_head // self.n_head_kv
 
     @property
@@ -101,7 +103,7 @@ class LayerSpec:
 
     @property
     def n_chunk(self) -> int:
-        """Pairs of dims (i, i + n_chunk): those that RoPE turns, or all where it turns none."""
+        """The number of pairs of dims (i, i + n_chunk): RoPE's, or all if RoPE turns none."""
         return len(self.theta) or self.head_dim // 2
 
 
@@ -118,9 +120,10 @@ class Memory:
 class Budget:
     """Rows attended a step: a number, ``512``, or a share of the context, ``5%``.
 
-    floor, ceiling: least and most rows of a share. Default budgets have them. Short chats then stay
-    coherent, and the work of a step stops growing with the context. A share that the user states
-    has none. sparse_from: the rows up to which a step attends to all of them (methods/depth.py).
+    floor, ceiling: least and most rows of a share. Default budgets have both. With them short chats
+    stay coherent, and the work of a step stops growing with the context. A share that the user
+    states has neither. sparse_from: the rows up to which a step attends to all of them
+    (methods/depth.py).
     """
 
     tokens: int | None = None
@@ -131,7 +134,7 @@ class Budget:
 
     @staticmethod
     def parse(text: str) -> Budget:
-        """Raises ValueError unless ``text`` is a whole number up to MAX_WHOLE or a percentage."""
+        """Returns the budget. Raises ValueError unless text is a whole number or a percentage."""
         wrong = ValueError(
             f"budget = {text[:40]!r}: must be from 1 to {MAX_WHOLE} tokens, or a share up "
             "to 100% such as 5%"
@@ -149,7 +152,7 @@ class Budget:
             raise wrong from None
 
     def rows(self, n: int) -> int:
-        """Rows of a context of n that may be attended, at least 1."""
+        """Returns how many rows of a context of n may be attended, at least 1."""
         if 0 < n <= self.sparse_from:
             return n
         if self.tokens is not None:
@@ -174,7 +177,7 @@ DEFAULT_BUDGET = Budget(share=0.05, floor=64, ceiling=512)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
-    """``0,1``, ``none`` or empty -> layer numbers; negative ones count from the last layer."""
+    """Returns the layers of ``0,1``, ``none`` or nothing; negative ones count from the last."""
     if text.strip() in ("", "none"):
         return ()
     try:

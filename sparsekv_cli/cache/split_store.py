@@ -36,7 +36,7 @@ class SplitStore(KVStore):
 
     def _grown(self) -> None:
         super()._grown()
-        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # as kernels take f16
+        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # kernels take f16 as u16
 
     def split(self) -> np.ndarray:
         """Splits K into two parts, unless it is split already; returns Kdom."""
@@ -57,7 +57,7 @@ class SplitStore(KVStore):
 
     def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
         self.dom, self.k = dom, k
-        v = on_lines(self.v.shape, self.v.dtype)  # out of the block shared with the keys of before
+        v = on_lines(self.v.shape, self.v.dtype)  # leaves the block of the old keys
         v[...] = self.v
         self.v = v
         self._grown()

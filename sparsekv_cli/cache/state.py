@@ -13,19 +13,19 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
 from sparsekv_cli.cpu.recurrent.delta_net import LANES, STRETCH, delta_net
 
-DRAFT_BYTES = 8 << 20  # of the copies of a layer's state for the rows of a draft
-STEP = 2048  # tokens from a checkpoint to the next where no message ends
+DRAFT_BYTES = 8 << 20  # most bytes of copies of a layer's state for a draft
+STEP = 2048  # tokens between two checkpoints if no message ends there
 
 
 class Recurrence(Protocol):
-    """The computation of a recurrent layer: from rows and a state to rows and the next state."""
+    """The computation of a recurrent layer: rows and a state give output and the next state."""
 
     @property
     def n_out(self) -> int:
-        """Elements of an output row."""
+        """The number of elements of an output row."""
 
     def new_state(self) -> list[np.ndarray]:
-        """Returns the arrays of a state, f32, as they are ahead of a sequence: zeros."""
+        """Returns the arrays of the state before any token: f32 zeros."""
 
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
@@ -55,7 +55,7 @@ class GatedConvolution:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta net; weights as cpu/recurrent/delta_net.py takes them, d_k: of a key head."""
+    """The gated delta net; cpu/recurrent/delta_net.py has its weights. d_k: size of a key head."""
 
     weight: np.ndarray
     dt: np.ndarray
@@ -83,11 +83,10 @@ class DeltaNet:
 
 
 class Checkpoints:
-    """Copies of arrays, one set a length of the sequence; at most ``most`` sets.
+    """Copies of arrays, one set for a length of the sequence, at most ``most`` sets.
 
-    If there are more, one goes. It is the set with the closest neighbours, relative to their
-    distance to the newest set. The sets get sparser towards the beginning, and the newest one
-    always stays.
+    If there are more, it drops the set with the closest neighbours, relative to their distance to
+    the newest set. So the sets get sparser towards the beginning, and the newest one always stays.
     """
 
     def __init__(self, most: int) -> None:
@@ -121,14 +120,14 @@ class Checkpoints:
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
-        """Puts what is kept of length n into the arrays; of 0 zeros. Longer sets go."""
+        """Copies the set of length n into the arrays (0: zeros). Drops longer sets."""
         for i, array in enumerate(arrays):
             array[:] = self._sets[n][i] if n else 0
         for length in [length for length in self._sets if length > n]:
             del self._sets[length]
 
     def _redundant(self) -> int:
-        """Returns the length that goes when there are too many."""
+        """Returns the length whose set is dropped when there are too many."""
         lengths = [0, *self._sets]
         newest = lengths[-1]
         gaps = {
@@ -143,8 +142,8 @@ class StateCache(BoundedCache):
 
     A sequence goes back to lengths that have a checkpoint. These lengths are the start and end of a
     prefill, its ends of messages (``mark``), and every STEP tokens. At most ``spec.n_checkpoints``
-    of them are kept. Its steps are in no ledger. The state after a prompt has the same bits
-    wherever messages end in it.
+    of them are kept. The ledger does not count its steps. The state after a prompt has the same
+    bits wherever messages end in it.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -205,9 +204,9 @@ class StateCache(BoundedCache):
         return self._out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends ahead of a checkpoint, which cannot be taken back.
+        """See LayerCache. A draft ends before a checkpoint, which cannot be taken back.
 
-        It has as many rows as DRAFT_BYTES hold copies of the state.
+        DRAFT_BYTES limits its rows: each needs a copy of the state.
         """
         n, left = min(n, 1 + DRAFT_BYTES // self._n_bytes), STEP - self._n % STEP
         return n if left == 1 else min(n, left - 1)
@@ -222,7 +221,7 @@ class StateCache(BoundedCache):
             array[:] = before
 
     def reserve(self, n: int) -> None:
-        """Does nothing: the state grows with no row."""
+        """Does nothing, because the state does not grow."""
 
     def reach(self, n: int) -> int:
         return n if n == self._n else self._checkpoints.latest(n)
@@ -254,7 +253,7 @@ class StateCache(BoundedCache):
     def _advance(
         self, x: StateInput, part: slice, state: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
-        """Takes a state over some rows of a chunk."""
+        """Moves a state on over some rows of a chunk."""
         rows = StateInput(x.rows[part], x.gates[part])
         self._recurrence.advance(rows, state, out, self.spec.n_threads)
 
@@ -263,10 +262,9 @@ class StateCache(BoundedCache):
             self._checkpoints.keep(self._n, self._state)
 
     def _keep_ahead(self, x: StateInput, first: int, n: int) -> None:
-        """Keeps the state of length n, a few rows ahead in a chunk that begins at ``first``.
+        """Keeps the state of length n, which lies within a chunk that begins at ``first``.
 
-        Rows that are grouped in another way round in another way: the state itself is not taken
-        there.
+        It advances a copy, because the chunk's own state must not be rounded at n.
         """
         ahead = self._recurrence.new_state()
         for array, of in zip(ahead, self._state, strict=True):
@@ -277,6 +275,6 @@ class StateCache(BoundedCache):
 
 
 def _as_snapshot(state: Sequence[np.ndarray]) -> Snapshot:
-    """Returns the arrays of a state, one or two, as bytes (1, 1, bytes)."""
+    """Returns the one or two arrays of a state as bytes (1, 1, bytes)."""
     arrays = [array.reshape(1, 1, -1).view(np.uint8) for array in state]
     return arrays[0], arrays[1] if len(arrays) > 1 else np.empty((1, 1, 0), np.uint8)

@@ -23,14 +23,15 @@ from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 
-LARGE = 16 << 20  # bytes; whether there is memory for less is not asked
+LARGE = 16 << 20  # bytes from which the memory is checked first
 
 
 class RowType:
     """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``.
 
-    kind: of cpu/attention/rows.py. Rows of q4_0 are stored rotated (cpu/layer/hadamard.py):
-    kernels that read them take rotated queries, and give rotated sums of values.
+    kind: the number of the type in cpu/attention/rows.py. Rows of q4_0 are stored rotated
+    (cpu/layer/hadamard.py): kernels that read them take rotated queries, and give rotated sums of
+    values.
     """
 
     def __init__(self, kind: int, d: int) -> None:
@@ -53,13 +54,13 @@ class RowType:
         store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """Rows of this type -> (..., width): f16 (the same memory) or f32."""
+        """Returns rows of this type as (..., width): f16 (the same memory) or f32."""
         if self.kind == rows.F16:
             return stored
         return self.rotated(rows.dequantize_rows_ref(stored, self.width, self.kind))
 
     def rotated(self, x: np.ndarray, n_threads: int = 1) -> np.ndarray:
-        """x (..., >= d) rotated, of x's type; x itself if rows of this type are not."""
+        """Returns x (..., >= d) rotated, of x's type; x itself if rows of this type are not."""
         if not self.rotates:
             return x
         turned = as_f32(x).copy()
@@ -67,7 +68,7 @@ class RowType:
         return as_type_of(x, turned)
 
 
-ROTATED = (rows.Q4_0,)  # those that gain from it: docs/methods.md
+ROTATED = (rows.Q4_0,)  # types that gain from it: docs/methods.md
 
 
 class Prefix:
@@ -79,7 +80,7 @@ class Prefix:
     def __init__(self, store: KVStore, n: int, file: MemoryFile, start: int) -> None:
         """Copies the rows of ``store`` into ``file``, from byte ``start`` on."""
         self.n, self.file = n, file
-        self.starts = list[tuple[int, ...]]()  # of K and of V: where each kv head's rows begin
+        self.starts = list[tuple[int, ...]]()  # for K and for V: the byte of each kv head
         self.users: weakref.WeakSet[KVStore] = weakref.WeakSet()
         for of_heads in (store.k, store.v):
             n_bytes = n * row_bytes_of(of_heads)
@@ -90,7 +91,7 @@ class Prefix:
 
 
 def row_bytes_of(x: np.ndarray) -> int:
-    """Bytes of a row of K or V."""
+    """Returns the bytes of a row of K or V."""
     return x.shape[2] * x.itemsize
 
 
@@ -98,8 +99,8 @@ class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
     k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
-    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's. prefix: what
-    the first ``n_prefix`` rows share with other stores, or None.
+    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's. prefix: the
+    memory of the first ``n_prefix`` rows, which other stores also read, or None.
     """
 
     is_shared = False
@@ -128,23 +129,23 @@ class KVStore:
 
     @property
     def n_spared(self) -> int:
-        """Bytes of the prefix that count for other stores."""
+        """Bytes of the prefix that count in other stores."""
         if self.prefix is None:
             return 0
         n_bytes = self.prefix_bytes(self.n_prefix)
         return n_bytes - n_bytes // len(self.prefix.users)
 
     def prefix_bytes(self, n: int) -> int:
-        """Bytes of n rows that stores share."""
+        """Returns the bytes of n rows that stores share."""
         return n * self.row_bytes * len(self.k)
 
     @property
     def owner(self) -> int:
-        """A number that stores with a common prefix have in common."""
+        """A number that is equal for stores with a common prefix."""
         return id(self if self.prefix is None else self.prefix)
 
     def n_whole(self, n: int) -> int:
-        """The most rows, of at most n, that fill whole pages, of K and of V."""
+        """Returns the most rows, at most n, that fill whole pages of K and of V."""
         least = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes_of(x)) for x in (self.k, self.v)))
         return n // least * least
 
@@ -154,18 +155,18 @@ class KVStore:
         return row_bytes_of(self.k) + row_bytes_of(self.v)
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
+        """Makes room for ``n`` rows: exactly n at first, later at least an eighth more."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
         n_bytes = capacity * self.row_bytes * len(self.k)
-        if self.n and n_bytes >= LARGE:  # the old ones stay until they are copied
+        if self.n and n_bytes >= LARGE:  # the old rows stay until they are copied
             what = f"K and V of {capacity} tokens in a layer"
             check_memory(what, n_bytes, "begin again with fewer tokens")
         self._move(capacity)
 
     def read_prefix(self, prefix: Prefix, n: int, capacity: int) -> None:
-        """Takes the first n rows, of ``n_whole``, from ``prefix``. The store has these, or none."""
+        """Reads the first n rows from ``prefix``, n of ``n_whole``. The store has them, or none."""
         self.prefix, self.n_prefix, self.n = prefix, n, max(n, self.n)
         prefix.users.add(self)
         self._move(max(capacity, self.n))
@@ -175,8 +176,8 @@ class KVStore:
         old, n_kv_head, first = (self.k, self.v), len(self.k), self.n_prefix
         n_bytes = [capacity * row_bytes_of(x) for x in old]  # of a kv head
         if self.prefix is None:
-            # In one piece, as numpy asks for huge pages from 4 MB on: rows gathered from small
-            # pages cost lfps 5% of a token at 8192.
+            # In one piece: numpy asks for huge pages from 4 MB on. With small pages, gathering rows
+            # costs lfps 5% of a token at 8192 rows.
             starts = (0, -(-n_kv_head * n_bytes[0] // LINE) * LINE)
             block = on_lines(starts[1] + n_kv_head * n_bytes[1], np.uint8)
         else:
@@ -199,11 +200,11 @@ class KVStore:
         ]  # fmt: skip
         for new, x in zip(moved, old, strict=True):
             new[:, first : self.n] = x[:, first : self.n]
-        self.k, self.v = moved  # whole: a thread may write the rows to disk meanwhile
+        self.k, self.v = moved  # at once: a thread may be writing the rows to disk
         self._grown()
 
     def _grown(self) -> None:
-        """Remembers where the rows are."""
+        """Updates ``layout`` after the arrays have moved."""
         self.layout = rows.layout_of(self.k, self.v, self.k_type.kind, self.v_type.kind)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
@@ -236,7 +237,7 @@ class KVStore:
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
-        if self.n < self.n_prefix:  # what comes now is written to pages of this store alone
+        if self.n < self.n_prefix:  # later rows go to this store's own pages
             self.n_prefix = self.n_whole(self.n)
 
     def copy(self, n: int, n_room: int = 0) -> KVStore:

@@ -1,4 +1,4 @@
-"""The cache of a window layer: the last rows of a sequence, to all of which a step attends."""
+"""The cache of a window layer: a step attends to all of the last rows of a sequence."""
 
 import copy
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class WindowCache(BoundedCache):
         super().__init__(spec)
         self.first = 0
         self._is_prefilling = False
-        # Lengths to which the sequence can always go back, and what they need that is not in
-        # ``store``: its first position and the rows. Where a length has such rows, all below do.
+        # Lengths to which the sequence can always go back. Each has the first position and the rows
+        # that it needs and that ``store`` lacks. If a length has such rows, all smaller ones do.
         self._marks: dict[int, tuple[int, KVStore] | None] = {}
 
     @property
@@ -121,11 +121,11 @@ class WindowCache(BoundedCache):
         return window_rows(self.spec.window)
 
     def _rows_of(self, n: int) -> range:
-        """Returns the positions below n that the query at n sees."""
+        """Returns the positions below n to which the query at n attends."""
         return range(max(0, n - self.spec.window + 1), n)
 
     def _has_rows_of(self, n: int) -> bool:
-        """Whether ``store`` has these."""
+        """Returns whether ``store`` has the rows of ``_rows_of``."""
         return self._rows_of(n).start >= self.first
 
     def _rows_to_keep(self) -> range:
@@ -134,14 +134,14 @@ class WindowCache(BoundedCache):
         return range(start, self.n)
 
     def _make_room(self, n_new: int) -> None:
-        """Room for new rows: drops those ahead of the window, if that is needed."""
+        """Makes room for new rows. Drops rows before the window if necessary."""
         if self.store.n + n_new <= max(self._capacity, self.store.capacity):
             return
         kept = self._rows_to_keep()
         self._move(kept, max(self._capacity, len(kept) + n_new))
 
     def _move(self, kept: range, n_room: int) -> None:
-        """Keeps these positions, in memory for ``n_room`` rows, and what the marks need."""
+        """Keeps these positions, in memory for ``n_room`` rows, and the rows of the marks."""
         for mark, rows in self._marks.items():
             needed = self._rows_of(mark)
             if rows is None and needed.start < kept.start:
@@ -151,7 +151,7 @@ class WindowCache(BoundedCache):
 
 
 def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:
-    """Returns a store with the rows of these positions of one that begins at ``first``."""
+    """Returns a store with the rows ``kept`` of a store that begins at ``first``."""
     new = copy.copy(store)
     rows = slice(kept.start - first, kept.stop - first)
     k, v = store.k[:, rows], store.v[:, rows]

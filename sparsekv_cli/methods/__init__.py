@@ -93,7 +93,7 @@ def build_method(
 
 
 def _parse(declared: Field[Any], text: str) -> Any:
-    """``text`` as an option. Raises ValueError, which names the option and what it takes."""
+    """Returns ``text`` as an option's value. Raises ValueError, which names what it takes."""
     if isinstance(declared.default, Budget):
         return Budget.parse(text)
     if isinstance(declared.default, tuple):
@@ -113,13 +113,13 @@ def stated_options(method: Method) -> dict[str, str]:
 
 
 def spec_of(method: Method) -> str:
-    """The text of the command line: ``quest:budget=2%``."""
+    """Returns the method as the command line takes it: ``quest:budget=2%``."""
     options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
     return f"{method.name}:{options}" if options else method.name
 
 
 def describe_methods() -> list[dict[str, Any]]:
-    """Name, paper, summary, use, needs and options of every method, for people and for JSON."""
+    """Returns name, paper, summary, use, needs and options of all methods, for people and JSON."""
     described = []
     for name in METHODS:
         cls = method_class(name)

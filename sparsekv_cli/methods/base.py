@@ -36,16 +36,17 @@ class Method(ABC):
     description: ClassVar[str]
     use: ClassVar[str]  # when to take it, by the tables of docs/benchmarks.md
     needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
-    cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # of K and of V that it can read
-    holds_all_rows: ClassVar[bool] = True  # of all tokens, as they are, as long as a sequence lives
-    # Its cache on a GPU, module:class of device/; a method without one keeps its rows on the host.
+    cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # types of K and V that it reads
+    holds_all_rows: ClassVar[bool] = True  # whether it keeps all rows unchanged
+    # module:class of its cache on a GPU, in device/. A method without one keeps its rows on the
+    # host.
     device_cache: ClassVar[str] = ""
-    # The HostCache of its sparse cache, if it has one of its own, module:class as above.
+    # module:class of its own HostCache for sparse layers, if it has one.
     host_cache: ClassVar[str] = ""
     # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
     # method that is never sparse, or that does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
-    # Values of options by the name of a preset; what the user sets changes them.
+    # Values of options by the name of a preset. Options that the user sets replace them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     renamed: ClassVar[dict[str, str]] = {}  # old names of options, and their names now
 
@@ -75,11 +76,11 @@ class Method(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
-        """``spec`` with this method's types of the rows."""
+        """Returns ``spec`` with this method's types of rows."""
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Whether the layer is dense, by default or because the user says so, or of another kind.
+        """Returns whether the layer is dense, by default, by the user's choice or by its kind.
 
         The user names layers by their numbers in the model. The default names the first or last
         full layers.
@@ -92,7 +93,7 @@ class Method(ABC):
     def check_layers(self, kinds: Sequence[str]) -> None:
         """Raises SparseKVError for a layer that the user names and no method changes.
 
-        kinds: of the model's layers.
+        kinds: the kinds of the model's layers.
         """
         if self.dense_layers == type(self).dense_layers:
             return
@@ -111,7 +112,7 @@ class Method(ABC):
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the cache of one layer, which is the method's own in a full layer."""
+        """Returns the cache of one layer. In a sparse full layer it is the method's own."""
         spec = self.layer_spec(spec)
         if spec.kind != FULL:
             return CACHES[spec.kind](spec)
@@ -119,7 +120,7 @@ class Method(ABC):
         return make(spec)
 
     def dense_layer(self, spec: LayerSpec) -> LayerCache:
-        """The cache of a dense layer on the host; a method may have its own for long contexts."""
+        """Returns the host's cache of a dense layer. A method may have its own for it."""
         return DenseCache(spec)
 
     @abstractmethod
@@ -127,11 +128,11 @@ class Method(ABC):
         """Returns the method's own cache of one layer."""
 
     def used(self) -> Sequence[Method]:
-        """Other methods whose kernels this one calls, so that they are compiled too."""
+        """Returns the methods whose kernels this one calls, so that they are compiled too."""
         return ()
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """The arrays (n_layer, ...) by name that the layers' ``spec.calibration`` will hold.
+        """Returns arrays (n_layer, ...) by name; ``spec.calibration`` has each layer's part.
 
         Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
         method's options, because one sidecar serves all of them.
@@ -142,7 +143,7 @@ class Method(ABC):
         """Returns the shapes and types that the arrays of ``calibrate`` must have for these layers,
         by name.
 
-        A file with other arrays is refused ahead of their use.
+        A file with other arrays is refused before use.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""From which depth on a method is sparse: where that is cheaper than to attend to all rows.
+"""The depth from which a method is sparse: beyond it, attending to all rows costs more.
 
 A dense step reads a row once for all query heads of its kv group. A sparse step has other work. It
 searches an index, scores candidates and gathers the chosen rows from all over the cache. Most of
@@ -22,7 +22,7 @@ from sparsekv_cli.methods.base import Method
 
 
 def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
-    """Rows up to which ``method`` should attend to all of them; 0 if it has no such depth."""
+    """Returns the rows up to which ``method`` is dense by default; 0 if it has no such depth."""
     return method.work_of_a_head * max((spec.group for spec in full_layers(specs)), default=0)
 
 

@@ -49,8 +49,8 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
-MOST = 1 << 20  # of exact rows
-LONG = 512  # tokens from which on an additive basis is as long as they are, and a block longer
+MOST = 1 << 20  # exact rows
+LONG = 512  # tokens from which an additive basis is as long as they are, and blocks get longer
 AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
 
 
@@ -105,8 +105,8 @@ class FAEDKV(Method):
 class _Start(NamedTuple):
     """The state of a cache at the end of a prefill of n rows.
 
-    rows: a copy of the exact ones. None means that no row has been transformed since, and that they
-    lie in ``store``. mark: of the spectrum; None if there was none.
+    rows: a copy of the exact rows. None means that they still lie in ``store``, because no row has
+    been transformed since. mark: the spectrum's; None if there was no spectrum.
     """
 
     n: int
@@ -126,13 +126,13 @@ class FAEDKVCache(LayerCache):
         super().__init__(spec)
         self.method = method
         self._importance = spec.calibration[f"imp_{method.importance}"]  # (C,)
-        self._share = method.budget.share or 0.0  # r of this layer; 0: not known yet
+        self._share = method.budget.share or 0.0  # r of this layer; 0: unknown
         if self._share and method.allocation == "layers":
             self._share = self._share_of_layer(self._share)
         self.spectrum: Spectrum | BlockSpectrum | None = None  # None: all rows are exact
         self._whole: KVStore | None = None  # all rows, during a prefill that follows on a spectrum
-        self._expected = 0  # rows that are coming, as announced
-        self._n_absorbed = 0  # rows when the spectrum was made, or changed last
+        self._expected = 0  # rows that ``reserve`` announced
+        self._n_absorbed = 0  # rows when the spectrum last changed
         self._start = _Start(0, 0, self._share)
 
     def _share_of_layer(self, share: float) -> float:
@@ -161,7 +161,7 @@ class FAEDKVCache(LayerCache):
         return self._whole
 
     def _reconstructed(self, spectrum: Spectrum | BlockSpectrum) -> KVStore:
-        """A store of all rows in the time domain, with room for those that were announced."""
+        """Returns a store of all rows in the time domain, with room for the announced rows."""
         whole, n_sinks = KVStore(self.spec), self.method.sinks
         whole.reserve(max(self.n, self._expected))
         first_exact = n_sinks + spectrum.n_tokens
@@ -213,7 +213,7 @@ class FAEDKVCache(LayerCache):
         return self.method.block if self.method.update == "block" else AGED_TOGETHER
 
     def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
-        """Transforms as many of the n_aged rows from ``first`` on as it can; returns how many."""
+        """Transforms what it can of the n_aged rows from ``first`` on. Returns their number."""
         block = self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0
@@ -250,10 +250,10 @@ class FAEDKVCache(LayerCache):
         return kind(self.spec.n_head_kv, *widths, self._basis(self.method.block))
 
     def _may_transform(self, n_aged: int) -> bool:
-        """Whether frequencies are to be left out; a budget in tokens becomes a share here."""
+        """Returns whether to leave out frequencies. Turns a budget in tokens into a share."""
         tokens = self.method.budget.tokens
         if tokens is not None and not self._share:
-            if n_aged < 2 * tokens:  # else a share near 1 would stay for good
+            if n_aged < 2 * tokens:  # else a share near 1 would be kept for good
                 return False
             self._share = tokens / n_aged
             if self.method.allocation == "layers":
@@ -283,7 +283,7 @@ class FAEDKVCache(LayerCache):
         return out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends ahead of a transform, which cannot be taken back."""
+        """See LayerCache. A draft ends before a transform, which cannot be taken back."""
         method, least = self.method, self._most_waiting()
         if self._share >= 1:
             return n
@@ -293,7 +293,7 @@ class FAEDKVCache(LayerCache):
         return 1 if n_aged >= least else min(n, least - n_aged)
 
     def truncate(self, n: int) -> int:
-        """Also goes back over rows that came after the last one was transformed."""
+        """Also goes back over rows that came after the last transform."""
         self._whole = None
         start = self._start
         if 0 < n == start.n:
@@ -308,7 +308,7 @@ class FAEDKVCache(LayerCache):
         return self.n
 
     def _restart(self, rows: KVStore, mark: Mark | None) -> None:
-        """Goes back to where the last prefill ended, with what was kept of it."""
+        """Goes back to the end of the last prefill with the rows and mark kept there."""
         self.store, self._n_absorbed = rows, self._start.n
         if mark is None:
             self.spectrum = None
@@ -334,6 +334,6 @@ class FAEDKVCache(LayerCache):
 
 
 def _floats(rows: KVStore, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """``count`` rows of K and V from ``first`` on, f32."""
+    """Returns ``count`` rows of K and V from ``first`` on, f32."""
     k, v = (each[:, first : first + count].astype(np.float32) for each in (rows.k, rows.v))
     return k, v

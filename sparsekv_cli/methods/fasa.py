@@ -83,14 +83,14 @@ class FASA(Method):
         return n <= self.budget.rows(n)
 
     def forced(self, n_fac: int) -> tuple[int, int]:
-        """How many first and last rows are among the n_fac of every head."""
+        """Returns how many first and last rows are always among a head's n_fac rows."""
         if self.force == "none":
             return 0, 0
         n_recent = min(N_RECENT, max(1, n_fac // 2))
         return min(N_SINKS, n_fac - n_recent), n_recent
 
     def dominant_dims(self, spec: LayerSpec) -> tuple[np.ndarray, int]:
-        """A layer's dims by its calibration, int32 (G, d), and how many of the first dominate."""
+        """Returns a layer's dims, int32 (G, d), dominant ones first, and the number of these."""
         n_chunk = spec.n_chunk
         rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv, :n_chunk]  # (G, C)
         if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
@@ -107,7 +107,7 @@ class FASA(Method):
         return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """The worth of chunks, and what a layer loses with some of them, whatever the options."""
+        """Returns the worth of chunks and a layer's loss with few of them, for any options."""
         return study_chunks(run, FASA().is_dense, N_QUERIES, TOP_K, N_SINKS, N_RECENT)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
@@ -141,7 +141,7 @@ class FASACache(LayerCache):
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
         if self.method.is_dense_at(n):
-            store.join()  # it was split if a rewind has made the context as short as this
+            store.join()  # a rewind may have made a split context this short
             store.append_row(x.k, x.v)
             return self.attend_all(x.q)
         store.reserve(n)
@@ -167,11 +167,11 @@ class FASACache(LayerCache):
         return rows_alike(self.method.is_dense_at, self.store.n + 1, n)
 
     def memory(self) -> Memory:
-        """With variant m Kdom counts as the device's memory, Krest and V as its host's.
+        """With variant m, Kdom counts as device memory, and Krest and V count as host memory.
 
-        This is the split on a GPU; here all of it is host memory. bytes_moved counts Krest and V of
-        the rows that a step attends to, once a kv head. device/methods/fasa.py keeps some of them
-        on the device. A context within N_fac counts as the device's whole.
+        On a CPU all of it is host memory. bytes_moved counts Krest and V of the rows that a step
+        attends to, once a kv head. device/methods/fasa.py keeps some of them on the device. A
+        context within N_fac counts as device memory as a whole.
         """
         store = self.store
         if self.method.variant == "c":

@@ -1,8 +1,8 @@
 """FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
 
 Attention reads sinks, a window and a few pages between them. The query of the step before chooses
-the pages, so that they are chosen and fetched ahead. Where a query has turned away from the one
-before, its kv head chooses again, with the query itself. All other pages lie in a pool.
+the pages, so that they are chosen and fetched ahead. If a query has turned away from the one
+before, its kv head chooses again with the new query. All other pages lie in a pool.
 
 | paper | here |
 |---|---|
@@ -58,7 +58,7 @@ from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
-MOST = 1 << 30  # of sizes that are options
+MOST = 1 << 30  # largest size that an option takes
 
 
 class PagePlan(NamedTuple):
@@ -131,22 +131,22 @@ class FreeKV(Method):
         return PagePlan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
 
     def recent(self, budget: int) -> int:
-        """Number of rows that the window holds at least, for a budget in rows."""
+        """Returns the least number of rows in the window, for a budget in rows."""
         return min(self.window, max(1, budget // 4))
 
     def slots(self, plan: PagePlan) -> int:
-        """Size of the cache of recalled pages, in pages a kv head."""
+        """Returns the size of the cache of recalled pages, in pages a kv head."""
         return max(plan.n_best, round(self.cache_pages * plan.n_best))
 
     @property
     def threshold(self) -> float:
-        """tau; infinite at the ends of the cosine's range, where rounding would decide."""
+        """Returns tau; at -1 and 1 it is infinite, because rounding would decide there."""
         if not self.correct or self.tau <= -1:
             return -math.inf
         return math.inf if self.tau > 1 else self.tau
 
     def overlaps(self, n_threads: int) -> bool:
-        """Whether to choose pages on a second thread, next to the decoder's."""
+        """Returns whether to choose pages on a second thread, next to the decoder's."""
         if not self.speculate or self.threshold == math.inf or self.overlap == "false":
             return False
         return self.overlap == "true" or self._n_core > n_threads
@@ -174,15 +174,15 @@ class FreeKVCache(LayerCache):
         self.method = method
         self._cache: PageCache | None = None
         self._overlaps = method.overlaps(spec.n_threads)
-        # The choice for the next step, under way, and the first page of that step's window.
+        # The running choice for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
         none = np.zeros((spec.n_head, spec.head_dim), np.float32)
         self._last = none  # the last query of a prefill under way (H, d)
-        # The last query of the last prefill (H, d), and the rows when it had ended.
+        # The last query of the last prefill (H, d), and the number of rows at its end.
         self._start = none, 0
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
-        self._previous_n = 0  # rows in context when that query was the current one
+        self._previous_n = 0  # rows in context at that query
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
         self._step = FreeKVStep(
             spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
@@ -276,7 +276,7 @@ class FreeKVCache(LayerCache):
         return self.attend_all(x.q)
 
     def _remember(self, q: np.ndarray, n: int) -> None:
-        self._previous_n = 0  # none, should this be interrupted
+        self._previous_n = 0  # unknown if the step is interrupted
         self._previous[:] = q
         self._previous_n = n
 

@@ -50,10 +50,10 @@ class H2O(Method):
 
     @property
     def n_queried(self) -> None:
-        """All: each adds attention."""
+        """None: every query of the prompt adds attention."""
 
     def limits(self, n: int) -> tuple[int, int]:
-        """Number of rows to hold after n rows, and the position from which rows count as recent.
+        """Returns how many of n rows to hold, and the position from which rows are recent.
 
         Both leave a place for row n, which comes with the next step.
         """
@@ -82,10 +82,10 @@ class H2OCache(EvictingCache):
         self._queries = LastQueries(method.window)
         self.queries_read = method.window or None
         shape = (spec.n_head_kv, 0)
-        # By row of the store, (G, rows): position, attention received, and in this prefill.
+        # (G, rows of the store): position, attention received, and attention in this prefill.
         self._positions = np.empty(shape, np.int32)
         self._mass, self._new_mass = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self._start: _Held | None = None  # when the last prefill had ended, if steps followed
+        self._start: _Held | None = None  # the end of the last prefill, if steps followed
 
     def positions(self) -> np.ndarray:
         return self._positions[:, : self.store.n]
@@ -111,7 +111,7 @@ class H2OCache(EvictingCache):
         self._start = None
         n_settled, n, n_seen = self._n_settled, self.store.n, self.n
         n_old = n_settled - self._n_dropped
-        self._n_settled = n_seen  # from here on an interruption cannot be undone
+        self._n_settled = n_seen  # an interruption cannot be undone from here
         if self.method.window:
             self._add(by_kv_head(self._queries.take(), self.spec))
         self._positions = _widened(self._positions[:, :n_old], n)
@@ -174,7 +174,7 @@ class H2OCache(EvictingCache):
         return n
 
     def memory(self) -> Memory:
-        """Twice the rows since the first step after a prefill: its end is kept, to go back to."""
+        """Counts the rows twice after a prefill's first step, which copies the prefill's end."""
         stores, tables = [self.store], [self._positions, self._mass]
         if self._start is not None:
             stores.append(self._start.store)

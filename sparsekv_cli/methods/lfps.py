@@ -1,8 +1,8 @@
 """LFPS: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao, Wang).
 
-A head's past attention predicts its next. One table is by position (vertical pattern), one by
-distance (slash pattern). Each step takes candidates from the tables and scores only these exactly.
-It attends to the best, and feeds the weights back.
+A head's past attention predicts its next attention. One table remembers it by position (vertical
+pattern), the other by distance (slash pattern). Each step takes candidates from the tables and
+scores only these exactly. It attends to the best, and feeds the weights back.
 
 | paper | here |
 |---|---|
@@ -18,12 +18,11 @@ Departures; docs/methods.md has their reasons and figures:
 (2) The slash table is indexed by distance, so that nothing is shifted.
 (3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
-(5) a is .3 and epsilon .95, the paper's .2 and .85.
-(6) Layer 0 is dense; beyond ``pages_from`` rows it attends to 1024 rows in pages, as Quest does.
-(7) The budget is at most 256 rows. The mean of eq 8 is over at most ``horizon`` entries.
-(8) Beyond 8192 rows the heads of a kv group score each other's candidates (``scored_by``).
-(9) A scout makes candidates of rows that history does not know, by codes of their keys.
-``preset=paper`` undoes 3 to 9.
+(5) a is .3 (paper: .2), and epsilon is .95 (paper: .85). (6) Layer 0 is dense; beyond
+``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The budget is at most 256
+rows. The mean of eq 8 is over at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv
+group score each other's candidates (``scored_by``). (9) A scout makes candidates of rows that
+history does not know, by codes of their keys. ``preset=paper`` undoes 3 to 9.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +52,8 @@ NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
 BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
-GROUP_ROWS = 8192  # beyond so many a kv group scores its heads' candidates together
-SHARED = 0.855, 2  # what each other head that shares candidates adds to the factor of a; most such
+GROUP_ROWS = 8192  # rows beyond which the heads of a kv group score candidates together
+SHARED = 0.855, 2  # added to the factor of a for each other head of the group; most heads
 
 
 @dataclass(frozen=True)
@@ -177,11 +176,11 @@ class LFPSCache(LayerCache):
         self._scout = scout.Scout(n_kv, width) if method.scout else None
         self.lse = np.empty(0, np.float32)  # see ``exclude_sinks``
         self._updates_later = False
-        self._n_pending = 0  # rows after the step whose update is still to be done; 0: none
-        self._marked = 0  # rows of the step whose candidates are marked already; 0: none
+        self._n_pending = 0  # rows after the step whose update is pending; 0: none
+        self._marked = 0  # rows of the step with marked candidates; 0: none
 
     def exclude_sinks(self) -> None:
-        """From now on ``decode`` leaves the sinks out of its output; a device attends to them.
+        """Makes ``decode`` leave the sinks out of its output; a device attends to them.
 
         ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
         includes. After a dense step, whose output includes the sinks, it is ALL.
@@ -190,7 +189,7 @@ class LFPSCache(LayerCache):
         self._step.exclude_sinks(self.lse)
 
     def update_later(self) -> None:
-        """From now on ``decode`` leaves eq 10 to ``end_step``, and eq 7 and 8 of the next step."""
+        """Makes ``decode`` leave eq 10, and eq 7 and 8 of the next step, to ``end_step``."""
         self._updates_later = True
 
     def end_step(self, n: int) -> None:
@@ -224,7 +223,7 @@ class LFPSCache(LayerCache):
             self._index(queries)
 
     def _index(self, queries: np.ndarray) -> None:
-        """Tables and constants from all stored rows; queries f32 (H, s, d) of the last s rows."""
+        """Makes tables and constants from all rows and queries f32 (H, s, d) of the last s."""
         self._marked = 0
         store, spec, constants = self.store, self.spec, self._constants
         means = constants.mean_k, constants.mean_v
@@ -264,7 +263,7 @@ class LFPSCache(LayerCache):
             return self.attend_all(x.q)
         if self._n_indexed != store.n:  # after dense steps, or a rewind
             self._start()
-        if self._n_indexed != store.n:  # then from this row's query, and all rows, this one too
+        if self._n_indexed != store.n:  # index by this row's query and all rows
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
         k = self.method.budget.rows(n)
@@ -277,7 +276,7 @@ class LFPSCache(LayerCache):
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = attended, np.zeros(spec.n_head, np.int64)
             self._step.trace(*self.attended)
-        self._n_indexed = self._marked = self._n_pending = 0  # should the step be interrupted
+        self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
         try:
             keys, values = store.k_type, store.v_type
             self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
@@ -300,7 +299,7 @@ class LFPSCache(LayerCache):
         return self._decode_all(rows, count)
 
     def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
-        """Sets the step to n rows of which a head attends to k, with room for rows and entries."""
+        """Prepares a step to n rows, of which a head attends to k. Makes room for new entries."""
         self.store.reserve(n)
         if self._scout and self._scout.n_parts < self.store.n // scout.PART:
             self._code(self._scout)
@@ -314,14 +313,14 @@ class LFPSCache(LayerCache):
         self._step.at(self.store.layout, n, k, limit, is_marked=is_marked)
 
     def _scores_by_group(self, n: int) -> bool:
-        """Whether the heads of a kv group score each other's candidates in a step to n rows."""
+        """Returns whether a kv group's heads score each other's candidates at n rows."""
         return {"auto": n > GROUP_ROWS, "group": True, "head": False}[self.method.scored_by]
 
     def most_rows(self, n: int) -> int:
         return rows_alike(self._is_dense_at, self.store.n + 1, n)
 
     def save(self) -> Any:
-        if self._is_dense_at(self.store.n + 1):  # the step records its query, and no more
+        if self._is_dense_at(self.store.n + 1):  # the step only records its query
             return super().save(), None, self._queries.copy(), self._n_indexed, 0
         k = self.method.budget.rows(self.store.n + 1)
         tables = SavedTables(self._tables, self.method.decay, k, self._raised, self._statistics)

@@ -17,7 +17,7 @@ Departures; docs/methods.md has their reasons:
 (4) ``summary=meanstd`` scores q . mean + |q| . std instead of a bound.
 (5) While the budget covers the context, attention is dense.
 (6) Keys stored as q8_0 are rounded to f16 for the summaries.
-(7) A page has 8 rows, the paper's 16: larger pages miss one row among many that look alike.
+(7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ class QuestCache(SelectingCache):
         self._n_page = n_page
 
     def _grow(self, n_page: int) -> None:
-        """Room for the summaries of ``n_page`` pages."""
+        """Makes room for the summaries of ``n_page`` pages."""
         n_kv_head, _, width = self._hi.shape
         grown = []
         for old in (self._hi, self._lo):

@@ -49,8 +49,8 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
 SINKS, WINDOW = 16, 64  # rows kept as they are
-SPARE = 16  # for rows that stay reconstructed, beyond those that are chosen
-UNDO = 16  # rows by which a rewind costs no exact row: an interrupted step, a changed last token
+SPARE = 16  # reconstructed rows that are kept in addition to the chosen ones
+UNDO = 16  # rows that a rewind can drop without losing exact rows: an interrupted step
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SALS(Method):
             raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
 
     def ranks(self, spec: LayerSpec) -> tuple[int, int]:
-        """Number of columns of a layer's latents, and how many of them are scored."""
+        """Returns the number of columns of a layer's latents, and of those that are scored."""
         size = spec.n_head_kv * spec.head_dim
         rank = min(self.rank or max(1, round(size / 4)), size)
         if self.allocation == "layers":
@@ -108,7 +108,7 @@ class SALS(Method):
         return rank, min(self.score_rank or -(-rank // 2), rank)
 
     def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
-        """A layer's vectors U (G d, r) and weights w (G d,) from its calibration: E = w U."""
+        """Returns U (G d, r) and weights w (G d,) of a layer's calibration: E = w U."""
         size = spec.n_head_kv * spec.head_dim
         weights = _calibrated(spec, "weights")[:size]
         if not (weights > 0).all():
@@ -127,7 +127,7 @@ class SALS(Method):
         return n <= self.sinks + self.window + self.budget.rows(n)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Both bases of every layer, and the cost of ranks, whatever the options are."""
+        """Returns both bases of every layer, and the cost of ranks, for any options."""
         return study_keys(run, SALS().is_dense, SINKS, WINDOW)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
@@ -192,8 +192,8 @@ class SALSCache(LayerCache):
         self.store = KVStore(self.spec)
         self._latents: latent.LatentStore | None = None
         self._exact = KVStore(self.spec)
-        self._rows = KVStore(self.spec)  # of the latents that the last step chose, as they come
-        self._kept = np.zeros(0, np.int32)  # which these are
+        self._rows = KVStore(self.spec)  # rows reconstructed from the latents of the last choice
+        self._kept = np.zeros(0, np.int32)  # the positions of these latents
         self._n = 0  # rows in latents and exact rows
         self._ring_from = 0  # position of the oldest row in the ring
         self._start = NO_START
@@ -226,12 +226,12 @@ class SALSCache(LayerCache):
         return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
-        """Rows of ``_exact`` with the positions start .. stop, at most the ring's size."""
+        """Returns the places in ``_exact`` of rows start .. stop, at most the ring's size."""
         at = start % self._ring
         return self._slots[at : at + stop - start]
 
     def _compress(self) -> None:
-        """Moves the rows of ``store`` to latents and exact rows; keeps the latents there are."""
+        """Moves the rows of ``store`` to latents and exact rows. Keeps existing latents."""
         store, n, first, latents = self.store, self.store.n, self._first, self._latents
         if latents is None:
             latents = latent.LatentStore(
@@ -255,12 +255,12 @@ class SALSCache(LayerCache):
         self.ledger.counts["rows_encoded"] += count
 
     def _restore(self, latents: latent.LatentStore) -> None:
-        """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
+        """Fills ``store`` with all rows. Reconstructs those that are latents."""
         store, n, first = self.store, self._n, self._first
         latent.reconstruct_range(
             latents.n, self._basis, latents.table, self._pointers(store), first
         )
-        exact_from = first + latents.n  # the ring may have older ones, as many as there were steps
+        exact_from = first + latents.n  # the ring may also have older rows
         slots = self._slots_of(exact_from, n)
         for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):
             target[:, :first] = source[:, :first]
@@ -287,7 +287,7 @@ class SALSCache(LayerCache):
             n_latent += 1
             latents.reserve(n_latent)
             self.ledger.counts["rows_encoded"] += 1
-        start = first + n_latent  # of the exact rows after the latents
+        start = first + n_latent  # the first exact row after the latents
         exact_rows = np.concatenate([self._sinks, self._slots_of(start, n)])
         n_front = min(method.sinks - first, n_latent)
         n_back = max(0, start - max(first, n - method.window))
@@ -312,7 +312,7 @@ class SALSCache(LayerCache):
         return out
 
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
-        """The whole context, which is still as ``full`` keeps it."""
+        """Attends to the whole context while it is still stored as ``full`` stores it."""
         self.store.append_row(x.k, x.v)
         return self.attend_all(x.q)
 
@@ -341,12 +341,12 @@ class SALSCache(LayerCache):
         self._rows.k[:], self._rows.v[:] = k, v
 
     def truncate(self, n: int) -> int:
-        """Also goes back by up to UNDO rows, while the rows of the window there are still exact."""
+        """Also goes back by up to UNDO rows, while that window's rows are still exact."""
         start, first = self._start, self._first
         if self._latents is None:
             self._start = start._replace(n=min(start.n, n))
             return super().truncate(n)
-        self.store = KVStore(self.spec)  # of a prefill that was interrupted
+        self.store = KVStore(self.spec)  # drops an interrupted prefill
         if n >= self._n:
             return self._n
         if n == start.n and start.rows is not None:
@@ -362,7 +362,7 @@ class SALSCache(LayerCache):
         return n
 
     def _restart(self, rows: KVStore) -> None:
-        """Goes back to where the last prefill ended; ``rows`` are those that it kept."""
+        """Goes back to the end of the last prefill; ``rows`` are what it kept."""
         start = self._start
         if start.n_latent is None or self._latents is None:
             self._forget()
@@ -379,7 +379,7 @@ class SALSCache(LayerCache):
         self._kept[self._kept >= n] = -1
 
     def memory(self) -> Memory:
-        """Rows in every form; ``index`` is E and D."""
+        """Counts rows in every form; ``index`` is E and D."""
         host = self.store.nbytes + self._exact.nbytes + self._rows.nbytes
         host += self._start.rows.nbytes if self._start.rows else 0
         host += self._latents.nbytes if self._latents else 0

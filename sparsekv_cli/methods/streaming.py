@@ -48,7 +48,7 @@ class _StreamingCache(SelectingCache):
     def __init__(self, spec: LayerSpec, method: Streaming) -> None:
         super().__init__(spec)
         self.method = method
-        self._sink_keys: np.ndarray | None = None  # (G, sinks, row) as stored, while turned
+        self._sink_keys: np.ndarray | None = None  # stored (G, sinks, row), while turned
 
     def extend(self, x: AttnInput) -> Any:
         self._turn_sinks_back()
