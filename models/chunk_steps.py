@@ -1,6 +1,7 @@
 """The steps of a prefilled chunk between its matrix products, fused (cpu/layer/prefill.py).
 
-``ChunkSteps`` is what a forward pass asks for; device/prefill.py does the same with tensors.
+``ChunkSteps`` is the interface that a forward pass uses. device/prefill.py implements it with
+tensors.
 """
 
 from collections.abc import Sequence
@@ -23,38 +24,38 @@ NONE = np.empty(0, np.float32)
 class ChunkSteps(Protocol):
     """The steps between the products, on T rows of a chunk; arrays, or tensors on a device.
 
-    x f32 (T, n_embd) is the residual stream; products take and give rows of the compute type.
+    x f32 (T, n_embd) is the residual stream. Products take and return rows of the compute type.
     """
 
     def stream(self, x: np.ndarray) -> Any:
-        """Embeddings f32 (T, n_embd) as the residual stream; the same memory."""
+        """Returns embeddings f32 (T, n_embd) as the residual stream, in the same memory."""
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Residual streams as one, with memory of its own."""
+        """Returns residual streams joined in new memory."""
 
     def norm(self, x: Any, weight: np.ndarray) -> Any:
-        """RMS norm of x in the compute type."""
+        """Returns the RMS norm of x in the compute type."""
 
     def last_norm(self, x: Any, weight: np.ndarray) -> Any:
-        """RMS norm of x in f32, for the output head."""
+        """Returns the RMS norm of x in f32, for the output head."""
 
     def rounded(self, x: Any) -> Any:
-        """x in the compute type."""
+        """Returns x in the compute type."""
 
     def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
-        """Projections raw (T, H d + G d + G d_v) as q, k and v: bias, norm, rotation, scale.
+        """Makes q, k and v of projections raw (T, H d + G d + G d_v): bias, norm, rotation, scale.
 
         With an output gate, H 2 d instead of H d; without projections of k and v, none of these.
         """
 
     def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
-        """attended (T, H d) times the sigmoid of the gates in ``raw``, as ``heads`` takes it."""
+        """Returns attended (T, H d) times the sigmoid of the gates in ``raw`` (see ``heads``)."""
 
     def gate(self, gate_up: Any) -> Any:
-        """act(gate) * up of (T, 2 n_ff), gate first."""
+        """Returns act(gate) * up of (T, 2 n_ff), which has the gate first."""
 
     def add(self, x: Any, y: Any, norm: Any = None, bias: Any = None) -> None:
-        """x += s y, s the model's residual_scale; y first gets a bias and then a norm, if any."""
+        """Adds s y to x, s the model's residual_scale. y first gets its bias and norm, if any."""
 
 
 class FusedChunkSteps:
@@ -70,7 +71,7 @@ class FusedChunkSteps:
         self._scale = np.float32(hparams.residual_scale)
 
     def _new(self, *shape: int) -> Any:
-        """Uninitialised rows of the compute type."""
+        """Returns uninitialised rows of the compute type."""
         return np.empty(shape, np.float32)
 
     def stream(self, x: np.ndarray) -> np.ndarray:

@@ -91,11 +91,11 @@ class DecodeStep:
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
-        """Zeros (capacity, width)."""
+        """Returns zeros (capacity, width)."""
         return on_lines((self.capacity, width), dtype, zeros=True)
 
     def set_position(self, b: int, pos: int, ropes: RopeTables) -> None:
-        """Sets what depends on the position of row b."""
+        """Sets the values that depend on the position of row b."""
         cos, sin, window_cos, window_sin = self._turns
         cos[b], sin[b], self._q_scale[b] = (
             ropes.full.cos[pos], ropes.full.sin[pos], ropes.full.q_scale[pos]
@@ -152,7 +152,7 @@ class DecodeStep:
             self._layers[i][name] = value
 
     def _attention_inputs(self, sizes: LayerParams) -> dict[str, np.ndarray]:
-        """Zeros (capacity, heads, 1, d padded to 16) for the rows of AttnInput."""
+        """Returns zeros (capacity, heads, 1, d padded to 16) for the rows of AttnInput."""
         n_head, n_kv, d = sizes.n_head, sizes.n_head_kv, padded(sizes.head_dim)
         shapes = {
             "q": (n_head, d),
@@ -178,11 +178,11 @@ class DecodeStep:
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
 
     def project(self, n_rows: int, i: int = 0) -> None:
-        """``inputs`` of layer i from the first ``n_rows`` rows of x."""
+        """Computes ``inputs`` of layer i from the first ``n_rows`` rows of x."""
         fused.project_qkv(self._layers, i, n_rows, self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
-        """The rest of layer i, from its attention on, and ``inputs`` of the next layer.
+        """Computes layer i after its attention, and ``inputs`` of the next layer.
 
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
@@ -202,11 +202,11 @@ class DecodeStep:
             fused.next_layer(layers, i, attended, n_rows, n)
 
     def hidden(self, n_rows: int) -> np.ndarray:
-        """The rows f32 (n_rows, n_embd) that ``logits`` gave to the output head, as a copy."""
+        """Returns a copy of f32 (n_rows, n_embd), which ``logits`` gave to the output head."""
         return self._normed[:n_rows].copy()
 
     def logits(self, n_rows: int) -> np.ndarray:
-        """f32 (n_rows, n_vocab), a new array."""
+        """Returns the logits f32 (n_rows, n_vocab), a new array."""
         logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
         fused.output_logits(
             self.x, self._output_norm, self._eps, self._output, address(self._regions),

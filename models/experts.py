@@ -20,7 +20,7 @@ from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Wei
 
 
 class StackProducts(Protocol):
-    """The products of a prefill, by names that say whose memory a result may share."""
+    """The products of a prefill. Results of one name may share memory."""
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Callable[[Any], Any]:
         """Returns the product of stacked matrices, whose rows follow one another."""
@@ -45,7 +45,7 @@ def prefill_experts(
 ) -> np.ndarray:
     """Returns the output f32 (T, n_embd) of a chunk x, f32 too.
 
-    ffn_norm: of the layer. rows: of the type of the products.
+    ffn_norm: the norm of the layer. rows: the steps for the type of the products.
     """
     norms = ffn.norms
     normed = rows.last_norm(x, ffn_norm if norms is None else norms.router)
@@ -106,7 +106,7 @@ class ExpertSteps:
 
     def __init__(self, weights: Weights, capacity: int, n_planes: int) -> None:
         self.records = np.zeros(len(weights.layers), kernels.EXPERTS)
-        self._kept: list[np.ndarray] = []  # what the records have addresses of
+        self._kept: list[np.ndarray] = []  # arrays whose addresses the records have
         mixtures = {
             i: layer.ffn
             for i, layer in enumerate(weights.layers)
@@ -158,7 +158,7 @@ class ExpertSteps:
                 self.records[i][name] = value
 
     def has(self, i: int) -> bool:
-        """Whether layer i has experts."""
+        """Returns whether layer i has experts."""
         return bool(self.records[i]["n_expert"])
 
     def _address(self, array: np.ndarray) -> int:
@@ -167,5 +167,5 @@ class ExpertSteps:
 
 
 def _quantized_row(n: int) -> int:
-    """Bytes of a quantised row of n elements, or of a few more if they fill no block."""
+    """Returns the bytes of a quantised row of n elements, in whole blocks."""
     return int(quantized_stride(-(-n // BLOCK) * BLOCK))

@@ -12,7 +12,7 @@ from sparsekv_cli.cpu.last_words import install
 
 
 def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
-    """While the block runs, a file that cannot be read ends the process with a line and code 1.
+    """Ends the process with a line and code 1 if the file cannot be read while the block runs.
 
     model: the file, as the line names it. start: written ahead of the line, for a terminal.
     """
@@ -24,7 +24,7 @@ def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
 
 
 def explain_abort(start: str = "") -> AbstractContextManager[None]:
-    """The same for a library that aborts."""
+    """Does the same for a library that aborts."""
     return _explain(
         "SIGABRT",
         f"{start}error: a library of this program has given up (its words are above), most often "

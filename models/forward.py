@@ -1,7 +1,7 @@
 """The dense forward pass of a prompt, layer by layer: every prefill, on the CPU and on a device.
 
-Thousands of rows go through one layer ahead of the next. Each layer's matrices are then dequantised
-once for all rows.
+Thousands of rows go through one layer before the next layer. So each layer's matrices are
+dequantised once for all rows.
 """
 
 import math
@@ -22,16 +22,16 @@ from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import Weights
 
-OnProgress = Callable[[int, int], None]  # called with the rows that are done, and all rows
+OnProgress = Callable[[int, int], None]  # called with finished rows and all rows
 OnRows = Callable[[int, LayerCache], None]
 OnHidden = Callable[[int, np.ndarray], None]
 Product = Callable[[Any], Any]
-Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that further layers read
-ROWS_AT_ONCE = 4096  # of a prompt, through all layers; dequantising takes 1 to 2 % of their time
+Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that later layers read
+ROWS_AT_ONCE = 4096  # rows that go through all layers; dequantising is 1 to 2 % of their time
 
 
 class Progress(NamedTuple):
-    """How far a forward pass is."""
+    """The progress of a forward pass."""
 
     done: int  # rows
     total: int  # rows
@@ -54,7 +54,7 @@ def drain(
 
 @dataclass
 class Copies:
-    """Copies of some rows that join a forward pass at a layer each.
+    """Copies of some rows. Each joins a forward pass at its layer.
 
     A first pass over the rows, without copies, records their residual stream. In a later pass a
     copy begins ahead of its layer, with what the stream was there.
@@ -67,11 +67,11 @@ class Copies:
     joining: Sequence[int] = ()
 
     def begin(self, x: Any) -> Any:
-        """Returns the rows ahead of the first layer, of the embeddings x."""
+        """Returns the rows before the first layer, from the embeddings x."""
         return x[:0] if self.joining else x
 
     def ahead(self, i: int, x: Any, rows: ChunkSteps) -> Any:
-        """Returns the rows that go through layer i, of x, which are those of the layer before."""
+        """Returns the rows that go through layer i. x: the rows after the layer before."""
         if not self.joining:
             self.streams.append(rows.join([x]))
             return x
@@ -82,15 +82,14 @@ class Copies:
 class Forward(ABC):
     """A model's forward pass over rows. It holds weights and scratch, but no sequence's state.
 
-    prefill_dtype: of the products: f32, bf16 or int8. rows_dtype: of the rows between them, f32 or
-    bf16. layers: for each layer the norms and biases
-    that ``rows`` takes; output_norm: f32 (n_embd,). ``rows`` says whether rows are arrays or
-    tensors.
+    prefill_dtype: the type of the products: f32, bf16 or int8. rows_dtype: the type of the rows
+    between them, f32 or bf16. layers: for each layer the norms and biases that ``rows`` takes.
+    output_norm: f32 (n_embd,). ``rows`` says whether rows are arrays or tensors.
     """
 
     hparams: HParams
     weights: Weights
-    rope: RopeTables  # of RopeTable, or of one with tensors
+    rope: RopeTables  # with arrays, or with tensors
     n_threads: int
     chunk: int
     prefill_dtype: str
@@ -112,21 +111,21 @@ class Forward(ABC):
 
     @abstractmethod
     def attend(self, cache: LayerCache, x: AttnInput) -> Any:
-        """Adds a chunk's rows to a cache; their dense causal attention (H, T, d_v), as x.q is."""
+        """Adds a chunk's rows to a cache. Returns their attention (H, T, d_v), of x.q's type."""
 
     def feed_forward(self, i: int, products: Mapping[str, Product], x: Any) -> Any:
-        """Returns what layer i's feed-forward adds to x f32 (T, n_embd), before its scale."""
+        """Returns the output of layer i's feed-forward for x f32 (T, n_embd), before its scale."""
         normed = self.rows.norm(x, self.layers[i].ffn_norm)
         return products["down"](self.rows.gate(products["gate_up"](normed)))
 
     def begin_part(self, ids: Sequence[int], x: Any, pos: int) -> Any:
-        """The layers' own inputs of rows that begin at ``pos``, with the embeddings x; or None."""
+        """Returns the layers' own inputs for rows from ``pos`` on with embeddings x, or None."""
         return None
 
     def add_inputs(  # noqa: B027 - most models have none
         self, i: int, products: Mapping[str, Product], x: Any, inputs: Any, pos: int
     ) -> None:
-        """Adds what layer i does with its own inputs, and scales x, in place."""
+        """Adds the result of layer i's own inputs to x, and scales x, in place."""
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
@@ -134,7 +133,7 @@ class Forward(ABC):
 
     @abstractmethod
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """f32 (T, n_embd) -> f32 (T, n_vocab), or only the logits of the tokens ``vocabulary``."""
+        """Returns logits f32 (T, n_vocab) of f32 (T, n_embd), or those of ``vocabulary`` only."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
         """Returns the logits with the model's softcap, in place."""
@@ -145,10 +144,10 @@ class Forward(ABC):
         return logits
 
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
-        """Work ahead of ``forward`` of n_rows rows that does not count as prefill time."""
+        """Does the work before ``forward`` of n_rows rows that is not prefill time."""
 
     def is_few(self, n_rows: int) -> bool:
-        """Whether ``forward`` of so many rows takes other kernels than that of many."""
+        """Returns whether ``forward`` of so many rows takes the kernels for few rows."""
         return False
 
     def embed(self, ids: Sequence[int]) -> Any:
@@ -234,13 +233,13 @@ class Forward(ABC):
         Returns logits f32 (n_vocab,) of the last row. With ``all_logits`` it returns those of all
         rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``. attend:
         how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with each layer
-        and its cache, which has all rows. on_hidden: gets positions in order, each with the hidden
-        rows f32 (T, n_embd) from there on, which the output head takes. A long prompt goes through
-        the layers in parts of ROWS_AT_ONCE rows. Its residual stream then never exists as a whole.
-        It goes as a whole if a cache needs that (``can_prefill_in_parts``) or all logits are
-        wanted. copies: with all logits only. The rows that join are copies of those that it has,
-        and ids are the ids of all copies. vocabulary: the tokens whose logits are wanted, int64;
-        None takes all.
+        and its cache, which has all rows. on_hidden: called with positions in order, and the hidden
+        rows f32 (T, n_embd) from each position on, as the output head takes them. A long prompt
+        goes through the layers in parts of ROWS_AT_ONCE rows. Its residual stream then never exists
+        as a whole. It is not cut into parts if a cache forbids that (``can_prefill_in_parts``), or
+        with ``all_logits``. copies: with ``all_logits`` only. Its rows join the pass, and ids are
+        the ids of all copies. vocabulary: the tokens whose logits are wanted, int64; None takes
+        all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
@@ -250,7 +249,7 @@ class Forward(ABC):
             size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
         for first in range(0, n, size):
             x = self.embed(ids[first : first + size])  # (T, n_embd) f32
-            if len(x) > self.chunk:  # many rows of the table, which the layers do not need
+            if len(x) > self.chunk:  # frees pages of the table that the layers do not need
                 self.weights.file.release(self.weights.token_embd.data)
             inputs, part = self.begin_part(ids[first : first + size], x, pos + first), Part()
             if copies is not None:
@@ -274,7 +273,7 @@ class Forward(ABC):
                         on_rows(i, cache)
                     cache.finish_prefill()
                 yield Progress((before + len(x)) // n_layer, n, True)
-                self.prepare(n)  # another forward pass may have prepared for its own rows
+                self.prepare(n)  # another forward pass may have run between two steps
             if on_hidden is not None:
                 for at in range(0, len(x), ROWS_AT_ONCE):
                     hidden = self.rows.last_norm(x[at : at + ROWS_AT_ONCE], self.output_norm)
@@ -294,7 +293,7 @@ class Forward(ABC):
         inputs: Any,
         part: Part,
     ) -> Iterator[int]:
-        """One layer over x f32 (T, n_embd), updated in place; yields how many rows are done."""
+        """Runs one layer over x f32 (T, n_embd) in place; yields the number of finished rows."""
         if not len(x):  # copies join later
             return
         products = self.products(i)
@@ -316,7 +315,7 @@ class Forward(ABC):
         attend: ChunkAttention,
         part: Part,
     ) -> None:
-        """One layer over a chunk: x f32 (T, n_embd), updated in place."""
+        """Runs one layer over a chunk x f32 (T, n_embd) in place."""
         layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
         normed = rows.norm(x, layer.attn_norm)
         raw = products["qkv"](normed)

@@ -19,14 +19,14 @@ from sparsekv_cli.models.rope import RopeParams, read_rope
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
-MAX_WIDTH = 1 << 24  # of an embedding, a feed-forward layer or a head
+MAX_WIDTH = 1 << 24  # the most elements of an embedding, a feed-forward or a head
 
-# Keys that llama.cpp reads of some architectures only (Architecture.scalars).
+# Keys that llama.cpp reads for some architectures only (Architecture.scalars).
 SCALARS = (
     "attention.scale",  # of the softmax; 0: 1/sqrt(d)
     "attention.temperature_scale",
     "attn_logit_softcapping",
-    "embedding_scale",  # the others: 0 for none
+    "embedding_scale",  # 0 for none, here and below
     "final_logit_softcapping",
     "logit_scale",  # divides the logits, and must be there
     "residual_scale",
@@ -37,15 +37,15 @@ SCALARS = (
 
 @dataclass(frozen=True)
 class LayerParams:
-    """Sizes of one layer. A recurrent one has a ``state`` and no heads: 0 of them, of size 0.
+    """Sizes of one layer. A recurrent layer has a ``state``, and 0 heads of size 0.
 
-    head_dim, value_dim: of one key and one value head. n_rot: leading dimensions of a head that are
-    rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0 where there
-    are ``experts`` instead. attention_scale: of the softmax; 0: 1/sqrt(head_dim). kind: of its
-    cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the current
-    one among them; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks: whether
-    each head has a score without a value in its softmax. output_gate: see Architecture. source: the
-    layer ahead whose rows it reads; -1: it has its own.
+    head_dim, value_dim: sizes of a key head and a value head. n_rot: leading dimensions of a head
+    that are rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0
+    with ``experts``. attention_scale: the softmax's factor; 0: 1/sqrt(head_dim). kind: the kind of
+    its cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the
+    current one included; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks:
+    whether each head has a score without a value in its softmax. output_gate: see Architecture.
+    source: the earlier layer whose rows it reads; -1: it has its own.
     """
 
     n_head: int
@@ -66,11 +66,11 @@ class LayerParams:
 
     @property
     def n_attended(self) -> int:
-        """Elements of what the output projection multiplies."""
+        """The number of elements that the output projection takes."""
         return self.state.n_out if self.state else self.n_head * self.value_dim
 
     def kv_bytes(self, n: int) -> int:
-        """Bytes of K and V of n tokens in f16, without another full layer's; or of a state."""
+        """Returns the bytes of n tokens' own K and V in f16, or of a state."""
         if self.state is not None:
             return self.state.n_bytes
         if self.source >= 0 and not self.window:
@@ -83,14 +83,14 @@ class LayerParams:
 class HParams:
     """Sizes of a decoder.
 
-    n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd). embedding_scale,
-    residual_scale: factors of the embeddings, and of what each attention and feed-forward adds to
-    the residual stream. logit_scale: what divides the logits. temperature_scale: t of the queries'
-    factor 1 + t ln(1 + floor(position / n_ctx_original)). logit_softcap: c of logits c tanh(logit /
-    c), 0 for none. window_rope: RoPE of the window layers, None: as that of the others.
+    n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd). embedding_scale:
+    factor of the embeddings. residual_scale: factor of the outputs of attention and feed-forward.
+    logit_scale: the divisor of the logits. temperature_scale: t of the queries' factor 1 + t ln(1 +
+    floor(position / n_ctx_original)). logit_softcap: c of logits c tanh(logit / c), 0 for none.
+    window_rope: RoPE of the window layers, None: as in other layers.
     n_layer_input: length of each layer's own input, 0: there is none. n_skipped: blocks after the
-    layers that predict further tokens (MTP). next_block: the first one, None: there is none. It
-    only makes drafts (models/next_token/).
+    layers that predict further tokens (MTP). next_block: the first of these blocks, None: there is
+    none. It only makes drafts (models/next_token/).
     """
 
     architecture: str
@@ -115,17 +115,17 @@ class HParams:
         return len(self.layers)
 
     def kv_bytes(self, n: int) -> int:
-        """Bytes of K and V of n tokens in f16, states included."""
+        """Returns the bytes of K and V of n tokens in f16, states included."""
         return sum(layer.kv_bytes(n) for layer in self.layers)
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """The layers whose rows others read."""
+        """The layers whose rows other layers read."""
         return frozenset(layer.source for layer in self.layers) - {-1}
 
     @property
     def n_rot(self) -> int:
-        """Rotated dimensions of the layers that are rotated, but windows; 0 if none is."""
+        """Rotated dims of the layers that are no windows; 0 if RoPE rotates none of them."""
         others = (each.n_rot for each in self.layers if each.kind != WINDOW)
         return max(others, default=0) or self.window_n_rot
 
@@ -136,7 +136,7 @@ class HParams:
 
     @property
     def head_dim(self) -> int:
-        """The head size that decides what kernels can be used: an odd one if there is any."""
+        """The head size that decides which kernels can be used: an odd size if there is one."""
         sizes = [layer.head_dim for layer in self.layers if layer.n_head]
         return next((size for size in sizes if size % 2), sizes[0] if sizes else 2)
 
@@ -146,25 +146,25 @@ class HParams:
 
     @property
     def host_only(self) -> str:
-        """The parts of the model that run on the CPU only, in words. Empty if there are none."""
+        """The names of the model's parts that run on the CPU only; empty if there are none."""
         return "experts" if self.has_experts else self.other_layers
 
     @property
     def other_layers(self) -> str:
-        """The layers that are not full, in words such as ``window layers``; empty without any."""
+        """The kinds of layers that are not full, such as ``window layers``; empty for none."""
         kinds = sorted({layer.kind for layer in self.layers} - {FULL})
         return f"{' and '.join(kinds)} layers" if kinds else ""
 
     @property
     def n_ctx_fit(self) -> int:
-        """Tokens that the model was made for: trained on, or what its scaling stretches them to."""
+        """The tokens that the model was trained for, or to which RoPE scaling stretches them."""
         scale = self.rope.freq_scale
         stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
         return max(self.n_ctx_train, stretched)
 
 
 def read_architecture(file: GGUFFile) -> str:
-    """``general.architecture``. Raises SparseKVError if missing, empty or no string."""
+    """Returns ``general.architecture``. Raises SparseKVError if missing, empty or no string."""
     key = "general.architecture"
     name = file.metadata.get(key)
     if name is None:
@@ -177,7 +177,7 @@ def read_architecture(file: GGUFFile) -> str:
 
 
 def read_hparams(file: GGUFFile) -> HParams:
-    """Hyper-parameters of a decoder of any architecture that uses llama.cpp's common keys.
+    """Returns the hyper-parameters of any architecture that uses llama.cpp's common keys.
 
     An unknown architecture is read as one without parts of its own. Raises SparseKVError, which
     names key and value, for a missing, mistyped or impossible value. Raises UnsupportedModelError
@@ -222,7 +222,7 @@ def read_hparams(file: GGUFFile) -> HParams:
 def _read_window_rope(
     keys: ModelKeys, architecture: Architecture, rope: RopeParams
 ) -> RopeParams | None:
-    """RoPE of the window layers, None if it is that of the others."""
+    """Returns the RoPE of the window layers, or None if other layers have the same."""
     windows, name = architecture.windows, "rope.freq_base_swa"
     if windows is None:
         return None
@@ -233,7 +233,7 @@ def _read_window_rope(
 
 
 def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:
-    """All SCALARS, 0 where the architecture or the file has none; a flag is 1 by default."""
+    """Returns all SCALARS, 0 if the architecture or the file has none; a flag is 1 by default."""
     values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = zip(names, architecture.softcaps, strict=True)
@@ -258,7 +258,7 @@ def _read_layers(
     n_embd: int,
     scalars: dict[str, float],
 ) -> tuple[LayerParams, ...]:
-    """Returns the sizes of all blocks. The ones after the first ``n_own`` have attention."""
+    """Returns the sizes of all blocks. Blocks after the first ``n_own`` have attention."""
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:
@@ -325,9 +325,9 @@ def _head_sizes(
     suffix: str = "",
     default: tuple[int, int, int] | None = None,
 ) -> tuple[int, int, int]:
-    """Sizes of a key and of a value head, and how many dims of them are rotated.
+    """Returns the sizes of a key head and of a value head, and their rotated dims.
 
-    suffix: of the keys that state them; default: what those that are missing mean.
+    suffix: the suffix of the keys that state them. default: the value of missing keys.
     """
     head_dim, value_dim = (
         default[i]
@@ -343,7 +343,7 @@ def _head_sizes(
 
 
 def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:
-    """Size of a key or value head: as stated, or n_embd / n_head."""
+    """Returns the size of a key or value head: as stated, or n_embd / n_head."""
     if name in keys:
         return keys.integer(name, 1, MAX_WIDTH)
     if n_embd % n_head[0] or len(set(n_head)) > 1:
@@ -356,7 +356,7 @@ def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...])
 
 
 def _read_n_vocab(keys: ModelKeys) -> int:
-    """Length of the vocabulary in the file, else ``vocab_size``, else rows of the embedding."""
+    """Returns the file's vocabulary length, else ``vocab_size``, else rows of the embedding."""
     tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray) and len(tokens):
         return len(tokens)

@@ -10,12 +10,12 @@ from sparsekv_cli.cpu.weights.interleaved import can_repack, repack
 from sparsekv_cli.models.weights import Linear, Weights
 from sparsekv_cli.system.memory import physical_memory
 
-OnLoad = Callable[[int, int], None]  # told bytes that are loaded, and bytes in all
+OnLoad = Callable[[int, int], None]  # called with loaded bytes and all bytes
 SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
 
 
 def wants_repacking(weights: Weights, choice: str) -> bool:
-    """Whether to repack: ``on``, ``off``, or ``auto``.
+    """Returns whether to repack. choice: ``on``, ``off`` or ``auto``.
 
     ``auto`` repacks if the copy is small compared with the machine's memory. The file's own pages
     may stay in the system's cache.
@@ -27,9 +27,9 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
 
 
 def repack_weights(weights: Weights, on_load: OnLoad | None = None) -> Weights:
-    """``weights`` with every matrix repacked that can be, except token_embd, whose rows are read.
+    """Returns ``weights`` with all possible matrices repacked, except token_embd (rows are read).
 
-    on_load: told what is done.
+    on_load: called with the progress.
 
     The copies lie in one block, in the order of their use. Pages of the memory map that were copied
     are released, so that the process needs no more memory.

@@ -131,7 +131,7 @@ def inverse_frequencies(
 
 
 class RopeTables:
-    """The tables of a model's layers: of the full ones, and of window layers, often the same."""
+    """The tables of a model's full layers and of its window layers, which are often the same."""
 
     def __init__(self, full: Any, window: Any) -> None:
         self.full, self.window = full, window
@@ -141,7 +141,7 @@ class RopeTables:
         return self.window if kind == WINDOW else self.full
 
     def reserve(self, n_positions: int) -> None:
-        """Makes positions 0..n_positions valid."""
+        """Makes positions 0 .. n_positions valid."""
         self.full.reserve(n_positions)
         self.window.reserve(n_positions)
 
@@ -186,7 +186,7 @@ class RopeTable:
 
 
 def rotate_heads(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """(heads, T, d) half-split, before RoPE -> rotated, of the same type.
+    """Returns (heads, T, d), half-split and before RoPE, rotated and of the same type.
 
     cos, sin: f32 (T, n_rot/2), of the rows' positions; dims from n_rot on stay.
     """

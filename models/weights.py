@@ -29,11 +29,11 @@ from sparsekv_cli.models.layers.state_weights import read_mixer
 class LayerWeights(ABC):
     """The weights that all layers have.
 
-    o: the output projection of attention, or of what is in its place.
+    o: the output projection of attention or of a recurrence.
 
-    attn_post_norm, ffn_post_norm: f32 (n_embd,), where the architecture has them, of what the block
-    adds to the residual stream. input: what it does with an input of its own, None: it has none.
-    scale: of the residual stream after the layer.
+    attn_post_norm, ffn_post_norm: norms f32 (n_embd,) of the block's outputs, if the architecture
+    has them. input: the weights for the layer's own input, None: it has none. scale: factor of the
+    residual stream after the layer.
     """
 
     attn_norm: np.ndarray
@@ -47,7 +47,7 @@ class LayerWeights(ABC):
 
     @abstractmethod
     def inputs(self) -> tuple[Linear, ...]:
-        """The matrices whose products with a normed row are what the layer's cache is given."""
+        """The matrices whose products with a normed row go to the layer's cache."""
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
@@ -57,10 +57,7 @@ class LayerWeights(ABC):
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """All matrices in the order of their use, but those that stay as they are.
-
-        These are a router's and those of ``input``.
-        """
+        """All matrices in the order of their use, without a router's and those of ``input``."""
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
@@ -74,8 +71,8 @@ class AttentionWeights(LayerWeights):
     """A layer with attention.
 
     q_norm, k_norm: f32 (head_dim,). v_norm: ones f32 (value_dim,). sinks: f32 (n_head,), for each
-    head a score without a value in the softmax. An architecture may lack each of them. kv: the
-    projections of keys and values, or none in a layer that reads another's rows.
+    head a score without a value in the softmax. An architecture may lack each of these. kv: the
+    projections of keys and values, or none in a layer that reads another layer's rows.
     """
 
     q: Linear
@@ -123,11 +120,11 @@ class StateWeights(LayerWeights):
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors. output is token_embd where the file has none (tied embeddings).
+    """All tensors. output is token_embd if the file has no output tensor (tied embeddings).
 
     output_norm: divided by the architecture's logit_scale, which divides the logits.
-    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE). inputs: of what makes the
-    layers' own inputs, None: they have none.
+    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE). inputs: the weights that
+    make the layers' own inputs, None: layers have none.
     """
 
     file: GGUFFile
@@ -140,11 +137,11 @@ class Weights:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that decoding one token reads."""
+        """The bytes that decoding one token reads."""
         return self.bytes_a_step(1)
 
     def bytes_a_step(self, n_rows: int) -> int:
-        """Bytes that a decode step of so many rows reads: layers, of experts the chosen, head."""
+        """Returns the bytes that a decode step of n_rows reads: layers, chosen experts, head."""
         total = self.output.data.nbytes
         for layer in self.layers:
             total += sum(linear.data.nbytes for linear in layer.attention())
@@ -155,16 +152,16 @@ class Weights:
 
     @property
     def n_bytes_held(self) -> int:
-        """Bytes of all that decoding may read: every expert too."""
+        """The bytes of all weights that decoding may read, with every expert."""
         layers = sum(w.data.nbytes for layer in self.layers for w in layer.linears())
         return layers + self.output.data.nbytes
 
 
 class WeightsReader(TensorReader):
-    """The parts of a decoder."""
+    """Reads the parts of a decoder from a file."""
 
     def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool, v_is_k: bool):
-        """q, k and v, from three tensors or from the fused attn_qkv.
+        """Returns q, k and v, from three tensors or from the fused attn_qkv.
 
         v_is_k: whether a missing attn_v means that values are keys.
         """
@@ -265,7 +262,7 @@ class WeightsReader(TensorReader):
 def read_weights(
     file: GGUFFile, hparams: HParams, architecture: Architecture, n_ctx: int | None = None
 ) -> Weights:
-    """Views on all tensors of a decoder, shapes checked against the hyper-parameters.
+    """Returns views on all tensors of a decoder, with shapes checked by the hyper-parameters.
 
     n_ctx: length of the context, which LongRoPE's factors depend on; None: as trained. Raises
     SparseKVError naming the first tensor that is missing, misshapen or of a type that cannot be

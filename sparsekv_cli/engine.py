@@ -1,4 +1,4 @@
-"""The engines compute the rows of sequences, by two verbs. This file has the CPU's engine."""
+"""The engine computes rows of sequences, by two verbs. This file has the CPU's engine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class DecoderEngine(ABC):
     """One model on one machine. Its verbs are those of Engine (sequence.py)."""
 
     decoder: Forward
-    note: str  # what the user should know of how it runs
-    shares_prefill: bool  # whether one can fill caches of several methods (evaluation/prefill.py)
-    first_steps: int  # of a sequence's decode steps, those that take longer than later ones
+    note: str  # a remark for the user
+    shares_prefill: bool  # whether one prefill can fill caches of several methods
+    first_steps: int  # a sequence's first decode steps that take longer
     records_attended: bool  # whether caches can keep which rows a step attended to
     takes_drafts: bool  # whether a step can have several rows of a sequence
-    draft_specs: Ids[LayerSpec] = ()  # the layers of what makes drafts; their rows are f16
+    draft_specs: Ids[LayerSpec] = ()  # the layers that make drafts; rows are f16
 
     def __init__(
         self, note: str, n_ctx: int, ends: Callable[[], Container[int]] = frozenset
@@ -49,7 +49,7 @@ class DecoderEngine(ABC):
 
     @property
     def n_vocab(self) -> int:
-        """Tokens of the vocabulary."""
+        """The number of tokens in the vocabulary."""
         return self.decoder.hparams.n_vocab
 
     @abstractmethod
@@ -58,17 +58,17 @@ class DecoderEngine(ABC):
 
     @abstractmethod
     def decodes_on_host(self, method: Method) -> bool:
-        """Whether a step with ``method`` runs kernels of cpu/."""
+        """Returns whether a step with ``method`` runs kernels of cpu/."""
 
     @abstractmethod
     def load_kernels(self, method: Method, specs: Ids[LayerSpec]) -> None:
-        """Loads what the first steps with ``method`` run, as far as that can be done ahead."""
+        """Loads the kernels of the first steps with ``method`` that can be loaded early."""
 
     @abstractmethod
     def _decode(
         self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample]
     ) -> list[list[Outcome]]:
-        """The step of ``decode``. It changes the caches only."""
+        """Runs the step of ``decode``. It changes only the caches."""
 
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
@@ -105,8 +105,8 @@ class DecoderEngine(ABC):
         started = time.perf_counter()
         if any(spec.kind == STATE for spec in sequence.attention.specs):
             sequence.mark_messages(ids, self._ends())
-        sequence.checkpoint = None  # layers that are done with these rows forget where they were
-        if n - found.n > self.decoder.chunk:  # rows that take much memory, and long
+        sequence.checkpoint = None  # finished layers no longer have the old end
+        if n - found.n > self.decoder.chunk:  # many rows take much memory and time
             release_code()
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
@@ -156,7 +156,7 @@ class DecoderEngine(ABC):
         return outcomes
 
     def _prepare(self, n_rows: int) -> None:
-        """Compiles and loads what a prefill of ``n_rows`` rows needs."""
+        """Compiles and loads the kernels of a prefill of ``n_rows`` rows."""
         self.decoder.prepare(n_rows)
 
     def _check(self, sequences: Ids[Sequence], rows: Ids[Ids[int]]) -> None:
@@ -181,7 +181,7 @@ class DecoderEngine(ABC):
 
 
 class HostEngine(DecoderEngine):
-    """The CPU alone."""
+    """The engine of a CPU alone."""
 
     decoder: Decoder
     shares_prefill = True
@@ -246,7 +246,7 @@ class HostEngine(DecoderEngine):
 
 
 def taker(rows: NextTokenRows | None, ids: Ids[int], n_past: int) -> OnHidden | None:
-    """Returns what gives the hidden rows of a prefill of ``ids`` to a next-token block."""
+    """Returns a function that gives a prefill's hidden rows to a next-token block."""
     if rows is None:
         return None
 

@@ -39,7 +39,7 @@ Messages = Ids[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that is whole. ``str(reply)`` is its text."""
+    """A whole answer. ``str(reply)`` is its text."""
 
     text: str  # without the thinking
     thinking: str  # what the model thought ahead of the text
@@ -86,10 +86,10 @@ def load(
     """Opens a model. The result is a context manager, which closes the model at its end.
 
     name_or_path: what ``-m`` takes on the command line. method, budget, method_options: how calls
-    attend that do not say it. n_ctx: the most tokens of prompt and answer; 0 takes what the model
-    was trained for. threads: 0 takes a thread a physical core. settings: other fields of
-    SessionConfig, such as ``prefill_dtype``. Raises SparseKVError for a model that cannot be
-    opened, ValueError for a method or an option that does not exist.
+    attend by default. n_ctx: the most tokens of prompt and answer; 0 takes the length that the
+    model was trained for. threads: 0 takes one thread for each physical core. settings: other
+    fields of SessionConfig, such as ``prefill_dtype``. Raises SparseKVError for a model that cannot
+    be opened, ValueError for a method or an option that does not exist.
     """
     chosen = _build(method, budget, method_options)
     config = SessionConfig(ctx_size=n_ctx, threads=threads, device=device, **settings)
@@ -104,7 +104,7 @@ def _build(name: str, budget: str | int | None, options: Mapping[str, Any] | Non
 class LanguageModel:
     """A model that ``load`` has opened. It answers one call at a time.
 
-    It does not compute the common beginning of a prompt and the last one again.
+    It computes only the part of a prompt that differs from the last one.
     """
 
     def __init__(self, model: Model) -> None:
@@ -169,9 +169,9 @@ class LanguageModel:
         """Answers a conversation, by the model's chat template.
 
         messages: dictionaries with ``role`` and ``content``. stream: returns the pieces as they
-        come. think: whether the model thinks first; None takes what its template does. given: as
-        ``generate`` takes it. Raises SparseKVError for a model without a chat template and for a
-        prompt that does not fit the context.
+        come. think: whether the model thinks first; None takes what its template does. given: see
+        ``generate``. Raises SparseKVError for a model without a chat template and for a prompt that
+        does not fit the context.
         """
         self._check_open()
         said = read_messages(list(messages))
@@ -183,13 +183,13 @@ class LanguageModel:
     @overload
     def generate(self, prompt: str, *, stream: Literal[True], **given: Any) -> Stream: ...
     def generate(self, prompt: str, *, stream: bool = False, **given: Any) -> Reply | Stream:
-        """Goes on with a text, without the chat template.
+        """Continues a text, without the chat template.
 
-        given: ``max_tokens`` is the most tokens; as many as fit without it. ``stop`` is a text or
-        several. ``method``, ``budget`` and ``method_options`` are those of this call. The
-        parameters of a line of ``run --jsonl`` are accepted too: ``temperature``, ``top_p``,
-        ``top_k``, ``min_p``, ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises
-        SparseKVError for an unknown parameter or a bad value.
+        given: ``max_tokens`` is the most tokens; by default as many as fit. ``stop`` is one or more
+        texts. ``method``, ``budget`` and ``method_options`` are those of this call. The parameters
+        of a line of ``run --jsonl`` are accepted too: ``temperature``, ``top_p``, ``top_k``,
+        ``min_p``, ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises SparseKVError
+        for an unknown parameter or a bad value.
         """
         self._check_open()
         ids = prompt_ids(self._model, prompt, None, raw=True, parse_special=True)

@@ -50,8 +50,8 @@ def open_engine(
 ) -> DecoderEngine:
     """Returns the engine that ``config.device`` names.
 
-    ends: returns the tokens that end a message. draft_bytes: of the rows of a draft model. on_load:
-    as load_model takes it. Raises SparseKVError where there is no such device or no room.
+    ends: returns the tokens that end a message. draft_bytes: bytes of the rows of a draft model.
+    on_load: as load_model takes it. Raises SparseKVError if there is no such device or no room.
     """
     host_only = hparams.host_only or architecture.host_only
     if config.device == "auto" and host_only:
@@ -111,7 +111,7 @@ def open_engine(
 def _check_context(hparams: HParams, method: Method, n_ctx: int, more: int) -> None:
     """Raises SparseKVError if a context that the user states exceeds the machine's memory.
 
-    more: bytes a token of what makes drafts.
+    more: bytes a token of the layers that make drafts.
     """
     if not method.holds_all_rows:
         return

@@ -1,4 +1,4 @@
-"""A model that was opened, and what belongs to it: file, sizes, tokenizer, engine, calibrations."""
+"""An opened model and its parts: file, sizes, tokenizer, engine, calibrations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.repack import OnLoad
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
-DRAFT_METHOD = "quest"  # of a draft model for which none is named
+DRAFT_METHOD = "quest"  # the draft model's default method
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,18 @@ class Model:
 
     gguf: GGUFFile
     hparams: HParams
-    config: SessionConfig  # what the user asked for
+    config: SessionConfig  # the user's settings
     engine: DecoderEngine
     calibrations: Calibrations
     n_threads: int
     load_s: float  # seconds
     load_tokenizer: Callable[[], Tokenizer]  # reads it once
-    attention: Attention | None = None  # of sequences that are not told how to attend
+    attention: Attention | None = None  # the default of its sequences
     draft: Model | None = None  # the smaller model that drafts for sequences
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the files of the model and of the one that drafts, as its weights take."""
+        """The bytes of the weights of the model and of its draft model, as in their files."""
         return self.gguf.size + (0 if self.draft is None else self.draft.n_bytes)
 
     @property
@@ -92,12 +92,12 @@ class Model:
         return sequence
 
     def row_bytes(self, n: int) -> int:
-        """Returns the bytes of K and V of n tokens, or of as many as fit the context."""
+        """Returns the bytes of K and V of n tokens, at most those of the context."""
         types = self.method.cache_type_k, self.method.cache_type_v
         return min(n, self.n_ctx) * token_bytes(self.hparams.layers, *types)
 
     def close(self) -> None:
-        """Closes the files of the model and of the one that drafts."""
+        """Closes the files of the model and of its draft model."""
         self.gguf.close()
         if self.draft is not None:
             self.draft.close()
@@ -116,8 +116,8 @@ class Model:
     ) -> Attention:
         """Returns how a sequence attends with ``method``, which is calibrated if necessary.
 
-        sparse_from: as SessionConfig has it, which None takes. The depth from which sparse steps
-        pay is known only of steps on the host. Raises SparseKVError for a method that the model's
+        sparse_from: see SessionConfig; None takes its value. The depth from which sparse steps pay
+        is known only for steps on the host. Raises SparseKVError for a method that the model's
         layers do not allow.
         """
         method.check_layers([layer.kind for layer in self.hparams.layers])
@@ -137,8 +137,8 @@ class Model:
     ) -> list[LayerSpec]:
         """Returns the layers' specs for ``method``, which is calibrated and compiled if necessary.
 
-        on_compile: told what is compiled (see warmup.py). on_calibrate: told what is calibrated
-        (see calibration/calibrations.py).
+        on_compile: called with the progress of compiling (see warmup.py). on_calibrate: called with
+        the progress of a calibration (see calibration/calibrations.py).
         """
         specs = [
             replace(spec, n_checkpoints=self.config.checkpoints)
@@ -162,8 +162,9 @@ def load_model(
     """Opens and checks a model whose sequences attend with ``method`` by default.
 
     on_compile, on_calibrate: as Model.prepare takes them. most: tokens of a sequence if ``config``
-    does not state them; 0, or more than the model was trained for, takes those. on_load: told how
-    many bytes of the weights are read, on the CPU. Raises SparseKVError, which says what is wrong.
+    does not state them. 0, or more than the model was trained for, takes the trained length.
+    on_load: called with the bytes of weights that are read, on the CPU. Raises SparseKVError, which
+    says what is wrong.
     """
     import numba
 
@@ -222,7 +223,7 @@ def _load_draft(
     on_compile: OnCompile | None,
     on_calibrate: OnCalibrate | None,
 ) -> Model:
-    """Opens the model that drafts for the one in ``file``. config, n_ctx: of the other model.
+    """Opens the draft model for the model in ``file``. config, n_ctx: those of that model.
 
     Raises SparseKVError for another vocabulary, OptionError for a method that does not exist.
     """

@@ -2,8 +2,8 @@
 
 Rows lie in tiles of sixteen, (words, 16, 4). A word is four dims of a row. Each row of a tile has a
 lane of its own, and nothing is summed across lanes. Two tiles are scored at a time, for as many
-queries as the registers hold sums of. With vpdpbusd (VNNI) an instruction multiplies a word of
-sixteen rows, with sdot or usdot (ARM) of four, elsewhere pairs of i16 do.
+queries as have room for their sums in registers. One instruction multiplies a word of sixteen rows
+with vpdpbusd (VNNI), and of four rows with sdot or usdot (ARM). Other CPUs multiply pairs of i16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ZERO = 128  # the unsigned byte that stands for 0
 def _add_products(
     b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value, *, seven_bits: bool
 ) -> ir.Value:
-    """total <16 x i32> + products of a word of sixteen rows <64 x u8> with a query <16 x i32>.
+    """Returns total <16 x i32> + products of sixteen rows' word <64 x u8> and a query <16 x i32>.
 
     seven_bits: no byte of the rows is above 127, so that two products fit an i16.
     """
@@ -61,7 +61,7 @@ def emit_products(
     *,
     seven_bits: bool = False,
 ) -> list[list[ir.Value]]:
-    """For each query its sums over each of ``tiles``, <16 x i32>; a query's begin at ``starts``.
+    """Returns each query's sums over each of ``tiles``, <16 x i32>. The sums begin at ``starts``.
 
     query: address of the first query's first word; query_row, query_word: bytes to the next query
     and word. tiles: addresses. seven_bits: no byte of the rows is above 127.
@@ -84,7 +84,7 @@ def emit_products(
 
 
 def for_each_number(b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None]) -> None:
-    """The code of ``emit`` (a number of queries) for every number up to MAX_QUERIES."""
+    """Emits the code of ``emit(number)`` for every number of queries up to MAX_QUERIES."""
     done = b.append_basic_block("done")
     switch = b.switch(number, done)
     for n in range(1, MAX_QUERIES + 1):

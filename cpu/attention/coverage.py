@@ -1,4 +1,4 @@
-"""How good a method's attended rows are, measured by exact attention over all rows."""
+"""Compares the rows that a method attends to with exact attention over all rows."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def rate_rows(
     q, k, k_head, n, tail, tail_head, n_tail, k_row, n_kv_head, scale, softcap, idx, counts,
     n_sinks, n_chosen, n_best, mass, best_mass, n_threads,
 ):  # fmt: skip
-    """For each head: how many rows were attended to, how many exact top-k shares, and their mass.
+    """Counts each head's attended rows, and those that exact top-k also has; sums their mass.
 
     q f32 (H, d). k, tail: addresses of f16 keys, n rows and then n_tail rows. k_head, tail_head,
     k_row: bytes between kv heads and rows. softcap: of the scores, 0 for none. idx int32 (U, m),
-    counts int64 (U,): the rows, U = H, G or 1. n_chosen, n_best int64 (H,) leave out the first
-    n_sinks rows, which are always attended; top-k takes n_chosen of the others. mass f64 (H,):
-    share of all attended rows in the softmax. best_mass f64 (H,): share of the attended sinks and
-    top-k's rows.
+    counts int64 (U,): the attended rows, U = H, G or 1. n_chosen, n_best int64 (H,) leave out the
+    first n_sinks rows, which are always attended; top-k takes n_chosen of the others. mass f64
+    (H,): share of all attended rows in the softmax. best_mass f64 (H,): share of the attended sinks
+    and the rows of top-k.
     """
     n_head = q.shape[0]
     counter = np.zeros(1, np.int64)

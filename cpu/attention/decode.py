@@ -38,22 +38,22 @@ from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 BLOCK = 256  # keys whose scores are kept at a time: K and V of a block stay in the L2 cache
-VALUES = 64  # rows of V that a tile takes at a time: they stay in the L1 cache for all dims
+VALUES = 64  # rows of V in a tile: they stay in the L1 cache for all dims
 TILE = MAX_TILE  # query heads that share a loaded row
 ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they save
 
 
 @njit(cache=True, nogil=True)
 def scaled_copy(q, scale):
-    """q * scale in a new array (numba keeps array expressions out of prange loops)."""
+    """Returns q * scale in a new array (numba keeps array expressions out of prange loops)."""
     return q * scale
 
 
 @njit(cache=True, nogil=True)
 def begin_softmax(sinks, peak, mass):
-    """The state of softmaxes that no row is in yet: peak, mass f32 (heads,).
+    """Returns the state of softmaxes without rows: peak, mass f32 (heads,).
 
-    sinks f32 (heads,): scores without values that they begin with, or empty.
+    sinks f32 (heads,): scores without values with which they begin, or empty.
     """
     for h in range(len(peak)):
         peak[h] = sinks[h] if len(sinks) else NEGATIVE_INFINITY
@@ -62,7 +62,7 @@ def begin_softmax(sinks, peak, mass):
 
 @njit(cache=True, nogil=True)
 def layout_mode(layout):
-    """The mode of ``attend_heads`` for a layout's rows: kind of K, kind of V times 4."""
+    """Returns the mode of ``attend_heads`` for a layout: kind of K + 4 times kind of V."""
     return layout[K_KIND] | layout[V_KIND] << 2
 
 
@@ -70,8 +70,8 @@ def layout_mode(layout):
 def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
     """Folds ``count`` rows into the running softmax of heads that share them.
 
-    All heads take a block of rows, TILE at a time, before the next block is read. So a row comes
-    from memory once.
+    All heads use a block of rows, TILE heads at a time, before the next block is read. So a row is
+    read from memory once.
 
     q f32 (heads, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
     ``layout_mode``. With + GATHER the rows are int32 numbers at the address idx, else 0..count.
@@ -106,7 +106,7 @@ def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, a
                 peak[h] = new_peak
                 for c in range(acc.shape[1]):
                     acc[h, c] *= old
-            part = size if mode & GATHER else VALUES  # listed rows are asked for ahead
+            part = size if mode & GATHER else VALUES  # listed rows are prefetched
             for row in range(0, size, part):
                 tile_values(
                     tile, v_mode, scores.ctypes.data + 4 * row, stride, v_at + row * v_row, v_row,
@@ -116,7 +116,7 @@ def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, a
 
 @njit(cache=True, nogil=True)
 def n_key_splits(n, n_kv_head, n_threads):
-    """Number of pieces that a kv head's keys are cut into, so that threads get equal work.
+    """Returns the number of pieces of a kv head's keys, so that threads get equal work.
 
     A piece has at least BLOCK keys; shorter contexts are not cut.
     """
@@ -130,7 +130,7 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, out, scores):
-    """Heads that share one list of rows, in memory of this thread until the end.
+    """Computes attention of heads that share a list of rows, in this thread's memory.
 
     sinks: see ``begin_softmax``. out f32 (heads, d_v).
     """
@@ -150,14 +150,14 @@ def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, 
 def _attend_tokens(
     q, layouts, kv_head, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
 ):  # fmt: skip
-    """Tokens and heads that share the rows of a kv head, in memory of this thread until the end.
+    """Computes attention of tokens and heads that share a kv head's rows, in this thread's memory.
 
-    All tokens take a block of rows before the next block is read. So a row that they share comes
+    All tokens use a block of rows before the next block is read. So a row that they share is read
     from memory once.
 
     q f32 (B, heads, d). layouts int64 (B, 8). spans int64 (B, 2): each token's first row, and the
-    row after its last one. target f32 (B, heads, d_v): the output if these are all its rows
-    (``whole``). Otherwise numerators, relative to the peaks and masses written at peak_out,
+    row after its last one. target f32 (B, heads, d_v): the output, if the spans have all rows
+    (``whole``). Otherwise it gets numerators, relative to the peaks and masses written at peak_out,
     mass_out f32 (B, heads).
     """
     n_token, n_head, d_v = target.shape
@@ -189,7 +189,7 @@ def _attend_tokens(
 def _attend_pieces(
     counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out
 ):
-    """Takes tasks until there are none: a piece of a kv head's keys, and the tokens of a team."""
+    """Takes tasks until there are none. A task is a piece of a kv head's keys for one team."""
     group, n_task = q.shape[1] // n_kv_head, len(tasks)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
@@ -207,7 +207,7 @@ def _attend_pieces(
 
 @njit(cache=True, nogil=True)
 def _teams(n_split, owners, n_threads):
-    """The tasks of a kv head, int64 (n, 4): first token, token after the last one, piece, pieces.
+    """Returns a kv head's tasks, int64 (n, 4): first token, token after the last, piece, pieces.
 
     Tokens of an owner that follow each other are a team: they read the same rows. Short contexts,
     whose keys are one piece, are spread over the threads token by token.
@@ -229,7 +229,7 @@ def _teams(n_split, owners, n_threads):
 def _attend_all(
     tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out, n_threads
 ):
-    """All tasks, by several threads."""
+    """Runs all tasks on several threads."""
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _attend_pieces(
@@ -242,14 +242,14 @@ def _attend_all(
 def attend_dense(
     q, layouts, stops, owners, window, n_kv_head, scale, softcap, sinks, out, n_threads
 ):
-    """Attention of B tokens, each over the rows up to its own, of every kv head.
+    """Computes attention of B tokens in all heads, each over the rows up to its own.
 
     q f32 (B, H, d); layouts int64 (B, 8), see attention/rows.py; stops int64 (B,): each token's
     number of rows; out f32 (B, H, d_v). Query head h belongs to kv head h // (H / G). owners int64
-    (B,): tokens side by side with the same owner read the same rows but for the last ones. window:
-    the most rows that a token sees, its own and those ahead of it. softcap: 0 for none; sinks f32
-    (H,), or empty. Threads share the keys evenly. The pieces are merged by their peaks and masses.
-    Short contexts stay on one thread. A token's result has the same bits with others and alone.
+    (B,): neighbouring tokens with the same owner read the same rows, except the last ones. window:
+    the most rows to which a token attends, its own included. softcap: 0 for none; sinks f32 (H,),
+    or empty. Threads share the keys evenly. The pieces are merged by their peaks and masses. Short
+    contexts stay on one thread. A token's result has the same bits with other tokens and alone.
     """
     n_token, n_head, d_v = out.shape
     n_split, n_rows = np.empty(n_token, np.int64), 0
@@ -282,7 +282,7 @@ def attend_dense(
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
 def merge_pieces(peak, mass, acc, out):
-    """The softmax-weighted mean from pieces: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
+    """Merges pieces into the softmax-weighted mean: peak, mass (S,), acc (S, d_v) -> out (d_v,)."""
     top = peak.max()
     total = np.float32(0)
     for split in range(peak.shape[0]):
@@ -296,7 +296,7 @@ def merge_pieces(peak, mass, acc, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n_threads):
-    """Attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
+    """Computes attention of one token over listed rows: idx int32 (U, m), counts int64 (U,).
 
     U is the number of lists: H (one a query head) or G (one a kv head, which its group shares).
     softcap, sinks: as in ``attend_dense``.
@@ -332,7 +332,7 @@ def append_row(k_new, v_new, layout, position):
 
 @njit(cache=True, nogil=True)
 def append_rows(k_new, v_new, layout, position):
-    """``append_row`` of T tokens, f32 (T, G, d), from ``position`` on."""
+    """Writes T tokens' K and V, f32 (T, G, d), as rows from ``position`` on."""
     for t in range(k_new.shape[0]):
         append_row(k_new[t], v_new[t], layout, position + t)
 
@@ -368,7 +368,7 @@ def score_rows(q, layout, n, n_kv_head, scale, out, n_threads):
 
 
 def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):
-    """Softmax attention in f64: q (H, d), k (G, n, d), v (G, n, d_v), rows: an int list a head."""
+    """Returns f64 (H, d_v) for q (H, d), k (G, n, d), v (G, n, d_v) and a row list a head."""
     group = q.shape[0] // k.shape[0]
     out = np.empty((q.shape[0], v.shape[2]))
     for h, row in enumerate(rows):
@@ -382,6 +382,6 @@ def attend_rows_ref(q, k, v, rows, scale, softcap=0.0, sinks=None):
 
 
 def attend_dense_ref(q, k, v, scale, softcap=0.0, sinks=None):
-    """``attend_rows_ref`` over all rows."""
+    """Returns ``attend_rows_ref`` over all rows."""
     rows = [np.arange(k.shape[1])] * q.shape[0]
     return attend_rows_ref(q, k, v, rows, scale, softcap, sinks)

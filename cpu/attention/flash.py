@@ -1,4 +1,4 @@
-"""The prefill attention of all types shares the softmax by powers of 2, and the reference."""
+"""Shared by the prefill attention of all types: softmax by powers of 2, and the reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I64, const, load, splat, vec
 
 ALL_ROWS = 1 << 30  # a window that no context fills
-LOWEST = np.float32(-1e30)  # a peak below any score: a difference to it is no NaN
+LOWEST = np.float32(-1e30)  # a peak below any score: differences to it are not NaN
 LOG2_E = np.float32(1.4426950408889634)  # e^x = 2^(x LOG2_E)
 
 
 def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The larger of two numbers, or y if one is NaN: one instruction, where maxnum takes more."""
+    """Returns the larger of two numbers, or y if one is NaN: one instruction; maxnum takes more."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -63,8 +63,8 @@ def soften_rows(
 def attend_causal_ref(q, k, v, scale, window=ALL_ROWS, softcap=0.0, sinks=None):
     """Returns f64 (H, T, d_v) for q (H, T, d), k (G, n, d), v (G, n, d_v), all of them floats.
 
-    A row sees the last ``window`` rows up to its own. Scores become softcap tanh(score / softcap).
-    sinks (H,): a score of each head that takes part in the softmax and has no value.
+    A row attends to the last ``window`` rows, its own included. Scores become softcap tanh(score /
+    softcap). sinks (H,): a score of each head that takes part in the softmax and has no value.
     """
     group, n, n_new = q.shape[0] // k.shape[0], k.shape[1], q.shape[1]
     k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))

@@ -12,7 +12,7 @@ from sparsekv_cli.cpu.jit.llvm import F16, F32, I8, I32, I64, LANES, const, load
 VECTOR_LANES = LANES if llvm.has_feature("avx512f") else 8
 VW = vec(F32, VECTOR_LANES)
 VWI = vec(I32, VECTOR_LANES)
-BITS = {F16_ROWS: 16, Q8_0: 8, Q5_1: 4, Q4_0: 4}  # of an element, without its fifth
+BITS = {F16_ROWS: 16, Q8_0: 8, Q5_1: 4, Q4_0: 4}  # bits of an element, without a fifth bit
 
 
 class RowReader:
@@ -29,7 +29,7 @@ class RowReader:
         self._b, self._d = b, d
 
     def bytes_to(self, c: ir.Value) -> ir.Value:
-        """From the beginning of a row to element c, or to its quant."""
+        """Returns the bytes from the beginning of a row to element c, or to its quant."""
         return self._b.lshr(self._b.mul(c, I64(self.bits)), I64(3))
 
     def after_quants(self, row: ir.Value) -> ir.Value:
@@ -43,7 +43,7 @@ class RowReader:
         return self._b.udiv(self._b.add(self._d, I64(QUANT_BLOCK - 1)), I64(QUANT_BLOCK))
 
     def scale(self, row: ir.Value, c: ir.Value) -> list[ir.Value]:
-        """Scale, and in q5_1 minimum, of the block that element c is in, as vectors."""
+        """Returns as vectors the scale, and in q5_1 the minimum, of the block of element c."""
         if not self.has_scales:
             return []
         b = self._b
@@ -55,7 +55,7 @@ class RowReader:
         return [splat(b, number, VECTOR_LANES) for number in numbers]
 
     def vector(self, row: ir.Value, c: ir.Value, scale: list[ir.Value]) -> ir.Value:
-        """Elements c .. c + VECTOR_LANES of the row at an address; scale: of their block."""
+        """Returns elements c .. c + VECTOR_LANES of a row. row: address. scale: their block's."""
         b, at = self._b, self._b.add(row, self.bytes_to(c))
         if self.kind == F16_ROWS:
             return llvm.load_half_lanes(b, at, 0, VECTOR_LANES)

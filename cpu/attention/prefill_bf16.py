@@ -45,9 +45,9 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
-F32_ROWS = -1  # one more kind than in attention/rows.py: quantised rows are widened to it
-TASK_TILES = 12  # at most; a task reads all its keys anew
-TASKS_A_THREAD = 3  # at least, where there are enough rows: threads end together
+F32_ROWS = -1  # not in attention/rows.py: quantised rows are widened to f32
+TASK_TILES = 12  # at most: each task reads all its keys again
+TASKS_A_THREAD = 3  # at least, if rows suffice: threads end together
 UNIT = 4 * PAIRS  # bytes
 
 
@@ -55,7 +55,7 @@ UNIT = 4 * PAIRS  # bytes
 
 
 def wide_lanes(b, kind, row, c):
-    """Elements c .. c + 16 of a row of f16 or f32 at an address, as f32."""
+    """Returns elements c .. c + 16 of a row of f16 or f32 at an address, as f32."""
     if kind == F16_ROWS:
         return llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))))
     return load(b, VF, b.add(row, b.mul(c, I64(4))))
@@ -119,9 +119,10 @@ def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_r
 
 @njit(cache=True, nogil=True)
 def _read_block(layout, head, first, count, widths, keys, values):
-    """Rows first .. first + count of a kv head: keys bf16 (BLOCK, >= d), values (>= d_v, BLOCK).
+    """Reads rows first .. first + count of a kv head as bf16.
 
-    widths: elements of a stored row of K and of V. Quantised rows are widened to f32 first.
+    keys (BLOCK, >= d); values (>= d_v, BLOCK). widths: elements of a stored row of K and of V.
+    Quantised rows are widened to f32 first.
     """
     wide = np.empty((2 * LANES, max(widths)), np.float32)
     wide_at, wide_row = wide.ctypes.data, wide.strides[0]
@@ -152,12 +153,12 @@ def _read_block(layout, head, first, count, widths, keys, values):
 
 @njit(cache=True, nogil=True)
 def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, scratch, mass, acc):
-    """One task: tiles of query rows over all the keys that they see.
+    """Runs one task: attention of tiles of query rows to all their visible keys.
 
-    queries bf16 in pairs, uint32 (tiles, pairs, WIDTH). n_visible int32 (tiles, WIDTH): how many
-    keys a row sees the last ``window`` of, ascending. mass f32 (tiles, WIDTH); acc f32 (tiles, >=
-    d_v, WIDTH): the sums of weights and of values. scratch: keys, values, scores and weights of a
-    block, peaks and a few vectors. Peaks and mass begin with what the sinks are.
+    queries bf16 in pairs, uint32 (tiles, pairs, WIDTH). n_visible int32 (tiles, WIDTH), ascending:
+    a row attends to the last ``window`` of so many keys. mass f32 (tiles, WIDTH); acc f32 (tiles,
+    >= d_v, WIDTH): the sums of weights and of values. scratch: keys, values, scores and weights of
+    a block, peaks and a few vectors. Peaks and mass begin with the sinks.
     """
     keys, values, scores, weights, peak, small, limits = scratch
     n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
@@ -207,8 +208,8 @@ def _attend_tasks(
 ):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
-    The rows of a kv head are counted token by token. Row r is of token r // group and of query head
-    r % group of its group.
+    The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
+    query head r % group of the group.
     """
     n_head, n_new, d = q.shape
     group, d_v = n_head // n_kv, out.shape[2]
@@ -268,7 +269,7 @@ def _rounded_up(n: int, unit: int) -> int:
 
 
 def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads) -> None:
-    """Attention of the last T of n stored rows, each over the last ``window`` rows up to its own.
+    """Computes attention of the last T of n stored rows, each to ``window`` rows up to its own.
 
     q bf16 bits, uint16 (H, T, d), d even. layout int64 (8,): addresses of K and V, see
     attention/rows.py. out bf16 bits (T, H, d_v). window, softcap, sinks: as prefill_f32.py.
@@ -285,7 +286,7 @@ def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_thre
         ((BLOCK, WIDTH), np.float32),  # scores
         ((BLOCK // 2, WIDTH), np.uint32),  # weights
         ((tiles, WIDTH), np.float32),  # peaks
-        ((2, WIDTH), np.float32),  # new peaks, what old sums shrink by
+        ((2, WIDTH), np.float32),  # new peaks, factors of the old sums
         ((WIDTH,), np.int32),  # limits
         ((tiles, WIDTH), np.float32),  # mass
         ((tiles, n_sums, WIDTH), np.float32),  # acc

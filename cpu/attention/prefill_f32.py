@@ -249,7 +249,7 @@ def _spread(typingctx, row, n_panels, out, panel_bytes):
 
 @njit(cache=True, nogil=True)
 def _read_block(layout, head, first, count, d_v, row, keys, values):
-    """Rows first .. first + count of a kv head as f32, as the products take them.
+    """Reads rows first .. first + count of a kv head as f32, in the layout of the products.
 
     keys (BLOCK, width); values (panels, BLOCK, ROWS), element d_v of a row is a 1; row f32
     (>= ROWS panels,): scratch.
@@ -271,10 +271,10 @@ def _attend_tiles(
 ):
     """One task: tiles of query rows over all the keys that they see.
 
-    queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH): how
-    many keys a row sees the last ``window`` of, ascending. peak f32 (tiles, WIDTH). acc f32 (tiles,
-    ROWS panels, WIDTH): sums of values, then the sum of the weights, whose values are ones. Both
-    begin with what the sinks are.
+    queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH),
+    ascending: a row attends to the last ``window`` of so many keys. peak f32 (tiles, WIDTH). acc
+    f32 (tiles, ROWS panels, WIDTH): sums of values, then the sum of the weights, whose values are
+    ones. Both begin with the sinks.
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
@@ -311,8 +311,8 @@ def _attend_tiles(
 def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out):
     """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
 
-    The rows of a kv head are counted token by token. Row r is of token r // group and of query head
-    r % group of its group.
+    The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
+    query head r % group of the group.
     """
     n_head, n_new, d = q.shape
     group, d_v = n_head // n_kv, out.shape[2]
@@ -358,7 +358,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_t
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads):
-    """Attention of the last T of n stored rows, each over the last ``window`` rows up to its own.
+    """Computes attention of the last T of n stored rows, each to ``window`` rows up to its own.
 
     q f32 (H, T, d); layout int64 (8,): where K and V lie, see attention/rows.py; out f32 (T, H,
     d_v). window: flash.ALL_ROWS for all; softcap: 0 for none; sinks f32 (H,), or empty.

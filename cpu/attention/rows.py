@@ -1,8 +1,8 @@
 """How rows of K and V lie in memory: as f16, or quantised as llama.cpp's cache types of that name.
 
-A row has ``width`` elements, a multiple of 16. An f16 row is just these. The others have blocks of
-32 elements (the last may have 16). They hold first the quants of all blocks, then the other numbers
-of all blocks:
+A row has ``width`` elements, a multiple of 16. An f16 row has only these. Quantised rows have
+blocks of 32 elements (the last may have 16). They hold first the quants of all blocks, then the
+other numbers of all blocks:
 
     q8_0   32 int8                                          then a scale
     q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, after the
@@ -10,7 +10,8 @@ of all blocks:
     q4_0   the same 16 bytes                                then a scale
 
 Scales and minima are f16. An element is q * scale in q8_0, (q - 8) * scale in q4_0 and q * scale +
-minimum in q5_1. All rows of a kv head follow each other; one array says where they are.
+minimum in q5_1. All rows of a kv head follow each other. One array, the layout, says where they
+are.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ K, V, K_HEAD, V_HEAD, K_ROW, V_ROW, K_KIND, V_KIND = range(8)
 
 
 def n_blocks(width: int) -> int:
-    """Blocks of a quantised row."""
+    """Returns the number of blocks of a quantised row."""
     return -(-width // QUANT_BLOCK)
 
 
 def row_bytes(kind: int, width: int) -> int:
-    """Bytes of one row."""
+    """Returns the bytes of one row."""
     if kind == F16:
         return 2 * width
     quants = width if kind == Q8_0 else NIBBLES * n_blocks(width)
@@ -51,12 +52,12 @@ def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16
 
 
 def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
-    """f32 (..., width) -> rows of a quantised kind, uint8 (..., bytes).
+    """Returns f32 (..., width) as rows of a quantised kind, uint8 (..., bytes).
 
-    The result is that of ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales ahead
-    of their rounding to f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's
-    range belongs to the larger magnitude. If a block has both signs of it, the end belongs to the
-    positive one.
+    The result is that of ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales before
+    they are rounded to f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's
+    range, -8, belongs to the largest magnitude. If a block has it with both signs, the positive one
+    takes the end.
     """
     n, width = n_blocks(x.shape[-1]), x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, QUANT_BLOCK * n - width)]
@@ -66,7 +67,7 @@ def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
         half = scale.astype(np.float16)
         q = np.rint(blocks * _inverse(np.where(half == 0, np.float32(0), scale))).astype(np.int8)
         return _joined(q.reshape(*x.shape[:-1], -1)[..., :width], half)
-    if width % QUANT_BLOCK:  # the last block has no other elements
+    if width % QUANT_BLOCK:  # the last block has 16 elements
         blocks[..., -1, LAST:] = blocks[..., -1, :1]
     low, high = blocks.min(-1, keepdims=True), blocks.max(-1, keepdims=True)
     if kind == Q4_0:
@@ -84,12 +85,12 @@ def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, 0 for 0, in f32."""
+    """Returns 1 / scale in f32, or 0 for 0."""
     return np.where(scale == 0, np.float32(0), np.float32(1) / np.where(scale == 0, 1, scale))
 
 
 def _nibbles(q: np.ndarray) -> np.ndarray:
-    """uint8 (..., 32) -> (..., 16): the low four bits of two elements a byte."""
+    """Returns uint8 (..., 32) as (..., 16): each byte has the low four bits of two elements."""
     return q[..., :LAST] & 15 | (q[..., LAST:] & 15) << 4
 
 
@@ -101,7 +102,7 @@ def _joined(*parts: np.ndarray) -> np.ndarray:
 
 
 def dequantize_rows_ref(rows: np.ndarray, width: int, kind: int = Q8_0) -> np.ndarray:
-    """Rows of a quantised kind, uint8 (..., bytes) -> f32 (..., width), rounded once."""
+    """Returns rows of a quantised kind, uint8 (..., bytes), as f32 (..., width), rounded once."""
     n, lead = n_blocks(width), rows.shape[:-1]
     if kind == Q8_0:
         quants = rows[..., :width].view(np.int8).astype(np.float32)

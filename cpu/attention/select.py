@@ -14,18 +14,18 @@ WORD = 64  # keys that are compared at a time
 N_GUESSES = 9  # passes of a search for a threshold that may be guesses
 LARGEST = np.float32(1e38)
 SAMPLED_FROM, SAMPLED_SHARE = 16384, 16  # keys, and the share of them that is few
-SAMPLE_STEP = 16  # vectors of keys to the next one of a sample
+SAMPLE_STEP = 16  # a sample has every 16th vector of keys
 
 
 @njit(cache=True, nogil=True)
 def _ordered(bits):
-    """The order_keys key of an f32's bits, and the bits of a key: the same flip."""
+    """Turns an f32's bits into its order_keys key, or a key into bits: the same flip."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @njit(cache=True, nogil=True)
 def order_keys(scores, keys, n):
-    """keys[j] int32 with the order of scores[j] f32 (no NaN): a signed-magnitude flip."""
+    """Writes keys[j] int32 in the order of scores[j] f32 (no NaN): a signed-magnitude flip."""
     bits = scores.view(np.int32)
     for j in range(n):
         keys[j] = _ordered(bits[j])
@@ -33,7 +33,7 @@ def order_keys(scores, keys, n):
 
 @intrinsic
 def _extremes(typingctx, keys, count):
-    """The least and the largest of keys[:count], int32 at an address; count: 16, 32, 48 ..."""
+    """Returns the least and the largest of keys[:count], int32 at an address; count: 16, 32 ..."""
 
     def codegen(context, b, signature, args):
         keys, count = args
@@ -59,7 +59,7 @@ def _extremes(typingctx, keys, count):
 
 @intrinsic
 def _count_above(typingctx, keys, count, pivot):
-    """How many of keys[:count] are above pivot; int32 at an address, count a multiple of 16."""
+    """Counts keys[:count] above pivot; int32 at an address, count a multiple of 16."""
 
     def codegen(context, b, signature, args):
         keys, count, pivot = args
@@ -90,7 +90,7 @@ def _count_above(typingctx, keys, count, pivot):
 
 @njit(cache=True, nogil=True)
 def count_above(keys, n, pivot):
-    """How many of keys[:n] int32 are above pivot."""
+    """Returns how many of keys[:n] int32 are above pivot."""
     whole = n - n % LANES
     count = _count_above(keys.ctypes.data, whole, pivot)
     for j in range(whole, n):
@@ -100,7 +100,7 @@ def count_above(keys, n, pivot):
 
 @intrinsic
 def bits_of(typingctx, value):
-    """The bits of an f32, int32."""
+    """Returns the bits of an f32 as int32."""
 
     def codegen(context, b, signature, args):
         return b.bitcast(args[0], llvm.I32)
@@ -110,7 +110,7 @@ def bits_of(typingctx, value):
 
 @intrinsic
 def float_of(typingctx, bits):
-    """The f32 of given bits, int32."""
+    """Returns the f32 with the given bits, int32."""
 
     def codegen(context, b, signature, args):
         return b.bitcast(args[0], llvm.F32)
@@ -120,11 +120,11 @@ def float_of(typingctx, bits):
 
 @njit(cache=True, nogil=True)
 def _guess(low, high, n_low, n_high, k):
-    """A key in (low, high] that about k keys reach, guessed from the scores of low and high.
+    """Returns a key in (low, high] that about k keys reach, guessed by the scores of low and high.
 
-    n_low keys reach low and n_high exceed high. The number of scores above a value has a root that
-    is taken to fall in a line. This is near the truth at the upper side of a bell. If low or high
-    is no score, the guess is the middle.
+    n_low keys reach low and n_high exceed high. The guess takes the square root of the number of
+    scores above a value as linear. This is nearly true at the upper side of a bell. If low or high
+    is no score, it returns the middle.
     """
     a, b = float_of(_ordered(np.int32(low))), float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:
@@ -137,11 +137,11 @@ def _guess(low, high, n_low, n_high, k):
 
 @njit(cache=True, nogil=True)
 def threshold_of_largest(keys, n, k):
-    """A threshold for the k largest of keys[:n] int32, 1 <= k <= n.
+    """Returns a threshold for the k largest of keys[:n] int32, 1 <= k <= n.
 
-    At most k keys are above it, and keys equal to it fill up to k. Counting passes, each a vector
-    compare and add; nothing is moved or allocated. Guesses take some 7 passes for bell-shaped
-    scores, bisection of the keys' range, which follows, 16, and at most 32.
+    At most k keys are above it, and keys equal to it fill up to k. It makes passes that only
+    compare and count; nothing is moved or allocated. Guesses take some 7 passes for bell-shaped
+    scores. The bisection after them takes 16, and at most 32.
     """
     low, high = keys[0], keys[0]
     whole = n - n % LANES
@@ -168,7 +168,7 @@ def threshold_of_largest(keys, n, k):
 
 @intrinsic
 def _compare(typingctx, keys, pivot, equal):
-    """Bit j of the u64 is set where keys[j] > pivot (``equal``: == pivot), j < 64; an address."""
+    """Returns a u64 with bit j set where keys[j] > pivot (``equal``: == pivot). keys: address."""
     if not isinstance(equal, types.BooleanLiteral):
         return None
 
@@ -187,13 +187,13 @@ def _compare(typingctx, keys, pivot, equal):
 
 @njit(cache=True, nogil=True)
 def _positions_above(keys, n, threshold, ties, out):
-    """out = positions of the keys[:n] above the threshold and of the first ``ties`` equal to it.
+    """Writes the positions of keys[:n] above the threshold and of the first ``ties`` equal to it.
 
-    Ascending. Returns how many there are; once ``out`` is full, this is more than fit.
+    They are ascending. Returns their number. If ``out`` is too small, the number is larger than it.
     """
     at, room = 0, len(out)
     whole = n - n % WORD
-    for start in range(0, whole, WORD):  # where few of many are chosen, most words are empty
+    for start in range(0, whole, WORD):  # if few of many are chosen, most words are empty
         address = keys.ctypes.data + 4 * start
         word = _compare(address, threshold, False)
         if ties:
@@ -222,7 +222,7 @@ def _positions_above(keys, n, threshold, ties, out):
 
 @njit(cache=True, nogil=True)
 def _candidates(keys, n, k, out):
-    """``_positions_above`` a threshold that more than k keys are likely to exceed, by a sample."""
+    """Runs ``_positions_above`` a sample's threshold, which more than k keys probably exceed."""
     sample = np.empty(n // (SAMPLE_STEP * LANES) * LANES, np.int32)
     for at in range(0, len(sample), LANES):
         sample[at : at + LANES] = keys[at * SAMPLE_STEP : at * SAMPLE_STEP + LANES]
@@ -240,9 +240,9 @@ def _select(keys, n, k, out):
 
 @njit(cache=True, nogil=True)
 def select_largest(keys, n, k, out):
-    """out[:k] = positions of the k largest of keys[:n], ascending; ties go to the first.
+    """Writes out[:k], the positions of the k largest of keys[:n], ascending. The first win ties.
 
-    Few of many are chosen among those that exceed the threshold of a sample, if these are enough.
+    If k is few of many, it chooses among the keys above a sample's threshold, if they suffice.
     """
     if k <= 0:
         return
@@ -263,7 +263,7 @@ def select_largest(keys, n, k, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def select_rows(scores, n, n_sinks, n_recent, k, out):
-    """Per list: the first n_sinks rows, the last n_recent and the k - n_recent best in between.
+    """Writes for each list the first n_sinks rows, the last n_recent and the k - n_recent best.
 
     scores f32 (U, >= n); out int32 (U, n_sinks + k), rows ascending except that the recent ones
     come before the best.
@@ -283,7 +283,7 @@ def select_rows(scores, n, n_sinks, n_recent, k, out):
 
 
 def select_rows_ref(scores, n, n_sinks, n_recent, k):
-    """numpy reference: the same sets, as one sorted array a list."""
+    """Returns the same sets as one sorted array for each list. numpy reference."""
     middle = np.arange(n_sinks, n - n_recent)
     rows = []
     for row in scores:

@@ -32,7 +32,7 @@ def _store_tile(b: ir.IRBuilder, vectors: list[ir.Value], address: ir.Value) -> 
 
 @intrinsic
 def hide_and_find_peaks(typingctx, scores, low, free, count, n_visible, window, top):
-    """top = the largest of top and of scores[j], j < count, of keys that a lane sees.
+    """Raises top to the largest of scores[j], j < count, over the keys that a lane sees.
 
     Lane i sees the last ``window`` of the keys j < n_visible[i]. scores f32 (count, WIDTH): those
     that a lane does not see become -inf. All lanes see the keys from ``low`` to ``free``. n_visible
@@ -72,8 +72,8 @@ def hide_and_find_peaks(typingctx, scores, low, free, count, n_visible, window, 
 
 
 def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for x <= 0, NaN of NaN."""
-    x = larger(b, const(F32, -200.0), x)  # its power is 0 too
+    """Returns 2^x for x <= 0, and NaN for NaN."""
+    x = larger(b, const(F32, -200.0), x)  # 2^-200 is 0 too
     n = llvm.call_named(b, "llvm.rint.v16f32", VF, x)
     r = b.fsub(x, n)
     power = const(F32, EXP2[-1])

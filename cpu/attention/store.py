@@ -91,7 +91,7 @@ def store_quantized(typingctx, source, target, count):
 
 
 def _unless_nan(b, scale, x):
-    """``scale``, or NaN if any of the vectors ``x`` has such: maxnum and minnum drop it."""
+    """Returns ``scale``, or NaN if a vector of ``x`` has NaN, which maxnum and minnum drop."""
     total = F32(0.0)
     for each in x:
         total = b.fadd(total, llvm.sum_lanes(b, b.fmul(each, const(F32, 0.0))))
@@ -99,7 +99,7 @@ def _unless_nan(b, scale, x):
 
 
 def _extreme(b, name, x):
-    """The largest (maxnum) or the least (minnum) of all lanes of the vectors ``x``."""
+    """Returns the largest (maxnum) or the least (minnum) of all lanes of the vectors ``x``."""
     one = x[0] if len(x) == 1 else llvm.call_named(b, f"llvm.{name}.v16f32", VF, *x)
     if name == "maxnum":
         return llvm.max_lanes(b, one)
@@ -107,13 +107,13 @@ def _extreme(b, name, x):
 
 
 def _inverse(b, scale):
-    """1 / scale, or 0 for 0."""
+    """Returns 1 / scale, or 0 for 0."""
     empty = b.fcmp_ordered("==", scale, F32(0.0))
     return b.select(empty, F32(0.0), b.fdiv(F32(1.0), scale))
 
 
 def _four_bits(b, x):
-    """The scale of a q4_0 block, vectors ``x``, and its quants <16 x i32>, 0 to 15."""
+    """Returns the scale of a q4_0 block, vectors ``x``, and its quants <16 x i32>, 0 to 15."""
     low, high = _extreme(b, "minnum", x), _extreme(b, "maxnum", x)
     positive = b.fcmp_ordered(">=", high, b.fneg(low))
     scale = b.fdiv(b.select(positive, high, low), F32(-8.0))
@@ -127,7 +127,7 @@ def _four_bits(b, x):
 
 
 def _five_bits(b, x):
-    """Scale and minimum of a q5_1 block, vectors ``x``, and its quants <16 x i32>, 0 to 31."""
+    """Returns scale, minimum and quants <16 x i32>, 0 to 31, of a q5_1 block, vectors ``x``."""
     low, high = _extreme(b, "minnum", x), _extreme(b, "maxnum", x)
     scale = _unless_nan(b, b.fdiv(b.fsub(high, low), F32(31.0)), x)
     inverse, lows, quants = splat(b, _inverse(b, scale)), splat(b, low), []

@@ -3,14 +3,14 @@
 Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
 widened once for a tile of several query heads of its GQA group. The dot products of a tile are
 summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers. A
-``mode`` says both: the kind of the rows, + GATHER for listed ones. 0 and 1 are the modes of f16.
+``mode`` is the kind of the rows, + GATHER for listed rows. 0 and 1 are the modes of f16.
 
-Sums are as wide as the CPU's vectors, and as many as its registers hold. These are 16 of 16 lanes
-with AVX-512, and 8 of 8 elsewhere. AVX2 has 16 registers; twice the sums take three times as long
-there.
+Sums are as wide as the CPU's vectors, and as many as its registers hold. With AVX-512 these are 16
+sums of 16 lanes, elsewhere 8 sums of 8. AVX2 has 16 registers: twice as many sums take three times
+as long there.
 
-There is code for every tile and mode, which takes long to compile. It is compiled once a kind of
-rows, and a kernel contains a call through a table of addresses. The entry of f16 is set when this
+There is code for every tile and mode, which takes long to compile. It is compiled once for each
+kind of rows, and kernels call it through a table of addresses. The entry of f16 is set when this
 file is imported. Another entry is set when a cache has rows of its kind (``install``).
 """
 
@@ -43,20 +43,20 @@ WIDE_DIMS = (
 )
 MAX_TILE = len(WIDE_DIMS)  # query heads
 TABLE = "sparsekv_tiles"  # the linker's name of ``_TABLE``
-_TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # addresses: of a kind's scores, then its values
+_TABLE = np.zeros(2 * (KIND // 2 + 1), np.int64)  # for each kind, the addresses of its two kernels
 _N_NUMBERS = 10  # arguments of a tile's kernel
 _TEN_NUMBERS = types.void(*[types.int64] * _N_NUMBERS)
 
 
 def _row_address(b, base, row_bytes, idx, j, mode):
-    """Address of row j (of row idx[j] when gathering; idx is the address of int32)."""
+    """Returns the address of row j (of row idx[j] when gathering; idx: address of int32)."""
     if mode & GATHER:
         j = b.sext(load(b, I32, b.add(idx, b.mul(j, I64(4)))), I64)
     return b.add(base, b.mul(j, row_bytes))
 
 
 def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
-    """Addresses of n_rows rows from j + AHEAD on; in a list, of its row ``last`` at most."""
+    """Returns addresses of n_rows rows from j + AHEAD on, in a list at most to its row ``last``."""
     rows = []
     for i in range(n_rows):
         at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
@@ -84,7 +84,7 @@ def _add_products(b, sums, left, n_left, right, n_right):
 
 
 def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride):
-    """The code of ``tile_scores`` for one tile and mode, ints."""
+    """Emits ``tile_scores`` for one tile and mode, ints."""
     n_keys = VECTOR_LANES // tile
     last = b.sub(count, I64(1))
     reader = RowReader(b, mode, d)
@@ -140,7 +140,7 @@ def _emit_scores(b, tile, mode, q, k, row_bytes, idx, count, d, out, out_stride)
 
 
 def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
-    """The code of ``tile_values`` for one tile and mode, ints."""
+    """Emits ``tile_values`` for one tile and mode, ints."""
     reader = RowReader(b, mode, d)
 
     def chunk(c, n_vectors):
@@ -214,7 +214,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
 
 def _every_tile(emit_tile: Callable[..., None]) -> Any:
-    """Numba code (literal kind, tile, mode, ...): ``emit_tile`` for every tile, in both modes."""
+    """Returns Numba code (literal kind, tile, mode, ...): ``emit_tile`` of all tiles and modes."""
 
     @intrinsic
     def any_tile(typingctx, kind, tile, mode, a, b, c, d, e, f, g, h):
@@ -264,7 +264,7 @@ def install(kind: int) -> None:
 
 
 def _call(which: int) -> Any:
-    """An intrinsic's type and code: a call through the table, of scores (0) or values (1)."""
+    """Returns an intrinsic that calls the table's kernel of scores (0) or values (1)."""
 
     def codegen(context, b, signature, args):
         kind = b.and_(args[1], I64(KIND))  # a kind is twice its number
@@ -310,7 +310,7 @@ install(F16_ROWS)
 
 
 def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """e^x for x <= 0, <16 x float>, within 2 units in the last place; 0 below -87.
+    """Returns e^x for x <= 0, <16 x float>, within 2 units in the last place; 0 below -87.
 
     Cody-Waite reduction x = n ln 2 + r and a polynomial of degree 6 in r (Cephes' expf).
     """
@@ -375,7 +375,7 @@ def soften(typingctx, scores, count, cap):
 
 @intrinsic
 def max_of(typingctx, scores, count):
-    """The largest of scores[0 .. count rounded up to 16) (f32)."""
+    """Returns the largest of scores[0 .. count rounded up to 16) (f32)."""
 
     def codegen(context, b, signature, args):
         scores, count = args

@@ -68,7 +68,7 @@ def _folder(directory: Path | None) -> PrefixFolder:
 
 
 def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
-    """Returns a description of each prompt, the one used last first, and the bytes of all files."""
+    """Returns a description of each prompt, last used first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
     sizes = Counter[str]()  # of blocks and their snapshots
@@ -103,7 +103,7 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
 
 
 def _ago(used: float) -> str:
-    """How long ago, in the largest unit of which there is one."""
+    """Returns the age in the largest unit that is at least one."""
     seconds = max(0.0, time.time() - used)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:

@@ -1,4 +1,4 @@
-"""``calibrate``: measures what some methods must know about a model, and writes the sidecar."""
+"""``calibrate``: makes the measurements of a model that some methods need; writes the sidecar."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def command(
 def choose_methods(text: str) -> list[str]:
     """Returns the names in ``text``, or all; a usage error for one that needs no calibration.
 
-    AUTO is the measurement for ``--method auto``. It is no part of all.
+    AUTO is the measurement for ``--method auto``. All does not include it.
     """
     from sparsekv_cli.methods import calibrated_methods
 

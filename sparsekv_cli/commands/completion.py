@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class, shell_complete
 
 from sparsekv_cli.commands.options.model import verbose_option
 
-VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # by which the shell asks, in click's protocol
+VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # the shell asks by it, in click's protocol
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -30,7 +30,7 @@ def command(shell: str) -> None:
 
 
 def answer_shell(group: click.Command, program: str) -> int | None:
-    """Completes what the shell asks for; the exit code, None if it asks for nothing."""
+    """Completes the shell's words. Returns the exit code, None if the shell does not ask."""
     instruction = os.environ.get(VARIABLE)
     return (
         None if instruction is None else shell_complete(group, {}, program, VARIABLE, instruction)

@@ -1,4 +1,4 @@
-"""``sparsekv-cli doctor``: what a bug report needs to know of this installation."""
+"""``sparsekv-cli doctor``: the facts about this installation that a bug report needs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def command(as_json: bool) -> None:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Tables of the sections that could be made, then the problems."""
+    """Prints tables of the sections that could be made, then the problems."""
     python, cpu, memory = (report[name] or {} for name in ("python", "cpu", "memory"))
     print_pairs(
         "",

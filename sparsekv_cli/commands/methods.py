@@ -38,7 +38,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
         write_text(HINT)
 
 
-# Options of every method with a name of their own on the command line, which are said once.
+# Options of every method that have their own name on the command line. They are shown once.
 SHARED = ("dense_layers", "cache_type_k", "cache_type_v")
 HINT = """
 'sparsekv-cli methods NAME' shows a method's options.
@@ -47,7 +47,7 @@ All take --dense-layers, --cache-type-k and --cache-type-v.
 
 
 def show(method: Mapping[str, Any]) -> None:
-    """A method: what it is, then its own options, then what it makes of those of every method."""
+    """Prints a method, its own options, and its values of the options that every method has."""
     options = {option["name"]: option for option in method["options"]}
     rows = [
         ("summary", method["summary"]),

@@ -84,7 +84,7 @@ def as_dict(model: ListedModel) -> dict[str, Any]:
 
 
 def show(models: Sequence[ListedModel]) -> None:
-    """A table of all, then why some of them cannot be run."""
+    """Prints a table of all models, then why some of them cannot be run."""
     rows = [
         (
             model.name,

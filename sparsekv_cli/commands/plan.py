@@ -1,4 +1,4 @@
-"""``sparsekv-cli plan``: what a model takes here with each method, and how fast it is."""
+"""``sparsekv-cli plan``: predicts memory and speed of a model with each method."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
 
 
 def show(plan: Plan) -> None:
-    """For people, on stdout."""
+    """Prints the plan for people, on stdout."""
     free = "" if plan.memory_available is None else size(plan.memory_available)
     print_pairs(
         "",

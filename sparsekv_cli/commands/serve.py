@@ -50,12 +50,12 @@ MODELS_OPTION = click.option(
     help="GGUF file, name or OWNER/REPO[:QUANT], as for other commands; repeatable: the others "
     "are loaded when a request names them. [env: SPARSEKV_MODEL]",
 )  # fmt: skip
-CLOSE_S = 5  # after --drain, for clients to be told that there is no answer
+CLOSE_S = 5  # seconds after --drain in which clients get their error
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Where the server listens, to whom, and for how many seconds it drains at its end."""
+    """The server's address and clients, and the seconds that it drains at its end."""
 
     host: str
     port: int
@@ -159,7 +159,7 @@ def command(
         say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
     method = method_of(options)
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
-    socket = listening(listen.host, listen.port)  # ahead of what takes long
+    socket = listening(listen.host, listen.port)  # before the slow steps
 
     from sparsekv_cli.serve.pool import ModelPool, shares
     from sparsekv_cli.serve.requests import RequestLimits, Service
@@ -206,7 +206,7 @@ def hosted_models(
 ) -> list[HostedModel]:
     """Returns the models that -m and --alias name, described by their headers.
 
-    Raises click.UsageError for names that are not of one model each.
+    Raises click.UsageError for a name that two models have.
     """
     from sparsekv_cli.models.sources.naming import split_name
     from sparsekv_cli.serve.pool import HostedModel
@@ -237,7 +237,7 @@ def hosted_models(
 
 
 def describe(hosted: HostedModel, options: ModelOptions) -> None:
-    """Reads from a model's header what /v1/models says of it, or its problem."""
+    """Reads the fields of /v1/models from a model's header, or the model's problem."""
     from sparsekv_cli.calibration.calibrations import Calibrations
     from sparsekv_cli.generation.conversation import chat_template
     from sparsekv_cli.models.chat.thinking import switch_of
@@ -263,7 +263,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
 
 
 def listening(host: str, port: int) -> Socket:
-    """Returns a socket that listens. Raises SparseKVError where that cannot be."""
+    """Returns a socket that listens. Raises SparseKVError if that is impossible."""
     import socket
 
     from sparsekv_cli.serve.wire.connections import BACKLOG
@@ -279,7 +279,7 @@ def listening(host: str, port: int) -> Socket:
 
 
 def check_open_files() -> None:
-    """Raises SparseKVError where the process may open too few files to answer a few clients."""
+    """Raises SparseKVError if the process may open too few files for a few clients."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -293,7 +293,7 @@ def check_open_files() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Returns whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -303,7 +303,7 @@ def is_loopback(host: str) -> bool:
 def draining(config: Any, drain: int, pool: ModelPool) -> Any:
     """uvicorn's server.
 
-    Told to end, it lets answers become whole for so many seconds, and then ends the others.
+    When it is told to end, it lets answers finish for so many seconds, and then ends the others.
     """
     import asyncio
 
@@ -319,9 +319,9 @@ def draining(config: Any, drain: int, pool: ModelPool) -> Any:
 
 
 def run(pool: ModelPool, listen: Listen, socket: Socket, n_requests: int) -> None:
-    """Serves until the process is told to end; answers that have begun become whole first.
+    """Serves until the process is told to end. Running answers finish first.
 
-    n_requests: that may run or wait.
+    n_requests: the most requests that run or wait.
     """
     import uvicorn
 
@@ -338,7 +338,7 @@ def run(pool: ModelPool, listen: Listen, socket: Socket, n_requests: int) -> Non
     )  # fmt: skip
     at = f"[{host}]" if ":" in host else host
     server = draining(config, drain, pool)
-    # uvicorn drains, then raises the signal again: what follows must still run.
+    # uvicorn drains, then raises the signal again. The code below must still run.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         names = ", ".join(model.name for model in pool.models)

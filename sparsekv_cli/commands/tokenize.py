@@ -71,9 +71,9 @@ def command(
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Returns the text to tokenize, to the byte, or that of a PDF or a Word file.
+    """Returns the text to tokenize, byte for byte, or the text of a PDF or Word file.
 
-    Raises SparseKVError for what is not UTF-8, OSError for a file that cannot be read.
+    Raises SparseKVError for text that is not UTF-8, OSError for a file that cannot be read.
     """
     if text is not None:
         return check_utf8(text, "the text")

@@ -1,4 +1,4 @@
-"""``sparsekv-cli warmup``: compiles all kernels now, so that no later run has to wait for it."""
+"""``sparsekv-cli warmup``: compiles all kernels now, so that later runs do not wait."""
 
 import os
 import time
@@ -22,8 +22,8 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.config import SessionConfig
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
-GPU_BATCHES = (2, 4, 8)  # sequences that decode together: the rows of a step
-# Numbers of rows among which kernels differ.
+GPU_BATCHES = (2, 4, 8)  # numbers of sequences that decode together
+# Numbers of rows with different kernels.
 GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
 
@@ -84,10 +84,10 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
 
 
 def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
-    """A prompt longer than any budget, and some tokens, with each method as it is by default.
+    """Runs a prompt longer than any budget, and some tokens, with each method's defaults.
 
-    Then a step of each of GPU_BATCHES. Then a step with the kernels of each of GPU_ROWS, as far as
-    a cache of so many rows fits. Returns up to how many rows that was.
+    Then it runs a step of each of GPU_BATCHES. It also runs a step with the kernels of each of
+    GPU_ROWS whose cache fits. Returns the most rows that fitted.
     """
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         loaded, planned = _longest_model(path, progress)
@@ -117,7 +117,7 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
 
 
 def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
-    """Returns a model on the GPU, and those of GPU_ROWS of which its cache fits."""
+    """Returns a model on the GPU, and those of GPU_ROWS whose cache fits."""
     from sparsekv_cli.methods import build_method
     from sparsekv_cli.model import load_model
 
@@ -135,7 +135,7 @@ def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[in
 
 
 def trial_model(name: str | None) -> Path | None:
-    """The model that is named, or the one a user without a model has; None if there is none."""
+    """Returns the path of the named or default model; None if there is none."""
     if name is not None or os.environ.get("SPARSEKV_MODEL"):
         return find_model(name)
     try:

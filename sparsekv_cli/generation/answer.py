@@ -15,7 +15,7 @@ class Answer:
     text: the answer; a stop string and what follows it is not part of it.
     tokens: the sampled ids, without the end-of-generation token that ended them.
     stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``. stopped_by: the stop string.
-    thinking: what was thought ahead of it. written: both as they came, with the markers.
+    thinking: the thinking before the answer. written: both as they came, with the markers.
     """
 
     text: str
@@ -40,7 +40,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Returns the part of everything so far that can be shown now."""
+        """Returns the part of all text so far that can be shown now."""
         text = self._held + text
         found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
         if found:
@@ -52,6 +52,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Returns the text that was held back, when nothing follows any more."""
+        """Returns the held-back text at the end of the answer."""
         held, self._held = self._held, ""
         return held

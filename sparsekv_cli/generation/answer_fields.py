@@ -30,7 +30,7 @@ Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 
 
 def _first_wrong(values: Any) -> Any:
-    """Biases, or the first that is wrong: only that one is reported."""
+    """Returns the biases, or only the first wrong one, which is then reported."""
     if isinstance(values, dict):
         for token, bias in values.items():
             is_right = type(bias) in (int, float) and abs(bias) <= MAX_FLOAT
@@ -43,7 +43,7 @@ Biases = Annotated[dict[TokenId, Number], BeforeValidator(_first_wrong)]
 
 
 def _declared() -> dict[str, Any]:
-    """The numbers of SamplingParams as pydantic's fields, with their bounds; the seed apart."""
+    """Returns the numbers of SamplingParams, except the seed, as pydantic fields with bounds."""
     found: dict[str, Any] = {}
     for name, declared in options_of(SamplingParams).items():
         if name == "seed":
@@ -73,8 +73,8 @@ class AnswerFields(SamplingFields):
     A missing field has the value that it has on the command line.
 
     seed: -1 takes a random one. logit_bias: number added to the logit of a token, by the token's
-    id; -100 or less bans it. think_budget: most tokens that are thought ahead of the answer. At
-    most one of json_schema, grammar and regex is given.
+    id; -100 or less bans it. think_budget: most tokens of thinking before the answer. At most one
+    of json_schema, grammar and regex is given.
     """
 
     seed: Seed | None = None
@@ -95,8 +95,8 @@ class AnswerFields(SamplingFields):
     ) -> SamplingOptions:
         """Returns the sampling options. Raises FieldError for a bad value.
 
-        required: a JSON schema by the name of another field that asks for it. read: reads a
-        grammar, as ``read_grammar`` does; by default that.
+        required: a JSON schema by the name of the field that requires it. read: reads a grammar, by
+        default ``read_grammar``.
         """
         explicit = {key: value for key in SAMPLING if (value := getattr(self, key)) is not None}
         for key in ("samplers", "dry_sequence_breakers"):

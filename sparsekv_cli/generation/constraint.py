@@ -1,6 +1,6 @@
 """A constraint says which tokens may follow in an answer.
 
-The model first thinks, free and bounded. Then a grammar holds.
+The model first thinks freely, up to a number of tokens. Then a grammar holds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BEGINS, THINKS, CLOSES, ANSWERS = range(4)
 class AnswerConstraint:
     """The state of an answer. ``restart`` begins one.
 
-    thinking: the markers of the model's template; None: nothing is thought ahead of the answer.
-    grammar: what the answer proper has to match; None: anything.
-    budget: most tokens that are thought; then the end marker follows. None: with a grammar half of
-    the tokens that the end marker leaves for the answer, without one any number.
+    thinking: the markers of the model's template; None: the model does not think.
+    grammar: the form of the answer after the thinking; None: any form.
+    budget: most tokens of thinking; then the end marker follows. None: with a grammar, half of the
+    tokens that the end marker leaves for the answer; without one, any number.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class AnswerConstraint:
         self._tokenizer, self._thinking, self._grammar = tokenizer, thinking, grammar
         self.budget = budget
         self._all = np.arange(0)
-        self._not_ends = np.arange(0)  # of all tokens, those that do not end an answer
+        self._not_ends = np.arange(0)  # all tokens that do not end an answer
         self._long: list[tuple[int, bytes]] | None = None
         self._phase = ANSWERS
 
     def copy(self) -> AnswerConstraint:
-        """Returns the same for another answer, which begins; ``restart`` says with what."""
+        """Returns the same constraint for another answer. Call ``restart`` on it."""
         new = copy.copy(self)
         new._grammar = None if self._grammar is None else self._grammar.copy()
         return new
 
     def restart(self, prompt: Sequence[int] = (), n_left: int = 0) -> None:
-        """An answer begins. prompt: its ids, or the last of them. n_left: most of its tokens."""
+        """Begins an answer of at most ``n_left`` tokens. prompt: its ids, or the last of them."""
         self._restart_grammar()
         self._phase, self._tail, self._n_thought = ANSWERS, b"", 0
         self._forced: list[int] = []
@@ -79,7 +79,7 @@ class AnswerConstraint:
             self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(b""))
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
-        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+        """Returns the ids that may follow, ascending and below n_vocab: (n,) i64; None: all."""
         if self._phase == CLOSES:
             return np.array(self._forced[:1])
         if self._phase == THINKS:
@@ -92,7 +92,7 @@ class AnswerConstraint:
         return np.union1d(self._matching, self._forced[:1])
 
     def accept(self, token: int) -> None:
-        """``token`` follows, which is an allowed one."""
+        """Adds ``token``, which must be allowed, to the answer."""
         if self._phase == CLOSES:
             del self._forced[0]
             self._phase = CLOSES if self._forced else ANSWERS
@@ -105,17 +105,17 @@ class AnswerConstraint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer matches and nothing can follow but its end."""
+        """Returns whether the answer matches and only its end can follow."""
         is_answer = self._phase == ANSWERS or (self._phase == BEGINS and self._matches)
         return is_answer and self._grammar is not None and self._grammar.is_finished
 
     def _restart_grammar(self) -> None:
-        self._matches = True  # so far: what may still be the start marker, or the answer
+        self._matches = True  # so far: it may be the start marker or the answer
         if self._grammar is not None:
             self._grammar.restart()
 
     def _begin(self, token: int) -> None:
-        """The first tokens: of the start marker, of the answer, or of both so far."""
+        """Adds a first token. It may be of the start marker, of the answer, or still of both."""
         if self._grammar is not None and self._matches:
             self._matches = token in self._matching
             if self._matches:
@@ -145,7 +145,7 @@ class AnswerConstraint:
     def _thinkable(self, n_vocab: int) -> np.ndarray | None:
         """Returns the tokens that may follow in the thinking.
 
-        The answer may not end there if a grammar waits for it.
+        If there is a grammar, the answer may not end there.
         """
         assert self._thinking is not None
         if self._grammar is None:
@@ -160,7 +160,7 @@ class AnswerConstraint:
         return np.setdiff1d(self._not_ends, self._too_long(), assume_unique=True)
 
     def _too_long(self) -> list[int]:
-        """Tokens with the rest of an end marker that has begun, and with text of the answer."""
+        """Returns tokens that end a begun end marker and also have text of the answer."""
         assert self._thinking is not None
         end = self._thinking.end.encode()
         n = overlap(self._tail.decode("latin-1"), end.decode("latin-1"))

@@ -43,14 +43,15 @@ def encode_messages(
     continues: bool = False,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The ids of a conversation that the assistant is to continue; BOS is there at most once.
+    """Returns the ids of a conversation for the assistant to continue, with at most one BOS.
 
-    continues: the last message is the beginning of the answer, which its text, without what was
-    thought, goes on with. add_generation_prompt: the template ends with what begins an answer.
+    continues: the last message is the beginning of the answer. The answer continues its text,
+    without its thinking. add_generation_prompt: whether the template adds the beginning of an
+    answer.
     parse_special: control tokens such as ``<|im_end|>`` are also parsed in the messages and tools.
-    Otherwise only those that the template writes are parsed. think: whether the model is to think
-    first; None: as the template has it. Raises SparseKVError where the template leaves no choice.
-    variables: of the template, by name.
+    Otherwise only those that the template writes are parsed. think: whether the model thinks first;
+    None: the template's default. Raises SparseKVError if the template has no choice. variables: the
+    template's variables by name.
     """
     from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.history import fitted
@@ -86,7 +87,7 @@ def encode_messages(
 
 
 def model_thinking(model: Model) -> Thinking | None:
-    """How the model marks what it thinks; None if its template knows of nothing."""
+    """Returns the markers of the model's thinking; None if its template has none."""
     from sparsekv_cli.models.chat.thinking import thinking_of
 
     return thinking_of(chat_template(model.gguf.metadata), model.tokenizer)
@@ -118,10 +119,11 @@ def prompt_ids(
     continues: bool = False,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """The ids of a prompt: a text, after the system message if there is one, or a conversation.
+    """Returns the ids of a prompt: a conversation, or a text after the system message, if any.
 
-    Without ``raw`` the model's chat template is applied, if it has one. Raises SparseKVError where
-    a message needs a template and there is none. The others are as ``encode_messages`` has them.
+    Without ``raw`` the model's chat template is applied, if it has one. Raises SparseKVError if a
+    message needs a template and there is none. The other arguments are those of
+    ``encode_messages``.
     """
     template = chat_template(model.gguf.metadata)
     if template is None:
@@ -152,10 +154,10 @@ def prompt_ids(
 def continues_last(
     messages: Sequence[Mapping[str, Any]], continues: bool | None, adds_prompt: bool | None
 ) -> bool:
-    """Whether an answer goes on with the last message, which is so where that is the assistant's.
+    """Returns whether an answer continues the last message: by default if it is the assistant's.
 
-    continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None: not
-    said. Raises SparseKVError where they contradict each other or the messages.
+    continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None:
+    missing. Raises SparseKVError if they contradict each other or the messages.
     """
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get("tool_calls")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(_text: str) -> None:
-    """The writer of an answer whose text is read at its end."""
+    """Writes nothing, for an answer whose text is read at its end."""
 
 
 class Generation:
@@ -30,8 +30,8 @@ class Generation:
     Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
 
     A step may add a draft after the chosen token. The sampler sees the same logits and tokens in
-    the same order as without drafts, so that it chooses the same tokens. The rows of a draft stay
-    as long as it chooses the draft's tokens.
+    the same order as without drafts, so that it chooses the same tokens. A step keeps the rows of a
+    draft up to the first token that the sampler does not choose.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Generation:
         """sequence: ends with its prompt. sample: chooses tokens; it was made with ``constraint``.
 
         n_predict: the most tokens; a negative number takes as many as fit. stops: texts before
-        which the answer ends. constraint: ends the answer where nothing can follow. special:
-        control tokens are part of the text. thinking: the markers of what ``write_thinking`` gets.
-        logprobs: how many of the most likely tokens are remembered at each; None remembers nothing.
-        write: gets the text as soon as it is certain.
+        which the answer ends. constraint: ends the answer when no token can follow. special:
+        control tokens are part of the text. thinking: the markers of the thinking, which goes to
+        ``write_thinking``. logprobs: the number of most likely tokens that are kept with each
+        token; None keeps nothing. write: called with text as soon as it is certain.
         """
         self.sequence, self.sample = sequence, sample
         self.logprobs: LogProbs | None = None
@@ -74,7 +74,7 @@ class Generation:
         self._write, self._write_thinking = write, write_thinking
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
         self._shown_ids: frozenset[int] = frozenset()
-        self.outcomes: list[Outcome] = []  # of the last step or prefill, one after each row
+        self.outcomes: list[Outcome] = []  # one for each row of the last step or prefill
         self.drafts = sequence.drafts  # None: steps have no drafts
         self.resume()
         if constraint is not None:
@@ -99,7 +99,7 @@ class Generation:
             raise ValueError("the sequence does not end with a prefill")
         self.outcomes = [at.logits.copy()]
         self._draft: list[int] = []  # the last rows of the last step
-        self._is_told = False  # whether ``drafts`` had a part in it
+        self._is_told = False  # whether ``drafts`` was asked for it
         self._verify_s = 0.0  # seconds of that step
         if self.drafts is not None:
             self.drafts.begin(self.sequence.tokens)
@@ -107,7 +107,7 @@ class Generation:
     def rows(self, is_alone: bool) -> list[int]:
         """Returns the tokens of the next step: the one that was chosen last, and a draft.
 
-        is_alone: whether no other sequence is decoded in this step.
+        is_alone: whether this step decodes no other sequence.
         """
         drafts = self.drafts
         self._is_told = drafts is not None and (is_alone or not drafts.alone)
@@ -124,13 +124,13 @@ class Generation:
         return [self.token, *draft]
 
     def take(self, draft: list[int], outcomes: list[Outcome], seconds: float) -> None:
-        """Takes what a step has brought: an outcome after the chosen token, and after a draft's."""
+        """Takes a step's outcomes: one after the chosen token, one after each draft token."""
         self.outcomes, self._draft, self._verify_s = outcomes, draft, seconds
 
     def choose(self) -> bool:
         """Chooses the next tokens by ``outcomes``. Returns whether the answer is done.
 
-        The last one is not decoded yet. The others are in the draft.
+        The last chosen token is not decoded yet. The others are in the draft.
         """
         if self._n_predict == 0:
             return True
@@ -181,7 +181,7 @@ class Generation:
         return False
 
     def finish(self) -> Answer:
-        """Returns the answer, to which nothing is added any more."""
+        """Returns the finished answer."""
         if not self._matcher.found:
             self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
             if self._matcher.found:
@@ -213,13 +213,13 @@ class Generation:
 
 
 def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
-    """Whether an answer of at most ``n_predict`` tokens ended because no more of them fit."""
+    """Returns whether an answer of up to ``n_predict`` tokens ended because no more fit."""
     is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
     return is_short and sequence.is_full
 
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:
-    """Decodes the tokens that were chosen, and drafts, all in one step."""
+    """Decodes the chosen tokens and the drafts of all generations in one step."""
     rows = [each.rows(len(generations) == 1) for each in generations]
     sequences, started = [each.sequence for each in generations], time.perf_counter()
     outcomes = engine.decode(sequences, rows, [each.sample for each in generations])

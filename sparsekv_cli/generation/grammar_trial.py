@@ -1,4 +1,4 @@
-"""Reads the grammars of requests in a process of its own, which ends if one takes too long.
+"""Reads the grammars of requests in a separate process, which ends if one takes too long.
 
 llguidance has no limit of time, and nothing else ends its work: some schemas of a hundred bytes
 take minutes. ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS`` is that process.
@@ -20,17 +20,17 @@ from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.sampling.grammar import Grammar, read_grammar
 from sparsekv_cli.system.work import limit_work
 
-BYTES = 3 << 30  # of addresses that the process may have
-START_S, WAIT_S = 120.0, 30.0  # that a start, and a grammar, may take on a busy machine
+BYTES = 3 << 30  # address space of the process
+START_S, WAIT_S = 120.0, 30.0  # for a start and for a grammar, on a busy machine
 N_KNOWN = 256  # grammars that are remembered
-N_WAITING = 4  # that may be read at once, or wait for that
+N_WAITING = 4  # grammars that are read or wait
 
 
 class GrammarTrial:
     """Reads grammars for one model; any thread may call ``read``.
 
-    model: the model's file. seconds: of computing that a grammar may take. The process starts with
-    the first grammar.
+    model: the model's file. seconds: CPU time that a grammar may take. The process starts with the
+    first grammar.
     """
 
     def __init__(self, model: Path, seconds: int = 4) -> None:
@@ -59,15 +59,15 @@ class GrammarTrial:
         return Grammar(kind, answer["definition"])
 
     def _ask(self, line: bytes) -> bytes:
-        """The process's answer to a line; empty if it ended: the next line starts another one."""
+        """Returns the process's answer to a line; empty if it ended. The next line restarts it."""
         process = self._process
         if process is None:
             options = [str(self._model), str(self._seconds)]
             command = [sys.executable, "-m", __spec__.name, *options]
             process = self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )  # a session of its own: an interrupt at the terminal is not for it
-            _line_of(process, START_S)  # says that it has started
+            )  # its own session: an interrupt at the terminal does not reach it
+            _line_of(process, START_S)  # its first line: it has started
         assert process.stdin is not None
         answer = b""
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class GrammarTrial:
 
 
 def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Returns the next line of a process, which is ended if there is none in time."""
+    """Returns the next line of a process. Ends the process if there is none in time."""
     assert process.stdout is not None
     timer = threading.Timer(seconds, process.kill)
     timer.start()
@@ -102,7 +102,7 @@ def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
-    """The process."""
+    """Runs the process: answers each line of ``questions``."""
     from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Log probabilities: how likely the model found each token of an answer, and which others."""
+"""Log probabilities of an answer's tokens and of the most likely other tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LogProbs:
-    """A sampler that remembers log(softmax(logits)) of what it chose, and of the n most likely.
+    """A sampler that keeps log(softmax(logits)) of its choices and of the n most likely tokens.
 
     These are the model's: neither temperature nor any sampler has changed them.
     """

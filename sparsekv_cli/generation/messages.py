@@ -13,7 +13,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the conversation as templates take it: texts, and arguments of calls as objects.
 
-    Raises FieldError, which names what is not as expected.
+    Raises FieldError, which names the wrong field.
     """
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
@@ -37,7 +37,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 
 def message_text(where: str, message: Mapping[str, Any], kinds: Sequence[str] = ("text",)) -> str:
-    """Returns a message's text, which only an assistant and a tool may leave out."""
+    """Returns a message's text. Only an assistant and a tool may leave it out."""
     if message.get("content") is None and message["role"] not in ("assistant", "tool"):
         raise FieldError(f"{where}.content", ": is missing")
     return content_text(where, message.get("content"), kinds)
@@ -46,7 +46,7 @@ def message_text(where: str, message: Mapping[str, Any], kinds: Sequence[str] = 
 def content_text(
     where: str, content: Any, kinds: Sequence[str] = ("text",), key: str = "content"
 ) -> str:
-    """Returns a message's text: itself, or its parts of these kinds. key: the name of the field."""
+    """Returns a message's text, joined if it has parts of these kinds. key: the field's name."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -64,7 +64,7 @@ def content_text(
 
 
 def read_arguments(at: str, written: Any) -> dict[str, Any]:
-    """Returns the arguments of a call, which are a JSON text or an object."""
+    """Returns the arguments of a call as an object. They may be written as a JSON text."""
     try:
         given = read_json(written or "{}") if isinstance(written, str) else written
     except ValueError as error:

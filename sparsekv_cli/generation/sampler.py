@@ -1,4 +1,4 @@
-"""The sampler of an answer: what the user set, what the model's file sets, and a grammar."""
+"""The sampler of an answer, by the user's settings, the model's file and a grammar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.sequence import Sample
 
-N_BREAKERS = 32  # lists of DRY's sequence breakers that are remembered
+N_BREAKERS = 32  # lists of DRY's sequence breakers that are kept
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class SamplingOptions:
     """The user's settings. A missing one comes from the model file or from llama.cpp's defaults.
 
     explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: the grammar of every answer, from the first token after the thinking on. think_budget:
-    most tokens that are thought ahead of an answer; None: as AnswerConstraint has it.
+    grammar: the grammar of every answer, from the first token after the thinking. think_budget:
+    most tokens of thinking before an answer; None: see AnswerConstraint.
     """
 
     explicit: Mapping[str, Any]
@@ -38,8 +38,8 @@ class SamplingOptions:
     think_budget: int | None = None
 
 
-# Makes a constraint of an answer from the options, the markers of thinking (None: the model does
-# not think) and whether the model is to think (None: its template says). None allows anything.
+# Returns an answer's constraint for the options, the markers of thinking (None: the model does not
+# think) and whether it thinks (None: its template decides). None allows any answer.
 MakeConstraint = Callable[
     [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
 ]
@@ -80,7 +80,7 @@ def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
     ) -> AnswerConstraint | None:
         grammar, budget = sampling.grammar, sampling.think_budget
         if think is False and grammar is not None and thinking is not None:
-            budget = 0  # whatever the template's switch does
+            budget = 0  # with any template
         if grammar is None and budget is None:
             return None
         matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())
@@ -97,7 +97,7 @@ def new_sampler(
 ) -> Sample:
     """Returns the sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one. constraint: of ``new_constraint``, what may follow.
+    seed: None takes a random one. constraint: the result of ``new_constraint``.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
@@ -116,7 +116,7 @@ def new_sampler(
 
 
 def forget_vocabularies() -> None:
-    """Keeps no vocabulary in memory that is known for later samplers."""
+    """Frees the vocabularies that are kept for later samplers."""
     _pieces.cache_clear()
     _find_breakers.cache_clear()
 
@@ -130,7 +130,7 @@ def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
 
 @functools.lru_cache(N_BREAKERS)
 def _find_breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
-    """Where a model's vocabulary has DRY's sequence breakers; remembered, as it takes a while."""
+    """Finds DRY's sequence breakers in a model's vocabulary. Keeps the result: it takes a while."""
     from sparsekv_cli.sampling.dry import find_breakers
 
     def tokenize(text: str) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""``sparsekv-cli chat``: a conversation; the KV cache of what was said is kept between turns."""
+"""``sparsekv-cli chat``: a conversation that keeps its KV cache between turns."""
 
 import sys
 from collections.abc import Iterable, Iterator

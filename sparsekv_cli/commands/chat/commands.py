@@ -26,7 +26,7 @@ from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.settings.option import did_you_mean, options_of
 
-# "/word" alone or before other words; a path such as /etc/hosts is something to say.
+# "/word" alone or before other words. A path such as /etc/hosts is a message.
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 NARROW = 70  # columns below which a command's help has a line of its own
 LEAVING = ("exit", "quit", "bye")
@@ -40,10 +40,10 @@ KEYS = (
 
 @dataclass
 class Chat:
-    """A conversation, and how its program was started.
+    """A conversation and the settings of its program.
 
-    shows_stats: after every answer. read: texts that come before the next message. draft: what the
-    user finds in the next line, to be edited.
+    shows_stats: whether statistics follow every answer. read: texts that come before the next
+    message. draft: the text of the next input line, for editing.
     """
 
     conversation: Conversation
@@ -70,8 +70,8 @@ class ChatCommand:
 def enter(chat: Chat, text: str) -> bool:
     """Runs an input of the user. Returns whether the chat goes on.
 
-    A failure becomes a line, and the chat goes on. Not without the model: LostModelError is passed
-    on.
+    A failure becomes a line, and the chat goes on. LostModelError is passed on, because the chat
+    cannot go on without the model.
     """
     found = COMMAND.fullmatch(text.strip())
     if found is None:
@@ -103,14 +103,14 @@ def enter(chat: Chat, text: str) -> bool:
 
 
 def send(chat: Chat, text: str) -> Answer:
-    """Returns the answer to a message, ahead of which come the texts that were read."""
+    """Returns the answer to a message, which begins with the texts that were read."""
     answer = chat.conversation.send("\n\n".join([*chat.read, text]))
     chat.read = []
     return answer
 
 
 def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
-    """Streams one answer; what cannot be answered becomes a line, as ``enter`` has it."""
+    """Streams one answer. A failure becomes a line, as in ``enter``."""
     conversation = chat.conversation
     try:
         with no_echo():

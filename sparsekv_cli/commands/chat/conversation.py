@@ -41,9 +41,9 @@ class ChatSettings:
     """The settings that ``/set`` changes.
 
     seed: None takes a random one. n_predict: most tokens of an answer, -1: all that fit. stop:
-    texts that end an answer. think: whether the model is to think first, None: as its template has
-    it. drop_thinking: what was thought is no part of later prompts. context_shift: whether the
-    oldest turns go when the context is full; keep: tokens at the start whose turns stay.
+    texts that end an answer. think: whether the model thinks first, None: the template's default.
+    drop_thinking: whether later prompts leave out the thinking. context_shift: whether a full
+    context drops the oldest turns. keep: tokens at the start whose turns stay.
     """
 
     sampling: SamplingOptions
@@ -64,9 +64,9 @@ def gather_settings(values: dict[str, Any]) -> ChatSettings:
 
 
 class Conversation:
-    """The messages so far, and a sequence whose KV cache holds as much of them as it can.
+    """The messages so far, and a sequence whose KV cache holds as many of them as it can.
 
-    A message with an answer has all that was written, thinking included.
+    The text of an answer is all that was written, thinking included.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Conversation:
         return self.messages[0]["content"] if is_there else None
 
     def set_system(self, text: str | None) -> None:
-        """Replaces the system message; what was said stays."""
+        """Replaces the system message and keeps the other messages."""
         said = self.messages[self.system is not None :]
         opening = [] if text is None else [{"role": "system", "content": text}]
         self.replace([*opening, *said])
@@ -113,7 +113,7 @@ class Conversation:
         self.replace(self.messages[: self.system is not None])
 
     def undo(self) -> str:
-        """Takes the last message of the user back, with its answer; its text."""
+        """Takes back the user's last message and its answer. Returns the message's text."""
         starts = _turns(self.messages)
         if not starts:
             raise SparseKVError("there is no message to take back")
@@ -127,7 +127,7 @@ class Conversation:
         self.messages = messages
 
     def encode(self, messages: Messages) -> list[int]:
-        """Returns the ids of a conversation that the model is to go on with."""
+        """Returns the ids of a conversation for the model to continue."""
         if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
@@ -148,7 +148,7 @@ class Conversation:
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def regenerate(self) -> Answer:
-        """Another answer to the last message, in place of the one that it may have."""
+        """Returns another answer to the last message, which replaces its answer."""
         if not _turns(self.messages):
             raise SparseKVError("there is no answer to generate again")
         is_answered = self.messages[-1]["role"] == "assistant"
@@ -197,7 +197,7 @@ class Conversation:
         return answer
 
     def full_context_line(self, answer: Answer) -> str | None:
-        """One line with the choices, if the context has cut the answer."""
+        """Returns a line with the ways out, if the context has cut the answer."""
         if not is_cut_by_context(self.sequence, answer, self.settings.n_predict):
             return None
         n_ctx = self.sequence.n_ctx
@@ -206,9 +206,9 @@ class Conversation:
     def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
         """Returns a conversation without its oldest turns, and its ids.
 
-        They take half of the context if that can be. n: tokens that it takes whole. n_more: the
-        tokens that come after it and have to fit. Raises SparseKVError, with the numbers, where
-        turns may not go, or too few of them.
+        The rest takes at most half of the context if possible. n: tokens of the whole conversation.
+        n_more: further tokens that must fit. Raises SparseKVError, with the numbers, if not enough
+        turns may be dropped.
         """
         n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"
@@ -237,7 +237,7 @@ class Conversation:
             )
         turns = "turn is" if n_dropped == 1 else "turns are"
         if n_more > 1 and sys.stdout.isatty():
-            write_text("\n")  # the answer is half out
+            write_text("\n")  # after half an answer
         say(
             f"context shift: the oldest {n_dropped} {turns} dropped, {len(ids)} tokens are left "
             f"of {n}; they are read again"
@@ -245,12 +245,12 @@ class Conversation:
         return shorter, ids
 
     def _starts_within(self, messages: Messages, start: int, n: int) -> bool:
-        """Whether a turn, by its place in ``messages``, begins within the first n tokens."""
+        """Returns whether the turn at a place in ``messages`` begins within the first n tokens."""
         if n == 0 or not any(message["role"] == "user" for message in messages[:start]):
             return n > 0
         return len(self.encode(messages[:start])) < n
 
 
 def _turns(messages: Messages) -> list[int]:
-    """Where the user's messages are."""
+    """Returns the places of the user's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "user"]

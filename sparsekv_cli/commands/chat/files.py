@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def read_text(name: str) -> str:
-    """A text file without its last line break. Raises SparseKVError if unreadable or empty."""
+    """Returns a file's text without its last line break. Raises SparseKVError for a bad file."""
     text = decode_file(_read(name), name).removesuffix("\n")
     if not text.strip():
         raise SparseKVError(f"{name}: holds no text")
@@ -22,7 +22,7 @@ def read_text(name: str) -> str:
 
 
 def save_messages(name: str, messages: list[dict[str, str]]) -> None:
-    """Writes a conversation, whole or not at all; a file of something else is left alone."""
+    """Writes a conversation, whole or not at all. Does not overwrite a file of another kind."""
     text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
     with _usable(name) as path:
         if path.exists():
@@ -51,7 +51,7 @@ def load_messages(name: str) -> list[dict[str, str]]:
 
 
 def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, str]:
-    """A message that may stand there: the system's first, then the user and the model in turn."""
+    """Returns a message if it may stand there: the system's first, then user and model in turn."""
     place = f"{name}: message {i + 1}"
     if not isinstance(message, dict) or not all(
         isinstance(message.get(key), str) for key in ("role", "content")
@@ -74,7 +74,7 @@ def _read(name: str) -> bytes:
 
 @contextlib.contextmanager
 def _usable(name: str) -> Iterator[Path]:
-    """The path of a name. Raises SparseKVError for every name that no file can have."""
+    """Yields the path of a name. Raises SparseKVError for a name that no file can have."""
     try:
         yield Path(name).expanduser()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte; the home of nobody

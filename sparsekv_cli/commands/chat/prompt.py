@@ -27,9 +27,9 @@ from sparsekv_cli.settings.option import allowed_values, options_of
 from sparsekv_cli.system.files import APPENDED, AppendedFile, open_written, replace_file
 
 QUOTES = '"""'
-LEAST_PASTE = 2000  # characters of a paste for which a few words stand in the line
+LEAST_PASTE = 2000  # characters of a paste that the line shows as a few words
 MOST_REMEMBERED = 1 << 14  # characters of an entry in the history on disk
-MOST_HISTORY = 1 << 20  # bytes of the file, of which the last half stays
+MOST_HISTORY = 1 << 20  # bytes of the file; then the last half stays
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "noreverse"})
 
 
@@ -64,7 +64,7 @@ def entries(chat: Chat) -> Iterator[str]:
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
-    """Returns how full the context is, the method, the speed and the model, as far as they fit."""
+    """Returns the context's tokens, the method, the speed and the model, as far as they fit."""
     conversation = chat.conversation
     sequence, timings = conversation.sequence, conversation.sequence.timings
     n_used, dense = conversation.n_used, sequence.sparse_from
@@ -85,7 +85,7 @@ def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
 
 
 def is_complete(text: str) -> bool:
-    """Whether Enter sends: no quotes are open and no backslash stands at the end."""
+    """Returns whether Enter sends: no quotes are open and no backslash stands at the end."""
     if text.lstrip().startswith(QUOTES):
         rest = text.strip()[len(QUOTES) :]
         return rest.endswith(QUOTES)
@@ -102,7 +102,7 @@ def message_of(text: str) -> str:
 
 
 class Pastes(dict[str, str]):
-    """Long texts that were pasted, by what stands for each in the line, which stays short."""
+    """Long pasted texts, by the few words that stand for each of them in the line."""
 
     def take(self, text: str) -> str:
         """Returns the text to put into the line for a pasted text."""
@@ -115,7 +115,7 @@ class Pastes(dict[str, str]):
         return mark
 
     def put_in(self, text: str) -> str:
-        """Returns a line with the texts themselves."""
+        """Returns the line with the pasted texts in place of these words."""
         for mark, pasted in self.items():
             text = text.replace(mark, pasted)
         return text
@@ -200,7 +200,7 @@ def _help_of(name: str) -> str:
 def _matching(
     words: Iterable[str], start: str, help: Callable[[str], str] = lambda word: ""
 ) -> Iterator[Completion]:
-    """Completions of ``start`` among ``words``."""
+    """Yields completions of ``start`` among ``words``."""
     for word in words:
         if word.startswith(start):
             yield Completion(word, -len(start), display_meta=help(word))
@@ -227,7 +227,7 @@ class _SharedHistory(FileHistory):
 
 
 def history_file() -> Path | None:
-    """Where the history is kept; None without a home folder."""
+    """Returns the path of the history; None without a home folder."""
     state = os.environ.get("XDG_STATE_HOME", "")
     try:
         home = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
@@ -254,7 +254,7 @@ def open_history(pastes: Pastes) -> History:
 
 
 def _drop_half(path: Path) -> None:
-    """Drops an entry at the end that was not written as a whole."""
+    """Drops a half-written entry at the end."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n# ") if b"\n# " in data else 0)

@@ -56,7 +56,7 @@ class WordWrap:
 
 
 def word_wrap() -> WordWrap | None:
-    """The wrap of the terminal on stdout; None where there is none, or it cannot erase."""
+    """Returns the wrap of the terminal on stdout; None without a terminal that can erase."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:

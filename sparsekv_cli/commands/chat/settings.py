@@ -1,4 +1,4 @@
-"""``/set`` in ``chat``: what can be set in the middle of a conversation, by name."""
+"""``/set`` in ``chat``: the settings that a conversation can change, by name."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Setting:
 
 
 def show_settings(conversation: Conversation) -> str:
-    """All settings, one a line."""
+    """Returns all settings, one a line."""
     width = max(map(len, SETTINGS))
     return "\n".join(f"{name:<{width}}  {one.show(conversation)}" for name, one in SETTINGS.items())
 
@@ -57,7 +57,7 @@ def change_setting(conversation: Conversation, text: str) -> str:
 
 
 def _whole(name: str, text: str, least: int, most: int | None = None) -> int:
-    """``text`` as a whole number. Raises ValueError unless it is one within the bounds."""
+    """Returns ``text`` as a whole number. Raises ValueError unless it is one in the bounds."""
     try:
         value = int(text)
     except ValueError:
@@ -75,7 +75,7 @@ def _switch(name: str, text: str) -> bool:
 
 
 def _texts(name: str, text: str) -> tuple[str, ...]:
-    """One text as it stands, or a JSON text, or a JSON list of texts."""
+    """Returns the texts of a plain text, a JSON text or a JSON list of texts."""
     values: Any = text
     if text[0] in '["':
         try:
@@ -94,7 +94,7 @@ def _params(conversation: Conversation) -> SamplingParams:
 
 
 def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
-    """value: of a field of SamplingParams; None: its default again."""
+    """Sets a field of SamplingParams to ``value``; None sets its default."""
     settings = conversation.settings
     explicit = {key: old for key, old in settings.sampling.explicit.items() if key != name}
     if value is not None:
@@ -127,7 +127,7 @@ def _change_seed(conversation: Conversation, text: str) -> None:
 
 
 def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversation, str], None]:
-    """Sets a field of ChatSettings that needs nothing else."""
+    """Returns a function that sets a field of ChatSettings to the parsed text."""
 
     def change(conversation: Conversation, text: str) -> None:
         setattr(conversation.settings, name, parse(name, text))

@@ -1,4 +1,4 @@
-"""``run --jsonl``: many prompts, one a line, and as many answers, some decoded together."""
+"""``run --jsonl``: answers many prompts, one a line, and decodes several together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """Where answers go, in the order of their lines, however they are done."""
+    """Writes answers in the order of their lines, in whatever order they finish."""
 
     def __init__(self, write: Callable[[str], object], tell: Callable[[str], object] = say) -> None:
         """tell: gets remarks about lines, which are no answers."""
@@ -46,14 +46,14 @@ class Output:
         self._order.append(number)
 
     def put(self, number: int, result: dict[str, Any]) -> None:
-        """The answer to a line that was expected."""
+        """Adds the answer to an expected line."""
         self.n_answered += "error" not in result
         self._waiting[number] = json.dumps(result) + "\n"
         while self._order and self._order[0] in self._waiting:
             self._write(self._waiting.pop(self._order.popleft()))
 
     def fail(self, number: int, task_id: Any, reason: str) -> None:
-        """A line that has no answer, and why."""
+        """Adds the reason why a line has no answer."""
         self.n_failed += 1
         self.tell(f"error: line {number}: {one_line(reason)}")
         self.put(number, with_id(number, task_id, {"error": one_line(reason)}))
@@ -67,7 +67,7 @@ def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, A
 
 @dataclass
 class Line:
-    """A line whose answer is generated."""
+    """A line whose answer is being generated."""
 
     number: int
     task: Task
@@ -75,7 +75,7 @@ class Line:
     generation: Generation
 
     def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
-        """Returns the object to write for the whole line. line: what is told about a cut answer."""
+        """Returns the object to write for the line. tell: called with a remark on a cut answer."""
         answer = self.generation.finish()
         if line is not None:
             tell(f"line {self.number}: {line}")
@@ -125,13 +125,13 @@ class LineAnswers:
                 self._rows.close()
 
     def _donors(self) -> Iterable[Sequence]:
-        """The sequences whose rows a prompt that begins alike can read."""
+        """Returns the sequences whose rows a prompt with the same beginning can read."""
         return [line.generation.sequence for line in self._active]
 
     def _tasks(
         self, lines: Iterable[tuple[int, bytes]], defaults: Task
     ) -> Iterator[tuple[int, Task]]:
-        """Yields the lines that ask for something; the others are reported."""
+        """Yields the valid lines and reports the others."""
         for number, line in lines:
             if not line.strip():
                 continue
@@ -144,7 +144,7 @@ class LineAnswers:
             yield number, task
 
     def _start(self, number: int, task: Task) -> None:
-        """Prefills the prompt of a task, or reports why that cannot be."""
+        """Prefills the prompt of a task, or reports why that is impossible."""
         model = self._model
         try:
             ids = prompt_ids(
@@ -190,7 +190,7 @@ class LineAnswers:
         return self._make_constraint(task.sampling, thinking, task.think)
 
     def _choose(self, line: Line) -> None:
-        """Chooses the next token of an answer. An answer that is done is written and leaves."""
+        """Chooses the next token of an answer. Writes and removes a finished answer."""
         generation = line.generation
         try:
             if not generation.choose():
@@ -208,7 +208,7 @@ class LineAnswers:
         self.timings.speculation.add(timings.speculation)
 
     def _step(self) -> None:
-        """Decodes the tokens that were chosen."""
+        """Decodes the chosen tokens."""
         if self._active:
             started = time.perf_counter()
             step(self._model.engine, [line.generation for line in self._active])
@@ -218,8 +218,8 @@ class LineAnswers:
 def resume(path: Path) -> int:
     """Returns the number of the last line with an answer in a file; 0 if there is no such file.
 
-    A pipe or device has none. Half a line at its end is cut off. Raises SparseKVError for a file of
-    something else.
+    It is 0 for a pipe or device. Cuts off half a line at the end. Raises SparseKVError for a file
+    with other content.
     """
     if not path.is_file():
         return 0

@@ -22,7 +22,7 @@ from sparsekv_cli.settings.option import MAX_WHOLE
 
 
 class LineFields(AnswerFields):
-    """The fields of a line. A missing field is as on the command line."""
+    """The fields of a line. A missing field has its value of the command line."""
 
     prompt: Text | None = None
     messages: Annotated[Many[dict[str, Any]], Field(min_length=1)] | None = None
@@ -49,7 +49,7 @@ SAME = {
 
 
 def read_task(line: bytes, defaults: Task) -> Task:
-    """Returns a line's task. Raises SparseKVError for what is no task."""
+    """Returns a line's task. Raises SparseKVError for an invalid line."""
     fields = read_fields(LineFields, read_object(line))
     if (fields.prompt is None) == (fields.messages is None):
         raise FieldError("", "expected either 'prompt' or 'messages'")

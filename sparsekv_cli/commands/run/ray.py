@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
 Lines = Sequence[tuple[int, bytes]]
-SHARDS_A_BATCH = 2  # lines of a shard, times those that are answered together
+SHARDS_A_BATCH = 2  # lines of a shard, as times ``--parallel``
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class AnsweredLines:
 
 
 def open_answers(settings: LineSettings) -> Callable[[Lines], AnsweredLines]:
-    """Opens the model on a node; what it returns answers lines."""
+    """Opens the model on a node. Returns a function that answers lines."""
     model = settings.session.open()
     rows = open_prompt_rows(model, settings.prefix, model.method)
 
@@ -74,9 +74,10 @@ def answer_lines(
     lines: Iterable[tuple[int, bytes]],
     write: Callable[[str], object],
 ) -> tuple[int, int]:
-    """Answers lines on a cluster; how many were answered, and how many could not be.
+    """Answers lines on a cluster. Returns the numbers of answers and of failures.
 
-    model: opened here with ``method``, so that every node decides as this machine does; closed.
+    model: opened here with ``method``, so that all nodes use this machine's decisions. It is
+    closed.
     """
     from sparsekv_cli.distributed.workers import workers_at
 

@@ -209,7 +209,7 @@ def _answer_lines(
     path: str | None,
     ray: str | None,
 ) -> None:
-    """``--jsonl``: what is in a file or on stdin, to a file or to stdout; on a Ray cluster."""
+    """Runs ``--jsonl``, from a file or stdin to a file or stdout, with ``ray`` on a cluster."""
     from sparsekv_cli.commands.run.jsonl import LineAnswers, Output, resume
     from sparsekv_cli.commands.run.ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray

@@ -1,4 +1,4 @@
-"""The task of ``run``: asked for by the command line, and with --jsonl by each line."""
+"""The task of ``run``, from the command line or, with --jsonl, from a line."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,9 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 class Task:
     """The request of one line. The command line's options are the defaults.
 
-    prompt: a text, or a conversation that the assistant is to continue. continue_final_message:
-    its last message is the beginning of the answer. add_generation_prompt: False: the template does
-    not begin one. thinks: whether anything may be thought ahead of the answer.
+    prompt: a text, or a conversation for the assistant to continue. continue_final_message: its
+    last message is the beginning of the answer. add_generation_prompt: whether the template adds
+    the beginning of an answer. thinks: whether the model may think before the answer.
     """
 
     prompt: str | list[dict[str, Any]] = ""
