@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from sparsekv_cli.planning.advice import Advice
     from sparsekv_cli.sequence import Sequence as Tokens
 
-LONG = 8192  # tokens; of a longer document --max-read seconds are read
-ENOUGH = 0.5  # of the tokens that may be read; with so many on disk no more are read
+LONG = 8192  # tokens; --max-read limits the reading of longer documents
+ENOUGH = 0.5  # share of the tokens that may be read; with so many on disk, no more are read
 ROOM = 384  # tokens after the document: planted facts, steps, or an answer
 CACHE_TYPES = ("cache_type_k", "cache_type_v")
 
@@ -114,7 +114,7 @@ def command(
         if len(body) < LEAST_TEXT:
             advice = short_advice(sequence, full, max_loss, methods, left_out)
         else:
-            del sequence  # gone before there is another one
+            del sequence  # frees it before the next one
             prepare_methods(model, methods.values(), compiling)
             begin = time.perf_counter()
             task = plant(reader, model, body)
@@ -132,7 +132,7 @@ def command(
 
 
 def fit_context(model: Model, document: Document, question: str | None) -> tuple[str, Any]:
-    """Returns the text that fits the context, and what makes ids of a text and the question.
+    """Returns the text that fits the context, and the encoder of a text with the question.
 
     Raises SparseKVError if the context has no room for a document.
     """

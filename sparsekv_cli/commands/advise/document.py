@@ -1,4 +1,4 @@
-"""The document of ``advise``: where it comes from, what of it is read, and how it is asked."""
+"""The document of ``advise``: its source, the part that is read, and its question."""
 
 import shlex
 import sys
@@ -13,12 +13,12 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import kind_of
 
 BOM = b"\xef\xbb\xbf"
-ASKED = "What is this text about?"  # in the last line, where the user asked nothing
+ASKED = "What is this text about?"  # in the last line, if the user has no question
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text. source: a file's name, stdin or built-in. n_skipped: bytes ahead of the text.
+    """A text. source: a file's name, stdin or built-in. n_skipped: bytes before the text.
 
     is_text: whether the file's bytes are the text, so that a command can cut it.
     """
@@ -48,7 +48,7 @@ class Reading:
     document: Document
     text: str
     ids: Sequence[int]
-    n_after: int  # at most so many of the tokens are no tokens of the text, after it
+    n_after: int  # the most tokens after the text, which are not of the text
     seconds: float
     again_s: float
     is_kept: bool
@@ -68,7 +68,7 @@ class Reading:
 def read_document(file: str | None) -> Document:
     """Returns the text of a file, of stdin (``-``, or what is piped), or the built-in one.
 
-    Raises SparseKVError for an empty document and for one that is no text.
+    Raises SparseKVError for a document that is empty or not text.
     """
     if file is None and sys.stdin.isatty():
         return _built_in()
@@ -102,9 +102,9 @@ def _built_in() -> Document:
 def command_line(
     document: Document, text: str, question: str | None, model: Sequence[str], rest: Sequence[str]
 ) -> str:
-    """The command that asks ``text``, the part of the document that was read.
+    """Returns the command that asks a question about ``text``, the part that was read.
 
-    model, rest: options ahead of those of the prompt, and after them.
+    model, rest: options before those of the prompt, and after them.
     """
     if document.is_built_in:
         return shlex.join(["sparsekv-cli", "chat", *model, *rest])

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from sparsekv_cli.planning.reading import LossTask
     from sparsekv_cli.sequence import Sequence as Tokens
 
-# The methods that are tried, in this order. The first ones most often are worth it, so that they
-# are tried if the time is short.
+# The methods in the order in which they are tried. The most promising ones come first, because the
+# time may be short.
 ORDER = ("fasa", "quest", "lfps", "topk", "snapkv", "sals", "freekv", "faedkv", "streaming", "h2o")
-MOST_S = 60.0  # seconds of all that comes after the reading
-PLANT_S = 10.0  # of them, for the part of the document in which facts are planted
+MOST_S = 60.0  # seconds for all work after the reading
+PLANT_S = 10.0  # of these, for the part with planted facts
 STARTS = (0.0, 0.25, 0.5, 0.75)  # where that part may begin, as a share of the document
-LEAST_PART = 704  # its least tokens; rows of fewer new ones are not kept for all methods
-N_SAME = 32  # tokens that are always computed, of a prompt that is on disk
+LEAST_PART = 704  # its least tokens; fewer new rows are not kept for all methods
+N_SAME = 32  # tokens of a prompt on disk that are always computed
 N_ANSWER = 64  # tokens of an answer at most
 N_SHORT = 24  # steps that tell the speed of ``full`` after a short document
 
 
 def candidates(options: ModelOptions) -> tuple[dict[str, Method], dict[str, str]]:
-    """Returns the methods with the options that concern them, and why others are left out.
+    """Returns methods with their options, and the reasons why others are left out.
 
     Raises click.UsageError for options that no method takes.
     """
@@ -57,7 +57,7 @@ def candidates(options: ModelOptions) -> tuple[dict[str, Method], dict[str, str]
 def runnable(
     model: Model, methods: dict[str, Method], left_out: dict[str, str], calibrate: bool
 ) -> dict[str, Method]:
-    """Returns the methods that can be tried; adds why others cannot."""
+    """Returns the methods that can be tried. Adds the reasons of others to ``left_out``."""
     from sparsekv_cli.planning.kept import why_not
 
     found = {}
@@ -116,7 +116,7 @@ def try_all(
 ) -> Advice:
     """Tries the methods until the time is over; adds to ``left_out`` those that were not.
 
-    begin: when the reading ended. n_answers: how many answers are to follow.
+    begin: the time when the reading ended. n_answers: the number of answers that follow.
     """
     from sparsekv_cli.planning.advice import Advice
     from sparsekv_cli.planning.trial import Trials
@@ -177,7 +177,7 @@ def short_advice(
 
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:
-    """Returns the greedy answers of ``full`` and of the advised, or else the best, method."""
+    """Returns the greedy answers of ``full`` and of the advised method, or else of the best."""
     from sparsekv_cli.methods import spec_of
 
     trials = [advice.full]

@@ -1,4 +1,4 @@
-"""Reads prompts for ``advise``. Their rows are kept on disk, where every method finds them."""
+"""Reads prompts for ``advise``, and keeps their rows on disk for every method."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ N_PROBE = 512  # tokens whose prefill tells how fast this machine reads
 class Reader:
     """Prefills for any method, with rows from disk.
 
-    Where the prefix cache is off, or cannot be written, a temporary folder takes its place.
+    If the prefix cache is off or cannot be written, it uses a temporary folder.
     """
 
     def __init__(self, model: Model, prefix: PrefixOptions, n_bytes: int) -> None:
-        """n_bytes: what the rows will take."""
+        """n_bytes: the bytes that the rows will take."""
         from sparsekv_cli.planning.reading import prefill_work
 
         self._model = model
@@ -58,7 +58,7 @@ class Reader:
             self._temporary.cleanup()
 
     def on_disk(self, ids: Ids[int]) -> int:
-        """Returns how many of the tokens ``full`` need not compute."""
+        """Returns how many of the tokens are on disk for ``full``."""
         rows = self._rows(self._model.method)
         return 0 if rows is None else rows.find(ids).n
 
@@ -86,8 +86,8 @@ class Reader:
     def read_first(self, ids: Ids[int]) -> tuple[Sequence, float, float]:
         """Reads a prompt with ``full`` and says how long it takes.
 
-        Returns the sequence, the seconds, and the seconds of the same another time. Raises
-        SparseKVError if the rows cannot be kept.
+        Returns the sequence, the seconds, and the seconds of a second reading. Raises SparseKVError
+        if the rows cannot be kept.
         """
         n, n_known = len(ids), self.on_disk(ids)
         if n_known:
@@ -109,7 +109,7 @@ class Reader:
 
 
 def _reason_against(prefix: PrefixOptions, n_bytes: int) -> str:
-    """Why rows cannot be kept in the user's folder; empty if they can."""
+    """Returns why the user's folder cannot keep the rows; empty if it can."""
     path = prefix.directory or default_prefix_folder()
     if prefix.is_off:
         return "the prefix cache is switched off"

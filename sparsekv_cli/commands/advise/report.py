@@ -27,7 +27,7 @@ def as_object(
     is_busy: bool,
     seconds: float,
 ) -> dict[str, Any]:
-    """Returns what ``--json`` prints. seconds: of all that came after the reading."""
+    """Returns the object for ``--json``. seconds: the time of all work after the reading."""
     from sparsekv_cli.evaluation.roofline import cpu_name
 
     return {
@@ -47,7 +47,7 @@ def as_object(
 
 
 def print_report(found: Mapping[str, Any], advice: Advice) -> None:
-    """For people, on stdout. The last line is the command."""
+    """Prints the report for people, on stdout. The last line is the command."""
     document = found["document"]
     part = document["share_read"]
     whole = "" if part == 1 else f", {100 * part:.3g} % of it"

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 DEFAULT_SEED = 0
-WARM_UP_TOKENS = 3  # decoded by a run that is not timed
+WARM_UP_TOKENS = 3  # decoded by the untimed run
 
 
 @click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
@@ -153,7 +153,7 @@ def command(
                 rows = prefixes_maker(model, PrefixOptions(cache_dir, 16.0, False, None))(
                     model.method
                 )
-                model.gguf.content.wait()  # prompts on disk are known by the model's hash
+                model.gguf.content.wait()  # prompts on disk belong to the model's hash
             ids = tokens_of(model, text, max(test.n_seqs for test in tests), seed)
             for test, samples, ledger in run_tests(
                 model, tests, repetitions, ids, warm_up=not no_warmup, rows=rows
@@ -172,7 +172,7 @@ def command(
                         sparse_from=model.sparse_from,
                     )
                 )
-            del model  # its memory goes before the next method's is taken
+            del model  # frees its memory before the next method
             gc.unfreeze()
             gc.collect()
     finally:
@@ -180,12 +180,12 @@ def command(
 
 
 def context_size(tests: Ids[BenchTest]) -> int:
-    """Tokens that the largest test leaves in the cache, and one more for decoding at depth 0."""
+    """Returns the tokens in the cache after the largest test, and one for decoding at depth 0."""
     return max(test.n_depth + test.n_tokens for test in tests) + 1
 
 
 def build_for_bench(name: str, names: Ids[str], options: ModelOptions) -> Method:
-    """Method ``name`` with those of the options, ``--budget`` among them, that it has.
+    """Returns method ``name`` with those of the options, also ``--budget``, that it has.
 
     Raises click.UsageError for an option that none of ``names`` has.
     """
@@ -216,8 +216,8 @@ def run_tests(
 ) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
     """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
 
-    ids: the tokens of each sequence. warm_up: begin each test with a run of its kind that does not
-    count. rows: see prefill_to_depth.
+    ids: the tokens of each sequence. warm_up: whether an untimed run comes before each test. rows:
+    see prefill_to_depth.
     """
     sequences = [model.sequence() for _ in ids]
     for test in tests:
@@ -253,7 +253,7 @@ def run_once(
     test: BenchTest,
     rows: PromptRows | None,
 ) -> tuple[int, dict[str, Any]]:
-    """One repetition: its nanoseconds, and the ledger from which they begin."""
+    """Runs a repetition. Returns its nanoseconds and the ledger at their beginning."""
     n_last = model.engine.first_steps
     pairs = list(zip(sequences, ids, strict=False))
     left = [prefill_to_depth(sequence, row, test, n_last, rows) for sequence, row in pairs]
@@ -282,7 +282,7 @@ def prefill_to_depth(
     from sparsekv_cli.sequence import N_REFRESH, N_WHOLE
 
     missing = sequence.keep_common(ids[:n_prefill])
-    if rows is not None and len(missing) >= N_WHOLE:  # the disk has whole prompts
+    if rows is not None and len(missing) >= N_WHOLE:  # the disk keeps whole prompts
         sequence.reset()
         missing = ids[:n_prefill]
     if 0 < len(missing) < N_REFRESH:
@@ -297,7 +297,7 @@ def prefill_to_depth(
 
 
 def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: BenchTest) -> int:
-    """Nanoseconds of one repetition: each sequence's prefill, then all decode together."""
+    """Returns the nanoseconds of a repetition: all prefills, then decoding together."""
     start = len(sequences[0].tokens)
     first = start + test.n_prompt
     begin = time.perf_counter_ns()
@@ -311,7 +311,7 @@ def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: 
 def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``total`` and what was counted between ``before`` and ``after``; states as they are now."""
+    """Returns ``total`` plus the counts from ``before`` to ``after``; memory is that of now."""
     from sparsekv_cli.sequence import LEDGER_STATES
 
     return {
@@ -329,8 +329,7 @@ def roofline_of(
 ) -> Roofline | None:
     """Returns the bounds of a test that only decodes. Its ledger is that of all repetitions.
 
-    Sequences that decode together read the weights once for all of them; of experts, those that
-    any of them chooses.
+    Sequences that decode together read the weights once, and each chosen expert once.
     """
     if bandwidth is None or not test.decodes_only:
         return None
@@ -353,7 +352,7 @@ def describe_model(model: Model, n_batch: int) -> BenchModel:
 
 
 def model_type(file: GGUFFile, n_params: int) -> str:
-    """Such as ``llama 135M Q4_1``: architecture, size, and the type of most of the weights."""
+    """Returns architecture, size and the type of most weights, such as ``llama 135M Q4_1``."""
     from sparsekv_cli.models.sources.listing import weight_type
 
     size = file.metadata.get("general.size_label")

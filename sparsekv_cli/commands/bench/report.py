@@ -14,16 +14,16 @@ from typing import Any
 from sparsekv_cli import __version__
 from sparsekv_cli.evaluation.roofline import Roofline, cpu_name
 
-# Left out of CSV as llama-bench does: a list has no place in a cell.
+# Left out of CSV, as in llama-bench, because a cell cannot hold a list.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")
 MARKDOWN_NUMBERS = frozenset({"size", "params", "threads", "test", "t/s"})
 
 
 @dataclass(frozen=True)
 class BenchTest:
-    """One thing to time: n_prompt tokens of prefill and then n_gen of decode, after n_depth.
+    """A test: n_prompt tokens of prefill and then n_gen of decode, after n_depth tokens.
 
-    n_seqs: sequences that each do so, decoding together.
+    n_seqs: the number of sequences that do this, decoding together.
     """
 
     n_prompt: int
@@ -50,7 +50,7 @@ class BenchTest:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of one sequence that are timed."""
+        """The number of timed tokens of one sequence."""
         return self.n_prompt + self.n_gen
 
 
@@ -90,17 +90,17 @@ class BenchResult:
 
     @property
     def samples_ts(self) -> list[float]:
-        """Tokens a second of each repetition, all sequences' together."""
+        """Tokens a second of each repetition, for all sequences together."""
         n_tokens = self.test.n_seqs * self.test.n_tokens
         return [1e9 * n_tokens / max(ns, 1) for ns in self.samples_ns]
 
     @property
     def cache_types(self) -> dict[str, str]:
-        """Types of K and V in the cache, by llama-bench's names."""
+        """Returns the types of K and V in the cache, by llama-bench's names."""
         return {f"type_{x}": self.method_options.get(f"cache_type_{x}", "f16") for x in "kv"}
 
     def fields(self) -> dict[str, Any]:
-        """Every field, in llama-bench's order, ours at the end."""
+        """Returns all fields, in llama-bench's order, ours at the end."""
         model, rates, roofline = self.model, self.samples_ts, self.roofline
         return {
             "build_commit": f"sparsekv-cli-{__version__}",
@@ -158,7 +158,7 @@ class BenchResult:
 
 
 def deviation(samples: Sequence[float]) -> float:
-    """Sample standard deviation; 0 for a single sample."""
+    """Returns the sample standard deviation; 0 for a single sample."""
     return statistics.stdev(samples) if len(samples) > 1 else 0.0
 
 

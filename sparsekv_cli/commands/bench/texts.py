@@ -1,4 +1,4 @@
-"""The tokens of ``bench``, random or of a text, and decode steps with drafts of the text."""
+"""The tokens of ``bench``, random or from a text, and decode steps with drafts of the text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens_of(model: Model, text: Path | None, n_seqs: int, seed: int) -> list[l
 def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]], last: int) -> None:
     """Decodes each sequence up to ``last`` tokens of its text, which is given.
 
-    A draft is accepted as far as the text goes on like it.
+    A draft's tokens are accepted up to the first that differs from the text.
     """
     for sequence in sequences:
         if sequence.drafts is not None:
@@ -86,7 +86,7 @@ def accept(
 
 
 def draft_counts(sequences: Ids[Sequence]) -> dict[str, int]:
-    """Returns the tokens that were drafted and accepted; nothing where there are no drafts."""
+    """Returns the numbers of drafted and accepted tokens; nothing without drafts."""
     told = [sequence.timings.speculation for sequence in sequences]
     if {each.source for each in told} == {"off"}:
         return {}

@@ -1,4 +1,4 @@
-"""``compare``: several methods on one prompt: distance to dense attention, memory and speed."""
+"""``compare``: measures methods on one prompt: distance to dense attention, memory, speed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some docume
 
 
 def needle_lengths(context: click.Context, parameter: click.Parameter, value: str) -> Sequence[int]:
-    """Callback of --needles: lengths, none if it is not given."""
+    """Callback of --needles. Returns lengths, none without the option."""
     lengths = number_list(context, parameter, value) if value else []
     if lengths and min(lengths) < LEAST_NEEDLE:
         raise click.BadParameter(f"{min(lengths)} tokens are too few: {LEAST_NEEDLE} or more")
@@ -146,7 +146,7 @@ def command(
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
-    """Returns the methods by their text; a usage error says what is wrong."""
+    """Returns the methods by their text. Raises a usage error that names the fault."""
     from sparsekv_cli.evaluation.compare import parse_methods
     from sparsekv_cli.evaluation.sweep import parse_sweep
 
@@ -171,7 +171,7 @@ def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
-    """Returns the steps asked for, or as many of the default as the continuation has tokens for."""
+    """Returns the user's number of steps, or the default, at most the continuation's tokens."""
     from sparsekv_cli.evaluation.compare import LEAST_STEPS
 
     if continuation is None:

@@ -22,7 +22,7 @@ PIPE_WIDTH = 170  # columns of a table that no terminal limits
 
 
 def about(model: Model) -> dict[str, Any]:
-    """Describes what was measured."""
+    """Returns a description of the measurement."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
     name = model.gguf.metadata.get("general.name")
     return {
@@ -37,7 +37,7 @@ def about(model: Model) -> dict[str, Any]:
 
 
 def check_outputs(*paths: str | None) -> None:
-    """Raises SparseKVError for a report that could not be written when all is measured."""
+    """Raises SparseKVError for a report that cannot be written, before the measurement."""
     from sparsekv_cli.evaluation.report.figures import check_matplotlib
 
     for path in (Path(path) for path in paths if path is not None):
@@ -49,7 +49,7 @@ def check_outputs(*paths: str | None) -> None:
 
 
 def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -> None:
-    """Writes the files that were asked for."""
+    """Writes the files that the user named."""
     from sparsekv_cli.evaluation.report import figures, page
 
     if html is not None:
@@ -61,7 +61,7 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
 
 
 def print_table(found: Mapping[str, Any]) -> None:
-    """A table for people on stdout, with intervals, and what noise does not tell apart."""
+    """Prints a table with intervals, and the methods that differ only by noise."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -88,7 +88,7 @@ def print_table(found: Mapping[str, Any]) -> None:
 
 
 def _needle_lines(found: Mapping[str, Any]) -> list[str]:
-    """``needles found: full 10, topk 10, streaming 2 of 10``."""
+    """Returns lines such as ``needles found: full 10, topk 10, streaming 2 of 10``."""
     needles = found["needles"]
     if not needles:
         return []

@@ -97,9 +97,9 @@ def score(
     opened: AbstractContextManager[KLDWriter] | None = None,
     ray: str | None = None,
 ) -> None:
-    """Adds to ``records`` those of all chunks that it lacks, on a cluster if one is named.
+    """Adds to ``records`` the missing ones of all chunks, on a cluster if the user names one.
 
-    base: as ``score_chunk`` has it. opened: a file for the log-probabilities of all chunks.
+    base: see ``score_chunk``. opened: a file for the log-probabilities of all chunks.
     """
     from sparsekv_cli.commands.eval.ray import ChunkPart, score_on_cluster
     from sparsekv_cli.evaluation.perplexity.scores import score_chunk
@@ -135,7 +135,7 @@ def score(
 
 
 def sizes(chunks: Chunks) -> dict[str, int]:
-    """For ``--json``."""
+    """Returns the sizes for ``--json``."""
     n_chunk, n_ctx = chunks.tokens.shape
     return {"n_ctx": n_ctx, "n_chunks": n_chunk}
 
@@ -147,5 +147,5 @@ def title(chunks: Chunks) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A figure of a table, which not all ways have."""
+    """Returns a figure as a table's cell; empty if the way has none."""
     return "-" if value is None else format(value, form)

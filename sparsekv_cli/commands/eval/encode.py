@@ -1,4 +1,4 @@
-"""How ``eval ruler`` asks a model: a message's ids, and the beginning of the answer to it."""
+"""Encodes the prompts of ``eval ruler``: a message, and the beginning of its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def encoder(model: Model, raw: bool) -> Encode:
-    """The ids of a message in the model's chat template, if it has one, and the answer's start."""
+    """Returns a function: message, start of the answer -> ids, in the chat template if any."""
     template = None if raw else chat_template(model.gguf.metadata)
     tokenizer = model.tokenizer
 

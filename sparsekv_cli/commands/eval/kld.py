@@ -104,7 +104,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
 
 
 def estimate(of: Statistic, name: str) -> str:
-    """With its standard error; shares in per cent, as llama-perplexity has them."""
+    """Returns a figure with its standard error; shares in per cent, as in llama-perplexity."""
     is_share = name.startswith("Cor") or name.endswith("p")
     factor, digits = (100, 3) if is_share else (1, 6)
     text = f"{factor * of.value:.{digits}f}"

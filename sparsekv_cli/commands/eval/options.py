@@ -35,7 +35,7 @@ JSON_OPTION = click.option(
 
 
 def methods_option(help_text: str) -> Callable[[Any], Any]:
-    """``--method``, which may be repeated."""
+    """Returns the option ``--method``, which may be repeated."""
     return click.option(
         "--method", "methods", metavar="NAME[:OPTIONS]", multiple=True,
         shell_complete=completers.methods, help=help_text,
@@ -43,7 +43,7 @@ def methods_option(help_text: str) -> Callable[[Any], Any]:
 
 
 def records_option(help_text: str) -> Callable[[Any], Any]:
-    """``--jsonl``: the file of the records."""
+    """Returns the option ``--jsonl``, the file of the records."""
     kind = click.Path(dir_okay=False, path_type=Path)
     return click.option(
         "--jsonl", "path", metavar="FILE", type=kind, shell_complete=files, help=help_text
@@ -51,13 +51,13 @@ def records_option(help_text: str) -> Callable[[Any], Any]:
 
 
 def ray_option(work: str) -> Callable[[Any], Any]:
-    """``--ray``. work: what the nodes do."""
+    """Returns the option ``--ray``. work: the nodes' work, for the help."""
     where = "on the nodes of a Ray cluster (docs/distributed.md)."
     return click.option("--ray", metavar="ADDRESS|auto", help=f"{work} {where}")
 
 
 def read_text(file: str | None) -> str:
-    """Returns the text of ``-f``, or what is piped."""
+    """Returns the text of ``-f``, or the piped text."""
     if file is None and sys.stdin.isatty():
         raise click.UsageError("no text: give -f FILE, or pipe one to stdin")
     return read_prompt(None, file, "text", "-f FILE")
@@ -66,7 +66,7 @@ def read_text(file: str | None) -> str:
 def chosen_ways(
     specs: Sequence[str], options: ModelOptions, default: str
 ) -> dict[str, Method | None]:
-    """``chosen_methods``, or ``default``, which stands for none; then no option may be for one."""
+    """Returns ``chosen_methods``, or ``default`` without methods, which allows no option of one."""
     if specs:
         return dict(chosen_methods(specs, options))
     chosen_methods(["full"], options)
@@ -74,7 +74,7 @@ def chosen_ways(
 
 
 def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
-    """Returns the methods by their text, in compare's syntax; ``full`` only where it is named."""
+    """Returns the methods by their text, in compare's syntax; ``full`` only if it is named."""
     found = parse(",".join(specs), options)
     if not {"full", "all"} & {part.strip() for spec in specs for part in spec.split(",")}:
         del found["full"]
@@ -109,7 +109,7 @@ def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
 
 
 def described(name: str, method: Method | None) -> dict[str, Any]:
-    """``name`` and ``options``, as in the JSON of all commands."""
+    """Returns ``name`` and ``options``, as in the JSON of all commands."""
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}

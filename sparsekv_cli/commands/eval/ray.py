@@ -23,7 +23,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-SEQUENCES = 2  # full, which leads a prefill, and a method at a time at least
+SEQUENCES = 2  # at least full, which prefills, and one method at a time
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RulerSettings:
     raw: bool
 
 
-SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that are to answer it
+SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that answer it
 
 
 def open_ruler(settings: RulerSettings) -> Callable[[SampleShard], list[dict[str, Any]]]:
-    """Opens the model on a node; what it returns answers a sample."""
+    """Opens the model on a node. Returns a function that answers a sample."""
     model = settings.session.open(settings.methods.values())
     encode = encoder(model, settings.raw)
 
@@ -76,7 +76,7 @@ def answer_on_cluster(
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """The settings with which every node scores chunks. keeps_rows: scored rows come back, too."""
+    """Every node's settings for scoring chunks. keeps_rows: whether scored rows come back."""
 
     session: SessionSettings
     ways: Ways
@@ -84,12 +84,12 @@ class ChunkSettings:
     keeps_rows: bool
 
 
-ChunkPart = tuple[int, Ways]  # a chunk's number, and the ways in which it is to be scored
+ChunkPart = tuple[int, Ways]  # a chunk's number, and the ways to score it
 ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]  # its records, and rows of a file, if kept
 
 
 def open_chunks(settings: ChunkSettings) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
-    """Opens the model on a node; what it returns scores a chunk in the ways of these names."""
+    """Opens the model on a node. Returns a function that scores a chunk in the named ways."""
     model = settings.session.open(method for method in settings.ways.values() if method)
 
     def score(shard: tuple[Chunk, list[str]]) -> ScoredChunk:

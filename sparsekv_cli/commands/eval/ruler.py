@@ -35,7 +35,7 @@ SEED = 42
 
 
 def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
-    """Tasks by name; ``niah`` stands for all that begin with it, ``all`` for all."""
+    """Returns tasks by name; ``niah`` stands for all that begin with it, ``all`` for all."""
     from sparsekv_cli.evaluation.ruler.tasks import TASKS
 
     chosen: dict[str, None] = {}
@@ -140,7 +140,7 @@ def ruler(
 def progress_line(
     records: RulerRecords, settings: Mapping[str, Method], plan: RulerPlan, length: int, task: str
 ) -> str:
-    """``vt at 1024: full 60, lfps 40``."""
+    """Returns a line such as ``vt at 1024: full 60, lfps 40``."""
     told = [
         f"{spec} {records.score(method, plan, length, [task]).score:.0f}"
         for spec, method in settings.items()
@@ -151,7 +151,7 @@ def progress_line(
 def results(
     records: RulerRecords, settings: Mapping[str, Method], plan: RulerPlan
 ) -> list[dict[str, Any]]:
-    """A row a length and method."""
+    """Returns a row for each length and method."""
     return [
         {
             **described(spec, method),
@@ -168,7 +168,7 @@ def results(
 
 
 def print_scores(found: Sequence[Mapping[str, Any]], plan: RulerPlan) -> None:
-    """A table for people, on stdout."""
+    """Prints a table for people, on stdout."""
     columns = ("method", "length", "average", "95%", "attended", *plan.tasks)
     rows = []
     for row in found:

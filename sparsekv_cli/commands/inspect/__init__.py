@@ -1,1 +1,1 @@
-"""``inspect``: what a file holds."""
+"""``inspect``: shows the contents of a file."""

@@ -1,4 +1,4 @@
-"""``inspect``: what a GGUF file holds, without loading it."""
+"""``inspect``: shows the contents of a GGUF file without loading it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def command(
 
 
 def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
-    """Everything ``--json`` prints except the list of tensors, as plain values."""
+    """Returns everything that ``--json`` prints except the list of tensors, as plain values."""
     from sparsekv_cli.models.hparams import read_hparams
 
     hyperparameters: dict[str, Any] | None = None
@@ -136,7 +136,7 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
     """Returns bytes of a token's K and V by type, and the context that fits memory next to the
     weights.
 
-    n_weights: bytes of them. The context is None where the system does not tell what is free.
+    n_weights: bytes of the weights. The context is None if the free memory is unknown.
     """
     from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
     from sparsekv_cli.system.memory import available_memory
@@ -167,7 +167,7 @@ def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
 
 
 def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
-    """Experts as the file states them, whether or not it can be run; None where it has none."""
+    """Returns the experts as the file states them; None if it has none."""
     keys = f"{architecture}.expert_"
     total = gguf.metadata.get(f"{keys}count")
     if not isinstance(total, int) or not total:
@@ -193,7 +193,7 @@ def _plain(value: Any) -> Any:
 
 
 def _type_mix(gguf: GGUFFile) -> list[dict[str, Any]]:
-    """Tensors, parameters and bytes of each type; most bytes first."""
+    """Returns tensors, parameters and bytes of each type; most bytes first."""
     mix: dict[str, dict[str, Any]] = {}
     for info in gguf.tensors.values():
         row = mix.setdefault(
@@ -206,7 +206,7 @@ def _type_mix(gguf: GGUFFile) -> list[dict[str, Any]]:
 
 
 def _tokenizer(gguf: GGUFFile) -> dict[str, Any] | None:
-    """Model, pre-tokenizer, sizes and special tokens; None when the file has no vocabulary."""
+    """Returns model, pre-tokenizer, sizes and special tokens; None without a vocabulary."""
     from sparsekv_cli.models.gguf.file import StringArray
 
     metadata = gguf.metadata
@@ -311,7 +311,7 @@ def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _sizes(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sizes of the layers, those of their experts among them: one value, or a list if they differ.
+    """Returns sizes of layers and their experts: one value, or a list if they differ.
 
     ``inspect`` shows the sizes that a model has: an ``n_ff`` of 0 stands for experts.
     """

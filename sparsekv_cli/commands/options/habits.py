@@ -1,7 +1,7 @@
 """Flags of llama.cpp that people type by habit: translated, or accepted with a line that says why.
 
-Every command that takes a model takes them. A flag that a command has itself is the command's.
-docs/models.md lists all of them.
+Every command that takes a model takes them. A command's own flag comes first. docs/models.md lists
+all of them.
 """
 
 import os
@@ -42,23 +42,23 @@ WORDS = {
 class Habit:
     """A flag without an option of its own.
 
-    takes: what follows it; empty: nothing; in brackets: it may be missing. why: the reason that it
-    has no effect. change: sets the values of other options in place of it, and returns the line to
-    say; empty: none. It raises click.UsageError for a value that is impossible here.
+    takes: the name of its value; empty: no value; in brackets: the value may be missing. why: the
+    reason why it has no effect. change: sets the values of other options, and returns a line for
+    the user; empty: no line. It raises click.UsageError for an impossible value.
     """
 
     names: tuple[str, ...]
     takes: str = ""
     why: str = ""
     change: Callable[[dict[str, Any], str], str] | None = None
-    commands: tuple[str, ...] = ()  # that have it; empty: all
+    commands: tuple[str, ...] = ()  # commands that have it; empty: all
 
     @property
     def key(self) -> str:
         return "habit_" + self.names[0].lstrip("-").replace("-", "_")
 
     def option(self, names: list[str]) -> click.Option:
-        """The hidden option of the flag, under those of its names that are free."""
+        """Returns the hidden option of the flag, with those of its names that are free."""
         if not self.takes:
             return click.Option([*names, self.key], is_flag=True, hidden=True)
         optional: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class Habit:
 
 
 def _gpu_layers(values: dict[str, Any], text: str) -> str:
-    """``-ngl``: 0 is the CPU; a number of layers is not chosen here."""
+    """Handles ``-ngl``: 0 is the CPU; the program does not choose a number of layers."""
     word = text.strip().lower()
     if word not in ("auto", "all") and not word.lstrip("-").isdecimal():
         raise click.UsageError(f"-ngl {text}: expected a number of layers, auto or all")
@@ -157,7 +157,7 @@ def free_names(names: tuple[str, ...], taken: set[str]) -> list[str]:
 
 
 def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit, click.Option]]:
-    """The flags of a command that takes a model, each with its option. name: its own."""
+    """Yields the flags of a command that takes a model, with their options. name: the command's."""
     taken = {name for each in command.params for name in each.opts}
     for habit in HABITS:
         if habit.commands and name not in habit.commands:
@@ -177,7 +177,7 @@ def add_aliases(command: click.Command, parser: _OptionParser) -> None:
 
 
 def apply_habits(command: click.Command, context: click.Context) -> None:
-    """Takes the flags out of a command line's values; translates each, or says why it is idle."""
+    """Takes the flags out of a command line's values. Translates them or says why they are idle."""
     values = context.params
     for habit, option in habits_of(command, context.info_name):
         given = values.pop(habit.key, None)
@@ -195,7 +195,7 @@ def apply_habits(command: click.Command, context: click.Context) -> None:
 
 
 def translated(words: list[str], commands: Container[str]) -> list[str]:
-    """A command line with the words of this program. commands: the names that are its own."""
+    """Returns a command line in the words of this program. commands: the program's own names."""
     if not words or words[0] in commands or words[0].startswith("-"):
         return words
     first, *rest = words
@@ -207,7 +207,7 @@ def translated(words: list[str], commands: Container[str]) -> list[str]:
 
 
 def is_model(word: str) -> bool:
-    """Whether the first word of a command line is a model, by its look or by name."""
+    """Returns whether the first word of a command line is a model, by its form or by name."""
     if word.lower().endswith(".gguf") or "/" in word:
         return True
     from sparsekv_cli.models.sources.folder import find_by_name

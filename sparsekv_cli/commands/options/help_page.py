@@ -39,7 +39,7 @@ Records = list[tuple[str, str]]  # an option's names, and its help
 def grouped_options(
     command: click.Command, context: click.Context
 ) -> Iterator[tuple[str, Records]]:
-    """The options of a command by group; of a command whose page has no groups, all as one."""
+    """Yields the options of a command by group, or all as one group."""
     parameters = {
         "help" if "--help" in each.opts else each.name: each for each in command.get_params(context)
     }
@@ -75,7 +75,7 @@ class ModelCommand(click.Command):
         except click.UsageError as error:
             error.ctx = ctx
             if isinstance(error, click.NoSuchOption) and len(error.option_name) == 2:
-                # click names -n where -np was typed
+                # click names -n if -np was typed
                 name = next((each for each in typed if each.startswith(error.option_name)), None)
                 raise click.NoSuchOption(name or error.option_name, ctx=ctx) from None
             if "unexpected extra argument" in error.message:

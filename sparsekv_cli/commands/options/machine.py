@@ -13,7 +13,7 @@ from sparsekv_cli.settings.option import MAX_WHOLE, allowed_values, options_of
 def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
     """Returns the click option of an option that SessionConfig declares.
 
-    default: that of a command which has another one.
+    default: the default of a command that has its own.
     """
     declared = options_of(SessionConfig)[name]
     allowed, default = allowed_values(declared), declared.default if default is None else default

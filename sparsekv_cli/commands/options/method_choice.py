@@ -1,4 +1,4 @@
-"""``--method auto``: the option's own ones, and how a command comes to its method."""
+"""``--method auto``: its own options, and the choice of a command's method."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.planning.auto import Losses, MethodChoice
 
-DEFAULT_DEPTH = 8192  # tokens that a conversation is taken to have where -c does not say
+DEFAULT_DEPTH = 8192  # assumed tokens of a conversation without -c
 
 
 def choose_method(
@@ -30,8 +30,7 @@ def choose_method(
 ) -> tuple[Model, ModelOptions]:
     """With ``auto``: chooses the model's default method. Returns the model and its options.
 
-    depth: tokens of the context that the method is chosen for. None takes those of -c, or
-    DEFAULT_DEPTH.
+    depth: tokens of the context for which the method is chosen. None takes -c, or DEFAULT_DEPTH.
     """
     if not options.is_auto:
         return model, options
@@ -101,7 +100,7 @@ def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[
 
 
 def keep_losses(model: Model, entry: Entry) -> str:
-    """Puts losses into the model's sidecar; where that is."""
+    """Puts losses into the model's sidecar. Returns the place for a message."""
     from sparsekv_cli.calibration.sidecar import write_entry
     from sparsekv_cli.planning.auto import AUTO
 

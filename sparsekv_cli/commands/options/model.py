@@ -1,4 +1,4 @@
-"""Options that several commands share, and the frozen values they are gathered into."""
+"""Options that several commands share, and the frozen classes that hold their values."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ModelOptions:
 
     @property
     def named(self) -> dict[str, str | None]:
-        """The options of methods that have a name of their own on the command line."""
+        """The options of methods that have their own name on the command line."""
         keys = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
         return {key: getattr(self, key) for key in keys}
 
 
 def verbose_option(function: Function) -> Function:
-    """``-v``: tracebacks, and more on stderr; the same before and after the command's name."""
+    """Adds ``-v``: tracebacks and more on stderr. It works before and after the command's name."""
 
     def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
         if value:
@@ -96,7 +96,7 @@ def _key_values(
 
 
 def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
-    """``function`` with click options, in the order in which ``--help`` is to show them."""
+    """Returns ``function`` with click options, in the order that ``--help`` shows."""
     for option in reversed(options):
         function = option(function)
     return function
@@ -105,7 +105,7 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
 def gathered(
     name: str, gather: Callable[[dict[str, Any]], Any], options: list[Callable[[Any], Any]]
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Adds ``options``; passes what ``gather`` takes out of a command's values as ``name``."""
+    """Adds ``options``. The command gets the result of ``gather`` for its values as ``name``."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -198,10 +198,10 @@ def model_options(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds the options of every command that runs a model; passes them as ``options``.
 
-    bench: leave out ``-c`` and ``--method``, because the command works both out by itself.
-    sparse_from: whether methods wait until they pay; otherwise they are sparse at once. seed:
-    whether there is ``--seed``. auto: whether the method may be left to the program. models: the
-    option that names the model, or several.
+    bench: leave out ``-c`` and ``--method``, because the command has its own. sparse_from: whether
+    methods are dense until sparse steps pay; otherwise they are sparse at once. seed: whether there
+    is ``--seed``. auto: whether the program may choose the method. models: the option that names
+    one or several models.
     """
     own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, *map(session_option, ANSWERING)]
     own += [SPARSE_FROM_OPTION] if sparse_from else []
@@ -239,7 +239,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
 def build_method(
     name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
 ) -> Method:
-    """The method, or a usage error that lists what there is; named: as ``ModelOptions.named``."""
+    """Returns the method, or a usage error lists the names. named: see ``ModelOptions.named``."""
     explain_faults()
     from sparsekv_cli import methods
 
@@ -267,7 +267,7 @@ def find_model(name: str | None) -> Path:
 
 
 def open_model(options: ModelOptions) -> Model:
-    """Checks the method first, then loads the model; with ``auto`` it has ``full`` at first.
+    """Checks the method, then returns the loaded model. With ``auto`` it first has ``full``.
 
     Raises click.UsageError for a method or an option that does not exist, SparseKVError for a bad
     model.
@@ -301,7 +301,7 @@ def method_of(options: ModelOptions) -> Method:
 def prepare_methods(
     model: Model, methods: Iterable[Method], compiling: CompileProgress | None = None
 ) -> None:
-    """Calibrates and compiles methods, and says so. compiling: as ``load_model`` takes it."""
+    """Calibrates and compiles methods, and says so. compiling: see ``load_model``."""
     from sparsekv_cli.commands.shared import progress
 
     with (
@@ -313,14 +313,14 @@ def prepare_methods(
 
 
 def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
-    """Raises click.UsageError for a depth that the user states and none of ``methods`` has."""
+    """Raises click.UsageError if the user states a depth and none of ``methods`` has one."""
     if config.sparse_from > 0 and not any(method.work_of_a_head for method in methods):
         names = " and ".join(dict.fromkeys(method.name for method in methods))
         raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
 
 
 def warn_of_long_context(model: Model) -> None:
-    """Says that the context is longer than the model, or the type of its keys, was made for."""
+    """Warns if the context is longer than the model, or the type of its keys, is made for."""
     asked, n_ctx, fit = model.config.ctx_size, model.n_ctx, model.hparams.n_ctx_fit
     if asked > fit:
         say(
@@ -337,9 +337,9 @@ def warn_of_long_context(model: Model) -> None:
 def load_model(
     path: Path, method: Method, config: SessionConfig, compiling: CompileProgress | None = None
 ) -> Model:
-    """Returns a loaded model; imports numba, so it comes after all that can be refused before.
+    """Returns a loaded model. It imports numba, so call it after all checks of options.
 
-    compiling: told what is compiled, by a command that goes on to compile more.
+    compiling: called with the progress of compiling, if the command compiles more afterwards.
     """
     from sparsekv_cli.commands.shared import progress
 

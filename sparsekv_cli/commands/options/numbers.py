@@ -7,7 +7,7 @@ import click
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range: neither ``nan``, which every range contains, nor ``inf``."""
+    """A number in a range. It refuses ``inf``, and ``nan``, which every range would contain."""
 
     name = "number"
 
@@ -21,7 +21,7 @@ class FiniteRange(click.FloatRange):
 
 
 def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """Callback of an option that takes numbers with commas between."""
+    """Callback of an option that takes numbers separated by commas. Returns them."""
     numbers = [part.strip() for part in value.split(",")]
     if not all(number.isdecimal() for number in numbers):
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")

@@ -49,7 +49,7 @@ OPTIONS: list[Callable[[Any], Any]] = [
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """directory: None is the user's; limit: GiB; session: a file in place of the folder."""
+    """directory: None takes the user's folder. limit: GiB. session: a file to use instead."""
 
     directory: Path | None
     limit: float
@@ -65,7 +65,7 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
     session = values.pop("session")
     if session is not None:
         check_session_file(session)
-        is_off = False  # it was asked for
+        is_off = False  # the user asked for it
     elif directory is not None and not is_off:
         check_folder(directory)
     return PrefixOptions(directory, limit, is_off, session)
@@ -79,12 +79,12 @@ def _gather_folder(values: dict[str, Any]) -> PrefixOptions:
     return _gather_prefix(values)
 
 
-# The options of the prefix cache, but for --session.
+# The options of the prefix cache, except --session.
 folder_options = gathered("prefix", _gather_folder, OPTIONS[:-1])
 
 
 def check_session_file(path: Path) -> None:
-    """Raises SparseKVError for a file of another kind, or in no folder."""
+    """Raises SparseKVError for a file of another kind, or if its folder does not exist."""
     from sparsekv_cli.prefix.blocks import MAGIC
     from sparsekv_cli.system.files import naming, open_regular
 
@@ -101,7 +101,7 @@ def check_session_file(path: Path) -> None:
 
 
 def is_switched_off() -> bool:
-    """Whether the environment says so. Raises click.UsageError for a value that is no answer."""
+    """Returns whether the environment switches it off. Raises click.UsageError for a bad value."""
     value = os.environ.get(SWITCH, "").strip().lower()
     if value and value not in TRUTH:
         raise click.UsageError(f"{SWITCH} is {value!r} in the environment: set it to 1 or 0")
@@ -109,7 +109,7 @@ def is_switched_off() -> bool:
 
 
 def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> PromptRows | None:
-    """Returns what finds and keeps prompts on disk, or None where that is off or cannot be."""
+    """Returns the object that finds and keeps prompts on disk; None if off or impossible."""
     from sparsekv_cli.prefix.prefixes import Root
     from sparsekv_cli.prefix.session_file import SessionFile
 
@@ -132,7 +132,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
-    """Returns a function that gives a method's prompts on disk; None where that is impossible."""
+    """Returns a function that returns a method's prompts on disk, or None if impossible."""
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
     from sparsekv_cli.prefix.prefixes import Prefixes, Root
 
@@ -152,7 +152,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
         decoder = model.decoder  # few rows take decode's products
         products = [decoder.prefill_dtype, decoder.rows_dtype, model.config.activations]
         root = Root(model.gguf, model.decoder, types=types, products=products)
-        root.known()  # which begins to read the model
+        root.known()  # begins to read the model
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
         name = model.gguf.path.name
         is_bounded = bool(model.hparams.other_layers)
@@ -162,7 +162,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
 
 
 def _reason_against(model: Model, method: Method) -> str:
-    """Why prompts cannot be kept on disk with this model and method; empty if they can."""
+    """Returns why this model and method cannot keep prompts on disk; empty if they can."""
     if not model.engine.shares_prefill:
         return "rows on a GPU are not kept on disk yet"
     return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
@@ -173,7 +173,7 @@ def _warn(text: str) -> None:
 
 
 def _teller() -> Callable[[str], None]:
-    """Says a line under -v; nobody hears it on another machine, where no command runs."""
+    """Returns a function that says a line under -v. Without a command (on a node) it is silent."""
     context = click.get_current_context(silent=True)
     verbose = context is not None and context.ensure_object(Invocation).verbose
     return _warn if verbose else lambda text: None

@@ -26,7 +26,7 @@ think_option = click.option(
 
 
 def file_option(help_text: str) -> Callable[[Any], Any]:
-    """``-f``: the file of a text."""
+    """Returns the option ``-f``, which names a text file."""
     return click.option(
         "-f", "--file", metavar="FILE", shell_complete=completers.files, help=help_text
     )

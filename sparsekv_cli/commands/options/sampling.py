@@ -139,7 +139,7 @@ sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 def check_think_budget(
     context: click.Context, sampling: SamplingOptions, think: bool | None, *, raw: bool = False
 ) -> None:
-    """Raises UsageError for --think-budget where nothing is thought."""
+    """Raises UsageError for --think-budget if the model does not think."""
     if sampling.think_budget is None:
         return
     if raw:
@@ -151,7 +151,7 @@ def check_think_budget(
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
-    """Takes what the answer has to match out of ``values``, and reads it."""
+    """Takes the grammar of the answer out of ``values`` and reads it."""
     given = {
         option: text
         for option in ("json-schema", "grammar", "regex")
@@ -174,12 +174,12 @@ def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
 
 
 def _is_schema(text: str) -> bool:
-    """Whether an argument is a JSON schema and no path: an object or a boolean."""
+    """Returns whether an argument is a JSON schema, not a path: an object or a boolean."""
     return text.lstrip().startswith("{") or text.strip() in ("true", "false")
 
 
 def _read(option: str, path: str) -> bytes:
-    """Returns a file's bytes. Raises SparseKVError where ``path`` is no file to be read."""
+    """Returns a file's bytes. Raises SparseKVError if ``path`` cannot be read."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:

@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sequence, Timings
 
-# Called with an answer's tokens: the ids to prefill and go on from, or None.
+# Called with an answer's tokens. Returns the ids to prefill and continue from, or None.
 MakeRoom = Callable[[Ids[int]], Ids[int] | None]
 
 
 class Interrupt:
     """Ctrl-C as a question: the first sets ``requested``, the second raises KeyboardInterrupt.
 
-    Stopping between two tokens leaves the KV cache whole, which an exception in the middle of a
-    layer would not.
+    A stop between two tokens leaves the KV cache whole. An exception within a layer would not.
     """
 
     def __init__(self) -> None:
@@ -64,13 +63,13 @@ def stream_answer(
     rows: PromptRows | None = None,
     make_room: MakeRoom | None = None,
 ) -> Answer:
-    """Prefills ``ids`` after what the sequence holds, then generates until the answer is done.
+    """Prefills ``ids`` after the sequence's tokens, then generates until the answer is done.
 
-    Without ``ids`` the sequence ends with its last prefill. begin: makes the generation when the
-    prompt is prefilled. rows: finds and keeps the rows of prompts. make_room: asked for the ids to
-    go on from when the context is full; None ends the answer. Raises PrefillInterrupted when Ctrl-C
-    comes before the first token. The sequence then holds what it held before. It holds nothing if a
-    method that drops rows for good (snapkv, h2o) had done so in some layer by then.
+    Without ``ids`` the sequence must end with its last prefill. begin: makes the generation after
+    the prefill. rows: finds and keeps the rows of prompts. make_room: called when the context is
+    full; returns the ids to continue from, or None to end the answer. Raises PrefillInterrupted
+    when Ctrl-C comes before the first token. The sequence then holds what it held before. It is
+    empty if a method that drops rows for good (snapkv, h2o) has already done so in a layer.
     """
     started = time.perf_counter()
     with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(rows):
@@ -122,7 +121,7 @@ def _prefill(
 
 @contextlib.contextmanager
 def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
-    """Keeps the prompt's rows on disk when the answer is out."""
+    """Keeps the prompt's rows on disk after the answer."""
     try:
         yield
     finally:
@@ -133,7 +132,7 @@ def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
 def full_context_line(
     model: Model, sequence: Sequence, answer: Answer, n_predict: int
 ) -> str | None:
-    """One line with the numbers, if the context has cut the answer."""
+    """Returns a line with the numbers, if the context has cut the answer."""
     if not is_cut_by_context(sequence, answer, n_predict):
         return None
     n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
@@ -157,7 +156,7 @@ def answer_fields(answer: Answer, n_prompt: int) -> dict[str, Any]:
 
 
 def timing_line(timings: Timings) -> str:
-    """One line about what was computed."""
+    """Returns a line about the tokens computed and their times."""
     from sparsekv_cli.sequence import speed
 
     parts = []
@@ -173,7 +172,7 @@ def timing_line(timings: Timings) -> str:
 
 
 def speculation_line(timings: Timings) -> str:
-    """One line about drafts and what came of them; empty if there were none."""
+    """Returns a line about drafts and accepted tokens; empty without drafts."""
     told = timings.speculation.as_dict()
     if not told["steps"]:
         return ""
@@ -184,7 +183,7 @@ def speculation_line(timings: Timings) -> str:
 
 
 def ledger_line(sequence: Sequence, method: str) -> str:
-    """One line about the KV rows that decoding touched and the memory they take."""
+    """Returns a line about the KV rows that decoding read, and their memory."""
     ledger = sequence.ledger()
     total = ledger["rows_total"] or 1
     text = (

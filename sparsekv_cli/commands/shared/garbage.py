@@ -21,6 +21,6 @@ def collecting_no_garbage() -> Iterator[None]:
 
 
 def _unfreeze() -> None:
-    """Triton's bindings complain on stderr, at the end, of objects that no collection has seen."""
+    """Unfreezes objects at the end. Otherwise Triton's bindings complain on stderr."""
     if "triton" in sys.modules:
         gc.unfreeze()

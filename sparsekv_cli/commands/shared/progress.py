@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
-LINE_S = 10.0  # between two lines where stderr is no terminal
+LINE_S = 10.0  # seconds between two lines if stderr is no terminal
 NARROW = 70  # columns of a terminal that has no room for the bar next to its numbers
 
 
 class _Bar:
-    """A bar on a terminal's stderr. A context manager takes it off when an exception comes."""
+    """A bar on a terminal's stderr. A context manager removes it at an exception."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -40,7 +40,7 @@ class _Bar:
             print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Takes the bar off the screen; a later call starts a new one."""
+        """Removes the bar from the screen. A later call starts a new one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
@@ -55,7 +55,7 @@ class _Bar:
 class PrefillProgress(_Bar):
     """A bar that appears when a prefill takes a moment and goes when it is done.
 
-    It shows how many tokens a second are read, and how long the others will take.
+    It shows the tokens read a second and the time for the rest.
 
     Call it with (done tokens, total tokens), or in another unit. Use it as a context manager: the
     bar then leaves the screen when an exception ends the prefill.
@@ -66,7 +66,7 @@ class PrefillProgress(_Bar):
         self.label, self.unit = label, unit
         self.enabled = sys.stderr.isatty()
         self._start: float | None = None
-        self._n_start = 0  # tokens that were done by then
+        self._n_start = 0  # tokens done when the bar appeared
 
     def __call__(self, done: int, total: int) -> None:
         if not self.enabled:
@@ -89,8 +89,8 @@ class PrefillProgress(_Bar):
 
 
 class _LateBar(_Bar):
-    """A bar that its first figures bring. Where stderr is no terminal, it is a line every LINE_S
-    seconds. Both say how long the rest will take.
+    """A bar that its first figures bring. If stderr is no terminal, it is a line every LINE_S
+    seconds. Both show the time for the rest.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _LateBar(_Bar):
         self._started = self._said_at = time.monotonic()
 
     def _show(self, unit: str, label: str, done: float, total: float) -> None:
-        """The bar at ``done`` of ``total``, as ``_draw`` has it."""
+        """Shows the bar at ``done`` of ``total``, as ``_draw`` does."""
         now = time.monotonic()
         if done <= 0:
             self._started = self._said_at = now
@@ -112,7 +112,7 @@ class _LateBar(_Bar):
 
 
 class LoadProgress(_LateBar):
-    """A bar of a model that takes a moment to be read. Call it with (bytes done, bytes in all)."""
+    """A bar for a model that takes a moment to read. Call it with (bytes done, all bytes)."""
 
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._started > SECONDS_BEFORE_BAR:
@@ -124,8 +124,8 @@ class LoadProgress(_LateBar):
 class CompileProgress(_LateBar):
     """Says once that kernels are being compiled, with a bar on a terminal.
 
-    Call it with (what, steps done, steps in all), the GPU's with 0 steps in all, whose number
-    nobody knows; use it as a context manager.
+    Call it with (what, steps done, all steps). For a GPU the number of all steps is unknown: 0. Use
+    it as a context manager.
     """
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -163,7 +163,7 @@ class CalibrationProgress(_LateBar):
 class MeasureProgress(_LateBar):
     """Says once that the machine is measured, with a bar on a terminal.
 
-    Call it with (what, done, of how many); use it as a context manager.
+    Call it with (what, done, total); use it as a context manager.
     """
 
     def __call__(self, what: str, done: int, total: int) -> None:

@@ -10,12 +10,13 @@ from sparsekv_cli.system.documents import document_text, kind_of
 def read_prompt(
     text: str | None, file: str | None, what: str = "prompt", ways: str = "-p TEXT, -f FILE"
 ) -> str:
-    """The prompt: a file's or the piped text, a blank line, then ``text``; either may be missing.
+    """Returns the prompt: a file's or piped text, a blank line, then ``text``. One may be missing.
 
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
     trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
     else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
-    Raises OSError for a file that cannot be read. what, ways: the words of the command for it.
+    Raises OSError for a file that cannot be read. what, ways: the command's words for the prompt
+    and its sources.
     """
     parts = []
     if file is not None and file != "-":
@@ -33,13 +34,13 @@ def read_prompt(
 
 
 def read_stdin() -> bytes:
-    """All of stdin, as bytes where it has any (a replaced stdin may be text only)."""
+    """Returns all of stdin as bytes (a replaced stdin may have only text)."""
     buffer = getattr(sys.stdin, "buffer", None)
     return buffer.read() if buffer is not None else sys.stdin.read().encode()
 
 
 def decode_file(data: bytes, source: str) -> str:
-    """``text_of`` a file or stdin, without the byte order mark that it may begin with."""
+    """Returns ``text_of`` a file or stdin without a byte order mark."""
     return text_of(data, source).removeprefix("\ufeff")
 
 
@@ -60,7 +61,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 
 def check_utf8(text: str, source: str) -> str:
-    """Returns a text that was typed, whatever the locale. Raises SparseKVError if it is not UTF-8.
+    """Returns a typed text, in any locale. Raises SparseKVError if it is not UTF-8.
 
     Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
     """

@@ -1,7 +1,7 @@
-"""Tables for a reader, on stdout, of texts that come from files.
+"""Tables on stdout, of texts that come from files.
 
-A terminal gets rich's tables, folded to its width. In a narrow one the last cell of a row stands
-below the others. Anything else gets lines of columns, which are never folded.
+A terminal gets rich's tables, folded to its width. In a narrow terminal the last cell of a row
+stands below the others. Other outputs get lines of columns, which are never folded.
 """
 
 import sys
@@ -10,16 +10,16 @@ from typing import Any
 
 import click
 
-NARROW = 72  # characters of a line in which folded cells of three columns cannot be read
+NARROW = 72  # characters of a line that is too short for three columns
 
 
 def print_pairs(title: str, rows: Sequence[tuple[str, Any]]) -> None:
-    """Names and values, without those that are None."""
+    """Prints names and values, except values of None."""
     print_table(title, (), [row for row in rows if row[1] is not None])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table whose cells are text from a file: no markup, no control characters.
+    """Prints a table whose cells are text from a file: no markup, no control characters.
 
     columns: the heads of the columns, if any.
     """
@@ -63,7 +63,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _stacked(title: str, rows: Sequence[Sequence[str]]) -> Any:
-    """Rows whose last cells stand below the others."""
+    """Returns a table of rows whose last cells stand below the others."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -76,7 +76,7 @@ def _stacked(title: str, rows: Sequence[Sequence[str]]) -> Any:
 
 
 def printable(cell: Any) -> str:
-    """A cell's text, with everything that could move a terminal's cursor shown as escapes."""
+    """Returns a cell's text; characters that could move a terminal's cursor become escapes."""
     text = f"{cell:.7g}" if isinstance(cell, float) else str(cell)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 

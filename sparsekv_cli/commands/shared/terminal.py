@@ -1,4 +1,4 @@
-"""Words to the user: what the program says goes to stderr, what the model says to stdout."""
+"""Output for the user: the program's remarks go to stderr, and the model's text to stdout."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ SHOW_CURSOR = "\x1b[?25h"  # which rich hides while it shows a bar
 
 
 def one_line(text: str) -> str:
-    """``text`` on one line, with control characters (a file may hold any) shown as escapes."""
+    """Returns ``text`` on one line, with control characters (a file may hold any) as escapes."""
     joined = " ".join(part.strip() for part in text.splitlines() if part.strip())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
 
 
 def say(text: str) -> None:
-    """A remark of the program, on stderr; nobody hears it where stderr is closed."""
+    """Prints a remark of the program on stderr, unless stderr is closed."""
     with contextlib.suppress(BrokenPipeError):
         click.echo(text, err=True)
 
@@ -32,21 +32,21 @@ def write_json(value: Any, **options: Any) -> None:
 
 
 def write_text(text: str, stream: TextIO | None = None) -> None:
-    """Text of the model, on stdout or ``stream``, at once."""
+    """Writes text of the model to stdout or ``stream``, at once."""
     stream = stream or sys.stdout
     stream.write(text)
     stream.flush()
 
 
 def has_styles(stream: TextIO) -> bool:
-    """Whether text can be dim there: on a terminal that knows how, unless the user wants none."""
+    """Returns whether text can be dim there: on a terminal that can, unless the user objects."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class ShownAnswer:
-    """An answer on its way to the user: the text to stdout, what was thought before to ``stream``.
+    """Shows an answer while it comes: the text on stdout, the thinking on ``stream``.
 
-    Thinking is dim where that is possible; elsewhere it stands between the model's own markers.
+    Thinking is dim if possible. Otherwise it stands between the model's own markers.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class ShownAnswer:
         markers: tuple[str, str] = ("", ""),
         wrap: Callable[[str], str] | None = None,
     ) -> None:
-        """wrap: makes of each piece what a terminal is to get."""
+        """wrap: turns each piece into the text for a terminal."""
         self._stream, self._markers = stream, markers
         self._wrap = wrap or str
         self._is_styled = has_styles(stream)
         self._is_thinking = False
 
     def think(self, text: str) -> None:
-        """More of the thinking."""
+        """Shows more of the thinking."""
         start, _ = self._markers
         if self._is_styled:
             self._say(f"{DIM}{self._wrap(text)}{PLAIN}")
@@ -71,12 +71,12 @@ class ShownAnswer:
         self._is_thinking = True
 
     def write(self, text: str) -> None:
-        """More of the answer."""
+        """Shows more of the answer."""
         self.end_thinking("\n\n")
         write_text(self._wrap(text))
 
     def end_thinking(self, space: str = "\n") -> None:
-        """The thinking is over: what follows begins a line."""
+        """Ends the thinking. The answer then begins a line."""
         if self._is_thinking:
             self._is_thinking = False
             self._say(self._wrap(space if self._is_styled else f"\n{self._markers[1]}{space}"))
@@ -88,9 +88,9 @@ class ShownAnswer:
 
 
 def explain_faults(model: Path | str | None = None) -> None:
-    """Lets faults in native code end the program with a line, as long as the command runs.
+    """Makes faults in native code end the program with a line, while the command runs.
 
-    model: a file that is going to be mapped, or a line that names several.
+    model: a file that will be mapped, or a line that names several.
     """
     from sparsekv_cli.models import faults
 
