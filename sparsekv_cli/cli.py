@@ -27,7 +27,7 @@ from sparsekv_cli.settings.option import did_you_mean
 
 PROGRAM = "sparsekv-cli"
 
-# Name -> (module that holds `command`, short help). In the order that --help shows.
+# Name -> (module with `command`, short help), in the order that --help shows.
 COMMANDS = {
     "run": ("sparsekv_cli.commands.run.run", "Complete one prompt; made for pipelines."),
     "chat": (
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """A library's warning as a line; what follows its first line is for developers."""
+    """Says the first line of a library's warning. Later lines are for developers."""
     first, *_rest = str(message).strip().splitlines() or [""]
     say(f"warning: {one_line(first)}")
 
@@ -184,7 +184,7 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def describe(error: Exception) -> str:
-    """One printable line for an exception: expected failures as they are, others by their type."""
+    """Returns a line for an exception: expected failures as they are, others by their type."""
     if _has_too_many_files(error):
         text = "too many open files: allow more with 'ulimit -n 1024'"
     elif isinstance(error, SparseKVError):
@@ -200,8 +200,8 @@ def describe(error: Exception) -> str:
     return one_line(text)
 
 
-# How a lack of memory is told by torch on the host, the loader of libraries, the system, and the
-# interpreter where code in C found none and said nothing (SystemError).
+# Messages for a lack of memory: torch's on the host, the library loader's, the system's, and the
+# interpreter's if C code reported none (SystemError).
 MEMORY_WORDS = (
     "can't allocate memory",
     "failed to map segment",
@@ -212,7 +212,7 @@ MEMORY_WORDS = (
 
 
 def _has_too_many_files(error: BaseException | None) -> bool:
-    """Whether no more files could be opened, by the exception or one that it comes from."""
+    """Returns whether the exception, or its cause, says that no more files could be opened."""
     while error is not None:
         if os.strerror(errno.EMFILE) in str(error):
             return True
@@ -221,7 +221,7 @@ def _has_too_many_files(error: BaseException | None) -> bool:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory was short, by the exception or one that it comes from."""
+    """Returns whether the exception, or its cause, says that memory was short."""
     while error is not None:
         # torch has a class of its own for a GPU's memory.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
@@ -245,12 +245,12 @@ def _repair_standard_streams() -> None:
         (sys.stdout, "replace"),
         (sys.stderr, "backslashreplace"),
     ):
-        if isinstance(stream, io.TextIOWrapper):  # a test may have put something else there
+        if isinstance(stream, io.TextIOWrapper):  # a test may have replaced it
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def _stdout_was_closed() -> int:
-    """The reader has gone (``| head``): nothing is left to do and nothing to say."""
+    """Ends quietly, because the reader of stdout has gone (``| head``). Returns the exit code."""
     _discard_unwritten_output()
     return 0
 

@@ -9,16 +9,16 @@ class SparseKVError(Exception):
 
 
 class BusyError(SparseKVError):
-    """The server does as much as it may do at once. The caller may ask again later."""
+    """The server is busy. The caller may ask again later."""
 
 
 class LostModelError(SparseKVError):
-    """The model's file is not what it was when it was opened: nothing more can be computed."""
+    """The model's file has changed since it was opened. The model cannot go on."""
 
 
 class UnsupportedModelError(SparseKVError):
-    """The file is in order, but this program cannot run such a model."""
+    """The file is valid, but this program cannot run such a model."""
 
 
 class OptionError(SparseKVError):
-    """An option does not go with another one, or with the machine."""
+    """An option does not work with another option or with the machine."""

@@ -1,8 +1,8 @@
-"""Compiles the CPU kernels ahead of their first use, and reports it.
+"""Compiles the CPU kernels before their first use, and reports it.
 
 numba compiles a kernel when it is first called and keeps it on disk. Markers next to that cache
-tell which kernels are there. With them a first run can say what takes long, and other runs start at
-once. ``sparsekv-cli warmup`` runs all tasks of this file; a model those that it needs.
+tell which kernels are there. With them a first run can report its long steps, and other runs start
+at once. ``sparsekv-cli warmup`` runs all tasks of this file. A model runs the tasks that it needs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
     from sparsekv_cli.models.weights import Weights
 
-OnCompile = Callable[[str, int, int], None]  # what is compiled now, steps done, steps in all
-N_PROMPT = 256  # rows of the trial sequence: more than any method keeps at its smallest budget
-N_LOAD = 64  # rows that no prefill calls few
+OnCompile = Callable[[str, int, int], None]  # the kernel, steps done, all steps
+N_PROMPT = 256  # rows of the trial sequence, more than a method's smallest budget
+N_LOAD = 64  # rows that every prefill takes as many
 
 
 def kernel_folder() -> Path | None:
-    """Where the kernels of the CPU are kept; None: nowhere."""
+    """Returns the folder of the CPU's kernels, or None if they are not kept."""
     from sparsekv_cli.cpu.jit import kernel_cache
 
     return kernel_cache.STORE.folder
@@ -51,7 +51,8 @@ def compile_weight_kernels(
 ) -> None:
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
-    dtype: of the prefill's products, f32, bf16 or int8. n_planes: bytes of decode's activations;
+    dtype: type of the prefill's products, f32, bf16 or int8. n_planes: bytes of decode's
+    activations;
     repacks: whether it reads repacked weights.
     """
     from sparsekv_cli.cpu.weights.interleaved import can_repack
@@ -66,7 +67,7 @@ def compile_weight_kernels(
 
 
 def compile_common_kernels(report: OnCompile | None) -> int:
-    """Compiles what needs no model; returns how many tasks were not done yet.
+    """Compiles kernels that need no model. Returns the number of new tasks.
 
     These are the probe of ``bench``, and every weight format, dequantised to every type of a
     prefill.
@@ -96,7 +97,7 @@ def _format_steps(
     dtypes: Collection[str],
     n_planes: int,
 ) -> Iterator[CompileTask]:
-    """Dot products of formats by ggml type number, and what prefills in ``dtypes`` take.
+    """Yields tasks: dot products of formats by ggml type number, kernels of prefills in ``dtypes``.
 
     decoded: formats of decode, and whether they are repacked; n_planes: bytes of its activations.
     """
@@ -118,7 +119,7 @@ def _format_steps(
         if "int8" in dtypes and matmul_int8.can_multiply(code):
             products = partial(matmul_int8.kernel_addresses, code)
             yield CompileTask(f"format-{code}-products", format_.name, products)
-    repacking = {}  # by the size of what it moves, which is all that it is compiled for
+    repacking = {}  # by the size of the moved elements, which decides the kernel
     for code, is_repacked in sorted(decoded):
         format_ = FORMAT_OF_CODE[code]
         if format_.decode is None:
@@ -139,7 +140,7 @@ def _format_steps(
 def compile_method_kernels(
     decoder: Decoder, method: Method, specs: Sequence[LayerSpec], report: OnCompile | None
 ) -> int:
-    """Compiles what a prefill and a decode step with ``method`` call, by a trial run.
+    """Compiles the kernels of a prefill and a decode step with ``method``, by a trial run.
 
     specs: the decoder's layers, calibrated if the method needs it. Returns how many tasks were not
     done yet.
@@ -148,7 +149,7 @@ def compile_method_kernels(
 
 
 def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
-    """Compiles what ``method`` runs on the host of a GPU, the first time, in a process of its own.
+    """Compiles ``method``'s kernels on the host of a GPU, the first time, in a separate process.
 
     A process with torch compiles one kernel after another (cpu/jit/ahead.py), and a model on a
     GPU needs torch. on_host: K and V of all methods lie on the host. A failure costs time only: the
@@ -169,7 +170,7 @@ def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
 
 
 def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iterator[CompileTask]:
-    """A prefill and decode steps with ``method``, and with those that it uses."""
+    """Yields a prefill and decode steps with ``method`` and with the methods that it uses."""
     for each in method.used():
         yield from _trial(decoder, each, specs)
     caches = trial_caches(method, specs)
@@ -185,7 +186,7 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
 
 
 def _kind(decoder: Decoder) -> str:
-    """Returns a text that decides which kernels a decoder's steps call."""
+    """Returns a text that is equal for decoders whose steps call the same kernels."""
     name = f"{type(decoder).__name__}-{decoder.prefill_dtype}"
     if any(spec.kind == STATE for spec in decoder.layer_specs()):
         name += f"-{decoder.architecture.recurrence}"
@@ -193,13 +194,13 @@ def _kind(decoder: Decoder) -> str:
 
 
 def first_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Returns the fewest first layers among which every kind is."""
+    """Returns the fewest first layers that have every kind."""
     kinds = [spec.kind for spec in specs]
     return list(specs[: 1 + max(kinds.index(kind) for kind in set(kinds))])
 
 
 def prompt_lengths(decoder: Decoder) -> tuple[int, ...]:
-    """Lengths of prompts that call all kernels but those of ``compile_few_rows``."""
+    """Returns prompt lengths that call all kernels except those of ``compile_few_rows``."""
     return (N_LOAD, max(N_LOAD, decoder.least_many)) if decoder.hparams.has_experts else (N_LOAD,)
 
 
@@ -218,10 +219,10 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 
 
 def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> None:
-    """Loads from disk what a prefill and decode steps with ``method`` call.
+    """Loads from disk the kernels of a prefill and decode steps with ``method``.
 
-    The first steps are then timed without the loading. Only the first layers take part, with the
-    fewest rows of a long prefill. This costs a fraction of a step.
+    Timings of the first steps then do not include the loading. Only the first layers take part,
+    with the fewest rows of a long prefill. This costs a fraction of a step.
     """
     for n in prompt_lengths(decoder):
         dense = trial_caches(build_full(), first_layers(specs))
@@ -239,9 +240,9 @@ def build_full() -> Method:
 
 
 def load_method_kernels(method: Method, specs: Sequence[LayerSpec], rows_dtype: str) -> None:
-    """Loads what ``compile_method_kernels`` has put on disk, with a layer of random rows a spec.
+    """Loads the kernels of ``compile_method_kernels``, with a layer of random rows for each spec.
 
-    The first step of a method is then timed without the loading.
+    The timing of a method's first step then does not include the loading.
     """
     for each in method.used():
         load_method_kernels(each, specs, rows_dtype)
@@ -274,10 +275,9 @@ def _load_layer_kernels(cache: LayerCache, spec: LayerSpec, rows_dtype: str) -> 
 
 
 def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]:
-    """Caches of the method at its smallest budget, so that a short trial leaves rows out.
+    """Returns caches of the method at its smallest budget, so that a short trial is sparse.
 
-    The first full layer is dense, the others are not, whatever the user's layers are: both get
-    compiled.
+    Only the first full layer is dense, whatever layers the user names. So both kinds are compiled.
     """
     full = [i for i, spec in enumerate(specs) if spec.kind == FULL]
     if any(field.name == "budget" for field in fields(method)):
@@ -287,7 +287,7 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 
 
 def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:
-    """Runs the tasks whose marker is not there yet, then sets it; returns how many those are."""
+    """Runs the tasks whose marker does not exist, and sets it. Returns their number."""
     from sparsekv_cli.cpu.jit import ahead, kernel_cache
 
     markers = dict.fromkeys(step.marker for step in steps)

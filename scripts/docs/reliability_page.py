@@ -20,13 +20,13 @@ TOP = """# Reliability
 
 Three scripts look for faults. A test runs a small part of each.
 
-## Inputs that nobody meant
+## Bad inputs
 
 `scripts/fuzz TARGET` changes inputs: files, lines, requests and commands. It changes header fields
 and makes their checksum again. A child process runs each of them. No input may end the process by a
 signal, take more than 10 s of CPU time, or take 1 GB more than the model. A refusal is one line, or
-a status of 4xx. A file of rows that is accepted leaves the answer as it is without the file. What
-is found lies in `tests/data/fuzz`, and every run begins with it.
+a status of 4xx. If a file of rows is accepted, the answer is the same as without the file. Inputs
+that showed a fault lie in `tests/data/fuzz`, and every run begins with them.
 
 The table has the last run of each target. "Found" counts the faults of that run. Later commits mend
 them.
@@ -36,16 +36,16 @@ MIDDLE = """
 ## Faults of the disk
 
 `scripts/faults` runs small jobs that write files. It puts a fault into each operation on the disk.
-The faults are a kill before the operation or within a write, a short write, and a folder that is
-gone. The disk is full (ENOSPC), over its quota (EDQUOT) or read-only (EROFS). Then the next run
-must find the old file or the new one, and go on. An answer that was appended is there as a whole,
-or not at all. The user's other files must be as they were. Three processes write at once, too.
+The faults are a kill before the operation or within a write, a short write, and a missing folder.
+Or the disk is full (ENOSPC), over its quota (EDQUOT) or read-only (EROFS). The next run must find
+the old file or the new one, and go on. An appended answer is there as a whole, or not at all. The
+user's other files must be as they were. Three processes write at once, too.
 
 """
 LAST = """
 ## A server under attack
 
-`scripts/soak attack` attacks a server, and asks it meanwhile as a client that behaves. The client's
+`scripts/soak attack` attacks a server. Meanwhile a normal client asks it questions. The client's
 first token may take twice its usual time. An attacker holds up to 150 connections that send a byte
 now and then, or sends up to 200 requests a second. Times are medians. The machine had other work to
 do.
@@ -54,10 +54,10 @@ do.
 SOAK = """
 ## Use for a long time
 
-`scripts/soak` uses the program for as long as it is told. It ends with an error if memory (PSS),
-open files or threads grow, or if counters contradict each other. Conversations go on past their
-context with every method. 32 clients ask a server about long documents, and many of them leave.
-The prefix cache on disk is used for days, in which the clock jumps and writers are killed.
+`scripts/soak` uses the program for a given time. It ends with an error if memory (PSS), open files
+or threads grow, or if counters contradict each other. Conversations continue past their context
+with every method. 32 clients ask a server about long documents, and many of them leave. The prefix
+cache on disk is used for simulated days. The clock jumps, and writers are killed.
 
 """
 

@@ -139,8 +139,8 @@ def results(data: Data) -> str:
     depths = sorted({d for rows in speeds.values() for d in rows if d})
     about = [
         f"`{model}` on {where['cores']} cores of {where['cpu']}.",
-        "Every method is sparse from the first row (`--sparse-from 0`). Speed is by rows in the",
-        "cache, and in brackets how many times as fast as `full`.",
+        "Every method is sparse from the first row (`--sparse-from 0`). Speed is shown for the",
+        "rows in the cache, and in brackets as times the speed of `full`.",
     ]
     accuracies: dict[str, Row] = {}
     if "real_accuracy" in data:
@@ -160,7 +160,7 @@ def results(data: Data) -> str:
         n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
         about[-1] += f" Accuracy is after {length}"
         about += [
-            "tokens. KLD is to `full`, on code. Scores are in per cent, of RULER's tasks and of a",
+            "tokens. KLD is to `full`, on code. Scores are in per cent, of tasks of RULER and of a",
             f"code task ({n} samples of each).",
         ]
     found = table(rows, "method = method:code" + columns)

@@ -1,12 +1,12 @@
 """Drafts where they pay: by measured seconds of steps, and by how often tokens were accepted.
 
-A step of one token takes ``step_s`` seconds, and each row of a draft ``row_s`` more. A token with
-the chance p to be accepted saves p step_s. So a draft goes on while p > row_s / step_s. The chance
-of the i-th token of an n-gram draft is c^i. c is the share of accepted tokens among drafts with a
-match of about the same length.
+A step of one token takes ``step_s`` seconds, and each row of a draft ``row_s`` more. A token that
+is accepted with probability p saves p step_s. So a draft continues while p > row_s / step_s. The
+chance of the i-th token of an n-gram draft is c^i. c is the share of accepted tokens among drafts
+with a match of about the same length.
 
-There is a limit for the seconds that drafts may lose. It is a share of all decode seconds, and what
-earlier drafts have saved.
+There is a limit for the seconds that drafts may lose. It is a share of all decode seconds, plus the
+seconds that earlier drafts have saved.
 """
 
 import math
@@ -20,16 +20,16 @@ from sparsekv_cli.drafts.draft_model import ModelDrafts
 from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.sequence import Sequence
 
-LOSS = 0.015  # of the seconds of all steps: what drafts may lose
-FIRST_LOSS = 1.5  # steps: what the first drafts may lose
-N_SECONDS = 9  # measurements of which the median counts
-ROW_SHARE = 0.3  # of a step's seconds: what a further row takes, until it is measured
-LEAST_SHARE = 0.01  # of a step's seconds: what a further row takes at least
+LOSS = 0.015  # share of the seconds of all steps that drafts may lose
+FIRST_LOSS = 1.5  # steps that the first drafts may lose
+N_SECONDS = 9  # measurements for a median
+ROW_SHARE = 0.3  # share of a step's seconds for a further row, until it is measured
+LEAST_SHARE = 0.01  # least share of a step's seconds for a further row
 LEAST_S = 1e-6  # seconds of a step, at least
-MOST_SAVED = 20  # steps: what earlier drafts have saved counts up to here
+MOST_SAVED = 20  # most steps saved by earlier drafts that count
 FEW = 4  # rows
-MEMORY = 0.8  # the weight of earlier drafts, as often as a new one comes
-PRIOR = 3.0  # tokens that stand for the chance at first
+MEMORY = 0.8  # factor of the weight of earlier drafts at each new draft
+PRIOR = 3.0  # weight of the first guess of a chance, in tokens
 # The chance of a token at first, by the bit length of the match's length: 2 or 3 tokens, 4 to 7,
 # 8 to 15, 16 to 31, and more.
 CHANCES = (0.5, 0.6, 0.8, 0.9, 0.95)
@@ -38,19 +38,20 @@ CHANCES = (0.5, 0.6, 0.8, 0.9, 0.95)
 class AutoDrafts:
     """Chooses the source and the length of each draft. Often it chooses none.
 
-    It works for a sequence that is decoded alone. Several share the weights' reads already.
+    It makes drafts only for a sequence that is decoded alone. Several sequences already share the
+    reads of weights.
     """
 
     alone = True
 
     def __init__(self, ngrams: NgramDrafts, model: ModelDrafts | None = None) -> None:
         self._ngrams, self._model = ngrams, model
-        self._is_warm = False  # whether a step was decoded: the first one also loads kernels
-        self._has_drafted = False  # whether the draft model has; its first draft does so, too
+        self._is_warm = False  # whether a step was decoded; the first also loads kernels
+        self._has_drafted = False  # whether the draft model was; its first draft also loads
         self._steps_s: deque[float] = deque(maxlen=N_SECONDS)  # of steps without a draft
         self._rows_s: deque[float] = deque(maxlen=N_SECONDS)  # of each row of a draft
         self._tokens_s: deque[float] = deque(maxlen=N_SECONDS)  # of each token of the draft model
-        self._left_s = 0.0  # what drafts may lose now
+        self._left_s = 0.0  # seconds that drafts may lose now
         self._draft_s = 0.0  # of the last draft
         self._of_match = -1  # the entry of ``_counts`` that it belongs to; -1: the draft model's
         # Tokens that were accepted and tokens that were checked, by the length of the match.
@@ -112,7 +113,7 @@ class AutoDrafts:
     def _n_allowed(self, row_s: float) -> int:
         """The most rows of a draft. row_s is above 0.
 
-        Half of what drafts may lose is at risk at a time, or all of it if that is few rows.
+        A draft may risk half of the seconds that drafts may lose, or all if these are few rows.
         """
         n_lost = int(max(0.0, self._left_s) / row_s)
         return min(MOST_DRAFTED, n_lost if n_lost < FEW else max(FEW, n_lost // 2))
@@ -133,13 +134,13 @@ class AutoDrafts:
             # The token that ended the draft was computed, too.
             self._tokens_s.append(seconds / (len(draft) + 1))
         else:
-            self._left_s += seconds  # ``checked`` takes it away: it comes once, and is no loss
+            self._left_s += seconds  # ``checked`` subtracts it: reading comes once and is no loss
             self._has_drafted |= not self._model.is_reading
         return draft
 
 
 def n_worth(chance: float, cost: float) -> int:
-    """The largest i with chance^i > cost: tokens of a draft that save more than they cost."""
+    """Returns the largest i with chance^i > cost: tokens that save more than they cost."""
     if chance <= cost:
         return 0
     if chance >= 1 or cost <= 0:

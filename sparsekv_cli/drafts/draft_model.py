@@ -1,4 +1,4 @@
-"""Drafts of a smaller model: the tokens that it would choose."""
+"""Drafts from a smaller model: the tokens that it would choose."""
 
 from collections.abc import Sequence as Ids
 
@@ -15,8 +15,8 @@ PIECE = 512  # tokens that a call prefills at most, so that no step waits for a 
 class ModelDrafts:
     """A sequence of a smaller model, which follows the sequence that it drafts for.
 
-    Its tokens are ids of the same vocabulary. A text with a token that it lacks has no draft. Many
-    new tokens are read piece by piece, one a call. There is no draft until they are read.
+    Its tokens are ids of the same vocabulary. It makes no draft for a text with a token that it
+    lacks. It reads many new tokens in pieces, one a call. There is no draft until they are read.
     """
 
     alone = False
@@ -25,7 +25,7 @@ class ModelDrafts:
     def __init__(self, sequence: Sequence, n_vocab: int) -> None:
         """n_vocab: tokens that both vocabularies have. The ids of others are larger."""
         self.sequence, self._n_vocab = sequence, n_vocab
-        self.is_reading = False  # whether the last call has read a piece of the text
+        self.is_reading = False  # whether the last call read a piece of the text
         self._n_same = 0  # tokens that both sequences have in common for certain
         self._is_known = True  # whether the vocabulary has all tokens of the text
 

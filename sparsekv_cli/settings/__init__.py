@@ -1,1 +1,1 @@
-"""Settings: how an option is declared, and how a session runs."""
+"""Settings: the declaration of an option, and the configuration of a session."""

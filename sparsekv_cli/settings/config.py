@@ -1,10 +1,10 @@
-"""Frozen configuration: what the user asked for, validated once, before anything is loaded."""
+"""Frozen configuration: the user's settings, validated once, before anything is loaded."""
 
 from dataclasses import dataclass
 
 from sparsekv_cli.settings.option import check_options, option
 
-WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` with which a draft model has a part
+WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` that use a draft model
 
 
 @dataclass(frozen=True)

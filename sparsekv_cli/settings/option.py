@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-MAX_WHOLE = 2**31 - 1  # of an option without a bound of its own: what kernels and samplers hold
-MAX_FLOAT, LEAST_FLOAT = 3.4028234e38, 1.1754944e-38  # and that of f32; 0 apart
+MAX_WHOLE = 2**31 - 1  # of an option without its own bound: kernels and samplers hold no more
+MAX_FLOAT, LEAST_FLOAT = 3.4028234e38, 1.1754944e-38  # bounds of f32, except 0
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -28,7 +28,7 @@ class Allowed:
     multiple_of: int | None = None
 
     def permits(self, value: Any) -> bool:
-        """Whether ``value``, of the option's type, is allowed."""
+        """Returns whether ``value``, of the option's type, is allowed."""
         return (
             (not self.choices or value in self.choices)
             and (self.at_least is None or value >= self.at_least)
@@ -39,7 +39,7 @@ class Allowed:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the choices and bounds that there are."""
+        """Returns the choices and bounds that the option has."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if value not in (None, ())}
 
@@ -79,8 +79,8 @@ def option(
 ) -> Any:
     """Returns a dataclass field that is an option; its type is that of its default.
 
-    flags: its spellings on the command line, where that is not the name with two dashes before it.
-    metavar: what its value is called there.
+    flags: its spellings on the command line, by default ``--`` and the name. metavar: the name of
+    its value there.
     """
     allowed = Allowed(tuple(choices), at_least, above, at_most, below, multiple_of)
     told = {"help": help, "allowed": allowed, "flags": flags, "metavar": metavar}

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 
-FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or cannot be, attended
+FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or never, attended
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Choice:
     """The rows to which a query head, a kv head or the whole layer attends in a step.
 
     rows: positions, ascending.
-    scores: f64 (n,), what the rows were chosen by.
+    scores: f64 (n,), by which the rows were chosen.
     margin: the least relative distance of a value from a threshold that it was compared with.
     """
 
@@ -42,27 +42,27 @@ class Naive:
         self.sinks = spec.sinks if len(spec.sinks) else np.full(spec.n_head, -np.inf)  # (H,)
         self.k = np.empty((spec.n_head_kv, 0, spec.head_dim))  # (G, n, d), rotated
         self.v = np.empty((spec.n_head_kv, 0, spec.value_dim))  # (G, n, d_v)
-        self.q = np.empty((spec.n_head, spec.head_dim))  # (H, d) of the step
+        self.q = np.empty((spec.n_head, spec.head_dim))  # (H, d), of the current step
 
     @property
     def n(self) -> int:
         return self.k.shape[1]
 
     def is_dense_at(self, n: int) -> bool:
-        """Whether a step of n rows attends to all of them."""
+        """Returns whether a step of n rows attends to all of them."""
         raise NotImplementedError
 
     def select(self) -> list[Choice]:
-        """The choices of a step that is not covered: one a query head, one a kv head, or one."""
+        """Returns a sparse step's choices: one a query head, one a kv head, or one in all."""
         raise NotImplementedError
 
     def append(self, x: AttnInput) -> None:
-        """Adds the T rows of x, as f16 holds them."""
+        """Adds the T rows of x, rounded to f16."""
         self.k = np.concatenate([self.k, half(x.k[..., : self.spec.head_dim])], axis=1)
         self.v = np.concatenate([self.v, half(x.v[..., : self.spec.value_dim])], axis=1)
 
     def prefill(self, x: AttnInput) -> np.ndarray:
-        """Adds T rows; their causal attention f64 (H, T, d_v) over all rows that are kept."""
+        """Adds T rows. Returns their causal attention f64 (H, T, d_v) over all kept rows."""
         n_past, q = self.n, x.q[..., : self.spec.head_dim].astype(np.float64)
         self.append(x)
         k, v = self.view()
@@ -78,7 +78,7 @@ class Naive:
         return out
 
     def choose(self, x: AttnInput) -> list[Choice]:
-        """Adds the row of a step; what it attends to."""
+        """Adds the row of a step. Returns the rows to which it attends."""
         self.append(x)
         self.q = x.q[:, 0, : self.spec.head_dim].astype(np.float64)
         if self.is_dense_at(self.n):
@@ -86,7 +86,7 @@ class Naive:
         return self.select()
 
     def attend(self, choices: list[Choice]) -> np.ndarray:
-        """Attention f64 (H, d_v) over the chosen rows; then what the method learns from it."""
+        """Returns attention f64 (H, d_v) over the chosen rows. Updates the method's state."""
         k, v = self.view()
         out = np.empty((self.n_head, v.shape[2]))
         for h in range(self.n_head):
@@ -98,7 +98,7 @@ class Naive:
         return out
 
     def decode(self, x: AttnInput) -> tuple[np.ndarray, list[Choice]]:
-        """A step: its attention f64 (H, d_v), and what it attended to."""
+        """Runs a step. Returns its attention f64 (H, d_v) and its choices."""
         choices = self.choose(x)
         return self.attend(choices), choices
 
@@ -109,40 +109,40 @@ class Naive:
     # --- parts that some methods change -----------------------------------------------------------
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
-        """K (G, n, d) and V (G, n, d_v) as they are attended to."""
+        """Returns K (G, n, d) and V (G, n, d_v) as attention uses them."""
         return self.k, self.v
 
     def kept(self, g: int) -> np.ndarray:
-        """Positions of the rows that kv head g still has."""
+        """Returns the positions of the rows that kv head g still has."""
         return np.arange(self.n)
 
     def receive(self, h: int, rows: np.ndarray, weights: np.ndarray, n_left: int) -> None:
-        """Head h has attended to rows; n_left: rows of this input from its own on."""
+        """Takes head h's attention to rows. n_left: rows of this input from the query's own on."""
 
     def finish_prefill(self, q: np.ndarray) -> None:
-        """The end of a prefill, whose queries are q (H, T, d)."""
+        """Ends a prefill with queries q (H, T, d)."""
 
     def finish_step(self, choices: list[Choice]) -> None:
-        """The end of a step."""
+        """Ends a step."""
 
     # Formulas -------------------------------------------------------------------------------------
 
     def scores(self, h: int, q: np.ndarray, k: np.ndarray, rows: Any = slice(None)) -> np.ndarray:
-        """Scaled, capped scores of head h of q (H, d) with rows of k (G, n, d)."""
+        """Returns scaled, capped scores of head h of q (H, d) with rows of k (G, n, d)."""
         return self.capped(k[h // self.group, rows] @ q[h] * self.scale)
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
         return self.softcap * np.tanh(scores / self.softcap) if self.softcap else scores
 
     def weights(self, h: int, scores: np.ndarray) -> np.ndarray:
-        """Softmax of head h's scores; a sink of the head takes its part of the sum."""
+        """Returns the softmax of head h's scores. The head's sink score is part of the sum."""
         peak = max(scores.max(), self.sinks[h])
         weights = np.exp(scores - peak)
         return weights / (weights.sum() + np.exp(self.sinks[h] - peak))
 
 
 def half(x: np.ndarray) -> np.ndarray:
-    """x as f16 holds it."""
+    """Returns x rounded to f16."""
     return x.astype(np.float16).astype(np.float64)
 
 
@@ -152,7 +152,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
-    """Returns the rows ``forced`` and the ``count`` others that have the largest scores (n,)."""
+    """Returns the rows ``forced`` and the ``count`` others with the largest scores (n,)."""
     scores = scores.copy()
     scores[forced] = FORCED
     order = np.argsort(-scores, kind="stable")
@@ -160,7 +160,7 @@ def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, theta: np.ndarray, scale: float) -> np.ndarray:
-    """RoPE: x (..., n, d) turned to positions (n,); pairs are (i, i + n_rot/2)."""
+    """Returns x (..., n, d) turned by RoPE to positions (n,). Pairs are (i, i + n_rot/2)."""
     c = len(theta)
     turn = scale * np.exp(1j * np.multiply.outer(positions, theta))  # (n, n_rot/2)
     pairs = (x[..., :c] + 1j * x[..., c : 2 * c]) * turn

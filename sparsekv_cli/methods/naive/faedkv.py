@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 C = 22
 AGED_TOGETHER = 8  # tokens of an additive update
-ONE_BASIS_FROM = 512  # tokens that get a basis of their own length
+ONE_BASIS_FROM = 512  # tokens from which a basis has their own length
 
 
 @dataclass
@@ -40,7 +40,7 @@ class NaiveSegment:
 
 
 class NaiveFAEDKV(Naive):
-    """Segments between the S sinks and the tokens that wait or are recent."""
+    """Segments between the S sinks and the waiting and recent tokens."""
 
     method: FAEDKV
 
@@ -112,9 +112,9 @@ class NaiveFAEDKV(Naive):
         return k, v
 
     def filtered(self, x: np.ndarray, length: int) -> np.ndarray:
-        """x (G, m, d) through the DFT of ``length`` points with only the kept bins."""
+        """Returns x (G, m, d) after the DFT of ``length`` points with only the kept bins."""
         bins = self.kept_bins(length)
-        if bins == {0}:  # the mean of the tokens that there are
+        if bins == {0}:  # the mean of the existing tokens
             return np.repeat(x.mean(1, keepdims=True), x.shape[1], axis=1)
         both = sorted({k for low in bins for k in (low, -low % length)})
         f = np.exp(-2j * np.pi * np.outer(both, np.arange(x.shape[1])) / length)
@@ -138,7 +138,7 @@ class NaiveFAEDKV(Naive):
 
 
 def is_good(n: int) -> bool:
-    """Whether n is a product of two factors of 16 or more, and of primes up to 5."""
+    """Returns whether n is a product of two factors >= 16, and of primes up to 5."""
     rest = n
     for prime in (2, 3, 5):
         while rest % prime == 0:

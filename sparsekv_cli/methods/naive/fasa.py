@@ -25,7 +25,7 @@ N_RECENT = 16
 
 
 class NaiveFASA(Naive):
-    """N_fac rows a query head."""
+    """Each query head attends to N_fac rows."""
 
     method: FASA
 

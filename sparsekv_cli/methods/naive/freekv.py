@@ -7,7 +7,7 @@
 | 3.2 speculative retrieval with the query of the step before | NaiveFreeKV.select |
 | 3.3 query-based identification, C_i < tau; head-wise correction | NaiveFreeKV.select |
 
-All pages are summarised anew in every step; nothing moves, and nothing is done ahead.
+Every step summarises all pages again. Nothing moves, and nothing is done ahead.
 Letters: B budget, S sinks, W window, p rows of a page; previous: the query of the step before.
 """
 
@@ -27,7 +27,7 @@ GROUPED = 8  # pages of a group
 
 
 class NaiveFreeKV(Naive):
-    """Pages a kv head between sinks and window."""
+    """Each kv head chooses pages between sinks and window."""
 
     method: FreeKV
 
@@ -35,7 +35,7 @@ class NaiveFreeKV(Naive):
         super().__init__(method, spec)
         self.previous: np.ndarray | None = None  # (H, d); None: it is not known
         self.start: tuple[int, np.ndarray] | None = None  # rows and query at the end of a prefill
-        self.n_sink = 0  # pages of the sinks, settled by the first step that chooses; 0: not yet
+        self.n_sink = 0  # pages of the sinks, fixed by the first sparse step; 0: not yet
 
     def recent(self, n: int) -> int:
         return min(self.method.window, max(1, self.method.budget.rows(n) // 4))
@@ -79,7 +79,7 @@ class NaiveFreeKV(Naive):
         return choices
 
     def choose_pages(self, g: int, q: np.ndarray, window: int, n: int) -> tuple:
-        """Step 4: candidate pages of kv head g in a step of n rows, and their pooled scores."""
+        """Step 4: returns kv head g's candidate pages at n rows, and their pooled scores."""
         hi, lo = self.summary(g, window)
         pages, n_group, n_visited = np.arange(self.n_sink, window), window // GROUPED, 0
         if self.method.groups:  # step 9
@@ -92,14 +92,14 @@ class NaiveFreeKV(Naive):
         return pages, self.pooled(g, q, hi[pages], lo[pages])
 
     def pooled(self, g: int, q: np.ndarray, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-        """Steps 2 and 4: the mean over kv head g's queries of softmax(scores of pages)."""
+        """Steps 2 and 4: returns the mean over kv head g's queries of softmax(scores of pages)."""
         positive, negative = np.maximum(q, 0), np.maximum(-q, 0)
         heads = range(g * self.group, (g + 1) * self.group)
         s = [(hi @ positive[h] - lo @ negative[h]) * self.scale for h in heads]
         return np.mean([softmax(self.capped(each)) for each in s], axis=0)
 
     def summary(self, g: int, n_page: int) -> tuple[np.ndarray, np.ndarray]:
-        """Step 1: hi and lo (n_page, d) of the first pages of kv head g."""
+        """Step 1: returns hi and lo (n_page, d) of the first pages of kv head g."""
         p = self.method.page
         keys = self.k[g, : n_page * p].reshape(n_page, p, -1)
         if self.method.summary == "minmax":
@@ -108,7 +108,7 @@ class NaiveFreeKV(Naive):
         return half(mean + std), half(mean - std)
 
     def of_groups(self, hi: np.ndarray, lo: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Step 9: the same of the first n groups, from the summaries of their pages."""
+        """Step 9: returns hi and lo of the first n groups, from the summaries of their pages."""
         hi, lo = (x[: n * GROUPED].reshape(n, GROUPED, -1) for x in (hi, lo))
         if self.method.summary == "minmax":
             return half(hi.max(1)), half(lo.min(1))

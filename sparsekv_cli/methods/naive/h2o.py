@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveH2O(Naive):
-    """A list of positions a kv head, and the attention F that each row has received."""
+    """Positions for each kv head, and the attention F that each row has received."""
 
     method: H2O
 
@@ -65,7 +65,7 @@ class NaiveH2O(Naive):
         self.drop()
 
     def drop(self) -> None:
-        """Leaves a place in the budget for the next row; half of the budget is of recent rows."""
+        """Drops rows until the next row fits the budget. Half of the budget is for recent rows."""
         n = self.n + 1  # the next step's rows
         budget = self.method.budget.rows(n)
         limit, recent = N_SINKS + budget - 1, n - max(1, budget // 2)

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.lfps import LFPS
 
 N_LOCAL = 6
-GROUP_ROWS = 8192  # beyond so many the heads of a kv group share their candidates
+GROUP_ROWS = 8192  # rows beyond which the heads of a kv group share their candidates
 
 
 class NaiveLFPS(Naive):
-    """Two tables a query head, (H, n) each."""
+    """Two tables (H, n), with a row for each query head."""
 
     method: LFPS
 
     def __init__(self, method: LFPS, spec: LayerSpec) -> None:
         super().__init__(method, spec)
-        self.known: dict[int, np.ndarray] = {}  # queries (H, d) that tables can start from
+        self.known: dict[int, np.ndarray] = {}  # queries (H, d) with which tables can start
         self.has_tables = False
 
     def is_dense_at(self, n: int) -> bool:
@@ -71,7 +71,7 @@ class NaiveLFPS(Naive):
             self.start(self.n, queries)
 
     def start(self, n: int, queries: list[np.ndarray]) -> None:
-        """Steps 2 and 3: tables and constants of n rows."""
+        """Steps 2 and 3: makes tables and constants of n rows."""
         c, k = 1 / (2 * len(queries) * (1 - self.method.decay)), self.k[:, N_SINKS:n]
         self.ver, self.dist = np.zeros((2, self.n_head, n))
         for h in range(self.n_head):
@@ -130,7 +130,7 @@ class NaiveLFPS(Naive):
 
     def select(self) -> list[Choice]:
         n, k, epsilon = self.n, self.method.budget.rows(self.n), self.method.epsilon
-        if not self.has_tables:  # no query is known but that of this step
+        if not self.has_tables:  # only this step's query is known
             self.start(n, [self.q])
         if self.method.scout:
             self.code(n - 1)
@@ -160,12 +160,12 @@ class NaiveLFPS(Naive):
         return choices
 
     def shares(self, n: int) -> bool:
-        """Whether the heads of a kv group score each other's candidates."""
+        """Returns whether the heads of a kv group score each other's candidates."""
         scored_by = self.method.scored_by
         return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
 
     def rho(self, h: int, log_wg: float) -> float:
-        """Step 4: ws / (ws + wg + wl); log_wg: ln of the mass of all rows but sinks."""
+        """Step 4: returns ws / (ws + wg + wl). log_wg: ln of the mass of all rows but sinks."""
         s, sink, n = self.s[h], self.sinks[h], self.n
         peak = max(s.max(), log_wg, sink)
         ws = np.exp(s[:N_SINKS] - peak).sum() + np.exp(sink - peak)
@@ -173,7 +173,7 @@ class NaiveLFPS(Naive):
         return ws / (ws + np.exp(log_wg - peak) + wl)
 
     def log_global(self, h: int) -> float:
-        """ln wg = ln of nn times the mean of e^score, for scores that are normal."""
+        """Returns ln wg = ln of nn times the mean of e^score, for normally distributed scores."""
         q, g = self.q[h], h // self.group
         if self.method.sigma == "cov":
             variance = q @ self.covariance[g] @ q * self.scale**2
@@ -213,7 +213,7 @@ class NaiveLFPS(Naive):
         return np.empty(0, int), margin
 
     def near(self, h: int, factor: float) -> tuple[np.ndarray, float]:
-        """Steps 6 and 7: which rows are in C0 or next to it; how near a comparison was."""
+        """Steps 6 and 7: returns which rows are in C0 or next to it, and the least margin."""
         rows = np.arange(N_SINKS, self.n)
         tables = np.stack([self.ver[h, rows], self.dist[h, self.n - 1 - rows]])  # (2, nn)
         tau = factor * np.array([[self.threshold(x)] for x in tables])
@@ -229,7 +229,7 @@ class NaiveLFPS(Naive):
         return np.append(np.zeros(N_SINKS, bool), c0 | beside), margin
 
     def threshold(self, x: np.ndarray) -> float:
-        """Step 5: tau = a mu / kappa of the entries x of a table."""
+        """Step 5: returns tau = a mu / kappa of the entries x of a table."""
         n, centred = len(x), x - x.mean()
         m2, m4 = (centred**2).sum(), (centred**4).sum()
         is_flat = m2 <= 1e-12 * (x**2).sum()

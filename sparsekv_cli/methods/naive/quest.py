@@ -6,7 +6,7 @@
 | 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | NaiveQuest.page_score |
 | 3.4 top-k pages, then attention over their rows | NaiveQuest.select |
 
-The summaries of all pages are made anew in every step.
+Every step makes the summaries of all pages again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveQuest(Naive):
-    """Whole pages a kv head, sinks, and the page of the current token."""
+    """Each kv head attends to whole pages, sinks, and the page of the current token."""
 
     method: Quest
 
@@ -32,7 +32,7 @@ class NaiveQuest(Naive):
 
     def select(self) -> list[Choice]:
         n, p, budget = self.n, self.method.page, self.method.budget.rows(self.n)
-        n_page = (n - 1) // p  # whole pages ahead of that of the current token
+        n_page = (n - 1) // p  # whole pages before that of the current token
         n_best = min(n_page, max(0, budget - (n - n_page * p)) // p)
         choices = []
         for g in range(self.n_kv):

@@ -8,7 +8,7 @@
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | NaiveSALS.select, reconstruct |
 | eq 5, softmax over the selected rows | Naive.attend |
 
-K and V stay whole; ``latents`` are the rows that are read as latents. Scores are not rounded.
+K and V stay whole; ``latents`` are the rows that steps read as latents. Scores are not rounded.
 Letters: r rank, r* columns that are scored, theta and t of RoPE.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.sals import SALS
 
 BLOCK = 128  # tokens that share a query in brope
-CHANNELS = 32  # of a value that share a scale
+CHANNELS = 32  # channels of a value that share a scale
 
 
 class NaiveSALS(Naive):
-    """Latents of a layer: their columns (r,), their values (G, d_v), and what they stand for."""
+    """Latents of a layer: their columns (r,), their values (G, d_v), and their rows."""
 
     method: SALS
 
@@ -75,7 +75,7 @@ class NaiveSALS(Naive):
         return out
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
-        """Step 5: latents as keys, rotated to their positions, with their quantised values."""
+        """Step 5: returns latents as keys, rotated to their positions, and quantised values."""
         k, v, n = self.k.copy(), self.v.copy(), len(self.latents)
         if n:
             places = slice(self.first, self.first + n)
@@ -90,7 +90,7 @@ class NaiveSALS(Naive):
         return super().choose(x)
 
     def select(self) -> list[Choice]:
-        """Steps 3 and 4: one choice for all heads."""
+        """Steps 3 and 4: returns one choice for all heads."""
         self.compress()
         o, n, n_latent = self.method, self.n, len(self.latents)
         importance = np.full(n, FORCED)
@@ -100,12 +100,12 @@ class NaiveSALS(Naive):
         return [best(importance, forced, o.budget.rows(n))]
 
     def summed(self) -> np.ndarray:
-        """q~ . latent_j[:r*], q~ the sum over heads of D'q before RoPE."""
+        """Returns q~ . latent_j[:r*], q~ the sum over heads of D'q before RoPE."""
         q = self.q_nope.reshape(self.n_kv, self.group, -1).sum(1).reshape(-1)  # (G d,)
         return np.stack(self.latents)[:, : self.score_rank] @ (q @ self.d[:, : self.score_rank])
 
     def by_block(self) -> np.ndarray:
-        """Softmax weights summed over heads, of queries turned to the centre of each block."""
+        """Returns softmax weights summed over heads, of queries turned to each block's centre."""
         n_latent, c, n_kv = len(self.latents), len(self.spec.theta), self.n_kv
         x = self.spec.theta * BLOCK / 2
         damping = np.where(x < np.pi, np.sinc(x / np.pi), 0) * self.spec.rope_scale**2

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveSnapKV(Naive):
-    """A list of positions a kv head, chosen after a prefill."""
+    """Positions for each kv head, chosen after a prefill."""
 
     method: SnapKV
 

@@ -28,7 +28,7 @@ class NaiveStreaming(Naive):
 
     def __init__(self, method: Streaming, spec: LayerSpec) -> None:
         super().__init__(method, spec)
-        self.k_nope = self.k  # (G, n, d), ahead of RoPE
+        self.k_nope = self.k  # (G, n, d), before RoPE
 
     def append(self, x: AttnInput) -> None:
         d = self.spec.head_dim
