@@ -100,7 +100,7 @@ class Forward(ABC):
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:
-        """Layer i's products by name; valid until the next layer's are asked for.
+        """Returns layer i's products by name, valid until the next layer's are requested.
 
         The products are qkv and o. Layers without experts also have gate_up and down, for
         ``feed_forward``. Recurrent layers may also have gates.
@@ -129,7 +129,7 @@ class Forward(ABC):
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
-        """Called when the last row has gone through layer i."""
+        """Ends layer i. Called when the last row has gone through it."""
 
     @abstractmethod
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:

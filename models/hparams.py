@@ -125,7 +125,7 @@ class HParams:
 
     @property
     def n_rot(self) -> int:
-        """Rotated dims of the layers that are no windows; 0 if RoPE rotates none of them."""
+        """Rotated dims of the layers that are no windows, or else of the windows; 0 for none."""
         others = (each.n_rot for each in self.layers if each.kind != WINDOW)
         return max(others, default=0) or self.window_n_rot
 

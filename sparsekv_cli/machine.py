@@ -19,7 +19,7 @@ from sparsekv_cli.warmup import OnCompile
 
 
 def find_device(name: str) -> tuple[Any, str]:
-    """The GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a note for the user.
+    """Returns the GPU for ``auto``, ``cpu`` or ``cuda``, a torch.device or None, and a user's note.
 
     None is the CPU. Raises SparseKVError for cuda where there is none.
     """

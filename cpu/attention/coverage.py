@@ -22,7 +22,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 @njit(cache=True, nogil=True)
 def _rate_head(query, k, n, tail, n_tail, k_row, scale, softcap, rows, n_sinks):
-    """``rate_rows`` of one head: query f32 (1, d); k, tail: addresses of its kv head's rows."""
+    """Rates the rows of one head: query f32 (1, d); k, tail: addresses of its kv head's rows."""
     d, total = query.shape[1], n + n_tail
     scores = np.empty((1, total + PAD), np.float32)
     scaled = scaled_copy(query, np.float32(scale))

@@ -47,7 +47,7 @@ ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to a whole number
 
 
 def _products(b, count, wide, wide_step, columns):
-    """The sums over i < count of columns(i)[r] times vector i, r < ROWS: ROWS wide vectors.
+    """Returns ROWS wide vectors: the sums over i < count of columns(i)[r] times vector i, r < ROWS.
 
     wide: address of the vectors, wide_step bytes apart. columns(i): ROWS addresses of f32.
     """
@@ -120,7 +120,7 @@ def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, wi
 
 
 def _exp2(b, x):
-    """2^x for x <= 0; 2^-126 below -126, NaN of NaN."""
+    """Returns 2^x for x <= 0; 2^-126 below -126, and NaN for NaN."""
     low, whole = const(F32, -126.0, WIDTH), const(F32, ROUND, WIDTH)
     x = b.select(b.fcmp_ordered("<", x, low), low, x)
     shifted = b.fadd(x, whole)
@@ -269,7 +269,7 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
 def _attend_tiles(
     layout, head, d_v, queries, n_visible, window, cap, row, keys, values, scores, peak, acc
 ):
-    """One task: tiles of query rows over all the keys that they see.
+    """Runs one task: attention of tiles of query rows to all their visible keys.
 
     queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH),
     ascending: a row attends to the last ``window`` of so many keys. peak f32 (tiles, WIDTH). acc

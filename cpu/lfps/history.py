@@ -343,6 +343,6 @@ def rescale(table, bounds, sums, gain, n):
 
 @njit(cache=True, nogil=True)
 def rescale_tables(h, tables, gain, n):
-    """``rescale`` of both tables of a head, whose g is ``gain``."""
+    """Rescales both tables of a head, whose g is ``gain``."""
     rescale(tables.ver[h], tables.ver_bounds[h], tables.sums[h, 0], gain, n)
     rescale(tables.dist[h], tables.dist_bounds[h], tables.sums[h, 1], gain, n)

@@ -147,7 +147,7 @@ def code_parts(layout, encode, zero, first, last, codes, n_threads):
 
 @njit(cache=True, nogil=True)
 def _code_part(kv_head, part, layout, encode, zero, codes):
-    """``code_parts`` of one part of a kv head."""
+    """Codes one part of a kv head."""
     r, d = encode.shape[1:]
     k_row = layout[K_ROW]
     at = layout[K] + kv_head * layout[K_HEAD] + part * PART * k_row
@@ -184,7 +184,7 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
 
 @intrinsic
 def _best_of_part(typingctx, query, part, n_words):
-    """The place of the highest score in a part, 0 to 127. query: address of int8 (4 n_words,)."""
+    """Returns the best place in a part, 0 to 127. query: address of int8 (4 n_words,)."""
 
     def codegen(context, b, signature, args):
         query, part, n_words = args
@@ -207,7 +207,7 @@ def _best_of_part(typingctx, query, part, n_words):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def find_rows(query, codes, kv_head, first, last, found):
-    """The row of the highest score in each part first..last - 1 -> found int32 (>= last - first,).
+    """Writes the best row of each part first..last - 1 to found int32 (>= last - first,).
 
     query f32 (d,), of a head of ``kv_head``.
     """

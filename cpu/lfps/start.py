@@ -33,7 +33,7 @@ def lfps_init(q, layout, n, rules, tables, n_threads):
 
 @njit(cache=True, nogil=True)
 def _init_head(h, q, layout, n, rules, tables):
-    """``lfps_init`` of one head."""
+    """Does ``lfps_init`` for one head."""
     n_head, s, d = q.shape
     ver, dist = tables.ver[h], tables.dist[h]
     k_row = layout[K_ROW]

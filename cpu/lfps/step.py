@@ -318,7 +318,7 @@ class LFPSStep:
         self.record["n_found"] = -(-n_rows // PART)
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
-        """Until ``untrace``, steps list the rows that each head attended to, sinks first.
+        """Makes steps list the rows that each head attended to, sinks first, until ``untrace``.
 
         attended int32 (H, m), of which the first counts int64 (H,) are filled.
         """

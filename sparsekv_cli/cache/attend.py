@@ -11,7 +11,7 @@ from sparsekv_cli.cpu.attention.flash import ALL_ROWS
 
 
 def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
-    """Causal attention of a chunk whose K and V are the last T rows of ``store``.
+    """Returns causal attention of a chunk whose K and V are the last T rows of ``store``.
 
     In a window layer a row attends to the last ``spec.window`` rows, its own included. q (H, T, d)
     -> (H, T, d_v), both f32 or both bf16 with an even d.

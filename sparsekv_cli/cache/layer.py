@@ -87,8 +87,7 @@ class LayerCache(ABC):
         return self.decode(x)
 
     def decode_rows(self, rows: Sequence[Any]) -> Any:
-        """Adds the first row by ``decode`` and the others by ``decode_draft``, each with
-        ``end_step``.
+        """Adds rows by ``decode``, or ``decode_draft`` after the first, and ``end_step`` for each.
 
         Returns their attention, f32 (T H, >= d_v): the heads of the first row, then those of the
         next. Each row has the same bits as when it comes alone.
@@ -243,7 +242,7 @@ class SelectingCache(LayerCache):
 
     @abstractmethod
     def is_dense_at(self, n: int) -> bool:
-        """Whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -29,7 +29,7 @@ class Sizes(Protocol):
 
 
 def padded(d: int) -> int:
-    """``d`` rounded up to whole vectors."""
+    """Returns ``d`` rounded up to whole vectors."""
     return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 

@@ -206,7 +206,7 @@ def hosted_models(
 ) -> list[HostedModel]:
     """Returns the models that -m and --alias name, described by their headers.
 
-    Raises click.UsageError for a name that two models have.
+    Raises click.UsageError for a name that two models have, and for too many aliases.
     """
     from sparsekv_cli.models.sources.naming import split_name
     from sparsekv_cli.serve.pool import HostedModel
@@ -301,7 +301,7 @@ def is_loopback(host: str) -> bool:
 
 
 def draining(config: Any, drain: int, pool: ModelPool) -> Any:
-    """uvicorn's server.
+    """Returns uvicorn's server.
 
     When it is told to end, it lets answers finish for so many seconds, and then ends the others.
     """

@@ -111,7 +111,7 @@ class AutoDrafts:
             self._counts[self._of_match] = accepted + n_accepted, checked + n_checked
 
     def _n_allowed(self, row_s: float) -> int:
-        """The most rows of a draft. row_s is above 0.
+        """Returns the most rows of a draft. row_s is above 0.
 
         A draft may risk half of the seconds that drafts may lose, or all if these are few rows.
         """

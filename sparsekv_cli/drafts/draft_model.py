@@ -66,7 +66,7 @@ class ModelDrafts:
             logits = sequence.decode(token)
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """Nothing to do: the next draft begins with what was accepted."""
+        """Does nothing, because the next draft begins with the accepted tokens."""
 
     def _follow(self, text: list[int]) -> np.ndarray | None:
         """Gives the sequence the tokens of ``text``. Returns the logits after the last one.

@@ -18,11 +18,11 @@ class MtpDrafts:
         self._rows = rows
 
     def begin(self, tokens: Ids[int]) -> None:
-        """Nothing to do: the rows follow the sequence."""
+        """Does nothing, because the rows follow the sequence."""
 
     def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
         """See Drafts."""
         return self._rows.draft(last, min(most, MOST))
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """Nothing to do: the length of a draft is fixed."""
+        """Does nothing, because the length of a draft is fixed."""

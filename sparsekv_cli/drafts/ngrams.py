@@ -45,7 +45,7 @@ class NgramDrafts:
         return [repeated[i % len(repeated)] for i in range(most)]
 
     def checked(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """Nothing to do: the length of a draft depends on the match."""
+        """Does nothing, because the length of a draft depends on the match."""
 
     def _grow(self, tokens: Sequence[int], last: int) -> None:
         """Makes ``tokens`` and ``last`` the text. The tokens that it has of them stay."""

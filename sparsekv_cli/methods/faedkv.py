@@ -95,7 +95,7 @@ class FAEDKV(Method):
         return FAEDKVCache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """The ablation study, with the paper's numbers of exact rows whatever the options are."""
+        """Runs the ablation study, always with the paper's numbers of exact rows."""
         return study_frequencies(run, SINKS, RECENT)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:

@@ -79,7 +79,7 @@ class FASA(Method):
     variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
 
     def is_dense_at(self, n: int) -> bool:
-        """Whether the budget covers a context of n rows."""
+        """Returns whether the budget covers a context of n rows."""
         return n <= self.budget.rows(n)
 
     def forced(self, n_fac: int) -> tuple[int, int]:

@@ -140,7 +140,7 @@ class FreeKV(Method):
 
     @property
     def threshold(self) -> float:
-        """Returns tau; at -1 and 1 it is infinite, because rounding would decide there."""
+        """Returns tau; infinite at -1 and below and above 1, so that rounding decides nothing."""
         if not self.correct or self.tau <= -1:
             return -math.inf
         return math.inf if self.tau > 1 else self.tau
@@ -269,7 +269,7 @@ class FreeKVCache(LayerCache):
         return out
 
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
-        """A step that attends to all rows."""
+        """Runs a step that attends to all rows."""
         self._leave_pages()
         self.store.append_row(x.k, x.v)
         self._remember(x.q[:, 0], self.store.n)

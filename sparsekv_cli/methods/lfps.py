@@ -250,7 +250,7 @@ class LFPSCache(LayerCache):
         self._step.use_scout(codes, self.method.scout)
 
     def _is_dense_at(self, n: int) -> bool:
-        """Whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether the budget covers a context of n rows, so that attention is dense."""
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def decode(self, x: AttnInput) -> np.ndarray:

@@ -123,7 +123,7 @@ class SALS(Method):
         return SALSCache(spec, self)
 
     def is_dense_at(self, n: int) -> bool:
-        """Whether budget, sinks and window cover a context of n rows."""
+        """Returns whether budget, sinks and window cover a context of n rows."""
         return n <= self.sinks + self.window + self.budget.rows(n)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:

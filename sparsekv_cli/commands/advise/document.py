@@ -54,7 +54,7 @@ class Reading:
     is_kept: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the object for ``--json``."""
         return {
             "source": self.document.source,
             "tokens": len(self.ids),

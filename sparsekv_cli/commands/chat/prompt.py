@@ -122,7 +122,7 @@ class Pastes(dict[str, str]):
 
 
 def key_bindings(pastes: Pastes) -> KeyBindings:
-    """Enter, Alt-Enter, Ctrl-C and pasting; the others are prompt_toolkit's."""
+    """Returns the keys Enter, Alt-Enter, Ctrl-C and pasting; prompt_toolkit has the others."""
     bindings = KeyBindings()
 
     @bindings.add("<bracketed-paste>")

@@ -83,7 +83,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
 
 
 def digest(text: str) -> str:
-    """32 hex digits of a text."""
+    """Returns a hash of a text, 32 hex digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

@@ -112,7 +112,7 @@ def score_on_cluster(
     base: str,
     keeps_rows: bool,
 ) -> Iterator[ScoredChunk]:
-    """``score_chunk`` of each part, on a cluster; model: opened here with ``full``."""
+    """Yields ``score_chunk`` of each part, on a cluster. model: opened here with ``full``."""
     from sparsekv_cli.distributed.workers import workers_at
 
     methods = [method for method in ways.values() if method is not None]

@@ -9,7 +9,7 @@ from sparsekv_cli.settings.option import allowed_values, options_of
 
 
 def files(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Paths, which the shell knows."""
+    """Returns a request for paths, which the shell completes."""
     return [CompletionItem(text, type="file")]
 
 

@@ -187,7 +187,7 @@ def warn_of_load() -> bool:
 
 
 def _new_bar(unit: str) -> Progress:
-    """A bar that counts ``unit``; without one, it shows per cent. Tokens have their rate, too."""
+    """Returns a bar that counts ``unit``, or per cent without one. Tokens also have a rate."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
