@@ -13,10 +13,13 @@ from sparsekv_cli.cpu.lfps.search import Journal
 
 
 class SavedTables:
-    """One layer's tables before a step that attends to at most k_budget rows a head."""
+    """One layer's tables before a step to n rows that attends to at most k_budget a head."""
 
-    def __init__(self, tables: Tables, decay: float, k_budget: int, *others: np.ndarray) -> None:
+    def __init__(
+        self, tables: Tables, n: int, k_budget: int, decay: float, *others: np.ndarray
+    ) -> None:
         """others: further arrays, which do not grow."""
+        self.n = n
         self._bounds = tables.ver_bounds.copy(), tables.dist_bounds.copy()
         self._fixed = [(each, each.copy()) for each in (tables.sums, tables.gain, *others)]
         rescales = tables.gain.min() * decay < RESCALE_BELOW
@@ -28,9 +31,9 @@ class SavedTables:
             np.zeros(n_head, np.int64),
         )
 
-    def restore(self, tables: Tables, n: int) -> None:
-        """Makes ``tables``, which may have grown, what they were. n: rows after the step."""
-        _put_back(tables.ver, tables.dist, *self.journal, n)
+    def restore(self, tables: Tables) -> None:
+        """Makes ``tables``, which may have grown, what they were."""
+        _put_back(tables.ver, tables.dist, *self.journal, self.n)
         if self._whole is not None:
             for table, before in zip((tables.ver, tables.dist), self._whole, strict=True):
                 _put_first(table, before)

@@ -195,11 +195,11 @@ class LFPSCache(LayerCache):
     def end_step(self, n: int) -> None:
         if not self._n_pending:
             return
+        self._n_pending = 0
         self._step.update_tables()
-        self._n_indexed, self._n_pending = n, 0
         self._prepare(n + 1, self.method.budget.rows(n + 1))
         self._step.mark()
-        self._marked = n + 1
+        self._n_indexed, self._marked = n, n + 1
 
     def _allocate(self, capacity: int) -> None:
         """Makes tables of ``capacity`` entries in whole blocks; keeps entries, new ones are 0."""
@@ -266,17 +266,19 @@ class LFPSCache(LayerCache):
         if self._n_indexed != store.n:  # index by this row's query and all rows
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
-        k = self.method.budget.rows(n)
+        k, is_marked = self.method.budget.rows(n), self._marked == n
+        self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
+        saved = self._saved[-1][1] if self._saved else None
         self._step.update_later(self._updates_later)
-        self._step.use_journal(self._saved[-1][1].journal if self._saved else None)
-        self._prepare(n, k, is_marked=self._marked == n)
+        # Rows of an earlier draft may still be there to take back.
+        self._step.use_journal(saved.journal if saved and saved.n == n else None)
+        self._prepare(n, k, is_marked=is_marked)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
             width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = attended, np.zeros(spec.n_head, np.int64)
             self._step.trace(*self.attended)
-        self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
         try:
             keys, values = store.k_type, store.v_type
             self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
@@ -322,8 +324,10 @@ class LFPSCache(LayerCache):
     def save(self) -> Any:
         if self._is_dense_at(self.store.n + 1):  # the step only records its query
             return super().save(), None, self._queries.copy(), self._n_indexed, 0
-        k = self.method.budget.rows(self.store.n + 1)
-        tables = SavedTables(self._tables, self.method.decay, k, self._raised, self._statistics)
+        n, method = self.store.n + 1, self.method
+        tables = SavedTables(
+            self._tables, n, method.budget.rows(n), method.decay, self._raised, self._statistics
+        )
         n_parts = self._scout.n_parts if self._scout else 0
         return super().save(), tables, self._queries, self._n_indexed, n_parts
 
@@ -332,7 +336,7 @@ class LFPSCache(LayerCache):
         super().take_back(of_rows)
         if tables is None:
             return
-        tables.restore(self._tables, self.store.n + 1)
+        tables.restore(self._tables)
         if self._scout and self._scout.n_parts > n_parts:
             self._scout.n_parts = n_parts
             self._step.use_scout(self._scout, self.method.scout)

@@ -84,3 +84,24 @@ def test_sums_over_rows_go_back_with_them(sequence_of):
                     mine._constants.covariance, others._constants.covariance
                 )
         used.rewind(len(kept))
+
+
+@pytest.mark.parametrize(("n_prompt", "budget"), [(10, "12"), (104, "10%")])
+def test_a_draft_that_stays_ends_with_its_step(n_prompt, budget, sequence_of):
+    """``keep`` is not called. A later step may attend to more rows than what is kept has room for.
+
+    Or the draft attended to all rows, which keeps no tables.
+    """
+    used, plain = (sequence_of("lfps", budget=budget) for _ in range(2))
+    text = tokens(50, 1)
+    for sequence in (used, plain):
+        sequence.prefill(tokens(n_prompt))
+    n = used.most_rows(3)
+    used.engine.decode([used], [text[:n]])
+    kept = [saved.journal for each in used.caches[1:] if (saved := each._saved[-1][1])]
+    assert len(kept) == (3 if n_prompt > 12 else 0)
+    before = [[part.copy() for part in journal] for journal in kept]
+    np.testing.assert_array_equal(decoded(plain, text)[n:], decoded(used, text[n:]))
+    for journal, parts in zip(kept, before, strict=True):
+        for now, then in zip(journal, parts, strict=True):
+            np.testing.assert_array_equal(now, then)

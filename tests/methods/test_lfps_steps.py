@@ -12,6 +12,7 @@ from lfps_pair import N_STEPS, LFPSPair, followed, make_method
 from sweeps import crossed
 
 from sparsekv_cli.cache.spec import N_SINKS
+from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.methods import lfps
 
 CASES = [
@@ -235,6 +236,31 @@ def test_tiny_contexts(n_prefill):
     pair.decode(20)
     assert pair.seen["sparse"] == sum(n > 3 + N_SINKS for n in range(n_prefill + 1, n_prefill + 21))
     assert (pair.cache.attended[1] <= N_SINKS + 7).all()
+
+
+@pytest.mark.parametrize("name", ["use_tables", "use_scout"])
+@pytest.mark.parametrize("later", [False, True])
+def test_after_an_interrupt_while_arrays_grow_no_step_uses_the_old_ones(name, later, monkeypatch):
+    cache = make_cache(make_method(24, epsilon=0.7), Geometry(4, 2, 64))
+    if later:
+        cache.update_later()
+    stream = HistoryStream(Geometry(4, 2, 64), 1)
+    prefill(cache, stream.rows(250))
+    decode(cache, stream.rows(1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache._step, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(300):
+            decode(cache, stream.rows(1))
+            cache.end_step(cache.n)
+    monkeypatch.undo()
+    decode(cache, stream.rows(1))
+    record = cache._step.record
+    assert record["tables"]["ver"] == address(cache._tables.ver)
+    assert record["codes"].item() == tuple(cache._scout.known())
 
 
 def scouted(scout: int, cache_type_k: str = "f16", n_threads: int = 1) -> list[set[int]]:
