@@ -7,11 +7,11 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic import model_validator as check_model
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
@@ -35,6 +35,7 @@ class Fields(BaseModel):
     """The fields of a JSON object. A field that is null counts as one that is missing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # a field's name in other programs -> its name
 
     @check_model(mode="before")
     @classmethod
@@ -126,7 +127,8 @@ def _words(
         names = names_of(kind) if len(place) == 1 else ()
         if place[-1] in names:
             return field, ": is given twice, under two names"
-        return field, f": no such field{did_you_mean(str(place[-1]), names)}"
+        name = kind.elsewhere.get(field, str(place[-1]))
+        return field, f": no such field{did_you_mean(name, names)}"
     if error == "missing":
         return path_of([*_place(values, found[0]["loc"][:-1]), found[0]["loc"][-1]]), ": is missing"
     if error == "value_error":
@@ -144,8 +146,7 @@ def _expected(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return f"an object with {found['loc'][-1]}"
     words = WORDS.get(found["type"])
-    text = found["msg"] if words is None else words.format(**found.get("ctx", {}))
-    return "false" if text == "False" else text
+    return found["msg"] if words is None else words.format(**found.get("ctx", {}))
 
 
 def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
@@ -185,6 +186,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+def _only_false(value: Any) -> Any:
+    if value is not False:
+        raise PydanticCustomError("not_false", "false")
+    return value
+
+
 def as_texts(value: Any) -> Any:
     """Returns a text, or a list of texts, as a tuple."""
     given = [value] if isinstance(value, str) else value
@@ -195,6 +202,7 @@ def as_texts(value: Any) -> Any:
 
 Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Whole = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
+Off = Annotated[Literal[False], BeforeValidator(_only_false)]  # what cannot be switched on
 Text = Annotated[str, Field(min_length=1)]  # not empty
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(as_texts, json_schema_input_type=str | list[str])

@@ -143,7 +143,8 @@ def sizes(chunks: Chunks) -> dict[str, int]:
 def title(chunks: Chunks) -> str:
     """Returns the title of a table."""
     n_chunk, n_ctx = chunks.tokens.shape
-    return f"{n_chunk} chunks of {n_ctx} tokens, {chunks.n_scored} scored in each"
+    plural = "s" if n_chunk > 1 else ""
+    return f"{n_chunk} chunk{plural} of {n_ctx} tokens, {chunks.n_scored} scored in each"
 
 
 def shown(value: float | None, form: str) -> str:

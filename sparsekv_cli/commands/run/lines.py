@@ -24,6 +24,8 @@ from sparsekv_cli.settings.option import MAX_WHOLE
 class LineFields(AnswerFields):
     """The fields of a line. A missing field has its value of the command line."""
 
+    elsewhere = dict.fromkeys(("max_tokens", "max_completion_tokens"), "n_predict")
+
     prompt: Text | None = None
     messages: Annotated[Many[dict[str, Any]], Field(min_length=1)] | None = None
     id: Any = None

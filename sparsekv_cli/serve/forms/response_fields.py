@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 from pydantic import model_validator as check_model
 
-from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text
+from sparsekv_cli.generation.fields import FieldError, Fields, Many, Off, Text
 from sparsekv_cli.serve.forms.schema import (
     AnswerSchema,
     ChatFields,
@@ -105,7 +105,7 @@ class ResponseFields(ServedFields, Labels):
     include: Many[Literal["reasoning.encrypted_content"]] = Field([])
     stream_options: PlainStream | None = None
     truncation: Literal["disabled"] = "disabled"
-    background: Literal[False] = False
+    background: Off = False
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> ChatFields:
         """Returns the same request of ``/v1/chat/completions``. messages: instructions and input.

@@ -12,7 +12,15 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJso
 from pydantic import model_validator as check_model
 
 from sparsekv_cli.generation.answer_fields import AnswerFields
-from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text, as_texts, check_length
+from sparsekv_cli.generation.fields import (
+    FieldError,
+    Fields,
+    Many,
+    Off,
+    Text,
+    as_texts,
+    check_length,
+)
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.settings.option import MAX_WHOLE
 
@@ -98,7 +106,7 @@ class ServedFields(AnswerFields):
 class PlainStream(Fields):
     """include_obfuscation: there is none here."""
 
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: Off = False
 
 
 class StreamOptions(PlainStream):
@@ -124,7 +132,7 @@ class OpenAIFields(ServedFields, Labels):
     stop: Stops = ()
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    store: Literal[False] = False
+    store: Off = False
 
 
 class AnswerSchema(Fields):
@@ -238,7 +246,7 @@ class CompletionFields(OpenAIFields):
     prompt: Prompt
     max_tokens: MaxTokens = 16
     logprobs: TopLogprobs | None = None
-    echo: Literal[False] = False
+    echo: Off = False
     suffix: Literal[""] = ""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 

@@ -41,6 +41,8 @@ def test_perplexity(files, invoke):
     assert title == "2 chunks of 40 tokens, 19 scored in each:"
     assert head.split() == ["method", "PPL", "+/-", "tokens", "attended"]
     assert row.split() == ["full", f"{full['ppl']:.4f}", f"{full['ppl_stderr']:.5f}", "38", "30"]
+    one = invoke("eval", "perplexity", "-m", model, *size[:-1], "1")
+    assert one.out.startswith("1 chunk of 40 tokens, ")
 
 
 def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
