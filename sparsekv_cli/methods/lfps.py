@@ -225,6 +225,7 @@ class LFPSCache(LayerCache):
     def _index(self, queries: np.ndarray) -> None:
         """Makes tables and constants from all rows and queries f32 (H, s, d) of the last s."""
         self._marked = 0
+        self._step.pending.sizes[:] = 0  # of a step that was taken back ahead of its update
         store, spec, constants = self.store, self.spec, self._constants
         means = constants.mean_k, constants.mean_v
         self._sums.extend(store.layout, store.n, means, constants.covariance, spec.n_threads)

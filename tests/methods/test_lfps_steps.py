@@ -263,6 +263,21 @@ def test_after_an_interrupt_while_arrays_grow_no_step_uses_the_old_ones(name, la
     assert record["codes"].item() == tuple(cache._scout.known())
 
 
+def test_a_step_that_is_taken_back_ahead_of_its_update_leaves_none():
+    """The heads of the next step are bypassed, so that they have no update of their own."""
+    cache = make_cache(make_method(24, epsilon=1.0), Geometry(4, 2, 64))
+    cache.update_later()
+    stream = HistoryStream(Geometry(4, 2, 64), 1)
+    prefill(cache, stream.rows(150))
+    decode(cache, stream.rows(1))
+    cache.truncate(150)
+    cache._step.record["rules"]["epsilon"] = 1e-9
+    decode(cache, stream.rows(1))
+    cache.end_step(cache.n)
+    assert cache.counters()["heads_bypassed"] == 4
+    np.testing.assert_array_equal(cache._tables.gain, 1.0)
+
+
 def scouted(scout: int, cache_type_k: str = "f16", n_threads: int = 1) -> list[set[int]]:
     """Rows that both heads attend to, step by step, of 700 rows whose row 200 has no past.
 
