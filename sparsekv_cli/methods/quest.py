@@ -17,7 +17,8 @@ Departures; docs/methods.md has their reasons:
 (4) ``summary=meanstd`` scores q . mean + |q| . std instead of a bound.
 (5) While the budget covers the context, attention is dense.
 (6) Keys stored as q8_0 are rounded to f16 for the summaries.
-(7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike.
+(7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike. The budget
+    is 1024 rows at every depth.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsekv_cli.cache.layer import DenseCache, LayerCache, SelectingCache
-from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
@@ -46,10 +47,10 @@ class Quest(Method):
     use: ClassVar[str] = (
         "long contexts, without a calibration; it misses some of many keys that look alike"
     )
-    work_of_a_head: ClassVar[int] = 384
+    work_of_a_head: ClassVar[int] = 512
     device_cache: ClassVar[str] = "quest:DeviceQuest"
 
-    budget: Budget = option(DEFAULT_BUDGET, "rows attended a head, in whole pages: N or P%")
+    budget: Budget = option(Budget(tokens=1024), "rows attended a head, in whole pages: N or P%")
     page: int = option(
         8, "rows of a page, more than the sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
     )

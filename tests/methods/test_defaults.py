@@ -10,8 +10,8 @@ import pytest
 from sparsekv_cli.methods import METHODS, build_method, method_class
 
 SHARE, SMALL = "5% (64 to 512 rows)", "5% (64 to 256 rows)"
-BUDGETS = dict.fromkeys(("topk", "streaming", "quest", "snapkv", "h2o"), SHARE) | {
-    "lfps": SMALL, "fasa": "256", "sals": "432", "faedkv": "25%", "freekv": "512",
+BUDGETS = dict.fromkeys(("topk", "streaming", "snapkv", "h2o"), SHARE) | {
+    "quest": "1024", "lfps": SMALL, "fasa": "256", "sals": "432", "faedkv": "25%", "freekv": "512",
 }  # fmt: skip
 PRESETS = {
     "lfps": {

@@ -11,7 +11,7 @@ from sparsekv_cli.methods.depth import sparse_from
 # Heads, kv heads, head size, layers.
 SHAPES = {"135M": (9, 3, 64, 30), "1B": (32, 8, 64, 16), "8B": (32, 8, 128, 32)}
 DEPTHS = {
-    "streaming": (768, 1024, 1024), "quest": (1152, 1536, 1536), "lfps": (3840, 5120, 5120),
+    "streaming": (768, 1024, 1024), "quest": (1536, 2048, 2048), "lfps": (3840, 5120, 5120),
     "fasa": (6144, 8192, 8192), "freekv": (6144, 8192, 8192), "topk": (12288, 16384, 16384),
 }  # fmt: skip
 
