@@ -186,12 +186,17 @@ def prefill_remark(rows: Iterable[Row]) -> str:
 
 
 def peer_remark(rows: Sequence[Row]) -> str:
-    """Returns a line of the ratios of the last model."""
+    """Returns a line of the last model's ratios. A test is ``pp512`` or ``tg16 @ d8192, full``."""
     of_model = [row for row in rows if row["model"] == rows[-1]["model"] and row["unit"] == "t/s"]
     names = [peer for peer in PEERS if any(f"{peer} median" in row for row in of_model)]
     faster = "the faster of " * (len(names) > 1) + " and ".join(names)
-    told = "; ".join(f"{row['test']} {row['ratio']:.1f}" for row in of_model)
-    return f"Times as fast as {faster}:\n  {told}."
+    told = []
+    for row in of_model:
+        test, _, method = row["test"].partition(", ")
+        depth = test.partition(" @ d")[2]
+        if method == "full" or depth != "0":  # at depth 0 all methods are alike
+            told.append(f"`{f'{method} @ {depth}' if method else test}` {row['ratio']:.1f}")
+    return f"Times as fast as {faster}:\n  {', '.join(told)}."
 
 
 def drafts_remark(rows: Iterable[Row]) -> str:

@@ -22,7 +22,7 @@ SWITCHES = {
     "sparsekv_cli.cpu.jit.features": 'sys.platform == "linux"',
     "sparsekv_cli.cpu.jit.bf16": 'sys.platform != "linux"',
     "sparsekv_cli.cpu.jit.threads": 'hasattr(os, "sched_getaffinity")',
-    "sparsekv_cli.commands.advise.advise": 'hasattr(os, "sched_getaffinity")',
+    "sparsekv_cli.system.work": 'hasattr(os, "sched_getaffinity")',
     "sparsekv_cli.doctor.machine": 'hasattr(os, "sched_getaffinity")',
     "sparsekv_cli.kernels.pinned": 'device.type != "cuda"',
     "sparsekv_cli.models.decoder": '"malloc_trim", None)',

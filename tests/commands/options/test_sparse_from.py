@@ -7,7 +7,7 @@ import pytest
 from tiny_models import make_model
 
 # The tiny model has groups of two heads.
-LFPS, QUEST = 2 * 1280, 2 * 384
+LFPS, QUEST = 2 * 1280, 2 * 512
 PROMPT = ["--raw", "-p", "to and fro " * 30]
 STEPS = ["--temp", "0", "--ignore-eos", "-n", "3", "--device", "cpu", "--budget", "12"]
 
