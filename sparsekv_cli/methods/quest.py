@@ -45,7 +45,7 @@ class Quest(Method):
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
     use: ClassVar[str] = (
-        "long contexts, without a calibration; it misses some of many keys that look alike"
+        "long contexts, without a calibration; no task of docs/benchmarks.md is lost at 8192 tokens"
     )
     work_of_a_head: ClassVar[int] = 512
     device_cache: ClassVar[str] = "quest:DeviceQuest"
