@@ -217,7 +217,7 @@ def together_remark(rows: Sequence[Row]) -> str:
             speeds[f"`{row['test'].rpartition(', ')[2]}`"] = row["sparsekv-cli median"]
     speeds["llama.cpp"] = rows[-1]["llama.cpp median"]
     told = ", ".join(f"{name} {three(speed)}" for name, speed in speeds.items())
-    return f"Tokens/s, {n} sequences of {depth}: {told}."
+    return f"Tokens/s, {n} sequences of {depth}:\n  {told}."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
