@@ -105,7 +105,7 @@ class DecoderEngine(ABC):
         started = time.perf_counter()
         if any(spec.kind == STATE for spec in sequence.attention.specs):
             sequence.mark_messages(ids, self._ends())
-        sequence.checkpoint = None  # finished layers no longer have the old end
+        sequence.checkpoint = None  # finished layers have another end
         if n - found.n > self.decoder.chunk:  # many rows take much memory and time
             release_code()
         try:

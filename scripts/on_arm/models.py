@@ -1,4 +1,4 @@
-"""What ``scripts/arm`` runs: tiny models of each kind of layer, with every method or METHODS.
+"""Runs tiny models of each kind of layer for ``scripts/arm``, with every method or METHODS.
 
 ``record FILE KIND...`` writes logits, ``compare FILE COMMIT KIND...`` compares with them.
 ``compile KIND...`` computes nothing. Every kernel that the run would call is compiled for ARM and

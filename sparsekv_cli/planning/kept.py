@@ -123,7 +123,7 @@ def speeds_of(
     and after it. All are told at the median pace of the first measurement. Methods that cannot have
     any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
     once and less exactly, and kept apart. A longer measurement that has all methods goes first.
-    Missing speeds of a busy machine are measured again when the machine is no longer busy.
+    Missing speeds of a busy machine are measured again when the machine is quiet.
     Raises SparseKVError for a model that cannot be run, or a folder that cannot be written.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores

@@ -3,23 +3,15 @@
 import numpy as np
 import pytest
 from numba import njit
+from stored_rows import Stored, layout, store
 
-from sparsekv_cli.cpu.attention.rows import (
-    F16,
-    Q4_0,
-    Q5_1,
-    Q8_0,
-    dequantize_rows_ref,
-    layout_of,
-    quantize_rows_ref,
-)
-from sparsekv_cli.cpu.attention.tile import install
+from sparsekv_cli.cpu.attention.rows import F16, Q4_0, Q5_1, Q8_0
 from sparsekv_cli.cpu.lfps import scout
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.lfps.scout import PART, Scout
 
 N_KV, GROUP = 2, 3
-KEPT: list[np.ndarray] = []  # rows whose addresses are in use
+KEPT: list[Stored] = []  # rows whose addresses are in use
 
 
 @njit
@@ -46,9 +38,9 @@ def scout_of(queries: np.ndarray, keys: np.ndarray) -> Scout:
 
 def stored(keys: np.ndarray, kind: int = F16) -> tuple[np.ndarray, int]:
     """The layout of keys f32 (G, n, d) as rows of a kind, and n. Their bytes are kept."""
-    rows = keys.astype(np.float16) if kind == F16 else quantize_rows_ref(keys, kind)
+    rows = store(keys, kind)
     KEPT.append(rows)
-    return layout_of(rows, rows, kind, kind), keys.shape[1]
+    return layout(rows, rows), keys.shape[1]
 
 
 @pytest.mark.parametrize(("d", "n"), [(16, 140), (64, 2500), (80, 640), (128, 300)])
@@ -104,15 +96,12 @@ def test_rows_are_coded_when_they_are_a_part_and_once():
 @pytest.mark.parametrize("d", [32, 96, 160, 256])
 def test_codes_are_those_of_the_reference(d, kind):
     """Products are summed in another order, so a code can differ by one where it was rounded."""
-    install(kind)
     queries, keys = heads(d, 400)
     keys += 300 * np.sign(keys.mean(1, keepdims=True))  # a bias far from 0, as some models have
-    rows = keys.astype(np.float16) if kind == F16 else quantize_rows_ref(keys, kind)
     of = scout_of(queries, keys)
     of.n_parts = 0
     of.code(*stored(keys, kind), 2)
-    read = rows if kind == F16 else dequantize_rows_ref(rows, d, kind)
-    expected = scout.code_parts_ref(read[:, : 3 * PART], of.encode, of.zero)
+    expected = scout.code_parts_ref(KEPT[-1].exact[:, : 3 * PART], of.encode, of.zero)
     differs = np.abs(of.codes[:, :3].astype(int) - expected)
     assert differs.max() <= 1 and differs.mean() < 2e-3
     assert expected.min() >= 1 and expected.max() <= 127 and np.ptp(expected) > 60
