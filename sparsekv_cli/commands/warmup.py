@@ -67,7 +67,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         n_compiled = warmup.compile_common_kernels(progress)
         if path is not None:
-            config = SessionConfig(ctx_size=TRIAL_CONTEXT)
+            config = SessionConfig(ctx_size=TRIAL_CONTEXT, device="cpu")
             for method in made.values():
                 loaded = load_model(path, method, config, progress, calibrating)
                 loaded.close()

@@ -154,6 +154,19 @@ def test_without_a_name_the_small_model_is_tried(markers, model, invoke, monkeyp
     assert result.code == 0 and f"tried on {model.name}" in result.err
 
 
+def test_methods_are_tried_on_the_cpu_where_there_is_a_gpu(markers, model, invoke, monkeypatch):
+    """On a GPU a trial of lfps would start another warm-up for the host, and that one the next."""
+    devices = []
+
+    def load(path, method, config, *more):
+        devices.append(config.device)
+        return load_model(path, method, config, *more)
+
+    monkeypatch.setattr("sparsekv_cli.model.load_model", load)
+    result = invoke("warmup", "-m", str(model), "--method", "lfps,quest")
+    assert result.code == 0 and devices == ["cpu", "cpu"]
+
+
 def test_a_model_that_is_named_must_exist(markers, invoke, monkeypatch):
     result = invoke("warmup", "-m", "no-such-model")
     assert result.code == 1 and result.err.startswith("error: no-such-model")
