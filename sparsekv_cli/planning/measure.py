@@ -105,8 +105,9 @@ class Measurement:
         hparams, architecture, weights = read_stand_in(
             file, n_layer, QUICK_VOCABULARY if is_quick else None
         )
+        on_cpu = replace(config, device="cpu")
         engine = open_engine(
-            hparams, architecture, weights, self._full, config, self.n_threads, 0, on_compile
+            hparams, architecture, weights, self._full, on_cpu, self.n_threads, 0, on_compile
         )
         self.decoder: Any = engine.decoder
         self._on_compile = on_compile

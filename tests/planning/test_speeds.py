@@ -9,6 +9,7 @@ from opened import open_sequence
 from sidecars import entry
 from tiny_models import make_model
 
+from sparsekv_cli import machine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.models.gguf.file import open_gguf
@@ -56,6 +57,19 @@ def header(tmp_path: Path) -> Path:
     cut = tmp_path / "header.gguf"
     cut.write_bytes(path.read_bytes()[:end])
     return cut
+
+
+def test_the_cpu_is_measured_where_there_is_a_gpu(header, monkeypatch):
+    devices = []
+
+    def open_engine(hparams, architecture, weights, method, config, *more):
+        devices.append(config.device)
+        return machine.open_engine(hparams, architecture, weights, method, config, *more)
+
+    monkeypatch.setattr(measure, "open_engine", open_engine)
+    with open_gguf(header, header_only=True) as file:
+        measure.Measurement(file, SessionConfig(device="auto"), is_quick=True)
+    assert devices == ["cpu"]
 
 
 @pytest.mark.parametrize(
