@@ -17,10 +17,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, DATA = ROOT / "docs" / "gpu.md", ROOT / "docs" / "data" / "gpu"
-NOW, BEFORE = "h200", "h200_before"
+NOW = "h200"
 TOKENS = "tokens, llama-3.1-8b"
 COLUMNS = ((1, 8192), (1, 32768), (1, 131072), (8, 8192), (8, 32768))  # B, rows
-PRODUCTS = ("_matvec_kernel", "_matmul_kernel", "_to_f16_kernel", "_add_parts_kernel")
+OPERATORS_AT = ((1, 8192), (1, 32768), (1, 131072), (8, 32768))
+BATCHES = (1, 2, 8)  # of products with weights
+PARTS = {  # of a step, by kernel; what is in none of them is said to be the rest
+    "products": ("_matvec_kernel", "_matmul_kernel", "_to_f16_kernel", "_add_parts_kernel"),
+    "attention": ("_attend_kernel", "_merge_kernel"),
+}
 Row = Mapping[str, Any]
 
 
@@ -76,42 +81,56 @@ def tokens(now: Row) -> str:
     return table(head, ([named(m), *(cell(m, c) for c in COLUMNS)] for m in methods))
 
 
-def steps(now: Row, before: Row) -> str:
-    """Milliseconds of a step and of its products with weights, before and after."""
-
-    def found(data: Row, spec: str, b: int) -> tuple[float, float]:
-        rows = data[f"profile, {spec} B={b}"]
-        products = sum(r["ms a step"] for r in rows if r["kernel"] in PRODUCTS)
-        return rows[0]["ms a step"], products
-
+def steps(now: Row) -> str:
+    """Milliseconds of a step at 32768 rows by what its kernels do."""
     rows = []
     for spec in ("full", "quest", "fasa"):
         for b in (1, 8):
-            old, new = found(before, spec, b), found(now, spec, b)
-            rows.append([named(spec), b, old[1], new[1], old[0], new[0], old[0] / new[0]])
-    head = ["", "B", "products before", "after", "step before", "after", "times as fast"]
-    return table(head, rows)
+            step, *kernels = now[f"profile, {spec} B={b}"]
+            ms = [
+                sum(r["ms a step"] for r in kernels if r["kernel"] in names)
+                for names in PARTS.values()
+            ]
+            rest, idle = step["busy ms"] - sum(ms), step["ms a step"] - step["busy ms"]
+            rows.append([named(spec), b, step["launches"], *ms, rest, idle])
+    return table(["", "B", "launches", *PARTS, "other kernels", "no kernel"], rows)
 
 
-def weights(now: Row, before: Row) -> str:
-    """GB/s of products, before and after."""
-    old = {(r["weights"], r["format"], r["B"]): r["GB/s"] for r in before["weights"]}
-    rows = [
-        [f"{r['weights']}, {r['format']}", r["B"], old.get((r["weights"], r["format"], r["B"])),
-         r["GB/s"]]
-        for r in now["weights"] if r["format"] == "Q4_K" or r["B"] in (1, 8)
-    ]  # fmt: skip
-    return table(["matrix", "B", "GB/s before", "GB/s"], rows)
+def weights(now: Row) -> str:
+    """GB/s of products."""
+    found = {(f"{r['weights']}, {r['format']}", r["B"]): r["GB/s"] for r in now["weights"]}
+    matrices = dict.fromkeys(name for name, _ in found)
+    rows = [[name, *(found.get((name, b)) for b in BATCHES)] for name in matrices]
+    return table(["matrix", *(f"B = {b}" for b in BATCHES)], rows)
 
 
 def operators(now: Row) -> str:
-    head = ["shape, B, rows", "operator", "us", "times SDPA", "of bandwidth", "launches", "error"]
+    """Microseconds of attention of one layer, and how many times as fast as torch."""
+    rows = [r for r in now["operators"] if r["shape"] == "llama-3.1-8b"]
+    found = {(r["operator"], r["B"], r["context"]): r for r in rows}
+
+    def cell(name: str, where: tuple[int, int]) -> str:
+        row = found.get((name, *where))
+        return "" if row is None else f"{text(1e3 * row['ms'])} ({text(row['over sdpa'])})"
+
+    head = ["", *(f"B = {b}, {n}" for b, n in OPERATORS_AT)]
+    names = dict.fromkeys(r["operator"] for r in rows)
+    return table(head, ([f"`{name}`", *(cell(name, at) for at in OPERATORS_AT)] for name in names))
+
+
+def freekv(now: Row) -> str:
+    """FreeKV's parts switched on and off."""
     rows = [
-        [f"{r['shape']}, {r['B']}, {r['context']}", r["operator"], 1e3 * r["ms"], r["over sdpa"],
-         r["of bandwidth"], r["launches"], r["error"]]
-        for r in now["operators"]
-    ]  # fmt: skip
-    return table(head, rows)
+        [named(r["method"]), r["ms"], r["MB moved a token, random rows"], r["us waited"]]
+        for r in now["freekv"]
+    ]
+    return table(["", "ms a step", "MB from the host", "us waited"], rows)
+
+
+def commands(now: Row) -> str:
+    """What commands wrote on the GPU beside the CPU."""
+    rows = sorted(now["commands"], key=lambda r: r["command"])
+    return table(["command", "text"], ([f"`{r['command']}`", r["result"]] for r in rows))
 
 
 def logits(now: Row) -> str:
@@ -128,11 +147,9 @@ def machine(now: Row) -> str:
 
 def page(before: str) -> str:
     """docs/gpu.md with its tables made again."""
-    now, old = (json.loads((DATA / f"{n}.json").read_text("utf-8")) for n in (NOW, BEFORE))
-    parts = {
-        "machine": machine(now), "tokens": tokens(now), "steps": steps(now, old),
-        "weights": weights(now, old), "operators": operators(now), "logits": logits(now),
-    }  # fmt: skip
+    now = json.loads((DATA / f"{NOW}.json").read_text(encoding="utf-8"))
+    makers = machine, tokens, steps, freekv, weights, operators, logits, commands
+    parts = {make.__name__: make(now) for make in makers}
     for name, made in parts.items():
         mark = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         put = f"\\g<1>{made}\n\\g<2>"

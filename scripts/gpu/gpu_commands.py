@@ -65,7 +65,8 @@ class Commands:
         out, _ = self.run(
             "run", *self.common, "--device", device, "--method", name, *options, "--raw", "--temp",
             "0", "-n", str(self.n_answer), "--ignore-eos", "--no-cache", "--prefill-dtype", "f32",
-            "--json", *more, text=self.text[: self.n_prompt],
+            "--activations", "16", "--sparse-from", "0", "--json",
+            *more, text=self.text[: self.n_prompt],
         )  # fmt: skip
         return json.loads(out)["text"]
 
