@@ -28,7 +28,7 @@ from sparsekv_cli.system.work import load_beyond_cores
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 6  # raised when what is measured changes
+FORMAT = 7  # raised when what is measured changes
 # Each method is measured so often, the others in between, and medians count.
 N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
