@@ -21,6 +21,14 @@ def test_a_sample_differs_nowhere(tmp_path, monkeypatch, capsys):
     assert told["found"] == 0 and set(told["cases"]) == set(script.KINDS)
 
 
+def test_prefills_that_round(monkeypatch, capsys):
+    """In bf16, and in int8 of a type whose few rows take decode's products."""
+    for seed in ("20261139", "20261142"):
+        assert script.main(["--seed", seed, "--cases", "1", "--show"]) == 0
+    told = capsys.readouterr().out
+    assert "bf16" in told and "int8" in told and told.count("1 cases, 0 found") == 2
+
+
 def test_a_difference_is_found_and_its_seed_repeats_it(monkeypatch, capsys):
     attend = Naive.attend
     monkeypatch.setattr(Naive, "attend", lambda self, choices: attend(self, choices) * 1.01)
