@@ -89,3 +89,20 @@ def test_stages_are_those_of_the_bench(first, tmp_path):
     assert limits["freekv"] == 7.0 and sum(limits.values()) <= first.SECONDS
     with pytest.raises(SystemExit):
         first.main(["--only", "nothing", "--out", str(tmp_path)])
+
+
+def test_commands_beside_the_cpus(tmp_path, monkeypatch, capsys):
+    """A check that fails makes the status 1, and the others run."""
+    script = load_script("gpu/gpu_commands.py")
+    result = tmp_path / "commands.json"
+    arguments = ["gpu_commands", "-m", "no-such.gguf", "--json", str(result), "--tiny"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--match", "doctor,full", "--workers", "1"])
+    assert script.main() == 1
+    rows = {row["command"]: row for row in json.loads(result.read_text())["commands"]}
+    assert rows["doctor"]["ok"] and not rows["run full"]["ok"]
+    assert "no-such.gguf" in rows["run full"]["result"]
+    assert "2 checks, 1 failed" in capsys.readouterr().out
+    assert script.alike("abc", "abc") == "same"
+    assert script.alike("abc", "abd") == "same for 2 of 3 characters"
+    with pytest.raises(AssertionError, match="'xyz', not 'abc'"):
+        script.alike("abc", "xyz")
