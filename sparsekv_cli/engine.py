@@ -39,6 +39,7 @@ class DecoderEngine(ABC):
     records_attended: bool  # whether caches can keep which rows a step attended to
     takes_drafts: bool  # whether a step can have several rows of a sequence
     draft_specs: Ids[LayerSpec] = ()  # the layers that make drafts; rows are f16
+    room: int | None = None  # bytes of a GPU that rows may take; None: they lie on the host
 
     def __init__(
         self, note: str, n_ctx: int, ends: Callable[[], Container[int]] = frozenset

@@ -20,5 +20,9 @@ class UnsupportedModelError(SparseKVError):
     """The file is valid, but this program cannot run such a model."""
 
 
+class NoRoomError(SparseKVError):
+    """The GPU has too little free memory for a model."""
+
+
 class OptionError(SparseKVError):
     """An option does not work with another option or with the machine."""

@@ -6,7 +6,7 @@ from typing import Any
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.row_sizes import check_memory, fitting_context, token_bytes
 from sparsekv_cli.engine import DecoderEngine, HostEngine
-from sparsekv_cli.errors import OptionError, SparseKVError
+from sparsekv_cli.errors import NoRoomError, OptionError, SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -30,9 +30,13 @@ def find_device(name: str) -> tuple[Any, str]:
         if name == "cuda":
             raise SparseKVError(f"--device cuda: {lacks}")
         return None, f"the GPU is not used, {lacks}"
-    from sparsekv_cli.device.cuda import find_cuda
+    from sparsekv_cli.device.cuda import find_cuda, problem_of
 
-    return find_cuda(name), ""
+    device = find_cuda(name)
+    problem = "" if device is None else problem_of(device)
+    if problem and name == "cuda":
+        raise SparseKVError(f"--device cuda: {problem}; use --device cpu")
+    return (None, f"the GPU is not used: {problem}") if problem else (device, "")
 
 
 def open_engine(
@@ -48,7 +52,7 @@ def open_engine(
     draft_bytes: int = 0,
     on_load: OnLoad | None = None,
 ) -> DecoderEngine:
-    """Returns the engine that ``config.device`` names.
+    """Returns the engine that ``config.device`` names; for auto the CPU's if the GPU has no room.
 
     ends: returns the tokens that end a message. draft_bytes: bytes of the rows of a draft model.
     on_load: as load_model takes it. Raises SparseKVError if there is no such device or no room.
@@ -64,18 +68,15 @@ def open_engine(
             raise OptionError(f"{what} works on the CPU only so far: take --device cpu")
         from sparsekv_cli.device.engine import open_device_engine
 
-        return open_device_engine(
-            device,
-            hparams,
-            architecture,
-            weights,
-            method,
-            config,
-            n_threads,
-            n_ctx,
-            on_compile,
-            ends,
-        )
+        try:
+            return open_device_engine(
+                device, hparams, architecture, weights, method, config, n_threads, n_ctx,
+                on_compile, ends,
+            )  # fmt: skip
+        except NoRoomError as error:
+            if config.device != "auto":
+                raise
+            note = f"the GPU is not used: {str(error).partition(';')[0]}"
     blocks = [hparams.next_block] if config.speculate == "mtp" and hparams.next_block else []
     if config.ctx_size:
         more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // config.ctx_size)

@@ -14,7 +14,7 @@ from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.drafts.sources import new_drafts
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import OptionError, SparseKVError
-from sparsekv_cli.machine import open_engine
+from sparsekv_cli.machine import find_device, open_engine
 from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import architecture_of
@@ -24,7 +24,6 @@ from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.sequence import Attention, Sequence, Speculation, Timings
 from sparsekv_cli.settings.config import SessionConfig
-from sparsekv_cli.system.gpu import may_have_device
 from sparsekv_cli.warmup import OnCompile
 
 if TYPE_CHECKING:
@@ -187,7 +186,9 @@ def load_model(
             draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)
         draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
         weights = read_weights(file, hparams, architecture, n_ctx)
-        if config.device != "cpu" and may_have_device():
+        host_only = hparams.host_only or architecture.host_only
+        device, _ = find_device("cpu" if host_only else config.device)
+        if device is not None and device.type == "cuda":
             warmup.compile_for_gpus_host(path, method, config.kv == "host")
         n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(n_threads)
@@ -243,5 +244,5 @@ def _load_draft(
             )
         stated = min(config.ctx_size, read_hparams(other).n_ctx_train)
     alone = replace(config, speculate="off", draft_model="", draft_method="")
-    alone = replace(alone, calibration="", ctx_size=stated)
+    alone = replace(alone, calibration="", ctx_size=stated, device="cpu")  # drafts run there only
     return load_model(path, method, alone, on_compile, on_calibrate, most=n_ctx)

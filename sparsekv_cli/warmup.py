@@ -161,7 +161,9 @@ def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
     kinds = {entry.partition(":")[2]: name for name, entry in METHODS.items()}
     name = kinds.get(type(method).__name__)
     on_device = bool(method.device_cache) and not on_host
-    if name is None or on_device or kernel_cache.is_marked(f"host-of-gpu-{name}"):
+    if name is None or on_device or not kernel_cache.STORE.may_write():
+        return
+    if kernel_cache.is_marked(f"host-of-gpu-{name}"):
         return
     command = [sys.executable, "-P", "-m", "sparsekv_cli", "warmup", "-m", str(path)]
     done = subprocess.run([*command, "--method", name], check=False, stdin=subprocess.DEVNULL)

@@ -161,7 +161,7 @@ def command(
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     socket = listening(listen.host, listen.port)  # before the slow steps
 
-    from sparsekv_cli.serve.pool import ModelPool, shares
+    from sparsekv_cli.serve.pool import ModelPool, share_of_rows, shares
     from sparsekv_cli.serve.requests import RequestLimits, Service
     from sparsekv_cli.serve.scheduler import Scheduler
 
@@ -182,7 +182,7 @@ def command(
                 model,
                 n_parallel=parallel,
                 n_queue=queue,
-                kv_bytes=rows,
+                kv_bytes=share_of_rows(model.engine.room, len(hosted), rows, kv_bytes),
                 disk_of=prefixes_maker(model, prefix),
                 stats=asked.stats,
             )

@@ -1,5 +1,6 @@
 """``sparsekv-cli warmup``: compiles all kernels now, so that later runs do not wait."""
 
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -129,6 +130,8 @@ def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[in
         )
         if loaded.engine.note and planned:  # it does not fit
             loaded.close()
+            del loaded
+            gc.collect()  # its weights leave the GPU
             continue
         break
     return loaded, planned

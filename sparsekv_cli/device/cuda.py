@@ -9,6 +9,8 @@ import triton
 
 from sparsekv_cli.errors import SparseKVError
 
+LEAST_CAPABILITY = (8, 0)  # for which kernels are compiled in tests
+
 
 def find_cuda(name: str) -> torch.device | None:
     """The device that ``auto`` or ``cuda`` stands for. None, for auto only: the CPU's decoder.
@@ -26,6 +28,20 @@ def find_cuda(name: str) -> torch.device | None:
     raise SparseKVError(
         "--device cuda: torch finds no CUDA device; use --device cpu, or install a torch for CUDA"
     )
+
+
+def problem_of(device: torch.device) -> str:
+    """Returns why a GPU cannot be used; an empty text if it can."""
+    if device.type != "cuda":
+        return ""
+    try:
+        found = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # another process may have it for itself
+        return f"it cannot be started ({str(error).partition(chr(10))[0]})"
+    needed = ".".join(map(str, LEAST_CAPABILITY))
+    if found < LEAST_CAPABILITY:
+        return f"it has compute capability {found[0]}.{found[1]}, and at least {needed} is needed"
+    return ""
 
 
 def describe_devices() -> tuple[str | None, list[dict[str, Any]]]:

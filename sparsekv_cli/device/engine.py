@@ -14,7 +14,7 @@ from sparsekv_cli.device.host import HostCache, HostWorker
 from sparsekv_cli.device.methods import dense_cache, device_cache, host_cache
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.engine import DecoderEngine
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import NoRoomError, SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.hparams import HParams
@@ -48,10 +48,12 @@ class DeviceEngine(DecoderEngine):
         *,
         on_host: bool,
         n_ctx: int,
+        room: int | None = None,
         note: str = "",
         ends: Callable[[], Container[int]] = frozenset,
     ) -> None:
         super().__init__(note, n_ctx, ends)
+        self.room = room
         self.decoder = decoder
         self.on_host = on_host
         self.device = decoder.device
@@ -150,32 +152,34 @@ def open_device_engine(
         cache = 0 if on_host or device_cache(method) is None else hparams.kv_bytes(n_ctx)
         parts = f"weights ({mode}) and scratch {fixed / GIB:.1f} GiB"
         if fixed > room:
-            raise SparseKVError(
+            raise NoRoomError(
                 f"the GPU has {room / GIB:.1f} GiB to use, but {parts} are needed; use --device cpu"
             )
         if fixed + cache > room:
             parts += f", KV cache of {n_ctx} tokens {cache / GIB:.1f} GiB"
             if config.kv == "device":
-                raise SparseKVError(
+                raise NoRoomError(
                     f"the GPU has {room / GIB:.1f} GiB to use, but {parts} are needed; use --kv "
                     "host, or a smaller --ctx-size"
                 )
             has = f"the GPU has {room / GIB:.1f} GiB to use"
             note = f"the KV cache stays on the host: {has} ({parts})"
             on_host = True
+        room = None if on_host else room - fixed
     if on_compile is not None:
         report_compiling(on_compile)
     decoder = DeviceDecoder(
         hparams, architecture, weights, DeviceWeights(weights, device, mode, dtype),
         n_threads=n_threads, chunk=chunk,
     )  # fmt: skip
-    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, note=note, ends=ends)
+    return DeviceEngine(decoder, on_host=on_host, n_ctx=n_ctx, room=room, note=note, ends=ends)
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:
     """Bytes of the device's memory that may be used; limit in GiB, 0: no limit. None: no GPU."""
     if device.type != "cuda":
         return int(limit * GIB) or None
+    torch.cuda.empty_cache()  # torch keeps the memory of models that are gone
     free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
     return min(free, int(limit * GIB)) if limit else free
 

@@ -1,6 +1,7 @@
 """Runs a decode step in pieces: device work, captured in CUDA graphs, and host work between."""
 
 import gc
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from weakref import ref
 import torch
 
 Call = Callable[[], None]
+_CAPTURING = threading.Lock()  # a process can capture one graph at a time
 MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own intermediate results
 
 
@@ -64,7 +66,7 @@ class Steps:
                 del self._graphs[next(iter(self._graphs))]
             if not self._graphs:  # nothing may be captured into a pool that no graph uses any more
                 self._pool = torch.cuda.graph_pool_handle()
-            with _no_garbage():
+            with _CAPTURING, _no_garbage():
                 pieces = self._graphs[key] = [self._captured(piece) for piece in program()]
         for piece in pieces:
             if piece.on_host:
@@ -78,7 +80,8 @@ class Steps:
             return piece
         graph = torch.cuda.CUDAGraph()
         # One pool for all: pieces run one after another, and nothing in it outlives its piece.
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other models do meanwhile in threads of their own does not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             piece.call()
         return Piece(graph.replay, False, piece.beside)
 

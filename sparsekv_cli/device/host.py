@@ -142,6 +142,10 @@ class HostCache(LayerCache):
         self._next = 0  # position at which the next chunk of a prefill begins
         self._saved = []
 
+    @property
+    def n_spared(self) -> int:
+        return self.cache.n_spared
+
     def extend(self, x: AttnInput) -> DeviceStore:
         """The rows on the device; the cache takes its own in while the device goes on."""
         worker, device, n_new = self._worker, self._worker.device, x.q.shape[1]

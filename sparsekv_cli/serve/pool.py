@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import NoRoomError, SparseKVError
 from sparsekv_cli.generation.fields import shown
 from sparsekv_cli.generation.sampler import forget_vocabularies
 from sparsekv_cli.models.decoder import give_back_memory
@@ -242,9 +242,8 @@ class ModelPool:
             others = [each for each in self.models if each.loaded is not None]
             if not others or sum(each.n_bytes for each in others) + model.n_bytes <= self._most:
                 return
-            idle = [each for each in others if each.loaded and not each.loaded.n_held]
-            if idle:
-                await self._unload(min(idle, key=lambda each: each.used))
+            if idle := self._idle():
+                await self._unload(idle[0])
                 continue
             self._lacks_memory = True
             self._released.clear()
@@ -254,12 +253,25 @@ class ModelPool:
             finally:
                 self._lacks_memory = False
 
+    def _idle(self) -> list[HostedModel]:
+        """Returns the loaded models that nobody uses, the one used last at the end."""
+        idle = [each for each in self.models if each.loaded and not each.loaded.n_held]
+        return sorted(idle, key=lambda each: each.used)
+
     async def _load_now(self, model: HostedModel) -> None:
         """Loads a model in the thread. Raises NotLoadedError."""
         self._tell(f"loading {model.name} ({gib(model.n_bytes)})")
         loop, started = asyncio.get_running_loop(), time.monotonic()
         try:
-            self._loaded(model, await loop.run_in_executor(self._thread, self._load, model))
+            while model.loaded is None:
+                try:
+                    service = await loop.run_in_executor(self._thread, self._load, model)
+                    self._loaded(model, service)
+                except NoRoomError:  # a GPU has less memory than is counted here
+                    idle = self._idle()
+                    if not idle:
+                        raise
+                    await self._unload(idle[0])
         except Exception as error:
             words = getattr(error, "message", f"unexpected {type(error).__name__}")
             words = str(error) if isinstance(error, SparseKVError) else words
@@ -313,3 +325,11 @@ def shares(sizes: Sequence[int], models_bytes: int | None, kv_bytes: int | None)
     taken = min(together[-1], max(most, max(sizes)))
     rows = max(0, default_limit() - taken // 2) if kv_bytes is None else kv_bytes
     return most, rows // max(1, sum(each <= most for each in together))
+
+
+def share_of_rows(room: int | None, n_models: int, rows: int, stated: int | None) -> int:
+    """Returns the bytes of one model's rows: ``rows`` in the host's memory, else those of a GPU.
+
+    room: see DecoderEngine. stated: the limit that the user has given, if any.
+    """
+    return rows if room is None else min(room // n_models, stated or room)

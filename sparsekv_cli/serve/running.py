@@ -135,7 +135,8 @@ class Running:
             if is_done:
                 self._finish(job, generation)
         except Exception as error:
-            self.leave(job)
+            if job in self.jobs:  # leaving may have failed
+                self.leave(job)
             self.fail(job, error)
 
     def _rows(self, job: Job, sequence: Sequence) -> list[list[int]] | None:

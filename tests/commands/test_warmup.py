@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli import warmup
+from sparsekv_cli import machine, warmup
+from sparsekv_cli.commands import warmup as command
 from sparsekv_cli.cpu.jit import ahead, kernel_cache
 from sparsekv_cli.cpu.jit.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
@@ -289,6 +291,36 @@ def test_a_gpus_host_compiles_in_a_process_without_torch(monkeypatch, tmp_path):
         warmup.compile_for_gpus_host(path, lfps, False)
     assert len(ran) == 2 and ran[0][-5:] == ["warmup", "-m", str(path), "--method", "lfps"]
     assert "-P" in ran[0] and marked == {"host-of-gpu-lfps"}
+
+
+def test_a_gpus_host_compiles_only_where_the_gpu_is_used(model, monkeypatch):
+    """A driver alone is none, and a folder that cannot be written keeps no kernels."""
+    ran = []
+    monkeypatch.setattr(warmup.subprocess, "run", lambda command, **_: ran.append(command))
+    monkeypatch.setattr(machine, "may_have_device", lambda: True)
+    lfps = build_method("lfps", {})
+    load_model(model, lfps, SessionConfig(device="auto", threads=1)).close()
+    monkeypatch.setattr(kernel_cache, "is_marked", lambda _: False)
+    monkeypatch.setattr(kernel_cache.STORE, "may_write", lambda: False)
+    warmup.compile_for_gpus_host(model, lfps, True)
+    assert not ran
+
+
+def test_a_context_that_does_not_fit_leaves_no_weights(model, monkeypatch):
+    opened = []
+
+    class Opened(SimpleNamespace):
+        """Weak references are to a class of one's own."""
+
+    def load(path, method, config, *more):
+        assert [each() for each in opened if each() is not None] == []
+        loaded = Opened(engine=SimpleNamespace(note="no" * (not opened)), close=int)
+        opened.append(weakref.ref(loaded))
+        return loaded
+
+    monkeypatch.setattr("sparsekv_cli.model.load_model", load)
+    found, planned = command._longest_model(model, None)
+    assert len(opened) == 2 and planned == command.GPU_ROWS[:-1] and found.engine.note == ""
 
 
 def test_methods_that_are_chosen(invoke):

@@ -1,9 +1,12 @@
 """A graph is replayed while the key of ``begin_step`` is the same: no tensor may have moved."""
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +107,7 @@ class FakeCuda:
         self.used: set[int] = set()
         self.alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.collects: list[bool] = []  # whether garbage was collected, in each capture
+        self.n_captures = self.most = 0  # captures that are under way, and the most at once
 
     def graph_pool_handle(self) -> int:
         return len(self.used) + 1000
@@ -112,13 +116,19 @@ class FakeCuda:
         return type("Graph", (), {"replay": lambda self: None})()
 
     @contextmanager
-    def graph(self, graph: Any, pool: int) -> Iterator[None]:
+    def graph(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        self.n_captures += 1
+        self.most = max(self.most, self.n_captures)
         if pool in self.used and pool not in self.alive.values():
             raise RuntimeError("use_count > 0")
         self.used.add(pool)
         self.alive[graph] = pool
         self.collects.append(gc.isenabled())
-        yield
+        try:
+            yield
+        finally:
+            self.n_captures -= 1
 
     def current_stream(self, device: torch.device) -> Any:
         return SimpleNamespace(synchronize=lambda: None)
@@ -160,6 +170,22 @@ def test_a_pool_is_left_with_its_last_graph(monkeypatch):
     n_key = 2 * 2
     assert len(fake.collects) == 2 * n_key + 2 * 3 + 2 * 2
     assert calls.count("host") == 3 * n_key + 2 * 2
+
+
+def test_one_capture_at_a_time(monkeypatch):
+    """Each model of a server has a thread of its own."""
+    fake, owner, pools = FakeCuda(), FakeCuda(), count()
+    fake.graph_pool_handle = lambda: next(pools)
+    monkeypatch.setattr(torch, "cuda", fake)
+
+    def decode(_: int) -> None:
+        steps = Steps(torch.device("cuda"))
+        for _ in range(2):
+            steps.run([owner], 0, lambda: [Piece(lambda: time.sleep(0.05), False)])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(decode, range(3)))
+    assert len(fake.collects) == 3 and fake.most == 1
 
 
 @pytest.mark.parametrize("name", sequences.METHODS)

@@ -1,6 +1,7 @@
 """Prefill on the device against the CPU's: logits, and what caches on the host were given."""
 
 import gc
+import re
 import threading
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_models import make_model
 
 from sparsekv_cli import machine
 from sparsekv_cli.cache.spec import AttnInput
+from sparsekv_cli.device import cuda
 from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
 from sparsekv_cli.device.methods.full import DeviceDense
 from sparsekv_cli.device.step import StepBuffers
@@ -144,6 +146,48 @@ def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what,
     sequence = open_sequence(path, build_method("full", {}), SessionConfig(device="auto"))
     assert isinstance(sequence.engine, HostEngine)
     assert sequence.engine.note == f"the GPU is not used: {what} run on the CPU"
+
+
+def test_auto_goes_on_with_the_cpu_where_the_gpu_has_no_room(tmp_path, monkeypatch):
+    path, full = make_model(tmp_path / "m.gguf", **SIZES), build_method("full", {})
+    monkeypatch.setattr(machine, "may_have_device", lambda: True)
+    monkeypatch.setattr(cuda, "find_cuda", lambda _: torch.device("cpu"))  # interpreted
+    for device in ("auto", "cuda"):
+        config = SessionConfig(device=device, vram_limit=1e-6)
+        if device == "cuda":
+            with pytest.raises(SparseKVError, match="use --device cpu"):
+                open_sequence(path, full, config)
+            continue
+        engine = open_sequence(path, full, config).engine
+        assert isinstance(engine, HostEngine) and engine.room is None
+        assert engine.note.startswith("the GPU is not used: the GPU has 0.0 GiB")
+        assert ";" not in engine.note
+    room = open_sequence(path, full, SessionConfig(device="cuda", vram_limit=1.0)).engine.room
+    assert room is not None and 0 < room < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("capability", "problem"),
+    [((7, 5), "it has compute capability 7.5, and at least 8.0 is needed"),
+     (RuntimeError("busy\nmore"), r"it cannot be started \(busy\)"), ((8, 0), "")],
+)  # fmt: skip
+def test_a_gpu_that_cannot_be_used(capability, problem, monkeypatch):
+    def found(_: Any) -> tuple[int, int]:
+        if isinstance(capability, RuntimeError):
+            raise capability
+        return capability
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(machine, "may_have_device", lambda: True)
+    monkeypatch.setattr(cuda, "find_cuda", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", found)
+    if not problem:
+        assert machine.find_device("auto") == machine.find_device("cuda") == (gpu, "")
+        return
+    device, note = machine.find_device("auto")
+    assert device is None and re.match(f"the GPU is not used: {problem}$", note)
+    with pytest.raises(SparseKVError, match=f"--device cuda: {problem}; use --device cpu"):
+        machine.find_device("cuda")
 
 
 @pytest.mark.parametrize("method", ["full", "lfps"])

@@ -1,5 +1,6 @@
 """Several sequences on the device: of several methods, and what each draws."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +15,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
-from sparsekv_cli.serve.jobs import Finished, Job, NewToken, Request
+from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -129,3 +130,24 @@ def test_serve_draws_where_the_logits_are(open_model, monkeypatch):
     assert not seen and all(alone)
     assert texts(2) == alone
     assert seen >= {(True, True), (True, False)}
+
+
+@pytest.mark.parametrize("method", ["full", "lfps"])
+def test_serve_with_rows_on_the_host(method, tiny_model):
+    """A sequence is kept after its answer, and the next prompt goes on from it."""
+    config = SessionConfig(threads=1, device="cuda", prefill_dtype="f32", ctx_size=256, kv="host")
+    made = build_method(method, {})
+    model = load_model(tiny_model(wtype="F32", n_layer=1, **SIZES), made, config)
+    scheduler = Scheduler(model, n_parallel=2, n_queue=8, kv_bytes=1 << 30)
+    scheduler.start()
+    for n in (30, 40):
+        events, is_over = [], threading.Event()
+
+        def tell(event, events=events, is_over=is_over):
+            events.append(event)
+            if isinstance(event, Finished | Failed):
+                is_over.set()
+
+        scheduler.submit([Job(Request(PROMPT[:n], made, -1, 2), tell, 60.0)])
+        assert is_over.wait(60) and isinstance(events[-1], Finished), events
+    scheduler.stop()

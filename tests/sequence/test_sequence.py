@@ -20,6 +20,7 @@ from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system import gpu
@@ -112,6 +113,19 @@ def test_a_gpu_without_its_packages(model, missing, monkeypatch):
     opened = open_sequence(model, method, SessionConfig(device="cpu"))
     assert opened.engine.note == ""
     opened.model.gguf.close()
+
+
+def test_a_draft_model_runs_on_the_cpu(model, monkeypatch):
+    devices = []
+
+    def load(path, method, config, *more, **options):
+        devices.append(config.device)
+        return load_model(path, method, config, *more, **options)
+
+    monkeypatch.setattr("sparsekv_cli.model.load_model", load)
+    config = SessionConfig(device="auto", draft_model=str(model))
+    load_model(model, build_method("full", {}), config).close()
+    assert devices == ["cpu"]
 
 
 def test_bf16_is_refused_where_it_cannot_be_multiplied(monkeypatch):

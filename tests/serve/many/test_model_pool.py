@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from tiny_sequences import SHAPE
 
 from sparsekv_cli.commands.serve import command, hosted_models
-from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.serve.pool import ModelPool, shares
+from sparsekv_cli.errors import NoRoomError, SparseKVError
+from sparsekv_cli.serve.pool import ModelPool, share_of_rows, shares
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -163,6 +163,32 @@ def test_two_models_at_once(serve: Callable[..., Any], files: list[Path]) -> Non
             names = ["first", "second"] * 4
             answers = [*pool.map(lambda name: ask(client, name, 24).json()["choices"], names)]
     assert answers == alone * 4
+
+
+def test_a_gpu_without_room_loses_an_idle_model(
+    serve: Callable[..., Any], files: list[Path]
+) -> None:
+    """The limit is of the host's memory, so the models' memory on a GPU is not known before."""
+    server = serve(files=files[:2], most=1 << 40)
+    load, tried = server.pool._load, []
+
+    def lacks_room(model: Any) -> Any:
+        tried.append(states(server.pool))
+        if "loaded" in tried[-1]:
+            raise NoRoomError("the GPU has 1 GiB to use, but 2 are needed; use --device cpu")
+        return load(model)
+
+    server.pool._load = lacks_room
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert [ask(client, name).status_code for name in ("first", "second")] == [200, 200]
+    assert states(server.pool) == ["unloaded", "loaded"]
+    assert tried == [["loaded", "unloaded"], ["unloaded", "unloaded"]]
+
+
+def test_rows_on_a_gpu() -> None:
+    assert share_of_rows(None, 2, 7, None) == share_of_rows(None, 2, 7, 5) == 7
+    assert share_of_rows(40, 2, 7, None) == 20
+    assert share_of_rows(40, 1, 7, 12) == 12
 
 
 def test_shares_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
