@@ -211,7 +211,7 @@ def _save(chat: Chat, argument: str) -> None:
 def _load(chat: Chat, argument: str) -> None:
     messages = load_messages(argument)
     chat.conversation.replace(messages)
-    last = "" if messages[-1]["role"] == "assistant" else "; /regen answers the last one"
+    last = "; /regen answers the last one" if messages[-1]["role"] == "user" else ""
     n_used, n_ctx = chat.conversation.n_used, chat.conversation.sequence.n_ctx
     say(f"{argument}: {len(messages)} messages, {n_used} of {n_ctx} tokens{last}")
 

@@ -51,7 +51,10 @@ def load_messages(name: str) -> list[dict[str, str]]:
 
 
 def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, str]:
-    """Returns a message if it may stand there: the system's first, then user and model in turn."""
+    """Returns a message if it may stand there: the system's first, then user and model in turn.
+
+    Two messages of the user may follow each other, as after a file that ends with one.
+    """
     place = f"{name}: message {i + 1}"
     if not isinstance(message, dict) or not all(
         isinstance(message.get(key), str) for key in ("role", "content")
@@ -61,9 +64,12 @@ def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, 
     if role not in ROLES:
         raise SparseKVError(f"{place}: role {role!r}: expected {', '.join(ROLES)}")
     n_ahead = i - (messages[0]["role"] == "system")
-    expected = "system" if n_ahead < 0 else ("user", "assistant")[n_ahead % 2]
-    if role != expected:
-        raise SparseKVError(f"{place}: role {role!r}: expected {expected!r} there")
+    expected: tuple[str, ...] = ("user", "assistant")
+    if n_ahead <= 0 or messages[i - 1]["role"] == "assistant":
+        expected = ("system" if n_ahead < 0 else "user",)
+    if role not in expected:
+        words = " or ".join(map(repr, expected))
+        raise SparseKVError(f"{place}: role {role!r}: expected {words} there")
     return {"role": role, "content": message["content"]}
 
 

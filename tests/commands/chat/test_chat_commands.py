@@ -64,6 +64,20 @@ def test_save_and_load(fake, invoke, tmp_path):
     assert file.read_text() == "notes"
 
 
+def test_a_file_that_ends_with_a_question(fake, invoke, tmp_path):
+    """Another message may follow. What is saved then can be loaded, and saved again."""
+    fake.script = ["one<eos>"]
+    asked, said = tmp_path / "asked.json", tmp_path / "said.json"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "A"}]}))
+    entered = (f"/load {asked}", "B", f"/save {said}", f"/load {said}", f"/save {said}")
+    result = invoke("chat", stdin=lines(*entered))
+    assert prompts_of(fake) == ["[user]A\n[user]B\n[assistant]"] and "error" not in result.err
+    assert [each["role"] for each in load_messages(str(said))] == ["user", "user", "assistant"]
+    assert "1 messages" in result.err and result.err.count("/regen") == 1
+    entered = ("/system S", f"/save {said}", f"/load {said}")
+    assert "/regen" not in invoke("chat", stdin=lines(*entered)).err
+
+
 def test_settings(fake, invoke):
     fake.script = ["abcdef<eos>", "ab.cd<eos>"]
     entered = ["/set temp 0.5", "/set n-predict 3", "/set stop .", "/set seed 7", "A", "/set temp"]
@@ -116,7 +130,11 @@ def test_what_cannot_be(text, reason, fake, invoke):
         ([{"role": "user"}], "message 1: expected an object with the texts"),
         ([{"role": "tool", "content": "x"}], "role 'tool': expected system, user, assistant"),
         ([{"role": "assistant", "content": "x"}], "expected 'user' there"),
-        ([{"role": "user", "content": "x"}] * 2, "message 2: role 'user': expected 'assistant'"),
+        (
+            [{"role": "user", "content": "x"}] + [{"role": "system", "content": "x"}] * 2,
+            "message 2: role 'system': expected 'user' or 'assistant' there",
+        ),
+        ([{"role": "system", "content": "x"}] * 2, "message 2: role 'system': expected 'user'"),
     ],
 )
 def test_a_file_that_is_no_conversation(value, reason, tmp_path):
