@@ -31,7 +31,7 @@ class StoppingError(SparseKVError):
 
 
 class TooLargeError(SparseKVError):
-    """The request takes more memory than the server has for all requests."""
+    """The request takes more memory or more places than the server has for all requests."""
 
 
 class TimeLimitError(SparseKVError):

@@ -102,6 +102,11 @@ class Scheduler:
 
     def submit(self, jobs: Ids[Job]) -> None:
         """Queues all jobs, or none. Raises QueueFullError, StoppingError or TooLargeError."""
+        if len(jobs) > (most := self._n_queue + self.n_parallel):
+            raise TooLargeError(
+                f"{len(jobs)} answers are asked for, but at most {most} can run or wait: ask for "
+                "fewer, or start the server with more --queue"
+            )
         for job in jobs:
             n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:
@@ -242,10 +247,9 @@ class Scheduler:
         for job in self._running.jobs:
             if job.generation is not None:
                 taken.append((job.n_bytes, job.generation.sequence))
-        left, shared = self._kv_bytes - held_together(taken), 0
+        left = self._kv_bytes - held_together(taken)
         ids, method = ((), Full()) if request is None else (request.ids, request.method)
-        if n_bytes > left:
-            shared = most_shared((of for _, of in taken), ids, method)
+        shared = most_shared((of for _, of in taken), ids, method) if n_bytes > left else 0
         if n_bytes - shared > left:
             return False
         give_up(self._parked, left - n_bytes, shared, ids, method)
@@ -254,8 +258,7 @@ class Scheduler:
     def _drop_aborted(self) -> None:
         """Frees the places of jobs that nobody waits for, and of those that take too long."""
         with self._changed:
-            waiting = [job for job in self._queue if job.is_aborted or job.is_late]
-            for job in waiting:
+            for job in [job for job in self._queue if job.is_aborted or job.is_late]:
                 self._queue.remove(job)
                 self._give_up(job)
         for job in [job for job in self._running.jobs if job.is_aborted or job.is_late]:
@@ -264,9 +267,8 @@ class Scheduler:
 
     def _give_up(self, job: Job) -> None:
         self.stats.n_aborted += 1
-        job.emit(
-            Failed(TimeLimitError(f"the request took longer than {job.seconds:g} s, the limit"))
-        )
+        late = TimeLimitError(f"the request took longer than {job.seconds:g} s, the limit")
+        job.emit(Failed(late))
 
     # --- prefill ----------------------------------------------------------------------------------
 
@@ -375,8 +377,7 @@ class Scheduler:
         """A layer of a prefill of n tokens is done: a much shorter prompt may go first."""
         if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
-        other = self._next(n // SHORTER)
-        if other is not None:
+        if (other := self._next(n // SHORTER)) is not None:
             self._begin(other, self._short_rows)
 
     # --- decode -----------------------------------------------------------------------------------

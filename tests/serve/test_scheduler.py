@@ -115,6 +115,15 @@ def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler])
     assert isinstance(late.end, Failed) and "longer than 0.2 s" in str(late.end.error)
 
 
+def test_more_answers_than_the_queue_ever_holds(start: Callable[..., Scheduler]) -> None:
+    """Later there is no room for them either."""
+    scheduler = start(n_parallel=2, n_queue=1)
+    job = Asked(scheduler, tokens(5), 2).job
+    with pytest.raises(TooLargeError, match="4 answers are asked for, but at most 3 can run or"):
+        scheduler.submit([job] * 4)
+    assert Asked(scheduler, tokens(5), 2).text
+
+
 def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Scheduler]) -> None:
     scheduler = start()
     running = Asked(scheduler, tokens(30), 900, pause=lambda: time.sleep(0.05))
