@@ -206,15 +206,16 @@ class ModelPool:
         task.add_done_callback(self._tasks.discard)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                return await place
+                try:
+                    return await place
+                except asyncio.CancelledError:  # also by the time limit
+                    if place.done() and not place.cancelled() and place.exception() is None:
+                        self._release(place.result())  # it was given at the same moment
+                    raise
         except TimeoutError:
             raise TimeLimitError(
                 f"{model.name} was not loaded within {self.limits.seconds:g} s, the limit"
             ) from None
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and place.exception() is None:
-                self._release(place.result())  # it was given at the same moment
-            raise
 
     async def _give(self, model: HostedModel, place: asyncio.Future[Loaded]) -> None:
         """Loads a model if it is not, and gives it to who waits in ``place``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import shutil
@@ -11,8 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,7 +25,8 @@ from tiny_sequences import SHAPE
 
 from sparsekv_cli.commands.serve import command, hosted_models
 from sparsekv_cli.errors import NoRoomError, SparseKVError
-from sparsekv_cli.serve.pool import ModelPool, share_of_rows, shares
+from sparsekv_cli.serve.jobs import TimeLimitError
+from sparsekv_cli.serve.pool import HostedModel, ModelPool, share_of_rows, shares
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -152,6 +156,20 @@ def test_requests_in_flight_keep_their_model(client: httpx.Client, server: Any) 
         assert [each.result() for each in (first, second, third)] == [200, 200, 200]
     assert ended == [("first", 24), ("second", 4), ("first", 1)]
     assert all(each.loaded is None or each.loaded.n_held == 0 for each in server.pool.models)
+
+
+def test_a_model_that_is_given_when_the_time_is_over() -> None:
+    """Nobody holds it then. With no time at all, both happen in one turn of the loop."""
+    model = HostedModel(("a",), Path("a"))
+    service: Any = SimpleNamespace(model=SimpleNamespace(n_bytes=1, gguf=SimpleNamespace(parts=[])))
+    service.scheduler = SimpleNamespace(failure=None)
+    limits: Any = SimpleNamespace(seconds=0.0)
+    pool = ModelPool([model], lambda _: service, 1, limits, "full", lambda text: None)
+    pool.load_first()
+    pool._lacks_memory = True  # so requests wait for their turn
+    with pytest.raises(TimeLimitError, match="not loaded within 0 s"), ExitStack() as held:
+        asyncio.run(pool.hold("a", held))
+    assert model.loaded is not None and model.loaded.n_held == 0
 
 
 def test_two_models_at_once(serve: Callable[..., Any], files: list[Path]) -> None:
