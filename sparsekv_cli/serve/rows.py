@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from sparsekv_cli.cache.kinds import LEAST_SHARED, n_shared, share_prefix
 from sparsekv_cli.cache.layer import LayerCache
@@ -30,6 +30,7 @@ from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 
+N_METHODS = 64  # methods with their options that are remembered
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
 LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
@@ -74,7 +75,7 @@ class SharedRows:
     ) -> None:
         self._donors = donors
         self._method: Method | None = None  # of the next prompt
-        self._disk_of = cache(disk_of)
+        self._disk_of = lru_cache(N_METHODS)(disk_of)
         self._disk: PromptRows | None = None  # of the sequence that is prefilled, or was last
         self._donor: Sequence | None = None
         self._found = Found()  # on disk
@@ -89,6 +90,8 @@ class SharedRows:
         self.wait()
         method = self._method
         assert method is not None
+        if self._disk is not None:
+            self._disk.finish()  # what an answer that failed has left; it may be forgotten now
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n

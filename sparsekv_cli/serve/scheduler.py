@@ -34,6 +34,7 @@ from sparsekv_cli.serve.jobs import (
     TooLargeError,
 )
 from sparsekv_cli.serve.rows import (
+    N_METHODS,
     IndexSizes,
     Parked,
     SharedRows,
@@ -49,7 +50,6 @@ from sparsekv_cli.serve.rows import (
 )
 from sparsekv_cli.serve.running import Running, Stats
 
-N_ATTENTIONS = 64  # methods with their options that are remembered
 # A prefill computes at least as long as the step that interrupted it took, and at least so long.
 LEAST_PREFILL_S = 0.02
 SHORTER = 4  # times shorter than the prompt of a prefill is one that goes first
@@ -84,7 +84,7 @@ class Scheduler:
         self._starting: list[Job] = []  # at most one, which waits for its method
         self._prefilling: list[Prefilling] = []  # the last one goes on, then the one before it
         self._step_ended = self._step_s = self._watched = 0.0
-        self._attention = lru_cache(N_ATTENTIONS)(self._new_attention)
+        self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
         self._short_rows: SharedRows | None = None  # of a prefill within another one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.serve import rows
 from sparsekv_cli.serve.jobs import (
     Compiling,
@@ -251,6 +253,30 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
     assert from_disk.text == alone and from_disk.job.n_cached >= 512
     again = Asked(scheduler, other, method=built)
     assert again.text == alone and again.job.n_cached == len(other)
+
+
+def test_few_methods_are_remembered() -> None:
+    """What is forgotten has finished ahead of that."""
+    alive, finished = weakref.WeakSet[Any](), []
+
+    class Disk:
+        def __init__(self, method: Any) -> None:
+            self.method = method
+            alive.add(self)
+
+        def find(self, ids: Any) -> Found:
+            return Found()
+
+        def finish(self) -> None:
+            finished.append(self.method)
+
+    shared = rows.SharedRows(Disk, list)
+    methods = [build_method("quest", {}, budget=str(64 + i)) for i in range(rows.N_METHODS + 9)]
+    for method in methods:
+        shared.use(method)
+        shared.find([1])
+    shared.close()
+    assert len(alive) == rows.N_METHODS and finished == methods[:-1]
 
 
 def test_the_end_lets_answers_become_whole(start: Callable[..., Scheduler]) -> None:
