@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from kept_prompts import keep, keeping
 from reference_records import LONG_CASES
 from tiny_gemma4 import Gemma4Layers
-from tiny_sequences import decoded, open_tiny, tokens
+from tiny_sequences import decoded, greedy, open_tiny, tokens
 from tiny_tokenizer import SPECIAL_TOKENS
 
+from sparsekv_cli.commands.shared.answer import stream_answer
+from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.prefix import prefixes
 from sparsekv_cli.prefix.blocks import BLOCK, BlockWriter
@@ -135,6 +138,25 @@ def test_documents_share_no_more_than_they_have_in_common(sequence_of, tmp_path)
     sequence.prefill(other[:1290])
     np.testing.assert_allclose(decoded(sequence, ANSWER), decoded(alone, ANSWER), atol=1e-4)
     assert not [line for line in said[1:] if not line.startswith("-v")]
+
+
+def test_a_prompt_is_kept_before_its_rows_change_within_the_answer(sequence_of, tmp_path):
+    """The context is full, and a context shift keeps 30 tokens of the prompt."""
+    sequence, alone, _ = open_pair(sequence_of, tmp_path, ctx_size=1200)
+    other = DOCUMENT[:30] + tokens(600, 7)
+    rooms = iter([other])
+
+    def make_room(answered):
+        ids = next(rooms, None)
+        return ids and sequence.keep_common([*ids, *answered])
+
+    tokenizer = sequence.model.tokenizer
+    begin = partial(Generation, tokenizer, sequence, greedy)
+    stream_answer(sequence, FIRST, begin, rows=sequence.rows, make_room=make_room)
+    assert sequence.tokens[: len(other)] == other
+    sequence.reset()
+    np.testing.assert_array_equal(sequence.prefill(SECOND), alone.prefill(SECOND))
+    assert sequence.timings.cached_tokens == 1088
 
 
 def test_short_prompts_and_short_ends_are_not_kept(sequence_of, tmp_path):

@@ -85,6 +85,8 @@ def stream_answer(
             if not is_done:
                 step(sequence.engine, [generation])
             elif make_room is not None and generation.is_cut:
+                if rows is not None:
+                    rows.finish()  # it reads the caches, whose rows change now
                 going_on = make_room(answer.tokens)
                 if going_on is None:
                     break
@@ -121,7 +123,7 @@ def _prefill(
 
 @contextlib.contextmanager
 def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
-    """Keeps the prompt's rows on disk after the answer."""
+    """Keeps the prompt's rows on disk after the answer, unless they are kept already."""
     try:
         yield
     finally:
