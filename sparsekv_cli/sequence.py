@@ -332,8 +332,8 @@ class Sequence:
         whose queries the new method needs are prefilled again. Otherwise no tokens are left.
         """
         tokens, old = self.tokens, self.caches
-        self.attention = attention
         self.engine.load_kernels(attention.method, attention.specs)
+        self.attention = attention
         self.reset()
         n_queried = attention.method.n_queried
         if n_queried is None or not self.engine.shares_prefill:

@@ -112,6 +112,7 @@ class FakeModel:
         self.decoded: list[int] = []
         self.on_token: Callable[[int], None] = lambda n: None
         self.on_prefill: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self.methods: list[Any] = []  # those that were changed to
         self.can_rewind_within = True
         self.rewinds: list[int] = []
@@ -137,7 +138,9 @@ class FakeModel:
 
     def change_method(self, attention: Any) -> None:
         """Takes over what is there, unless the method is h2o."""
-        self.methods.append(attention.method)
+        self.method = attention.method
+        self.methods.append(self.method)
+        self.on_change()
         if attention.method.name == "h2o":
             self.reset()
 

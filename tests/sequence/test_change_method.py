@@ -47,3 +47,16 @@ def test_a_method_that_is_refused_changes_nothing(sequence_of):
     with pytest.raises(SparseKVError, match="layer 9"):
         sequence.change_method(sequence.model.attention_of(quest))
     assert len(sequence.tokens) == 50 and sequence.method.name == "full"
+
+
+def test_a_stop_while_kernels_are_loaded_changes_nothing(sequence_of, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    sequence = sequence_of("full")
+    sequence.prefill(tokens(50))
+    monkeypatch.setattr(sequence.engine, "load_kernels", stop)
+    attention = sequence.model.attention_of(build_method("quest", {}))
+    with pytest.raises(KeyboardInterrupt):
+        sequence.change_method(attention)
+    assert len(sequence.tokens) == 50 and sequence.method.name == "full"

@@ -240,9 +240,13 @@ def _method(chat: Chat, argument: str) -> None:
     named = {key: text for key, text in options.named.items() if key in known and key not in given}
     method = build_method(name, given, named)
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
-        sequence.change_method(model.attention_of(method, None, compiling, calibrating))
-    chat.method = name
-    conversation.rows = open_prompt_rows(model, chat.prefix, method)
+        attention = model.attention_of(method, None, compiling, calibrating)
+        prompt_rows = open_prompt_rows(model, chat.prefix, method)
+        try:
+            sequence.change_method(attention)
+        finally:
+            if sequence.method is method:  # also if a stop came while tokens were read again
+                chat.method, conversation.rows = name, prompt_rows
     what = f"{name} attention"
     if conversation.n_used:
         rows = "its rows are kept" if sequence.tokens else "it is read again with your next message"

@@ -2,11 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from plain_chat import TEMPLATE, lines, prompts_of
 
+from sparsekv_cli.commands.chat import chat, commands
 from sparsekv_cli.commands.chat.files import load_messages
 from sparsekv_cli.errors import SparseKVError
 
@@ -155,3 +157,28 @@ def test_another_method(fake, invoke):
     assert len(fake.prefilled) == 3 and fake.prefilled[2] == len(prompts_of(fake)[2])
     assert "h2o: " in result.err
     assert "the conversation" not in invoke("chat", stdin=lines("/method full")).err
+
+
+def test_a_change_that_is_stopped_late_has_the_rows_of_its_method(fake, invoke, monkeypatch):
+    """Ctrl-C came when the sequence had the new method and read tokens again."""
+
+    used: list[str] = []
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    def rows_of(_model: Any, _options: Any, method: Any) -> Any:
+        return SimpleNamespace(name=getattr(method, "name", "full"), finish=lambda: None)
+
+    def prefill(self: Any, *arguments: Any, rows: Any) -> None:
+        used.append(rows.name)
+        plain(self, *arguments)
+
+    plain = type(fake).prefill
+    monkeypatch.setattr(type(fake), "prefill", prefill)
+    for module in (chat, commands):
+        monkeypatch.setattr(module, "open_prompt_rows", rows_of)
+    fake.script, fake.on_change = ["one<eos>", "two<eos>"], stop
+    result = invoke("chat", stdin=lines("A", "/method snapkv", "B", "/stats"))
+    assert "stopped" in result.err and "snapkv: " in result.err
+    assert used == ["full", "snapkv"]
