@@ -12,6 +12,10 @@ class BusyError(SparseKVError):
     """The server is busy. The caller may ask again later."""
 
 
+class LacksMemoryError(SparseKVError):
+    """The machine has no memory for this now. It may have some when other work is done."""
+
+
 class LostModelError(SparseKVError):
     """The model's file has changed since it was opened. The model cannot go on."""
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cpu.attention import rows
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import LacksMemoryError
 from sparsekv_cli.system.memory import available_memory
 
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
@@ -55,13 +55,13 @@ def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
 
 
 def check_memory(what: str, n_bytes: int, mend: str) -> None:
-    """Raises SparseKVError if ``n_bytes`` are more than this process can still take.
+    """Raises LacksMemoryError if ``n_bytes`` are more than this process can still take.
 
     what: the thing that takes them, in the plural. mend: what the user can do.
     """
     available = available_memory()
     if available is not None and n_bytes > available:
-        raise SparseKVError(
+        raise LacksMemoryError(
             f"{what} take {n_bytes / 2**30:.2f} GiB of memory, {available / 2**30:.2f} GiB are "
             f"available: {mend}"
         )

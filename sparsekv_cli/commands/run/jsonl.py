@@ -15,7 +15,7 @@ from sparsekv_cli.commands.run.lines import read_task
 from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
 from sparsekv_cli.commands.shared.terminal import one_line, say
-from sparsekv_cli.errors import LostModelError, SparseKVError
+from sparsekv_cli.errors import LacksMemoryError, LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
@@ -104,14 +104,16 @@ class LineAnswers:
             self._rows.use(model.method)
         self._make_constraint: MakeConstraint | None = None
         self._active: list[Line] = []
+        self._held: tuple[int, Task] | None = None  # waits for the memory of an active line
+        self._n_room = n_parallel  # most active lines; fewer while a line is held
 
     def run(self, lines: Iterable[tuple[int, bytes]], defaults: Task) -> None:
         """Answers every line. lines: their numbers and texts."""
         tasks = self._tasks(lines, defaults)
         try:
             while True:
-                while len(self._active) < self._n_parallel:
-                    following = next(tasks, None)
+                while len(self._active) < self._n_room:
+                    following = self._held or next(tasks, None)
                     if following is None:
                         break
                     self._start(*following)
@@ -144,8 +146,12 @@ class LineAnswers:
             yield number, task
 
     def _start(self, number: int, task: Task) -> None:
-        """Prefills the prompt of a task, or reports why that is impossible."""
+        """Prefills the prompt of a task, or reports why that is impossible.
+
+        If other lines hold the memory, the line is held until one of them has its answer.
+        """
         model = self._model
+        self._held, self._n_room = None, self._n_parallel
         try:
             ids = prompt_ids(
                 model,
@@ -178,7 +184,10 @@ class LineAnswers:
         except LostModelError:
             raise
         except SparseKVError as error:
-            self._output.fail(number, task.id, str(error))
+            if isinstance(error, LacksMemoryError) and self._active:
+                self._held, self._n_room = (number, task), len(self._active)
+            else:
+                self._output.fail(number, task.id, str(error))
             return
         self.timings.add(sequence.timings)
         self._active.append(Line(number, task, len(ids), generation))

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache import row_sizes
 from sparsekv_cli.commands.options.model import ModelOptions, open_model
+from sparsekv_cli.commands.run.jsonl import LineAnswers, Output
 from sparsekv_cli.commands.run.lines import read_task
 from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.sequence import Sequence
+from sparsekv_cli.sequence import Sequence, held_bytes
 from sparsekv_cli.settings.config import SessionConfig
 
 Invoke = Callable[..., Any]
@@ -82,6 +84,28 @@ def test_a_line_gets_the_answer_that_it_gets_alone(model, prompts, invoke):
         assert together[0][key] == expected[key], key
     one_by_one = objects(run(invoke, model, "-f", str(prompts)).out)
     assert together == one_by_one
+
+
+def test_a_line_waits_for_the_memory_of_the_others(model, monkeypatch):
+    """The machine has memory for two of the lines; one is too long even alone."""
+    opened = open_model(ModelOptions(model, SessionConfig(speculate="off", ctx_size=4096), None))
+    written: list[str] = []
+    answers = LineAnswers(opened, 4, Output(written.append, lambda _: None), None)
+    asked = [{"prompt": "hello " * n, "raw": True, "n_predict": 4} for n in (9, 8, 300, 7, 9)]
+    lines = [(i, json.dumps(line).encode()) for i, line in enumerate(asked, start=1)]
+    most: list[int] = []
+
+    def left() -> int:
+        held = [held_bytes(line.generation.sequence.caches) for line in answers._active]
+        most.append(len(held))
+        return int(2.5 * opened.row_bytes(560)) - sum(held)
+
+    monkeypatch.setattr(row_sizes, "available_memory", left)
+    answers.run(lines, Task())
+    told = objects("".join(written))
+    assert [each["line"] for each in told if "error" in each] == [3] and len(told) == 5
+    assert "GiB of memory" in told[2]["error"] and max(most) == 2
+    opened.gguf.close()
 
 
 def test_lines_of_stdin(model, invoke):
