@@ -177,7 +177,7 @@ class Answers(Writer):
 
         with AppendedFile(self.path(folder), is_alone=True) as file:
             output = Output(file.write, lambda text: None)
-            for number in range(resume(self.path(folder)) + 1, 4):
+            for number in range(resume(self.path(folder))[0] + 1, 4):
                 output.expect(number)
                 output.put(number, {"line": number, "text": "b" * 1000})
             time.sleep(0.01)  # so that processes meet

@@ -224,22 +224,23 @@ class LineAnswers:
             self.timings.decode_s += time.perf_counter() - started
 
 
-def resume(path: Path) -> int:
-    """Returns the number of the last line with an answer in a file; 0 if there is no such file.
+def resume(path: Path) -> tuple[int, int, int]:
+    """Returns the number of the last line in a file of answers, and counts of answers and errors.
 
-    It is 0 for a pipe or device. Cuts off half a line at the end. Raises SparseKVError for a file
-    with other content.
+    All are 0 if there is no such file, and for a pipe or device. Cuts off half a line at the end.
+    Raises SparseKVError for a file with other content.
     """
     if not path.is_file():
-        return 0
+        return 0, 0, 0
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
-    n_whole, last = 0, 0
+    n_whole = last = n_answered = n_failed = 0
     for line in lines:
         if not line.endswith(b"\n"):
             break
         try:
-            number = json.loads(line)["line"]
+            told = json.loads(line)
+            number = told["line"]
             if not isinstance(number, int) or number <= last:
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -247,7 +248,9 @@ def resume(path: Path) -> int:
                 f"{path}: holds something else than the answers of run --jsonl: name another file"
             ) from None
         n_whole, last = n_whole + len(line), number
+        n_failed += "error" in told
+        n_answered += "error" not in told
     if n_whole < len(data):
         with naming(path):
             os.truncate(path, n_whole)
-    return last
+    return last, n_answered, n_failed

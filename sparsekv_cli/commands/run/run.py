@@ -214,7 +214,7 @@ def _answer_lines(
     from sparsekv_cli.commands.run.ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray
 
-    n_done = 0
+    n_done = n_old = n_old_failed = 0
     with contextlib.ExitStack() as stack:
         if file is None or file == "-":
             source: Iterable[bytes] = sys.stdin.buffer
@@ -223,7 +223,7 @@ def _answer_lines(
         write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
             write = stack.enter_context(AppendedFile(path, is_alone=True)).write
-            n_done = resume(Path(path))
+            n_done, n_old, n_old_failed = resume(Path(path))
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         if n_done:
             say(f"{path} has answers up to line {n_done}: going on behind it")
@@ -244,8 +244,10 @@ def _answer_lines(
             say(timing_line(answers.timings))
             if told := speculation_line(answers.timings):
                 say(told)
+    n_failed += n_old_failed
     if n_failed:
-        raise SparseKVError(f"{n_failed} of {n_failed + n_answered} lines have no answer")
+        n_lines = n_failed + n_answered + n_old
+        raise SparseKVError(f"{n_failed} of {n_lines} lines have no answer")
 
 
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:

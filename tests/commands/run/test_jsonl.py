@@ -135,7 +135,8 @@ def test_it_goes_on_where_the_output_ends(model, prompts, invoke, tmp_path, monk
     assert output.read_bytes() == whole.read_bytes()
     assert len(prefilled) == 2 and "has answers up to line 5" in result.err
     again = run(invoke, model, *arguments, str(output))
-    assert again.code == 0 and output.read_bytes() == whole.read_bytes()
+    assert again.code == 1 and output.read_bytes() == whole.read_bytes()
+    assert "error: 2 of 8 lines have no answer" in again.err  # lines of the file
 
 
 @pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n', '{"line": 2}\n{"line": 1}\n', "[]\n"])
