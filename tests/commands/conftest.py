@@ -138,7 +138,7 @@ class FakeModel:
 
     def change_method(self, attention: Any) -> None:
         """Takes over what is there, unless the method is h2o."""
-        self.method = attention.method
+        self.attention, self.method = attention, attention.method
         self.methods.append(self.method)
         self.on_change()
         if attention.method.name == "h2o":

@@ -245,7 +245,7 @@ def _method(chat: Chat, argument: str) -> None:
         try:
             sequence.change_method(attention)
         finally:
-            if sequence.method is method:  # also if a stop came while tokens were read again
+            if sequence.attention is attention:  # also if a stop came while tokens are read again
                 chat.method, conversation.rows = name, prompt_rows
     what = f"{name} attention"
     if conversation.n_used:
