@@ -1,6 +1,7 @@
 """Where a model runs: on the CPU or on a GPU, and the engine that is opened there."""
 
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 from sparsekv_cli import warmup
@@ -51,11 +52,13 @@ def open_engine(
     ends: Callable[[], Container[int]] = frozenset,
     draft_bytes: int = 0,
     on_load: OnLoad | None = None,
+    path: Path | None = None,
 ) -> DecoderEngine:
     """Returns the engine that ``config.device`` names; for auto the CPU's if the GPU has no room.
 
     ends: returns the tokens that end a message. draft_bytes: bytes of the rows of a draft model.
-    on_load: as load_model takes it. Raises SparseKVError if there is no such device or no room.
+    on_load: as load_model takes it. path: the model's file, for compile_for_gpus_host.
+    Raises SparseKVError if there is no such device or no room.
     """
     host_only = hparams.host_only or architecture.host_only
     if config.device == "auto" and host_only:
@@ -66,6 +69,8 @@ def open_engine(
         if config.speculate not in ("auto", "off") or config.draft_model:
             what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
             raise OptionError(f"{what} works on the CPU only so far: take --device cpu")
+        if path is not None and device.type == "cuda" and not host_only:
+            warmup.compile_for_gpus_host(path, method, config.kv == "host")
         from sparsekv_cli.device.engine import open_device_engine
 
         try:

@@ -14,7 +14,7 @@ from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.drafts.sources import new_drafts
 from sparsekv_cli.engine import DecoderEngine
 from sparsekv_cli.errors import OptionError, SparseKVError
-from sparsekv_cli.machine import find_device, open_engine
+from sparsekv_cli.machine import open_engine
 from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import architecture_of
@@ -186,16 +186,12 @@ def load_model(
             draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)
         draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
         weights = read_weights(file, hparams, architecture, n_ctx)
-        host_only = hparams.host_only or architecture.host_only
-        device, _ = find_device("cpu" if host_only else config.device)
-        if device is not None and device.type == "cuda":
-            warmup.compile_for_gpus_host(path, method, config.kv == "host")
         n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(n_threads)
         tokenizer = cache(lambda: load_tokenizer(file.metadata))
         engine = open_engine(
             hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
-            lambda: tokenizer().eog_ids, draft_bytes, on_load,
+            lambda: tokenizer().eog_ids, draft_bytes, on_load, path,
         )  # fmt: skip
         decoder: Any = engine.decoder
         calibrations = Calibrations(

@@ -128,7 +128,7 @@ def freekv(now: Row) -> str:
 
 
 def commands(now: Row) -> str:
-    """What commands wrote on the GPU beside the CPU."""
+    """Returns the table that compares texts of the GPU with texts of the CPU."""
     rows = sorted(now["commands"], key=lambda r: r["command"])
     return table(["command", "text"], ([f"`{r['command']}`", r["result"]] for r in rows))
 

@@ -3,7 +3,7 @@
     python scripts/gpu/gpu_commands.py -m model.gguf [--json FILE] [--tiny]
 
 A text of the GPU should be that of the CPU: both take the most likely token, and prefills are f32.
-Where two logits are closer than rounding, texts part; the row says after how many tokens. Each
+Where two logits are closer than rounding, texts part. The row says after how many characters. Each
 other check holds or fails. --tiny: a small model and short texts, for Triton's interpreter.
 """
 
@@ -17,12 +17,15 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from soaking.server import Server
 
 TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 METHODS = (
@@ -35,8 +38,8 @@ LIMIT = 90.0  # seconds of one command
 class Commands:
     """Runs commands on one model; n_prompt characters of text and n_answer tokens each."""
 
-    def __init__(self, model: Path, folder: Path, tiny: bool) -> None:
-        self.model, self.folder, self.tiny = model, folder, tiny
+    def __init__(self, model: Path, tiny: bool) -> None:
+        self.model, self.tiny = model, tiny
         self.n_prompt, self.n_answer = (300, 4) if tiny else (8000, 48)
         self.text = TEXT.read_text(encoding="utf-8")
         self.common = ["-m", str(model), "-c", "4096", "-t", "2"]
@@ -146,7 +149,7 @@ class Commands:
         return next((line.strip() for line in out.splitlines() if "NVIDIA" in line), "no GPU named")
 
     def refusals(self) -> str:
-        """What cannot be done ends with one line."""
+        """A refused command ends with one line."""
         cases = [["-c", "4096", "--vram-limit", "0.001"], ["-c", "4096", "-ctk", "q8_0"]]
         for more in cases:
             _, said = self.run(
@@ -181,13 +184,13 @@ class Commands:
         try:
             assert process.stderr
             said = ""
-            while not (found := re.search(r"http://[^/\s]+/", said)):
+            while not (found := re.search(r"http://[^:]+:(\d+)/", said)):
                 line = process.stderr.readline()
                 assert line, f"no address: {said[-1500:]}"
                 said += line
             rest = threading.Thread(target=process.stderr.read)
             rest.start()
-            counts = self._clients(found[0])
+            counts = self._clients(Server(int(found[1]), process.pid))
             process.send_signal(signal.SIGINT)
             process.wait(LIMIT)
             rest.join()
@@ -196,31 +199,22 @@ class Commands:
         finally:
             process.kill()
 
-    def _clients(self, address: str) -> str:
+    def _clients(self, server: Server) -> str:
         n = 2 if self.tiny else 16
         methods = ("quest", "full") if self.tiny else ("quest", "full", "fasa", "lfps")
 
         def ask(i: int) -> str:
-            leaves = i % 4 == 3
-            body = {
-                "model": "x", "temperature": 0, "max_tokens": self.n_answer, "stream": leaves,
-                "method": methods[i % len(methods)],
-                "messages": [
-                    {"role": "user", "content": self.text[50 * i : 50 * i + self.n_prompt // 4]}
-                ],
+            fields = {
+                "prompt": self.text[50 * i : 50 * i + self.n_prompt // 4], "temperature": 0,
+                "max_tokens": self.n_answer, "method": methods[i % len(methods)],
             }  # fmt: skip
-            request = urllib.request.Request(
-                f"{address}v1/chat/completions", json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )  # fmt: skip
-            try:
-                with urllib.request.urlopen(request, timeout=LIMIT) as answer:
-                    if leaves:
-                        answer.read(30)
-                        return ""
-                    return str(json.load(answer)["choices"][0]["message"]["content"])
-            except urllib.error.HTTPError as error:
-                raise AssertionError(error.read().decode()[:500]) from error
+            if i % 4 == 3:  # it leaves
+                with contextlib.closing(server.send({**fields, "stream": True})) as link:
+                    link.getresponse().read(30)
+                return ""
+            status, told = server.ask(fields)
+            assert status == 200, told
+            return str(told["choices"][0]["text"])
 
         with ThreadPoolExecutor(n) as pool:
             together = list(pool.map(ask, range(n)))
@@ -259,12 +253,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=6)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         if options.model is None:
             from gpu_models import tiny_model
 
-            options.model = Path(tiny_model(str(folder)))
-        commands = Commands(options.model, folder, options.tiny)
+            options.model = Path(tiny_model(name))
+        commands = Commands(options.model, options.tiny)
         rows: list[dict[str, Any]] = []
 
         def check(named: tuple[str, Callable[[], str]]) -> None:
@@ -291,5 +284,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     sys.exit(main())

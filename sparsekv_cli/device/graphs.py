@@ -80,7 +80,7 @@ class Steps:
             return piece
         graph = torch.cuda.CUDAGraph()
         # One pool for all: pieces run one after another, and nothing in it outlives its piece.
-        # What other models do meanwhile in threads of their own does not end the capture.
+        # Other models run in other threads. Their work does not end this capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             piece.call()
         return Piece(graph.replay, False, piece.beside)

@@ -333,4 +333,7 @@ def share_of_rows(room: int | None, n_models: int, rows: int, stated: int | None
 
     room: see DecoderEngine. stated: the limit that the user has given, if any.
     """
-    return rows if room is None else min(room // n_models, stated or room)
+    if room is None:
+        return rows
+    own = room // n_models
+    return own if stated is None else min(own, stated)

@@ -207,6 +207,7 @@ def test_rows_on_a_gpu() -> None:
     assert share_of_rows(None, 2, 7, None) == share_of_rows(None, 2, 7, 5) == 7
     assert share_of_rows(40, 2, 7, None) == 20
     assert share_of_rows(40, 1, 7, 12) == 12
+    assert share_of_rows(40, 1, 7, 0) == 0
 
 
 def test_shares_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
