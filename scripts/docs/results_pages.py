@@ -154,10 +154,11 @@ def results(data: Data) -> str:
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
     columns += f" | MB at {depths[-1]} = mb {depths[-1]}"
     if accuracies:
-        tasks = {"vt": "vt", "niah_multikey_2": "multikey_2", "code": "code"}
+        tasks = ("vt", "niah_multikey_2", "niah_multikey_3", "code")
         columns += " | KLD = kld_code:3"
-        columns += "".join(f" | {title} = {task}:0" for task, title in tasks.items())
-        n = min(row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row)
+        columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
+        samples = {row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row}
+        n = " to ".join(str(n) for n in sorted({min(samples), max(samples)}))
         about[-1] += f" Accuracy is after {length}"
         about += [
             "tokens. KLD is to `full`, on code. Scores are in per cent, of tasks of RULER and of a",

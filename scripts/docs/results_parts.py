@@ -227,12 +227,22 @@ def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
     return list(records.values())
 
 
+def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
+    """Leaves out the figures of single texts and needles."""
+    return [
+        {name: value for name, value in row.items() if name not in ("texts", "found")}
+        | {"lines": "; ".join(line.removeprefix("FAIL ") for line in row["lines"])}
+        for row in records
+    ]
+
+
 # The parts that measure more than their ``run``, or change its records, by name.
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "cache_types": cache_types,
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": of_trained(peak_memory),
+    "options": without_texts,
     "peer": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["peer"])),
     "peer_several": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["together"])),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
