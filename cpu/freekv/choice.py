@@ -7,10 +7,9 @@ import numpy as np
 from numba import njit
 
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY, PAD, exp_in_place, max_of, soften
+from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.freekv.pages import GROUPED
-from sparsekv_cli.cpu.jit.llvm import LANES
-from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores
+from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores, pool_softmax
 
 
 @njit(cache=True, nogil=True)
@@ -67,22 +66,11 @@ def choose_pages_by_groups(
     return n_best, n_group + count
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(cache=True, nogil=True)
 def _best_pooled(scores, n, n_best, softcap, chosen):
     """chosen[:n_best] = the columns of scores (group, n + PAD) whose mean softmax is largest."""
-    group = scores.shape[0]
-    pooled = np.zeros(n, np.float32)
-    for t in range(group):
-        row = scores[t]
-        for j in range(n, n + LANES):
-            row[j] = NEGATIVE_INFINITY
-        address = row.ctypes.data
-        if softcap:
-            soften(address, n, softcap)
-        mass = exp_in_place(address, n, max_of(address, n))
-        share = np.float32(1) / (mass * np.float32(group))
-        for j in range(n):
-            pooled[j] += share * row[j]
+    pooled = np.empty(n, np.float32)
+    pool_softmax(scores, n, softcap, pooled)
     keys = np.empty(n, np.int32)
     order_keys(pooled, keys, n)
     select_largest(keys, n, n_best, chosen)

@@ -16,7 +16,14 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
 from sparsekv_cli.cpu.attention.rows import GATHER
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.attention.tile import (
+    NEGATIVE_INFINITY,
+    PAD,
+    exp_in_place,
+    max_of,
+    soften,
+    tile_scores,
+)
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -212,28 +219,40 @@ def page_scores_ref(q, hi, lo, scale):
     return scale * (np.maximum(q, 0) * hi + np.minimum(q, 0) * lo).sum(-1)
 
 
-@njit(cache=True, nogil=True)
-def select_pages(scores, n_page, n_best, page, n, n_sinks, idx, counts):
-    """Rows of each kv head's best pages, with the first rows and the current page.
+@njit(cache=True, nogil=True, error_model="numpy")
+def pool_softmax(scores, n, softcap, pooled):
+    """pooled[:n] = the mean of the softmax of each row of scores f32 (group, >= n + LANES).
 
-    scores f32 (H, >= n_page) of the whole pages 0..n_page - 1, which may be chosen. A kv head takes
-    the ``n_best`` pages with the highest score over its group; ties go to the first. idx int32 (G,
-    m) is filled with rows, ascending: 0..n_sinks - 1, the chosen pages, n_page page..n - 1; counts
-    int64 (G,).
+    Scores are overwritten. softcap: of the scores, 0 for none. FreeKV, arXiv:2505.13109, section
+    3.2.
     """
+    group = scores.shape[0]
+    pooled[:n] = 0
+    for t in range(group):
+        row = scores[t]
+        for j in range(n, n + LANES):
+            row[j] = NEGATIVE_INFINITY
+        address = row.ctypes.data
+        if softcap:
+            soften(address, n, softcap)
+        mass = exp_in_place(address, n, max_of(address, n))
+        share = np.float32(1) / (mass * np.float32(group))
+        for j in range(n):
+            pooled[j] += share * row[j]
+
+
+@njit(cache=True, nogil=True)
+def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts):
+    """Takes kv heads until there are none; see ``select_pages``."""
     n_kv_head = idx.shape[0]
     group = scores.shape[0] // n_kv_head
-    best = np.empty(n_page, np.float32)
+    pooled = np.empty(n_page, np.float32)
     keys = np.empty(n_page, np.int32)
     chosen = np.empty(n_page, np.int32)
-    n_best = min(n_best, n_page)
-    for kv_head in range(n_kv_head):
-        for j in range(n_page):
-            best[j] = scores[kv_head * group, j]
-        for h in range(kv_head * group + 1, (kv_head + 1) * group):
-            for j in range(n_page):
-                best[j] = max(best[j], scores[h, j])
-        order_keys(best, keys, n_page)
+    kv_head = next_task(counter)
+    while kv_head < n_kv_head:
+        pool_softmax(scores[kv_head * group : (kv_head + 1) * group], n_page, softcap, pooled)
+        order_keys(pooled, keys, n_page)
         select_largest(keys, n_page, n_best, chosen)
         at = 0
         for j in range(min(n_sinks, n)):
@@ -247,14 +266,47 @@ def select_pages(scores, n_page, n_best, page, n, n_sinks, idx, counts):
             idx[kv_head, at] = j
             at += 1
         counts[kv_head] = at
+        kv_head = next_task(counter)
 
 
-def select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks):
+@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
+def select_pages(scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts, n_threads=1):
+    """Rows of each kv head's best pages, with the first rows and the current page.
+
+    scores f32 (H, >= n_page + LANES) of the whole pages 0..n_page - 1, which may be chosen. They
+    are overwritten. A kv head takes the ``n_best`` pages with the highest mean softmax over its
+    group; ties go to the first. idx int32 (G, m) is filled with rows, ascending: 0..n_sinks - 1,
+    the chosen pages, n_page page..n - 1; counts int64 (G,).
+    """
+    counter = np.zeros(1, np.int64)
+    n_best = min(n_best, n_page)
+    if n_threads == 1 or scores.shape[0] * n_page < ONE_THREAD_BELOW:
+        _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts)
+    else:
+        for _thread in prange(n_threads):
+            _select_of_heads(
+                counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts
+            )
+
+
+def select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks, softcap=0.0):
     """numpy reference: one ascending int array a kv head; scores (H, n_page)."""
-    n_page = scores.shape[1]
-    lists = []
-    for of_group in np.split(scores, n_kv_head):
-        chosen = np.argsort(-of_group.max(0), kind="stable")[:n_best]
+    n_head, n_page = scores.shape
+    pooled = np.zeros((n_kv_head, n_page))
+    if n_page:
+        scores = scores.astype(np.float64)
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        pooled = weights.reshape(n_kv_head, n_head // n_kv_head, n_page).mean(1)
+    return listed_rows_ref(pooled, n_best, page, n, n_sinks)
+
+
+def listed_rows_ref(pooled, n_best, page, n, n_sinks):
+    """numpy reference: one ascending int array a kv head; pooled (G, n_page)."""
+    lists, n_page = [], pooled.shape[1]
+    for scores in pooled:
+        chosen = np.argsort(-scores, kind="stable")[:n_best]
         pages = [np.arange(j * page, (j + 1) * page) for j in chosen]
         forced = [np.arange(min(n_sinks, n)), np.arange(n_page * page, n)]
         lists.append(np.unique(np.concatenate([*pages, *forced])))

@@ -1,6 +1,6 @@
 """Pages of the KV cache on the GPU: summaries of whole pages, and of those that steps complete.
 
-cpu/quest/pages.py says what a summary is. quest/scores.py and freekv/scores.py score them.
+cpu/quest/pages.py says what a summary is. quest/scores.py scores them.
 """
 
 import torch

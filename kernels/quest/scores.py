@@ -1,6 +1,7 @@
-"""Quest's scores of pages on the GPU: the largest of each kv head's group.
+"""Scores of pages on the GPU, for Quest and FreeKV: the mean of a group's softmax.
 
-cpu/quest/pages.py says what a score is. freekv/scores.py pools the same scores by their softmax.
+cpu/quest/pages.py says what a score of a page is. The first launch writes the scores of each head,
+the second one pools them.
 """
 
 from typing import NamedTuple
@@ -54,33 +55,77 @@ def score_pages(
 
 
 @triton.jit(do_not_specialize=["n_split"])
-def _largest_scores_kernel(
-    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, out_ptr, n_page_ptr, n_best_ptr, scale, n_kv_head,
-    n_split, stride_hb, stride_hg, stride_hn, stride_ob, stride_og,
+def _head_scores_kernel(
+    q_ptr, hi_ptr, lo_ptr, n_ptr, budget_ptr, wanted_ptr, out_ptr, peak_ptr, mass_ptr, n_page_ptr,
+    n_best_ptr, scale, first, recent, reserved, least, n_kv_head, n_split,
+    stride_hb, stride_hg, stride_hn, stride_ob, stride_oh,
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
+    """Each head's scores, with peak and mass of their softmax over the split."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n = tl.load(n_ptr + b)
-    n_page = tl.maximum((n - 1) // PAGE, 0)
+    n_page = tl.maximum((n - recent) // PAGE - first, 0)
     if (split == 0) & (g == 0):
-        n_best = (tl.load(budget_ptr + b) - (n - n_page * PAGE)) // PAGE
+        n_best = tl.maximum((tl.load(budget_ptr + b) - reserved) // PAGE, least)
         tl.store(n_page_ptr + b, n_page)
-        tl.store(n_best_ptr + b, tl.maximum(n_best, 0))
+        tl.store(n_best_ptr + b, n_best)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
     chunk = tl.cdiv(tl.cdiv(n_page, n_split), BLOCK_N) * BLOCK_N
     last = tl.minimum((split + 1) * chunk, n_page)
     up_high, up_low, down_high, down_low = split_query(q_ptr, unit, GROUP, TILE_H, D, BLOCK_D)
-    is_head = tl.arange(0, TILE_H) < GROUP
-    at = b * stride_hb + g * stride_hg
+    t = tl.arange(0, TILE_H)
+    at = b * stride_hb + g * stride_hg + first * stride_hn
+    peak = tl.full([TILE_H], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE_H], tl.float32)
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         scores = score_pages(
             up_high, up_low, down_high, down_low, hi_ptr, lo_ptr, at, stride_hn, j, last, scale, D,
             BLOCK_D,
         )  # fmt: skip
-        best = tl.max(tl.where(is_head[:, None], scores, float("-inf")), 0)
-        tl.store(out_ptr + b * stride_ob + g * stride_og + j, best, mask=j < last)
+        out_at = out_ptr + b * stride_ob + (g * GROUP + t)[:, None] * stride_oh + j[None, :]
+        tl.store(out_at, scores, mask=(t < GROUP)[:, None] & (j < last)[None, :])
+        scores = tl.where((j < last)[None, :], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        p = tl.exp2((scores - new_peak[:, None]) * 1.4426950408889634)
+        mass = mass * tl.exp2((peak - new_peak) * 1.4426950408889634) + tl.sum(p, 1)
+        peak = new_peak
+    piece = (split * tl.num_programs(1) + unit) * GROUP + t
+    tl.store(peak_ptr + piece, peak, mask=t < GROUP)
+    tl.store(mass_ptr + piece, mass, mask=t < GROUP)
+
+
+@triton.jit(do_not_specialize=["n_split"])
+def _pool_softmax_kernel(
+    scores_ptr, peak_ptr, mass_ptr, n_page_ptr, wanted_ptr, out_ptr, n_kv_head, n_split,
+    stride_sb, stride_sh, stride_ob, stride_og,
+    GROUP: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    chunk, unit = tl.program_id(0), tl.program_id(1)
+    b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
+    n_page = tl.load(n_page_ptr + b)
+    if SOME:
+        n_page = tl.where(tl.load(wanted_ptr + unit) > 0, n_page, 0)
+    j = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+    s = tl.arange(0, BLOCK_S)
+    pooled = tl.zeros([BLOCK_N], tl.float32)
+    if chunk * BLOCK_N < n_page:
+        for t in tl.static_range(GROUP):
+            head = g * GROUP + t
+            at = s * tl.num_programs(1) * GROUP + unit * GROUP + t
+            peaks = tl.load(peak_ptr + at, mask=s < n_split, other=float("-inf"))
+            masses = tl.load(mass_ptr + at, mask=s < n_split, other=0.0)
+            peak = tl.max(peaks, 0)
+            mass = tl.sum(masses * tl.exp2((peaks - peak) * 1.4426950408889634), 0)
+            scores = tl.load(
+                scores_ptr + b * stride_sb + head * stride_sh + j, mask=j < n_page,
+                other=float("-inf"),
+            )  # fmt: skip
+            pooled += tl.exp2((scores - peak) * 1.4426950408889634) / (mass * GROUP)
+        tl.store(out_ptr + b * stride_ob + g * stride_og + j, pooled, mask=j < n_page)
 
 
 class PooledPages(NamedTuple):
@@ -94,7 +139,7 @@ class PooledPages(NamedTuple):
 def pooled_pages(
     n_batch: int, n_kv_head: int, n_page_max: int, device: torch.device
 ) -> PooledPages:
-    """Memory for the result of ``largest_scores``."""
+    """Memory for the result of ``softmax_scores``."""
     n_page, n_best = torch.empty(2, n_batch, dtype=torch.int32, device=device)
     shape = (n_batch, n_kv_head, n_page_max)
     return PooledPages(torch.empty(shape, dtype=torch.float32, device=device), n_page, n_best)
@@ -108,7 +153,7 @@ def check_scored(
     budget: torch.Tensor,
     out: PooledPages,
 ) -> None:
-    """Raises ValueError unless the arguments of ``largest_scores`` fit each other."""
+    """Raises ValueError unless the arguments of ``softmax_scores`` fit each other."""
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device
     check("q", q, QUERY_TYPES, (None, None, None), device)
@@ -125,7 +170,36 @@ def check_scored(
     check("out.n_best", out.n_best, torch.int32, (n_batch,), device)
 
 
-def largest_scores(
+class PageCandidates(NamedTuple):
+    """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
+
+    reserved: rows that are attended to in addition.
+    """
+
+    first: int
+    recent: int
+    reserved: int
+    least: int = 0
+
+
+class PageScratch(NamedTuple):
+    """The memory that the first launch of ``softmax_scores`` leaves for the second: S splits."""
+
+    scores: torch.Tensor  # f32 (B, H, n_page_max)
+    peak: torch.Tensor  # f32 (S, B, H)
+    mass: torch.Tensor  # f32 (S, B, H)
+
+
+def page_scratch(
+    n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int, device: torch.device
+) -> PageScratch:
+    """Memory for ``softmax_scores``."""
+    _, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
+    shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
+    return PageScratch(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
+
+
+def softmax_scores(
     q: torch.Tensor,
     hi: torch.Tensor,
     lo: torch.Tensor,
@@ -134,26 +208,43 @@ def largest_scores(
     n_page_max: int,
     page: int,
     scale: float,
+    candidates: PageCandidates,
+    wanted: torch.Tensor | None = None,
     out: PooledPages | None = None,
+    scratch: PageScratch | None = None,
 ) -> PooledPages:
-    """The largest score of each kv head's group for whole pages, and how many are to be taken.
+    """Returns the mean of the group's softmax over the candidates, and how many are to be taken.
 
     A head's score of a page is scale (relu(q) . hi - relu(-q) . lo). q (B, H, d); hi, lo f16 (B, G,
-    pages, d); n, budget int32 (B,): rows in context, and to attend to. Candidates are the whole
-    pages before the last row, n_page_max at most. The number to take is what the budget allows next
-    to the rows after the pages. out: memory for the result, for n_page_max pages.
+    pages, d); n, budget int32 (B,): rows in context, and to attend to. There are n_page_max
+    candidates at most. wanted int32 (B, G), if given: the kv heads that choose; scores of others
+    are not written. out: memory for the result, for n_page_max pages.
     """
     n_batch, n_head, d = q.shape
-    n_kv_head = hi.shape[1]
+    n_kv_head, device = hi.shape[1], q.device
     if out is None:
-        out = pooled_pages(n_batch, n_kv_head, n_page_max, q.device)
+        out = pooled_pages(n_batch, n_kv_head, n_page_max, device)
+    if scratch is None:
+        scratch = page_scratch(n_batch, n_head, n_kv_head, d, n_page_max, device)
     check_scored(q, hi, lo, n, budget, out)
+    if wanted is not None:
+        check("wanted", wanted, torch.int32, (n_batch, n_kv_head), device)
     block, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
+    scores, peak, mass = scratch
+    check("scratch.scores", scores, torch.float32, (n_batch, n_head, n_page_max), device)
+    check("scratch.peak", peak, torch.float32, (n_split, n_batch, n_head), device)
+    check("scratch.mass", mass, torch.float32, (n_split, n_batch, n_head), device)
     group = n_head // n_kv_head
-    _largest_scores_kernel[(n_split, n_batch * n_kv_head)](
-        q, hi, lo, n, budget, *out, scale, n_kv_head, n_split, *hi.stride()[:3],
-        *out.scores.stride()[:2],
+    _head_scores_kernel[(n_split, n_batch * n_kv_head)](
+        q, hi, lo, n, budget, wanted, scores, peak, mass, out.n_page, out.n_best, scale,
+        *candidates, n_kv_head, n_split, *hi.stride()[:3], *scores.stride()[:2],
         PAGE=page, GROUP=group, TILE_H=max(TILE, triton.next_power_of_2(group)), D=d,
-        BLOCK_D=_width(d, d), BLOCK_N=block, num_warps=4, num_stages=3,
+        BLOCK_D=_width(d, d), BLOCK_N=block, SOME=wanted is not None, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    _pool_softmax_kernel[(triton.cdiv(n_page_max, 256), n_batch * n_kv_head)](
+        scores, peak, mass, out.n_page, wanted, out.scores, n_kv_head, n_split,
+        *scores.stride()[:2], *out.scores.stride()[:2],
+        GROUP=group, BLOCK_S=triton.next_power_of_2(n_split), BLOCK_N=256,
+        SOME=wanted is not None, num_warps=2,
     )  # fmt: skip
     return out

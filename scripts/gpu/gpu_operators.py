@@ -23,7 +23,7 @@ from sparsekv_cli.kernels.attention.scores import score_rows
 from sparsekv_cli.kernels.fasa import chunks
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.page_rows import page_rows
-from sparsekv_cli.kernels.quest.scores import largest_scores
+from sparsekv_cli.kernels.quest.scores import PageCandidates, softmax_scores
 
 BUDGET = 512  # rows that the methods attend to
 N_TIP = 16  # FASA: dominant chunks of 64
@@ -159,9 +159,10 @@ class OperatorInputs:
 
     def quest(self) -> torch.Tensor:
         n_page = self.hi.shape[2]
-        pooled = largest_scores(
-            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale
-        )
+        pooled = softmax_scores(
+            self.q, self.hi, self.lo, self.n, self.budget, n_page, PAGE, self.scale,
+            PageCandidates(first=0, recent=1, reserved=1),
+        )  # fmt: skip
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, n_page, pooled.n_best, BUDGET // PAGE
         )

@@ -10,11 +10,12 @@ kept. They bound the score of any key of the page. A step reads the pages with t
 | 3.4 top-k pages, then attention over their rows | cpu/quest/pages.py select_pages, attend_rows |
 
 Departures; docs/methods.md has their reasons:
-(1) The query heads of a kv head share its pages, chosen by the group's largest score.
+(1) The query heads of a kv head share its pages. They are chosen by the mean of the heads' softmax
+    over the scores, as in FreeKV. (The paper's models have one query head a kv head.)
 (2) Sinks are attended to in addition to the budget. Page 0 is summarised without them.
-(3) The page of the current token is always read and counts in the budget. The rest of the budget is
-    rounded down to whole pages.
-(4) ``summary=meanstd`` scores q . mean + |q| . std instead of a bound.
+(3) The budget is rounded up to whole pages. The page of the current token is one of them. It is
+    always read.
+(4) ``summary=meanstd`` (default) scores q . mean + |q| . std instead of the paper's bound (minmax).
 (5) While the budget covers the context, attention is dense.
 (6) Keys stored as q8_0 are rounded to f16 for the summaries.
 (7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike. The budget
@@ -30,6 +31,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import DenseCache, LayerCache, SelectingCache
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest import pages
 from sparsekv_cli.methods.base import Method
@@ -43,7 +45,7 @@ class Quest(Method):
     """Options of Quest."""
 
     paper: ClassVar[str] = "arXiv:2406.10774"
-    description: ClassVar[str] = "whole pages, chosen by bounds of what their keys can score"
+    description: ClassVar[str] = "whole pages, chosen by summaries of their keys"
     use: ClassVar[str] = (
         "long contexts, without a calibration; no task of docs/benchmarks.md is lost at 8192 tokens"
     )
@@ -55,7 +57,7 @@ class Quest(Method):
         8, "rows of a page, more than the sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
     )
     summary: str = option(
-        "minmax", "of a page's keys; minmax is the bound", choices=("minmax", "meanstd")
+        "meanstd", "of a page's keys; minmax is the paper's bound", choices=("minmax", "meanstd")
     )
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
@@ -110,14 +112,16 @@ class QuestCache(SelectingCache):
         spec, page = self.spec, self.method.page
         n_page = (n - 1) // page  # whole pages before that of the current token
         self._summarise(n_page)
-        n_best = min(n_page, max(0, (self.method.budget.rows(n) - (n - n_page * page)) // page))
-        scores = np.empty((spec.n_head, n_page), np.float32)
+        n_best = min(n_page, (self.method.budget.rows(n) - 1) // page)
+        scores = np.empty((spec.n_head, n_page + LANES), np.float32)
         pages.page_scores(
             q, self._hi, self._lo, n_page, spec.n_head_kv, spec.scale, scores, spec.n_threads
         )
         idx = np.empty((spec.n_head_kv, N_SINKS + n_best * page + n - n_page * page), np.int32)
         counts = np.empty(spec.n_head_kv, np.int64)
-        pages.select_pages(scores, n_page, n_best, page, n, N_SINKS, idx, counts)
+        pages.select_pages(
+            scores, n_page, n_best, page, n, N_SINKS, spec.softcap, idx, counts, spec.n_threads
+        )
         return idx, counts, 2 * spec.n_head * n_page  # two summary vectors a page
 
     def bytes_to_select(self, n: int) -> int:

@@ -17,7 +17,6 @@ from sparsekv_cli.kernels.clock import take_time
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 from sparsekv_cli.kernels.freekv import correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
-from sparsekv_cli.kernels.freekv import scores as of_freekv
 from sparsekv_cli.kernels.layer import decode as layer
 from sparsekv_cli.kernels.quest import page_rows, pages
 from sparsekv_cli.kernels.quest import scores as of_quest
@@ -179,16 +178,6 @@ def summaries_of_pages() -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]
         yield n_kv, page, torch.empty(2, n_head, d), hi
 
 
-def freekv_scores() -> Launches:
-    n = torch.zeros(2, dtype=torch.int32)
-    for n_kv, page, q, hi in summaries_of_pages():
-        score = partial(of_freekv.softmax_scores, q, hi, hi, n, n, 8192, page, 1.0)
-        wanted = torch.zeros(2, n_kv, dtype=torch.int32)
-        yield partial(score, of_freekv.PageCandidates(4, 64, 80), wanted)
-        if n_kv == 8:
-            yield partial(score, of_freekv.PageCandidates(0, 1, 80))
-
-
 def layer_decode() -> Launches:
     for n in (576, 4096):
         x, weight = torch.zeros(2, n), torch.zeros(n)
@@ -235,8 +224,11 @@ def quest_pages() -> Launches:
 def quest_scores() -> Launches:
     n = torch.zeros(2, dtype=torch.int32)
     for n_kv, page, q, hi in summaries_of_pages():
-        for n_page_max in (8192, 64) if n_kv == 8 else (8192,):
-            yield partial(of_quest.largest_scores, q, hi, hi, n, n, n_page_max, page, 1.0)
+        score = partial(of_quest.softmax_scores, q, hi, hi, n, n)
+        wanted = torch.zeros(2, n_kv, dtype=torch.int32)
+        yield partial(score, 8192, page, 1.0, of_quest.PageCandidates(4, 64, 80), wanted)
+        for n_page_max in (8192, 64) if n_kv == 8 else ():
+            yield partial(score, n_page_max, page, 1.0, of_quest.PageCandidates(0, 1, 1))
 
 
 def sals_attention() -> Launches:

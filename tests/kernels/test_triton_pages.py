@@ -6,12 +6,11 @@ import torch
 from sweeps import sweep
 
 from sparsekv_cli.cpu.freekv.choice import choose_pages_ref
-from sparsekv_cli.cpu.quest.pages import page_scores_ref, page_summaries_ref, select_pages_ref
+from sparsekv_cli.cpu.quest.pages import listed_rows_ref, page_summaries_ref
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
-from sparsekv_cli.kernels.freekv.scores import PageCandidates, softmax_scores
 from sparsekv_cli.kernels.quest import page_rows, pages
-from sparsekv_cli.kernels.quest.scores import largest_scores, pooled_pages
+from sparsekv_cli.kernels.quest.scores import PageCandidates, pooled_pages, softmax_scores
 
 GEOMETRIES = [(1, 1, 64), (9, 3, 64), (4, 1, 80), (8, 1, 128)]
 
@@ -92,43 +91,23 @@ def as_numpy(*tensors):
 
 
 @pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
-@pytest.mark.parametrize("sizes", [[2], [64, 1030, 333]])
-def test_pooled_by_the_largest_score(n_head, n_kv_head, d, sizes, device):
+@pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
+@pytest.mark.parametrize(("first", "recent"), [(2, 11), (0, 1)])  # FreeKV's, Quest's
+def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, first, recent, device):
     page, scale = 4, d**-0.5
     q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
-    budget = ints([60 + b for b in range(len(sizes))], device)
     n_page_max = max(sizes) // page + 5
     out = pooled_pages(len(sizes), n_kv_head, n_page_max, q.device)
     out.scores.fill_(7)
-    largest_scores(q, hi, lo, ints(sizes, device), budget, n_page_max, page, scale, out)
-    for b, n in enumerate(sizes):
-        n_page = (n - 1) // page
-        assert out.n_page[b] == n_page
-        assert out.n_best[b] == (60 + b - (n - n_page * page)) // page
-        qb, hb, lb = as_numpy(q[b], hi[b, :, :n_page], lo[b, :, :n_page])
-        wanted = (
-            page_scores_ref(qb, hb, lb, scale)
-            .reshape(n_kv_head, n_head // n_kv_head, n_page)
-            .max(1)
-        )
-        np.testing.assert_allclose(out.scores[b, :, :n_page].cpu(), wanted, atol=1e-4)
-        assert (out.scores[b, :, n_page:] == 7).all()
-
-
-@pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
-@pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
-def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
-    page, scale, first, recent = 4, d**-0.5, 2, 11
-    q, hi, lo = scored(n_head, n_kv_head, d, sizes, page, device)
-    n_page_max = max(sizes) // page + 5
-    out = softmax_scores(
+    softmax_scores(
         q, hi, lo, ints(sizes, device), ints([20] * len(sizes), device), n_page_max, page, scale,
-        PageCandidates(first, recent, first * page + recent, least=1),
+        PageCandidates(first, recent, 17, least=1), out=out,
     )  # fmt: skip
     group = n_head // n_kv_head
     for b, n in enumerate(sizes):
         end = (n - recent) // page
         assert out.n_page[b] == end - first and out.n_best[b] == 1
+        assert (out.scores[b, :, end - first :] == 7).all()
         for g in range(n_kv_head):
             qg, hg, lg = as_numpy(q[b, g * group : (g + 1) * group], hi[b, g], lo[b, g])
             _, wanted = choose_pages_ref(qg, hg, lg, first, end, 1, scale)
@@ -141,8 +120,6 @@ def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, device):
 def test_how_many_pages_are_taken(budget, least, device):
     q, hi, lo = scored(2, 1, 64, [40], 4, device)
     args = q, hi, lo, ints([40], device), ints([budget], device), 16, 4, 1.0
-    out = largest_scores(*args)
-    assert out.n_page == 9 and out.n_best == max(0, (budget - 4) // 4)
     out = softmax_scores(*args, PageCandidates(0, 3, 4, least))
     assert out.n_page == 9 and out.n_best == max(least, (budget - 4) // 4)
     out = softmax_scores(*args, PageCandidates(0, 3, 11, least))
@@ -154,28 +131,26 @@ def test_no_candidates(device):
     for n in (3, 5):
         args = q, hi, lo, ints([n], device), ints([20], device), 16, 4, 1.0
         assert softmax_scores(*args, PageCandidates(3, 2, 14)).n_page == 0
-        assert largest_scores(*args).n_page == (n - 1) // 4
+        assert softmax_scores(*args, PageCandidates(0, 1, 4)).n_page == (n - 1) // 4
 
 
-@pytest.mark.parametrize(("n_head", "n_kv_head"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize("n_kv_head", [1, 3])
 @pytest.mark.parametrize("page", [5, 16])
 @pytest.mark.parametrize("n", [1, 6, 17, 65])
-def test_selected_rows_are_those_of_the_host(n_head, n_kv_head, page, n, device):
-    """Pooling, selection and rows of pages together, as Quest uses them."""
+def test_selected_rows_are_those_of_the_host(n_kv_head, page, n, device):
+    """Selection and rows of pages together, as Quest uses them."""
     n_page, n_page_max = (n - 1) // page, 60
     rng = np.random.default_rng(n)
-    scores = rng.integers(0, 6, (n_head, n_page)).astype(np.float32)  # many ties
     pooled = torch.full((1, n_kv_head, n_page_max), torch.nan)
-    pooled[0, :, :n_page] = (
-        torch.from_numpy(scores).view(n_kv_head, n_head // n_kv_head, n_page).amax(1)
-    )
+    scores = rng.integers(0, 6, (n_kv_head, n_page)).astype(np.float32)  # many ties
+    pooled[0, :, :n_page] = torch.from_numpy(scores)
     for n_best in (0, 3, 100):
         chosen, sizes = select.select_largest(
             pooled.to(device), ints([n_page], device), n_page_max, ints([n_best], device), 100
         )
         for n_sinks in (0, 4, 2 * page + 1):
             idx, counts = page_rows.page_rows(chosen, sizes, ints([n], device), page, n_sinks)
-            wanted = select_pages_ref(scores, n_kv_head, n_best, page, n, n_sinks)
+            wanted = listed_rows_ref(scores, n_best, page, n, n_sinks)
             for g in range(n_kv_head):
                 np.testing.assert_array_equal(idx[0, g, : counts[0, g]].cpu(), wanted[g])
 

@@ -169,7 +169,7 @@ def test_leaving_out_nobodys_row_equals_dense(case, geometry):
 
 
 @pytest.mark.parametrize("geometry", sweep(GEOMETRIES, fast=1), ids=str)
-@pytest.mark.parametrize("options", [{}, {"summary": "meanstd"}, {"page": 7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"summary": "minmax"}, {"page": 7}], ids=str)
 def test_every_page_of_quest_equals_dense(options, geometry, monkeypatch):
     """Its pages in their order, gathered; freekv's are in test_freekv_steps.py."""
     method = Quest(budget=AllBut(floor=0), **options)

@@ -34,10 +34,10 @@ from sparsekv_cli.device.methods.freekv_pages import DevicePages, Workspace, res
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention import select
-from sparsekv_cli.kernels.freekv import correction, recall, scores
+from sparsekv_cli.kernels.freekv import correction, recall
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
-from sparsekv_cli.kernels.quest.scores import pooled_pages
+from sparsekv_cli.kernels.quest import scores
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
 NEVER = 1 << 30  # a page that no window reaches
@@ -197,7 +197,7 @@ class DeviceFreeKV(DeviceCache):
         self._work = Workspace(
             wanted=numbers(),
             query=torch.zeros(n, spec.n_head, spec.head_dim, device=device),
-            pooled=pooled_pages(n, n_kv, n_page, device),
+            pooled=scores.pooled_pages(n, n_kv, n_page, device),
             scores=scores.page_scratch(n, spec.n_head, n_kv, spec.head_dim, n_page, device),
             selection=select.select_scratch(n * n_kv, n_page, m, device),
             fresh=numbers(m),

@@ -9,10 +9,9 @@ from sparsekv_cli.device.cache import DeviceStore
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.freekv import pages as page_cache
 from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
-from sparsekv_cli.kernels.freekv.scores import PageScratch
 from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
-from sparsekv_cli.kernels.quest.scores import PooledPages
+from sparsekv_cli.kernels.quest.scores import PageScratch, PooledPages
 
 COPIED = 1 << 26  # bytes of a store that go to the host at a time
 

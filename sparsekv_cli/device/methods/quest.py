@@ -1,4 +1,4 @@
-"""Quest on a device (methods/quest.py): whole pages, chosen by bounds of their keys' scores."""
+"""Quest on a device (methods/quest.py): whole pages, chosen by summaries of their keys."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,9 @@ from sparsekv_cli.cache.spec import N_SINKS, LayerSpec, Memory
 from sparsekv_cli.device.cache import CachePlan, DeviceInput, DeviceSelecting
 from sparsekv_cli.kernels.attention import select
 from sparsekv_cli.kernels.attention.decode import NewRow
-from sparsekv_cli.kernels.quest import pages, scores
+from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.page_rows import page_rows
+from sparsekv_cli.kernels.quest.scores import PageCandidates, softmax_scores
 
 
 class DeviceQuest(DeviceSelecting):
@@ -81,7 +82,8 @@ class DeviceQuest(DeviceSelecting):
         pages.append_row(
             NewRow(x.k, x.v), k, v, hi, lo, step.n, page, self._meanstd, n_sinks=N_SINKS
         )
-        pooled = scores.largest_scores(x.q, hi, lo, step.n, step.budget, n_page, page, scale)
+        candidates = PageCandidates(first=0, recent=1, reserved=1)
+        pooled = softmax_scores(x.q, hi, lo, step.n, step.budget, n_page, page, scale, candidates)
         chosen, sizes = select.select_largest(
             pooled.scores, pooled.n_page, n_page, pooled.n_best, self._k_max
         )
@@ -96,7 +98,7 @@ class DeviceQuest(DeviceSelecting):
         spec, page = self.spec, self.method.page
         n_page = (n - 1) // page
         current = n - n_page * page
-        n_best = min(n_page, max(0, (self.budget_rows(n) - current) // page))
+        n_best = min(n_page, (self.budget_rows(n) - 1) // page)
         # Sinks count once: a chosen first page holds them. Which it was only the device knows.
         attended = N_SINKS + n_best * page + current
         n_bytes = spec.n_head_kv * (attended * self.store.row_bytes + n_page * 4 * spec.head_dim)

@@ -2,8 +2,8 @@
 
 | paper | here |
 |---|---|
-| 3.3 min and max of a page's keys | NaiveQuest.page_score |
-| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | NaiveQuest.page_score |
+| 3.3 min and max of a page's keys | NaiveQuest.page_scores |
+| 3.3 criticality of a page, sum_c max(q_c min_c, q_c max_c) | NaiveQuest.page_scores |
 | 3.4 top-k pages, then attention over their rows | NaiveQuest.select |
 
 Every step makes the summaries of all pages again.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.cache.spec import N_SINKS
-from sparsekv_cli.methods.naive.base import FORCED, Choice, Naive, half
+from sparsekv_cli.methods.naive.base import FORCED, Choice, Naive, half, softmax
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.quest import Quest
@@ -33,10 +33,10 @@ class NaiveQuest(Naive):
     def select(self) -> list[Choice]:
         n, p, budget = self.n, self.method.page, self.method.budget.rows(self.n)
         n_page = (n - 1) // p  # whole pages before that of the current token
-        n_best = min(n_page, max(0, budget - (n - n_page * p)) // p)
+        n_best = min(n_page, (budget - 1) // p)
         choices = []
         for g in range(self.n_kv):
-            pages = np.array([self.page_score(g, j) for j in range(n_page)])
+            pages = self.pooled(g, n_page) if n_page else np.empty(0)
             chosen = np.sort(np.argsort(-pages, kind="stable")[:n_best])
             scores = np.append(np.repeat(pages, p), np.full(n - n_page * p, FORCED))
             scores[:N_SINKS] = FORCED
@@ -45,8 +45,13 @@ class NaiveQuest(Naive):
             choices.append(Choice(np.unique(np.concatenate(rows)), scores))
         return choices
 
-    def page_score(self, g: int, j: int) -> float:
-        """Returns the largest score of page j for a query head of kv head g."""
+    def pooled(self, g: int, n_page: int) -> np.ndarray:
+        """Returns the mean over kv head g's queries of softmax(scores of pages)."""
+        s = np.array([self.page_scores(g, j) for j in range(n_page)]).reshape(n_page, self.group)
+        return np.mean([softmax(self.capped(each)) for each in s.T], axis=0)
+
+    def page_scores(self, g: int, j: int) -> np.ndarray:
+        """Returns the score of page j for each query head of kv head g."""
         p, q = self.method.page, self.q[g * self.group : (g + 1) * self.group]
         keys = self.k[g, max(j * p, N_SINKS) : (j + 1) * p]
         if self.method.summary == "minmax":
@@ -54,4 +59,4 @@ class NaiveQuest(Naive):
         else:
             hi, lo = keys.mean(0) + keys.std(0), keys.mean(0) - keys.std(0)
         hi, lo = half(hi), half(lo)
-        return self.scale * np.maximum(q * hi, q * lo).sum(1).max()
+        return self.scale * np.maximum(q * hi, q * lo).sum(1)

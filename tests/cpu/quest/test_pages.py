@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.quest import pages
 
@@ -121,14 +122,31 @@ def test_what_a_score_means(meanstd):
 @pytest.mark.parametrize("page", [5, 16])
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 16, 17, 63, 64, 65, 257])
 @pytest.mark.parametrize("n_best", [0, 1, 3, 100])
-def test_select_pages(n_head, n_kv_head, d, page, n, n_best):
+@pytest.mark.parametrize(("softcap", "n_threads"), [(0, 1), (3, 2)])
+def test_select_pages(n_head, n_kv_head, d, page, n, n_best, softcap, n_threads):
     n_page = (n - 1) // page
     rng = np.random.default_rng(n)
-    scores = rng.integers(0, 6, (n_head, n_page + 4)).astype(np.float32)  # many ties
+    given = np.zeros((n_head, n_page + LANES), np.float32)
+    given[:, :n_page] = 9 * rng.standard_normal((n_head, n_page))
+    given[:, 1:n_page:3] = given[:, :1]  # many ties
     for n_sinks in (0, 4, 2 * page + 1):
         idx = np.full((n_kv_head, n + 4), -1, np.int32)
         counts = np.zeros(n_kv_head, np.int64)
-        pages.select_pages(scores, n_page, n_best, page, n, n_sinks, idx, counts)
-        expected = pages.select_pages_ref(scores[:, :n_page], n_kv_head, n_best, page, n, n_sinks)
+        pages.select_pages(
+            given.copy(), n_page, n_best, page, n, n_sinks, np.float32(softcap), idx, counts,
+            n_threads,
+        )  # fmt: skip
+        expected = pages.select_pages_ref(
+            given[:, :n_page], n_kv_head, n_best, page, n, n_sinks, softcap
+        )
         for g in range(n_kv_head):
             np.testing.assert_array_equal(idx[g, : counts[g]], expected[g])
+
+
+def test_a_head_with_large_scores_does_not_choose_for_the_others():
+    """All scores of the first head are larger; the second one's clear choice counts."""
+    scores = np.zeros((2, 8 + LANES), np.float32)
+    scores[0, :8], scores[1, 5] = 100, 20
+    idx, counts = np.zeros((1, 40), np.int32), np.zeros(1, np.int64)
+    pages.select_pages(scores, 8, 1, 4, 33, 0, np.float32(0), idx, counts)
+    assert idx[0, : counts[0]].tolist() == [20, 21, 22, 23, 32]
