@@ -123,7 +123,7 @@ def _check_context(hparams: HParams, method: Method, n_ctx: int, more: int) -> N
         return
     types = method.cache_type_k, method.cache_type_v
     size = token_bytes(hparams.layers, *types) + more
-    mend = f"take -c {fitting_context(available_memory() or 0, size)} or less"
+    mend = f"take at most {fitting_context(available_memory() or 0, size)} tokens"
     if types == ("f16", "f16") and "q4_0" in method.cache_types:
         mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"
-    check_memory(f"K and V of {n_ctx} tokens (-c)", n_ctx * size, mend)
+    check_memory(f"K and V of {n_ctx} tokens", n_ctx * size, mend)

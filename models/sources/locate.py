@@ -60,7 +60,7 @@ def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: No
 
 def _unknown(name: str) -> str:
     """Returns the message for a name that no model has."""
-    names = [*PACKAGED_MODELS, *models_by_name()]
+    names = list(dict.fromkeys((*PACKAGED_MODELS, *models_by_name())))
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return (
         f"{name}: no such file, nor a model known by name ({', '.join(names[:MAX_SHOWN])}{more})"

@@ -29,8 +29,8 @@ from sparsekv_cli.commands.options.model import (
     warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
-from sparsekv_cli.commands.options.prefix import PrefixOptions, prefix_options, prefixes_maker
-from sparsekv_cli.commands.options.sampling import sampling_options
+from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options, prefixes_maker
+from sparsekv_cli.commands.options.sampling import server_sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
@@ -124,8 +124,8 @@ class Listen:
     help="At the end, the time that answers have to become whole. [default: 60]",
 )  # fmt: skip
 @model_options(models=MODELS_OPTION)
-@prefix_options
-@sampling_options
+@folder_options
+@server_sampling_options
 @gathered("listen", lambda v: Listen(*(v.pop(each.name) for each in fields(Listen))), [])
 @gathered("memory", lambda v: (v.pop("models_memory"), v.pop("kv_memory")), [])
 @gathered("limits", lambda v: tuple(v.pop(n) for n in ("max_tokens", "timeout", "max_body")), [])
@@ -151,10 +151,6 @@ def command(
     if missing:
         raise SparseKVError(f"serve needs {' and '.join(missing)}: {install_command('serve')}")
     check_open_files()
-    if prefix.session is not None:
-        raise click.UsageError("--session is for one prompt: leave it out")
-    if sampling.grammar is not None:
-        raise click.UsageError(f"--{sampling.grammar.kind} is a request's: leave it out")
     if not listen.key and not is_loopback(listen.host):
         say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
     method = method_of(options)

@@ -21,8 +21,8 @@ class SessionConfig:
         flags=("-c", "--ctx-size"), metavar="N"
     )  # fmt: skip
     threads: int = option(
-        0, "Threads; 0 takes the physical cores.", at_least=0, flags=("-t", "--threads"),
-        metavar="N"
+        0, "Threads, at most one for each CPU; 0 takes the physical cores.", at_least=0,
+        flags=("-t", "--threads"), metavar="N"
     )  # fmt: skip
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     prefill_dtype: str = option(

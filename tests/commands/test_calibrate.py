@@ -147,9 +147,11 @@ def test_the_need_is_listed(fake, invoke):
 def test_what_remains_is_told_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     with progress.CalibrationProgress() as calibrating, progress.MeasureProgress() as measuring:
+        calibrating("sals", 0.009, "")
         for done in range(5):
             calibrating("sals", done / 4, "")
             measuring("quest", done, 4)
     told = capsys.readouterr().err
     assert "calibrate sals: 25 %, about 0 s left" in told
     assert "measure quest: 75 %, about 0 s left" in told and "100 %" not in told
+    assert "calibrate sals: 1 %" not in told

@@ -99,6 +99,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help="Go on where the model would end, up to the most tokens.",
     ),
     click.option(
+        "--think-budget", metavar="N", type=click.IntRange(min=0),
+        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
+        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
+    ),
+]  # fmt: skip
+GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [
+    click.option(
         "--json-schema", metavar="FILE|TEXT", shell_complete=files,
         help="The answer is JSON that fits this JSON schema; {}: any JSON.",
     ),
@@ -107,11 +114,6 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help="The answer matches this grammar, in llama.cpp's GBNF or in Lark.",
     ),
     click.option("--regex", metavar="TEXT", help="The answer matches this regular expression."),
-    click.option(
-        "--think-budget", metavar="N", type=click.IntRange(min=0),
-        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
-        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
-    ),
 ]  # fmt: skip
 
 
@@ -133,7 +135,9 @@ def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
     return SamplingOptions(explicit, ignore_eos, grammar, values.pop("think_budget"))
 
 
-sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
+sampling_options = gathered("sampling", _gather_sampling, [*SAMPLING_OPTIONS, *GRAMMAR_OPTIONS])
+# The options of a server. A request brings its own grammar.
+server_sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 
 
 def check_think_budget(
@@ -155,7 +159,7 @@ def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
     given = {
         option: text
         for option in ("json-schema", "grammar", "regex")
-        if (text := values.pop(option.replace("-", "_"))) is not None
+        if (text := values.pop(option.replace("-", "_"), None)) is not None
     }
     if len(given) > 1:
         first, second, *_ = given

@@ -90,7 +90,7 @@ class PrefillProgress(_Bar):
 
 class _LateBar(_Bar):
     """A bar that its first figures bring. If stderr is no terminal, it is a line every LINE_S
-    seconds. Both show the time for the rest.
+    seconds, from 1 % on. Both show the time for the rest.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _LateBar(_Bar):
             self._started = self._said_at = now
         if sys.stderr.isatty():
             self._draw(unit, label, done, total)
-        elif now - self._said_at >= LINE_S and 0 < done < total:
+        elif now - self._said_at >= LINE_S and total <= 100 * done < 100 * total:
             self._said_at = now
             left = (now - self._started) * (total - done) / done
             line = f"{label}: {100 * done / total:.0f} %, about {left:.0f} s left"

@@ -31,6 +31,11 @@ def test_every_option_once(name, width):
     assert not re.search(r"\dx|x>", page)
 
 
+def test_serve_has_no_option_of_one_request():
+    names = {each.name for each in LOADED["serve"].params}
+    assert not names & {"session", "json_schema", "grammar", "regex"} and "cache_dir" in names
+
+
 def test_groups_name_what_there_is():
     known = {each.name for command in LOADED.values() for each in command.params}
     named = [name for names in GROUPS.values() for name in names if name not in (OWN, "help")]

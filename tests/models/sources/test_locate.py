@@ -58,8 +58,11 @@ def test_paths(tmp_path, monkeypatch):
     assert resolve_model("./smollm2") == Path("smollm2")
     assert resolve_model("a/b/c") == Path("a/b/c")
     assert resolve_model("a/b.gguf") == Path("a/b.gguf")
-    with pytest.raises(SparseKVError, match=r"name \(smollm2\) \(did you mean smollm2\?\)"):
-        resolve_model("smolm2")
+    (tmp_path / "smollm2.gguf").write_bytes(b"GGUF")  # as 'models get smollm2' leaves it
+    for folder in ("none", "."):
+        monkeypatch.setenv("SPARSEKV_MODELS", str(tmp_path / folder))
+        with pytest.raises(SparseKVError, match=r"name \(smollm2\) \(did you mean smollm2\?\)"):
+            resolve_model("smolm2")
     with pytest.raises(SparseKVError, match=r"gpt5: no such file, nor a model known by name"):
         resolve_model("gpt5")
     with pytest.raises(SparseKVError, match="is empty"):
