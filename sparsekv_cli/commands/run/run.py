@@ -226,7 +226,7 @@ def _answer_lines(
             n_done, n_old, n_old_failed = resume(Path(path))
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         if n_done:
-            say(f"{path} has answers up to line {n_done}: going on behind it")
+            say(f"{path} has answers up to line {n_done}: going on after it")
         if ray is not None:
             check_ray(ray)
         model, options = choose_method(open_model(options), options)
