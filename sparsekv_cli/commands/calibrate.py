@@ -50,7 +50,7 @@ ALL, AUTO = "all", "auto"
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
-    help="Write here; runs find it with --calibration FILE. [default: beside the model, or in the "
+    help="Write here; runs find it with --calibration FILE. [default: next to the model, or in the "
     "user's cache directory where that cannot be written]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
