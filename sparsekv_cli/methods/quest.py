@@ -46,9 +46,7 @@ class Quest(Method):
 
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by summaries of their keys"
-    use: ClassVar[str] = (
-        "long contexts, without a calibration; no task of docs/benchmarks.md is lost at 8192 tokens"
-    )
+    use: ClassVar[str] = "long contexts, without a calibration"
     work_of_a_head: ClassVar[int] = 512
     device_cache: ClassVar[str] = "quest:DeviceQuest"
 
