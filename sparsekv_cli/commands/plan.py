@@ -13,6 +13,7 @@ from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     ModelOptions,
+    check_calibration,
     check_sparse_from,
     find_model,
     model_options,
@@ -54,6 +55,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
     config = options.config
     if config.device == "cuda":
         raise click.UsageError("plan measures the CPU; of a GPU, bench tells the speed")
+    check_calibration(options, "plan")
     names = list(METHODS) if methods == ALL else [name.strip() for name in methods.split(",")]
     chosen = [build_for_bench(name, names, options) for name in names]
     check_sparse_from(config, chosen)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -191,10 +192,13 @@ def measure_losses(
 ) -> tuple[Losses, Entry]:
     """Decodes the last tokens of a text, and a passage of it again, with each of ``methods``.
 
+    The losses are kept for every context, so the user's context does not limit the tokens.
     Raises SparseKVError for a text that is too short.
     """
     ids = model.tokenizer.encode(text.text, add_eos=False, parse_special=False)
-    ids = ids[: min(n_tokens, model.n_ctx)]
+    n_tokens, engine = min(n_tokens, model.hparams.n_ctx_train), copy(model.engine)
+    engine.n_ctx, model = max(model.n_ctx, n_tokens), replace(model, engine=engine)
+    ids = ids[:n_tokens]
     if len(ids) < LEAST_TEXT:
         raise SparseKVError(
             f"{len(ids)} tokens of text {text.name} are too few to measure what methods lose: at "

@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_told(header, capsys, monkeypatch):
         (("--methods", "fulll"), "did you mean full"),
         (("--methods", "full", "-o", "window=3"), "window"),
         (("--device", "cuda"), "plan measures the CPU"),
+        (("--calibration", "a.npz"), "plan takes the model's own calibrations"),
     ],
 )
 def test_usage_errors(header, capsys, arguments, said):

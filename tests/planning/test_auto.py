@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
@@ -173,6 +174,7 @@ def test_commands_choose_and_say_so(model, tmp_path, capsys, monkeypatch):
     [
         (("--budget", "10%"), "leave budget out"),
         (("-o", "page=8"), "leave page out"),
+        (("--calibration", "a.npz"), "leave calibration out"),
         (("--max-loss", "-1"), "--max-loss"),
     ],
 )
@@ -182,6 +184,15 @@ def test_auto_takes_no_options_of_methods(model, tmp_path, capsys, arguments, sa
     code, _, err = call(capsys, "run", "-m", model, "-f", text, "--method", "auto", *arguments)
     assert code == 2
     assert said in err
+
+
+def test_a_short_context_does_not_limit_the_losses_that_are_kept(model, tmp_path, capsys):
+    given = ("bench", "-m", model, "-t", 1, "-p", 0, "-n", 2, "-d", 1040, "-r", 1)
+    code, _, err = call(capsys, *given, "--method", "auto")
+    assert code == 0 and "measuring what methods lose" in err, err
+    with np.load(tmp_path / "model.calibration.npz") as sidecar:
+        about = json.loads(str(sidecar["about"]))
+    assert about["methods"]["auto"]["n_tokens"] == 1100
 
 
 def test_short_contexts_are_dense(model, tmp_path, capsys):

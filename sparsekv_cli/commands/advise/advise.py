@@ -23,6 +23,7 @@ from sparsekv_cli.commands.options.model import (
     MAX_LOSS_OPTION,
     ModelOptions,
     build_method,
+    check_calibration,
     find_model,
     load_model,
     model_options,
@@ -91,6 +92,7 @@ def command(
         raise click.UsageError("advise measures the CPU; of a GPU, bench and compare tell")
     if options.method_options:
         raise click.UsageError("advise tries methods with their defaults: leave -o out")
+    check_calibration(options, "advise")
     full = build_method("full", {}, {key: options.named[key] for key in CACHE_TYPES})
     methods, left_out = candidates(options)
     question = None if prompt is None else check_utf8(prompt, "the question given with -p")

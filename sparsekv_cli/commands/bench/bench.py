@@ -24,7 +24,9 @@ from sparsekv_cli.commands.options.model import (
     check_sparse_from,
     find_model,
     load_model,
+    method_of,
     model_options,
+    with_context,
 )
 from sparsekv_cli.commands.options.numbers import (
     at_least_one,
@@ -127,6 +129,10 @@ def command(
     if not tests:
         nothing = "nothing to measure: -p and -n are 0 and there is no -pg"
         raise click.UsageError(nothing, click.get_current_context())
+    config = with_context(options.config, context_size(tests))
+    auto = replace(options, method=AUTO)  # for the largest test
+    if AUTO in methods:
+        method_of(auto)
     built = [
         (name, build_for_bench("full" if name == AUTO else name, methods, options))
         for name in methods
@@ -134,15 +140,13 @@ def command(
     check_sparse_from(options.config, [method for _, method in built])
     check_text(text, options.config.speculate)
     path = find_model(options.model)
-    config = replace(options.config, ctx_size=context_size(tests))
     seed = DEFAULT_SEED if options.seed is None else options.seed
     report = REPORTS[output](write_text)
     bandwidth: float | None = None
     try:
         for name, method in built:
             model = load_model(path, method, config)
-            if name == AUTO:  # for the largest test
-                auto = replace(options, method=AUTO)
+            if name == AUTO:
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
@@ -315,7 +319,9 @@ def add_ledger(
     from sparsekv_cli.sequence import LEDGER_STATES
 
     return {
-        key: value if key in LEDGER_STATES else total.get(key, 0) + value - before.get(key, 0)
+        key: value
+        if key.startswith(LEDGER_STATES)
+        else total.get(key, 0) + value - before.get(key, 0)
         for key, value in after.items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     prepare_methods,
     warn_of_long_context,
+    with_context,
 )
 from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
@@ -86,7 +88,7 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
     It is on the CPU, if the user names no device.
     """
-    config = replace(options.config, ctx_size=n_ctx)
+    config = with_context(options.config, n_ctx)
     if config.device == "auto":
         config = replace(config, device="cpu")
     compiling = CompileProgress()
@@ -97,11 +99,19 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
-    """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
+    """Returns the common fields of a file's records: the model, ``others``, and how it computes.
+
+    A file of ``--calibration`` is told by its content.
+    """
+    given = model.config.calibration
+    told = {}
+    if given:
+        told["calibration"] = hashlib.sha256(Path(given).read_bytes()).hexdigest()[:32]
     return {
         "model": model.gguf.path.name,
         "model_hash": model.calibrations.identity.model_hash,
         **others,
+        **told,
         "device": model.config.device,
         "prefill_dtype": model.config.prefill_dtype,
         "activations": model.config.activations,

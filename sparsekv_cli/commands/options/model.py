@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -278,6 +278,22 @@ def open_model(options: ModelOptions) -> Model:
     return model
 
 
+def check_calibration(options: ModelOptions, command: str) -> None:
+    """Raises click.UsageError for ``--calibration`` of a command that tries many methods."""
+    if options.config.calibration:
+        raise click.UsageError(f"{command} takes the model's own calibrations: no --calibration")
+
+
+def with_context(config: SessionConfig, n: int) -> SessionConfig:
+    """Returns ``config`` with a context of n tokens. Raises click.UsageError for too many."""
+    if n > MAX_WHOLE:
+        raise click.UsageError(
+            f"a context of {n} tokens: at most {MAX_WHOLE} are possible",
+            click.get_current_context(silent=True),
+        )
+    return replace(config, ctx_size=n)
+
+
 def method_of(options: ModelOptions) -> Method:
     """Returns the method that a model is loaded with: ``full`` for ``auto``.
 
@@ -286,6 +302,7 @@ def method_of(options: ModelOptions) -> Method:
     name = options.method
     if options.is_auto:
         name, given = "full", [*options.method_options, *filter(options.named.get, options.named)]
+        given += ["calibration"] * bool(options.config.calibration)
         if given:
             raise click.UsageError(
                 f"--method auto chooses a method with its options: leave {given[0]} out, or name "

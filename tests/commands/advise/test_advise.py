@@ -138,6 +138,7 @@ def test_what_is_no_document_is_refused(tmp_path, invoke, data, said):
         (("-o", "window=3"), "leave -o out"),
         (("--budget", "much"), "budget = 'much'"),
         (("-ctk", "q9"), "cache_type_k = 'q9'"),
+        (("--calibration", "a.npz"), "advise takes the model's own calibrations"),
     ],
 )
 def test_usage_errors(document, invoke, arguments, said):

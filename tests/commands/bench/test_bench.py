@@ -166,6 +166,17 @@ def test_options_go_to_the_methods_that_have_them(models, invoke):
     assert result.code == 2 and "budget" in result.err
     result = invoke("bench", "--method", "full,nonsense")
     assert result.code == 2 and "streaming" in result.err
+    result = invoke("bench", "--method", "full,auto", "--cache-type-k", "q8_0")
+    assert result.code == 2 and "leave cache_type_k out" in result.err
+    result = invoke("bench", "-p", "2147483647")
+    assert result.code == 2 and "a context of 2147483648 tokens" in result.err
+
+
+def test_memory_is_not_added_up_and_counts_are():
+    before = {"bytes_host": 3, "bytes_host_window": 2, "bytes_read": 5}
+    after = {"bytes_host": 4, "bytes_host_window": 2, "bytes_read": 9}
+    total = bench.add_ledger(bench.add_ledger({}, before, after), before, after)
+    assert total == {"bytes_host": 4, "bytes_host_window": 2, "bytes_read": 8}
 
 
 def test_cache_types(models, invoke):

@@ -45,6 +45,20 @@ def test_perplexity(files, invoke):
     assert one.out.startswith("1 chunk of 40 tokens, ")
 
 
+def test_records_of_another_calibration_are_refused(files, invoke, tmp_path):
+    model, text = files
+    given = ["-f", text, "-c", "40", "--chunks", "1", "--jsonl", tmp_path / "r.jsonl"]
+    for name in ("one", "other"):
+        (tmp_path / name).write_text(name)
+    given = ["eval", "perplexity", "-m", model, "-t", "1", *map(str, given), "--calibration"]
+    for _ in range(2):
+        assert invoke(*given, str(tmp_path / "one")).code == 0
+    result = invoke(*given, str(tmp_path / "other"))
+    assert result.code == 1 and "its records are of calibration" in result.err
+    result = invoke("eval", "ruler", "-m", model, "--lengths", "3000000000")
+    assert result.code == 2 and "a context of 3000000000 tokens" in result.err
+
+
 def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
     (model, text), base = files, str(tmp_path / "base")
     size = ["-f", text, "-c", "40", "--chunks", "2"]
