@@ -24,8 +24,8 @@ from sparsekv_cli.sampling.plain import Outcome
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# The ledger entries that hold the current memory. The others count finished work.
-LEDGER_STATES = frozenset({"bytes_host", "bytes_device", "index_bytes"})
+# The ledger entries that begin so hold the current memory. The others count finished work.
+LEDGER_STATES = ("bytes_host", "bytes_device", "index_bytes")
 N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
 # Tokens that are prefilled again after a cut: a method begins its index with the last queries of a
 # prefill (32 by default). A cut at the end of the last prefill needs none.
@@ -390,8 +390,6 @@ def ledger_of(caches: Ids[LayerCache], drafting: Ids[LayerCache] = ()) -> dict[s
 def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Returns the ledger ``now`` without the counts of ``before``; the memory is that of now."""
     return {
-        name: n
-        if name in LEDGER_STATES or name.startswith("bytes_host_")
-        else n - before.get(name, 0)
+        name: n if name.startswith(LEDGER_STATES) else n - before.get(name, 0)
         for name, n in now.items()
     }
