@@ -147,7 +147,7 @@ class Calibrations:
             entry = self.find_of(method, report)
             if entry is None:
                 entry = self.calibrate(method, built_in_text(), DEFAULT_TOKENS, report)
-                note = self._store(name, entry)
+                note = self.store(name, entry)
                 if report is not None:
                     report(name, 1.0, note)
             self._loaded[name] = entry.tensors
@@ -208,7 +208,7 @@ class Calibrations:
             )
         return None
 
-    def _store(self, name: str, entry: Entry) -> str:
+    def store(self, name: str, entry: Entry) -> str:
         """Stores what a first use has made; returns a remark. A failure is only remarked."""
         path = self.place_to_write()
         try:

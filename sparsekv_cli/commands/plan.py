@@ -67,7 +67,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
         hparams = read_hparams(file)
         if all(layer.kind != FULL for layer in hparams.layers):
             raise SparseKVError(
-                f"{options.model}: no layer of this model attends to all rows, so a method changes "
+                f"{path}: no layer of this model attends to all rows, so a method changes "
                 "nothing; bench tells its speed"
             )
         n_ctx = config.ctx_size or hparams.n_ctx_train

@@ -55,7 +55,7 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
     from sparsekv_cli.methods import METHODS
     from sparsekv_cli.model import load_model
 
-    names = chosen.split(",") if chosen else list(METHODS)
+    names = [name.strip() for name in chosen.split(",")] if chosen else list(METHODS)
     made = {name: build_method(name, {}) for name in names}
     methods = ", ".join(names)
     path = trial_model(model)

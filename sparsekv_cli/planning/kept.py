@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def speeds_of(
     any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
     once and less exactly, and kept apart. A longer measurement that has all methods goes first.
     Missing speeds of a busy machine are measured again when the machine is quiet.
-    Raises SparseKVError for a model that cannot be run, or a folder that cannot be written.
+    Warns if they cannot be kept. Raises SparseKVError for a model that cannot be run.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores
     from sparsekv_cli.evaluation.roofline import cpu_name
@@ -183,5 +184,8 @@ def speeds_of(
             curves[key] = curves[key].with_dense_layers_of(curves[next(iter(wanted))])
     speeds = replace(known, methods=curves)
     report("done", n_parts, n_parts)
-    write_speeds(path, speeds)
+    try:
+        write_speeds(path, speeds)
+    except SparseKVError as error:  # they are measured again next time
+        warnings.warn(str(error), stacklevel=2)
     return speeds

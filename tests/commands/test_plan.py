@@ -75,6 +75,14 @@ def test_what_does_not_fit_is_told(header, capsys, monkeypatch):
     assert "no" in out.splitlines()[-1].split()
 
 
+def test_speeds_that_cannot_be_kept_are_used(header, capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kept, "user_cache", (tmp_path / "file").joinpath)
+    code, out, err = call(capsys, "-m", header, "-t", 1, "-c", 1000, "--methods", "full")
+    assert code == 0 and "full" in out.splitlines()[-1]
+    assert "warning: " in err and "speeds cannot be kept there" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

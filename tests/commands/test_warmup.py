@@ -324,5 +324,5 @@ def test_a_context_that_does_not_fit_leaves_no_weights(model, monkeypatch):
 
 
 def test_methods_that_are_chosen(invoke):
-    result = invoke("warmup", "--method", "no-such-method")
+    result = invoke("warmup", "--method", "full, no-such-method")
     assert result.code == 2 and result.err.startswith("error: unknown method 'no-such-method': ")

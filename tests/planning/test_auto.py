@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import make_model
 
-from sparsekv_cli.calibration.calibrations import CalibrationText
+from sparsekv_cli.calibration.calibrations import Calibrations, CalibrationText
 from sparsekv_cli.cli import main
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning import auto, kept, measure
@@ -186,9 +186,14 @@ def test_auto_takes_no_options_of_methods(model, tmp_path, capsys, arguments, sa
     assert said in err
 
 
-def test_a_short_context_does_not_limit_the_losses_that_are_kept(model, tmp_path, capsys):
+def test_a_short_context_does_not_limit_losses_that_are_kept(model, tmp_path, capsys, monkeypatch):
     given = ("bench", "-m", model, "-t", 1, "-p", 0, "-n", 2, "-d", 1040, "-r", 1)
-    code, _, err = call(capsys, *given, "--method", "auto")
+    given = (*given, "--method", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(Calibrations, "place_to_write", lambda self: model / "no folder")
+        code, _, err = call(capsys, *given)
+    assert code == 0 and "what methods lose: could not be stored" in err, err
+    code, _, err = call(capsys, *given)
     assert code == 0 and "measuring what methods lose" in err, err
     with np.load(tmp_path / "model.calibration.npz") as sidecar:
         about = json.loads(str(sidecar["about"]))

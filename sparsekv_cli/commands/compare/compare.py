@@ -115,7 +115,9 @@ def command(
     chosen = parse(methods, options, sweeps)
     check_outputs(html, png)
     text = read_prompt(prompt, file)
-    following = None if continuation is None else read_prompt(None, continuation)
+    following = None
+    if continuation is not None:
+        following = read_prompt(None, continuation, "continuation", "--continuation FILE")
     path = find_model(options.model)
     compiling = CompileProgress()
     model = load_model(path, chosen["full"], config, compiling)

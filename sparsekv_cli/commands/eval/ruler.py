@@ -115,6 +115,8 @@ def ruler(
     configuration = configuration_of(
         model, seed=sample_seed, n_predict=n_predict, question_by=question_by, raw=raw
     )
+    encode = encoder(model, raw)
+    plan.check(encode)
     records = RulerRecords(path, configuration)
     n_all, n_done = len(list(plan.samples())), 0
     with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
@@ -122,7 +124,6 @@ def ruler(
         if ray is not None:
             answered = answer_on_cluster(ray, model, settings, plan, raw, done)
         else:
-            encode = encoder(model, raw)
             answered = answer_all(model, settings, plan, encode, done, prefilling)
         for (length, task, number), new in zip(plan.samples(), answered, strict=True):
             records.add_all(new)

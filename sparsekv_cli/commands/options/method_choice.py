@@ -67,7 +67,7 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
 
         say("measuring what methods lose with this model (once)")
         losses, entry = measure_losses(model, built_in_text(), auto.N_TEXT)
-        say(f"kept in {keep_losses(model, entry)}")
+        say(f"what methods lose: {model.calibrations.store(auto.AUTO, entry)}")
     elif lacking:
         say(
             f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out, which were "
@@ -97,13 +97,3 @@ def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[
             model, methods, text, n_tokens,
             lambda done, total: progress(auto.AUTO, done / total, ""),
         )  # fmt: skip
-
-
-def keep_losses(model: Model, entry: Entry) -> str:
-    """Puts losses into the model's sidecar. Returns the place for a message."""
-    from sparsekv_cli.calibration.sidecar import write_entry
-    from sparsekv_cli.planning.auto import AUTO
-
-    place = model.calibrations.place_to_write()
-    write_entry(place, AUTO, model.calibrations.identity, entry)
-    return str(place)

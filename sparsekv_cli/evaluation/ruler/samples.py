@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -47,6 +48,32 @@ class RulerPlan:
                 for number in range(self.n_samples):
                     yield length, task, number
 
+    def check(self, encode: Encode) -> None:
+        """Raises SparseKVError if a sample does not fit its length."""
+        for length, task, number in self.samples():
+            shortest_prompt(task, length, number, self.seed, self.room(task), encode)
+
+
+def shortest_prompt(
+    task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
+) -> tuple[RulerSample, list[int]]:
+    """A sample with the shortest text, and its ids. Raises SparseKVError if it does not fit."""
+    sample, ids = _prompt(task, length, number, seed, encode, TASKS[task].least)
+    if len(ids) > length - n_answer:
+        raise SparseKVError(
+            f"{task} takes at least {len(ids) + n_answer} tokens, the answer's {n_answer} "
+            f"among them, and --lengths has {length}: give a greater one"
+        )
+    return sample, ids
+
+
+def _prompt(
+    task: str, length: int, number: int, seed: int, encode: Encode, n: int
+) -> tuple[RulerSample, list[int]]:
+    """A sample with n units of text, and its ids."""
+    sample = TASKS[task].make(Random(f"{seed} {task} {length} {number}"), n, length)
+    return sample, encode(message(sample), sample.answer)
+
 
 def make_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
@@ -55,19 +82,9 @@ def make_prompt(
 
     It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
     """
-    told = TASKS[task]
-
-    def prompt(n: int) -> tuple[RulerSample, list[int]]:
-        sample = told.make(Random(f"{seed} {task} {length} {number}"), n, length)
-        return sample, encode(message(sample), sample.answer)
-
-    room = length - n_answer
-    low, best = told.least, prompt(told.least)
-    if len(best[1]) > room:
-        raise SparseKVError(
-            f"{task} takes at least {len(best[1]) + n_answer} tokens, the answer's {n_answer} "
-            f"among them, and --lengths has {length}: give a greater one"
-        )
+    prompt = partial(_prompt, task, length, number, seed, encode)
+    room, low = length - n_answer, TASKS[task].least
+    best = shortest_prompt(task, length, number, seed, n_answer, encode)
     high = low + max(1, room)  # a unit has a token or more
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,6 +1,7 @@
 """``compare`` on a tiny model: the JSON of the contract, the table, and what is refused."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +193,8 @@ def test_what_cannot_be_done(model, invoke, tmp_path, monkeypatch):
     assert "do not fit" in refused(invoke, 1, *base, "--steps", "600")
     missing = str(tmp_path / "missing.txt")
     assert "missing.txt" in refused(invoke, 1, *base, "--continuation", missing)
+    empty = ("--continuation", os.devnull)
+    assert "the continuation is empty" in refused(invoke, 1, *base, *empty)
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
 
 

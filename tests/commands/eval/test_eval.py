@@ -150,6 +150,7 @@ def test_ruler_says_how_far_it_is(files, invoke):
         (["--tasks", "niah_double"], 2, "choose from niah_single_1"),
         (["--lengths", "1024,x"], 2, "list of whole numbers"),
         (["--lengths", "64"], 1, "give a greater one"),
+        (["--lengths", "512", "--tasks", "niah_single_1,vt"], 1, "vt takes at least"),
         (["--method", "full,a=1"], 2, "options"),
     ],
 )
