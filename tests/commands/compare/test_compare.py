@@ -186,6 +186,8 @@ def test_what_cannot_be_done(model, invoke, tmp_path, monkeypatch):
     assert "do not fit" in refused(invoke, 1, *base, "--steps", "4", "--needles", "690")
     assert "there is no folder" in refused(invoke, 1, *base, "--png", str(tmp_path / "no" / "a"))
     assert "cannot be written" in refused(invoke, 1, *base, "--html", str(tmp_path))
+    empty = ("--continuation", os.devnull)
+    assert "the continuation is empty" in refused(invoke, 1, *base, *empty)
     with monkeypatch.context() as without:
         without.setattr(figures, "find_spec", lambda name: None)
         assert "sparsekv-cli[plot]" in refused(invoke, 1, *base, "--png", "a.png")
@@ -193,8 +195,6 @@ def test_what_cannot_be_done(model, invoke, tmp_path, monkeypatch):
     assert "do not fit" in refused(invoke, 1, *base, "--steps", "600")
     missing = str(tmp_path / "missing.txt")
     assert "missing.txt" in refused(invoke, 1, *base, "--continuation", missing)
-    empty = ("--continuation", os.devnull)
-    assert "the continuation is empty" in refused(invoke, 1, *base, *empty)
     assert "missing.gguf" in refused(invoke, 1, "-m", "missing.gguf", "-p", TEXT)
 
 
