@@ -14,7 +14,7 @@ Departures:
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -48,51 +48,35 @@ class _StreamingCache(SelectingCache):
     def __init__(self, spec: LayerSpec, method: Streaming) -> None:
         super().__init__(spec)
         self.method = method
-        self._sink_keys: np.ndarray | None = None  # stored (G, sinks, row), while turned
-
-    def extend(self, x: AttnInput) -> Any:
-        self._turn_sinks_back()
-        return super().extend(x)
 
     def is_dense_at(self, n: int) -> bool:
         return self.method.budget.rows(n) + self.method.sinks >= n
 
+    def decode(self, x: AttnInput) -> np.ndarray:
+        """Turns the stored sink keys for this step only: other layers and files read them, too."""
+        n, sinks = self.store.n + 1, self.method.sinks
+        if not self.method.reposition or self.is_dense_at(n):
+            return super().decode(x)
+        self.store.reserve(n)
+        stored = self.store.k[:, :sinks].copy()
+        try:
+            self._turn_sinks(stored, n - sinks - self.method.budget.rows(n))
+            return super().decode(x)
+        finally:
+            self.store.k[:, :sinks] = stored
+
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         k, sinks = self.method.budget.rows(n), self.method.sinks
-        if self.method.reposition:
-            self._turn_sinks(n - sinks - k)
         rows = np.concatenate([np.arange(sinks), np.arange(n - k, n)]).astype(np.int32)
         n_kv = self.spec.n_head_kv
         return np.tile(rows, (n_kv, 1)), np.full(n_kv, len(rows)), 0
 
-    def save(self) -> Any:
-        sinks = self.store.k[:, : self.method.sinks]
-        return super().save(), self._sink_keys, sinks.copy() if self.method.reposition else None
-
-    def take_back(self, saved: Any) -> None:
-        of_rows, self._sink_keys, sinks = saved
-        super().take_back(of_rows)
-        if sinks is not None:
-            self.store.k[:, : self.method.sinks] = sinks
-
-    def truncate(self, n: int) -> int:
-        self._turn_sinks_back()
-        return super().truncate(n)
-
-    def _turn_sinks_back(self) -> None:
-        """Puts the sink keys back as they were stored."""
-        if self._sink_keys is not None:
-            self.store.k[:, : self.method.sinks] = self._sink_keys
-            self._sink_keys = None
-
-    def _turn_sinks(self, n_left_out: int) -> None:
-        """Rotates the stored sink keys by the positions that the cache leaves out."""
+    def _turn_sinks(self, stored: np.ndarray, n_left_out: int) -> None:
+        """Rotates the sink keys ``stored`` by the positions that the cache leaves out."""
         store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
-        if self._sink_keys is None:
-            self._sink_keys = store.k[:, :sinks].copy()
         angles = n_left_out * self.spec.theta  # f64 (half,)
         cos, sin = np.cos(angles), np.sin(angles)
-        keys = store.k_type.read(self._sink_keys)[..., : self.spec.head_dim].astype(np.float64)
+        keys = store.k_type.read(stored)[..., : self.spec.head_dim].astype(np.float64)
         a, b = keys[..., :half], keys[..., half : 2 * half]
         turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], -1)
         store.k_type.write(store.k[:, :sinks], turned.astype(np.float32))

@@ -25,6 +25,7 @@ NEVER = re.compile(r"\{\s*0+\s*(,\s*0+\s*)?\}")
 CODE = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.S)
 IN_TEXT = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 ROOT = "root"
+ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a line break, too, which a regular expression's dot is not
 
 
 def is_gbnf(text: str) -> bool:
@@ -73,7 +74,9 @@ def _rewritten(text: str, number: Callable[[str], str]) -> str:
         elif kind == "text":
             part = _text(part[1:-1])
         elif kind == "chars":
-            part = f"[{CODE.sub(_class_character, part[1:-1])}]"
+            part = _class(part[1:-1])
+        elif part == ".":
+            part = ANY
         parts.append(part)
     return "".join(parts)
 
@@ -95,11 +98,27 @@ def _text_character(found: re.Match[str]) -> str:
     return IN_TEXT.get(char, char)
 
 
+def _class(written: str) -> str:
+    """Returns a class of characters, in which no sign but the hyphen of a range has a meaning.
+
+    A regular expression knows more of them, such as ``&&``.
+    """
+    negation = "^" * written.startswith("^")
+    left = list(CODE.finditer(written[len(negation) :]))[::-1]
+    parts = [negation]
+    while left:
+        parts.append(_class_character(left.pop()))
+        if len(left) > 1 and left[-1][0] == "-":
+            left.pop()
+            parts += ["-", _class_character(left.pop())]
+    return f"[{''.join(parts)}]"
+
+
 def _class_character(found: re.Match[str]) -> str:
-    if found[4] or found[5]:
+    if found[4]:
         return found[0]
     char = _character(found)
-    return f"\\x{ord(char):02x}" if ord(char) < 128 else char
+    return char if ord(char) >= 128 or char.isalnum() else f"\\x{ord(char):02x}"
 
 
 def _character(found: re.Match[str]) -> str:

@@ -44,6 +44,20 @@ def test_another_method_goes_on_from_it(name, sequence_of, tmp_path):
         np.testing.assert_array_equal(decoded(sequence, ANSWER), decoded(alone, ANSWER))
 
 
+def test_steps_that_turn_the_sinks_leave_the_rows_as_they_are(sequence_of, tmp_path):
+    """The file is written when the answer is out."""
+    path = tmp_path / "a.session"
+    writer, _ = open_with(sequence_of, path, "streaming", options={"reposition": "true"})
+    writer.prefill(FIRST)
+    decoded(writer, ANSWER)
+    writer.rows.finish()
+    sequence, _ = open_with(sequence_of, path)
+    np.testing.assert_array_equal(
+        sequence.prefill(SECOND), sequence_of("full", ctx_size=4096).prefill(SECOND)
+    )
+    assert sequence.timings.cached_tokens == 688
+
+
 @pytest.mark.parametrize("types", [("q8_0", "q8_0"), ("q4_0", "q5_1")])
 def test_rows_become_those_of_the_session(types, sequence_of, tmp_path):
     """As near to the answer without the file as rows of these types are to f16."""
