@@ -78,7 +78,7 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 )
 @click.option("--png", metavar="FILE", shell_complete=files, help="Write its pictures to FILE.")
 @CONTEXT_OPTION
-@model_options(bench=True, sparse_from=False)
+@model_options(bench=True, sparse_from=False, seed=False)
 def command(
     options: ModelOptions,
     prompt: str | None,
