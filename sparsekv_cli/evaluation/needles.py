@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.prefill import greedy_tokens, prefill_each
+from sparsekv_cli.evaluation.prefill import greedy_answer, prefill_each
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
@@ -125,6 +125,6 @@ def greedy_answers(
     for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n_steps):
         for token in after:
             logits = sequence.decode(token)
-        answer = greedy_tokens(sequence, logits, tokenizer.eog_ids, MAX_ANSWER_TOKENS)
+        answer = greedy_answer(sequence, logits, tokenizer.eog_ids, MAX_ANSWER_TOKENS)
         yield spec, tokenizer.decode(list(answer), skip_special=True)
         del sequence, answer  # gone before the next method has its own

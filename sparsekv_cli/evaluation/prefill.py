@@ -112,7 +112,7 @@ def prefill_alone(
     return MethodPrefill(logits, sequence, time.perf_counter() - begin)
 
 
-def greedy_tokens(
+def greedy_answer(
     sequence: Sequence, logits: np.ndarray, ends: Container[int], most: int
 ) -> Iterator[int]:
     """Yields the greedy tokens after ``logits``, up to one of ``ends``; it is not yielded."""

@@ -178,7 +178,7 @@ def short_advice(
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:
     """Returns the greedy answers of ``full`` and of the advised method, or else of the best."""
-    from sparsekv_cli.evaluation.prefill import greedy_tokens
+    from sparsekv_cli.evaluation.prefill import greedy_answer
     from sparsekv_cli.methods import spec_of
 
     trials = [advice.full]
@@ -191,6 +191,6 @@ def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice)
         sequence = reader.read(ids, trial.method)
         assert sequence.checkpoint is not None
         logits, tokenizer = sequence.checkpoint.logits, model.tokenizer
-        tokens = list(greedy_tokens(sequence, logits, tokenizer.eog_ids, N_ANSWER))
+        tokens = list(greedy_answer(sequence, logits, tokenizer.eog_ids, N_ANSWER))
         answers[spec_of(trial.method)] = tokenizer.decode(tokens, skip_special=True).strip()
     return answers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.evaluation.prefill import MethodPrefill, greedy_tokens, prefill_each
+from sparsekv_cli.evaluation.prefill import MethodPrefill, greedy_answer, prefill_each
 from sparsekv_cli.evaluation.rows_read import rows_read
 from sparsekv_cli.evaluation.ruler.records import Key, key_of
 from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan, RulerPrompt, make_prompt
@@ -92,7 +92,7 @@ def answer(
         logits = sequence.decode(token)
     tokens: list[int] = []
     text = ""
-    for token in greedy_tokens(sequence, logits, model.tokenizer.eog_ids, n_answer):
+    for token in greedy_answer(sequence, logits, model.tokenizer.eog_ids, n_answer):
         tokens.append(token)
         text = model.tokenizer.decode(tokens, skip_special=True)
         if score(text, references) == 1:
