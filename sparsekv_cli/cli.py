@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         try:
             code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
         except BrokenPipeError:
-            code = _stdout_was_closed()
+            code = 0  # the reader of stdout has gone (``| head``)
+            _discard_unwritten_output()
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     sys.exit(code)
@@ -185,11 +186,12 @@ def _invoke(arguments: list[str]) -> int:
 
 def describe(error: Exception) -> str:
     """Returns a line for an exception: expected failures as they are, others by their type."""
-    if _has_too_many_files(error):
+    causes = list(_causes(error))
+    if any(os.strerror(errno.EMFILE) in str(each) for each in causes):
         text = "too many open files: allow more with 'ulimit -n 1024'"
     elif isinstance(error, SparseKVError):
         text = str(error)
-    elif _is_out_of_memory(error):
+    elif any(map(_is_out_of_memory, causes)):
         text = "out of memory: use a smaller context (-c) or a smaller model"
     elif isinstance(error, click.ClickException):
         text = error.format_message()
@@ -211,25 +213,17 @@ MEMORY_WORDS = (
 )
 
 
-def _has_too_many_files(error: BaseException | None) -> bool:
-    """Returns whether the exception, or its cause, says that no more files could be opened."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an exception, its cause, the cause of that, and so on."""
     while error is not None:
-        if os.strerror(errno.EMFILE) in str(error):
-            return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether the exception, or its cause, says that memory was short."""
-    while error is not None:
-        # torch has a class of its own for a GPU's memory.
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return True
-        if any(words in str(error) for words in MEMORY_WORDS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch has a class of its own for a GPU's memory.
+    is_lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return is_lack or any(words in str(error) for words in MEMORY_WORDS)
 
 
 def _repair_standard_streams() -> None:
@@ -247,12 +241,6 @@ def _repair_standard_streams() -> None:
     ):
         if isinstance(stream, io.TextIOWrapper):  # a test may have replaced it
             stream.reconfigure(encoding="utf-8", errors=errors)
-
-
-def _stdout_was_closed() -> int:
-    """Ends quietly, because the reader of stdout has gone (``| head``). Returns the exit code."""
-    _discard_unwritten_output()
-    return 0
 
 
 def _discard_unwritten_output() -> None:

@@ -16,17 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
 from weakref import WeakSet
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
-from sparsekv_cli.generation.fields import as_texts, read_fields
+from sparsekv_cli.generation.fields import Texts, read_fields
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.messages import read_messages
-from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model, load_model
@@ -111,7 +114,6 @@ class LanguageModel:
         self._model = model
         self._sequence = model.sequence()
         self._attention = cache(model.attention_of)
-        self._make_constraint = constraint_maker(model.tokenizer)
         self._is_free = threading.Lock()
         self._is_open = True
         self._streams: WeakSet[Stream] = WeakSet()
@@ -198,8 +200,9 @@ class LanguageModel:
     def _answer(
         self, ids: list[int], stream: bool, given: Mapping[str, Any], *, is_chat: bool
     ) -> Reply | Stream:
-        call = _Call.of(given)
-        pieces = Stream(self._pieces(ids, call, self._attention_of(call), is_chat=is_chat))
+        call = read_fields(_Call, given)
+        sampling, attention = call.sampling(SamplingOptions({})), self._attention_of(call)
+        pieces = Stream(self._pieces(ids, call, sampling, attention, is_chat=is_chat))
         self._streams.add(pieces)
         if stream:
             return pieces
@@ -216,7 +219,13 @@ class LanguageModel:
         return self._attention(_build(name, call.budget, call.method_options))
 
     def _pieces(
-        self, ids: list[int], call: _Call, attention: Attention, *, is_chat: bool
+        self,
+        ids: list[int],
+        call: _Call,
+        sampling: SamplingOptions,
+        attention: Attention,
+        *,
+        is_chat: bool,
     ) -> Iterator[str | Reply]:
         """Yields the pieces of an answer, then the whole of it."""
         import numba
@@ -232,8 +241,8 @@ class LanguageModel:
                 sequence.change_method(attention)
             sequence.timings.reset()
             marked = model_thinking(model) if is_chat else None
-            constraint = self._make_constraint(call.sampling, marked, call.think)
-            sample = new_sampler(model, call.sampling, call.seed, constraint)
+            constraint = new_constraint(model.tokenizer, sampling, marked, call.think)
+            sample = new_sampler(model, sampling, call.seed, constraint)
             started = time.perf_counter()
             missing = sequence.keep_common(ids)
             if missing:
@@ -288,35 +297,18 @@ class LanguageModel:
             raise SparseKVError("the model is closed: load it again")
 
 
-@dataclass(frozen=True)
-class _Call:
+def _at_least_0(value: Any) -> Any:
+    if not isinstance(value, int) or value < 0:
+        raise PydanticCustomError("whole", "a whole number of at least 0")
+    return value
+
+
+class _Call(AnswerFields):
     """The checked parameters of one call."""
 
-    sampling: SamplingOptions
-    seed: int | None
-    max_tokens: int
-    stop: tuple[str, ...]
-    method: str | None
-    budget: str | int | None
-    method_options: Mapping[str, Any] | None
-    think: bool | None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> _Call:
-        """Checks the parameters of a call. Raises SparseKVError for a bad one."""
-        rest = dict(given)
-        own = {name: rest.pop(name, None) for name in ("method", "budget", "method_options")}
-        think, stop, most = (rest.pop(name, None) for name in ("think", "stop", "max_tokens"))
-        if most is None:
-            most = -1
-        elif not isinstance(most, int) or most < 0:
-            raise SparseKVError(f"max_tokens = {most!r}: expected a whole number of at least 0")
-        try:
-            stops = (
-                () if stop is None else as_texts(list(stop) if isinstance(stop, tuple) else stop)
-            )
-        except ValueError as error:
-            raise SparseKVError(f"stop: {error}") from None
-        fields = read_fields(AnswerFields, rest)
-        sampling = fields.sampling(SamplingOptions({}))
-        return cls(sampling, fields.seed, most, stops, think=think, **own)
+    max_tokens: Annotated[int, BeforeValidator(_at_least_0)] = -1
+    stop: Texts = ()
+    method: str | None = None
+    budget: str | int | None = None
+    method_options: dict[str, Any] | None = None
+    think: bool | None = None

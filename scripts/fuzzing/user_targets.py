@@ -90,11 +90,9 @@ class Grammars:
 
     def __init__(self, folder: Path) -> None:
         from sparsekv_cli.generation.grammar_trial import GrammarTrial
-        from sparsekv_cli.generation.sampler import constraint_maker
 
         self.model = opened(folder, **SHAPE)
         self.trial = GrammarTrial(self.model.gguf.path)
-        self.make = constraint_maker(self.model.tokenizer)
 
     def seeds(self) -> Iterable[bytes]:
         large = {
@@ -117,7 +115,7 @@ class Grammars:
             yield packed_json({"kind": "regex", "text": text})
 
     def run(self, case: bytes) -> str:
-        from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
+        from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 
         try:
             given = json.loads(case)
@@ -129,7 +127,7 @@ class Grammars:
             return "no case"
         grammar = self.trial.read(kind, text)
         options = SamplingOptions({"temp": 1.0}, grammar=grammar)
-        constraint = self.make(options, None, None)
+        constraint = new_constraint(self.model.tokenizer, options, None)
         sample: Any = new_sampler(self.model, options, 1, constraint)
         sequence = self.model.sequence()
         logits = sequence.prefill([5, 6, 7])

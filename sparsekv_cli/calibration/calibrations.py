@@ -69,16 +69,20 @@ def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     These are minutes of two cores. A small model is done with all rows sooner. It follows from the
     model alone, so that a calibration is the same on a slow machine.
     """
+    return max(LEAST_ROWS, int(PRODUCTS / layer_products(file, hparams)))
+
+
+def layer_products(file: GGUFFile, hparams: HParams) -> float:
+    """Products of one row with the weights of all layers, of experts with those that are chosen."""
     share = min(
         (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
         default=1.0,
     )
-    n_weights = sum(
+    return sum(
         info.n_elements * (share if len(info.shape) > 2 else 1.0)
         for name, info in file.tensors.items()
         if name.startswith("blk.")
     )
-    return max(LEAST_ROWS, int(PRODUCTS / n_weights))
 
 
 class Calibrations:

@@ -121,13 +121,7 @@ def rank_all(study: Study, n_query: int, top_k: int) -> dict[str, np.ndarray]:
         tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
         tensors[f"dom_{metric}"] = np.zeros((len(specs), n_kv, n_chunk), np.uint8)
 
-    def keep(spec: LayerSpec, scores: dict[str, np.ndarray]) -> None:
-        for metric, score in scores.items():
-            rank = dominance.rank_chunks(score, spec.n_head_kv)
-            tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
-            tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank
-
-    study.pass_over_text(lambda spec: _JudgingCache(spec, positions, top_k, keep))
+    study.pass_over_text(lambda spec: _JudgingCache(spec, positions, top_k, tensors))
     return tensors
 
 
@@ -139,10 +133,10 @@ class _JudgingCache(TextCache):
         spec: LayerSpec,
         positions: Sequence[int],
         top_k: int,
-        keep: Callable[[LayerSpec, dict[str, np.ndarray]], None],
+        tensors: dict[str, np.ndarray],
     ) -> None:
         super().__init__(spec)
-        self._positions, self._top_k, self._keep = positions, top_k, keep
+        self._positions, self._top_k, self._tensors = positions, top_k, tensors
         self._queries: list[np.ndarray] = []  # f32 (H, d), one a position
 
     def extend(self, x: AttnInput) -> Any:
@@ -158,7 +152,10 @@ class _JudgingCache(TextCache):
             dominance.judge_chunks(q, t, keys, spec.n_chunk, self._top_k)
             for q, t in zip(self._queries, self._positions, strict=True)
         ]
-        means = [np.mean(values, axis=0) for values in zip(*judged, strict=True)]
         self._queries = []
         super().finish_prefill()
-        self._keep(spec, dict(zip(METRICS, means, strict=True)))
+        for metric, values in zip(METRICS, zip(*judged, strict=True), strict=True):
+            score = np.mean(values, axis=0)
+            rank = dominance.rank_chunks(score, spec.n_head_kv)
+            self._tensors[f"score_{metric}"][spec.layer, : spec.n_head, : spec.n_chunk] = score
+            self._tensors[f"dom_{metric}"][spec.layer, : spec.n_head_kv, : spec.n_chunk] = rank

@@ -7,9 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.models.forward import Copies, OnProgress
 
 CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
 MOST_STATISTICS = 0.4  # of a calibration's rows, for a pass over the text ahead of trials
@@ -48,21 +46,6 @@ def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
     return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
-class CalibrationForward(Protocol):
-    def __call__(
-        self,
-        ids: Sequence[int],
-        pos: int,
-        caches: Sequence[LayerCache],
-        *,
-        progress: OnProgress | None = None,
-        all_logits: bool = False,
-        attend: ChunkAttention | None = None,
-        copies: Copies | None = None,
-        vocabulary: np.ndarray | None = None,
-    ) -> np.ndarray: ...
-
-
 @dataclass(frozen=True)
 class CalibrationRun:
     """The inputs of a method's calibration: a model, a text, and a forward pass over it.
@@ -75,7 +58,7 @@ class CalibrationRun:
 
     specs: Sequence[LayerSpec]
     ids: Sequence[int]
-    forward: CalibrationForward
+    forward: Callable[..., np.ndarray]
     progress: Callable[[float], None]
     n_rows: int = 1 << 30
 

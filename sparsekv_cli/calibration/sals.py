@@ -93,26 +93,16 @@ def study_directions(study: Study) -> dict[str, np.ndarray]:
         tensors[f"vectors_{basis}"] = np.zeros(shape, np.float32)
         tensors[f"eigenvalues_{basis}"] = np.zeros(shape[:2], np.float32)
 
-    def keep(spec: LayerSpec, covariance: np.ndarray, weights: np.ndarray) -> None:
-        size = len(weights)
-        tensors["weights"][spec.layer, :size] = weights
-        for basis, w in zip(BASES, (weights, np.ones(size)), strict=True):
-            values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
-            tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
-            tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]
-
-    study.pass_over_text(lambda spec: _StatisticsCache(spec, keep))
+    study.pass_over_text(lambda spec: _StatisticsCache(spec, tensors))
     return tensors
 
 
 class _StatisticsCache(TextCache):
     """Sums up a layer's keys and queries during the calibration's prefill."""
 
-    def __init__(
-        self, spec: LayerSpec, keep: Callable[[LayerSpec, np.ndarray, np.ndarray], None]
-    ) -> None:
+    def __init__(self, spec: LayerSpec, tensors: dict[str, np.ndarray]) -> None:
         super().__init__(spec)
-        self._keep = keep
+        self._tensors = tensors
         size = spec.n_head_kv * spec.head_dim
         self._products = np.zeros((size, size))  # K'K
         self._energy = np.zeros((spec.n_head_kv, spec.head_dim))  # squared queries
@@ -135,4 +125,9 @@ class _StatisticsCache(TextCache):
         # A common factor cancels; with this one latents are as large as keys, which fit f16.
         weights = np.maximum(weights, 1e-4 * weights.max() + 1e-30)
         weights /= np.exp(np.log(weights).mean())
-        self._keep(spec, self._products / n, weights)
+        size, covariance, tensors = len(weights), self._products / n, self._tensors
+        tensors["weights"][spec.layer, :size] = weights
+        for basis, w in zip(BASES, (weights, np.ones(size)), strict=True):
+            values, vectors = np.linalg.eigh(w[:, None] * covariance * w)
+            tensors[f"eigenvalues_{basis}"][spec.layer, :size] = values[::-1]
+            tensors[f"vectors_{basis}"][spec.layer, :size, :size] = vectors[:, ::-1]

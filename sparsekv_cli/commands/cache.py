@@ -16,7 +16,7 @@ from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
 
 
-@click.group(short_help="List or clear the prompts that are kept on disk.")
+@click.group()
 @verbose_option
 def command() -> None:
     """List or clear the prompts whose rows `run` and `chat` keep on disk."""

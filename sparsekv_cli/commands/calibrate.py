@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ALL, AUTO = "all", "auto"
 
 
-@click.command(cls=GroupedCommand, short_help="Measure what some methods must know about a model.")
+@click.command(cls=GroupedCommand)
 @MODEL_OPTION
 @click.option(
     "--method", metavar="LIST", shell_complete=completers.methods, default=ALL,

@@ -11,7 +11,7 @@ VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # the shell asks by it, in click's protocol
 SHELLS = ("bash", "zsh", "fish")
 
 
-@click.command(short_help="Print the completion script of a shell.")
+@click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 @verbose_option
 def command(shell: str) -> None:

@@ -12,7 +12,7 @@ from sparsekv_cli.commands.shared.terminal import write_json, write_text
 from sparsekv_cli.settings.option import Allowed, did_you_mean
 
 
-@click.command(short_help="List the KV-cache methods and their options.")
+@click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=completers.methods)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 @verbose_option

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ALL = "all"
 
 
-@click.command(cls=GroupedCommand, short_help="Forecast memory and speed of every method.")
+@click.command(cls=GroupedCommand)
 @click.option(
     "--methods", metavar="LIST", shell_complete=completers.methods, default=ALL,
     help="Methods with commas between, or all. [default: all]",

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
-LEAST_OPEN_FILES = 64  # the model, the event loop, and a connection a client
 MODELS_OPTION = click.option(
     "-m", "--model", "models", metavar="FILE|NAME", multiple=True,
     shell_complete=completers.models,
@@ -69,9 +68,7 @@ class Listen:
         return os.environ.get(KEY, "") if self.api_key is None else self.api_key
 
 
-@click.command(
-    cls=GroupedCommand, short_help="Serve OpenAI's and Anthropic's protocols, and a page."
-)
+@click.command(cls=GroupedCommand)
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="[default: 127.0.0.1]")
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8080,
@@ -150,7 +147,9 @@ def command(
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise SparseKVError(f"serve needs {' and '.join(missing)}: {install_command('serve')}")
-    check_open_files()
+    from sparsekv_cli.serve.wire.connections import most_connections
+
+    n_connections = most_connections(parallel + queue)
     if not listen.key and not is_loopback(listen.host):
         say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
     method = method_of(options)
@@ -194,7 +193,7 @@ def command(
 
     pool = ModelPool(hosted, load, most, request_limits, options.method, say)
     pool.load_first()
-    run(pool, listen, socket, parallel + queue)
+    run(pool, listen, socket, n_connections)
 
 
 def hosted_models(
@@ -274,20 +273,6 @@ def listening(host: str, port: int) -> Socket:
         ) from None
 
 
-def check_open_files() -> None:
-    """Raises SparseKVError if the process may open too few files for a few clients."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most < LEAST_OPEN_FILES and most != resource.RLIM_INFINITY:
-        raise SparseKVError(
-            f"serve may open {most} files, too few for a few clients: allow at least "
-            f"{LEAST_OPEN_FILES} with 'ulimit -n 1024'"
-        )
-
-
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine reaches an address."""
     try:
@@ -314,22 +299,19 @@ def draining(config: Any, drain: int, pool: ModelPool) -> Any:
     return Server(config)
 
 
-def run(pool: ModelPool, listen: Listen, socket: Socket, n_requests: int) -> None:
-    """Serves until the process is told to end. Running answers finish first.
-
-    n_requests: the most requests that run or wait.
-    """
+def run(pool: ModelPool, listen: Listen, socket: Socket, n_connections: int) -> None:
+    """Serves until the process is told to end. Running answers finish first."""
     import uvicorn
 
     from sparsekv_cli.serve.app import Access, make_app
-    from sparsekv_cli.serve.wire.connections import BACKLOG, limited, most_connections
+    from sparsekv_cli.serve.wire.connections import BACKLOG, limited
 
     host, drain = listen.host, listen.drain
     access = Access(listen.key, listen.cors, is_loopback(host))
     app = make_app(pool, access, lambda line: say(line))
     config = uvicorn.Config(
         app, log_level="critical", access_log=False, lifespan="off",
-        http=limited(most_connections(n_requests)), backlog=BACKLOG, ws="none",
+        http=limited(n_connections), backlog=BACKLOG, ws="none",
         timeout_graceful_shutdown=drain + CLOSE_S, server_header=False,
     )  # fmt: skip
     at = f"[{host}]" if ":" in host else host

@@ -29,9 +29,7 @@ GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
 
 
-@click.command(
-    cls=ModelCommand, short_help="Compile all kernels now, so that later runs start at once."
-)
+@click.command(cls=ModelCommand)
 @MODEL_OPTION
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,

@@ -4,12 +4,14 @@ The tokens of one prompt are drawn anew with replacement (Efron's percentile boo
 are compared on the same draws, token by token; an interval speaks of this prompt and this machine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 N_DRAWS = 2000
 LEVEL = 0.95
+T = TypeVar("T")
 
 
 def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarray:
@@ -32,19 +34,25 @@ def equal_groups(means: Mapping[str, np.ndarray]) -> list[list[str]]:
     """The names whose figures do not differ by more than noise, in groups, least figure first.
 
     means: what ``drawn_means`` gives, by name. Any two of a group have an interval of their
-    difference that holds 0. A name may be in several groups; a group of one is left out.
+    difference that holds 0.
     """
     names = sorted(means, key=lambda name: float(means[name].mean()))
-    groups: list[list[str]] = []
+    return groups_of(names, lambda a, b: is_equal(means[a], means[b]))
+
+
+def groups_of(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
+    """Returns the longest runs of ``items`` in which any two are alike.
+
+    An item may be in several groups; a group of one is left out.
+    """
+    groups: list[list[T]] = []
     last = 0  # end of the last group
-    for start in range(len(names)):
+    for start in range(len(items)):
         end = start + 1
-        while end < len(names) and all(
-            is_equal(means[names[i]], means[names[end]]) for i in range(start, end)
-        ):
+        while end < len(items) and all(alike(each, items[end]) for each in items[start:end]):
             end += 1
         if end - start > 1 and end > last:
-            groups.append(names[start:end])
+            groups.append([*items[start:end]])
             last = end
     return groups
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.prefill import prefill_each
+from sparsekv_cli.evaluation.prefill import greedy_answer, prefill_each
 from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
@@ -125,12 +125,6 @@ def greedy_answers(
     for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n_steps):
         for token in after:
             logits = sequence.decode(token)
-        answer: list[int] = []
-        while len(answer) < MAX_ANSWER_TOKENS:
-            token = int(logits.argmax())
-            if token in tokenizer.eog_ids:
-                break
-            answer.append(token)
-            logits = sequence.decode(token)
-        yield spec, tokenizer.decode(answer, skip_special=True)
-        del sequence  # gone before the next method has its own
+        answer = greedy_answer(sequence, logits, tokenizer.eog_ids, MAX_ANSWER_TOKENS)
+        yield spec, tokenizer.decode(list(answer), skip_special=True)
+        del sequence, answer  # gone before the next method has its own

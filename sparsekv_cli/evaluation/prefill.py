@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,12 +55,12 @@ class FanOut:
             self._timed(i, cache.finish_prefill)
 
 
-class SharedPrefill(NamedTuple):
-    """The result of one prefill for all methods."""
+class MethodPrefill(NamedTuple):
+    """The start of one method's decoding."""
 
     logits: np.ndarray  # f32 (n_vocab,) after the prompt
-    sequences: list[Sequence]  # one a method
-    seconds: list[float]  # of the prefill without the other methods' own work, one a method
+    sequence: Sequence
+    seconds: float  # of the prefill, without the other methods' own work
 
 
 def prefill_all(
@@ -70,8 +70,8 @@ def prefill_all(
     *,
     n_steps: int = 0,
     progress: OnProgress | None = None,
-) -> SharedPrefill:
-    """Prefills ``ids`` for all methods and makes room for ``n_steps`` more rows.
+) -> list[MethodPrefill]:
+    """Prefills ``ids`` once for all methods and makes room for ``n_steps`` more rows.
 
     The methods are calibrated if need be; ``Model.prepare`` does it beforehand and says so.
     """
@@ -86,7 +86,8 @@ def prefill_all(
     shared = time.perf_counter() - begin - sum(own_s)
     for sequence in sequences:
         sequence.tokens = list(ids)
-    return SharedPrefill(logits, sequences, [shared + own for own in own_s])
+    pairs = zip(sequences, own_s, strict=True)
+    return [MethodPrefill(logits, sequence, shared + own) for sequence, own in pairs]
 
 
 def new_sequence(model: Model, method: Method) -> Sequence:
@@ -94,53 +95,34 @@ def new_sequence(model: Model, method: Method) -> Sequence:
     return model.sequence(Attention(method, model.calibrations.specs(method), 0))
 
 
-class MethodPrefill(NamedTuple):
-    """The start of one method's decoding."""
+def prefill_alone(
+    model: Model, method: Method, ids: Ids[int], n_steps: int, progress: OnProgress | None
+) -> MethodPrefill:
+    """A prefill for one method on a GPU, where its kernels are tried first."""
+    trial = new_sequence(model, method)
+    trial.prefill(ids[:N_TRIAL])
+    for _ in range(N_TRIAL_STEPS):
+        trial.decode(ids[0])
+    del trial  # gone before there is another one
+    sequence = new_sequence(model, method)
+    for cache in sequence.caches:
+        cache.reserve(len(ids) + n_steps)
+    begin = time.perf_counter()
+    logits = sequence.prefill(ids, progress)
+    return MethodPrefill(logits, sequence, time.perf_counter() - begin)
 
-    logits: np.ndarray  # f32 (n_vocab,) after the prompt
-    sequence: Sequence
-    seconds: float
 
-
-def prefills(
-    model: Model,
-    methods: Ids[Method],
-    ids: Ids[int],
-    *,
-    n_steps: int,
-    progress: OnProgress | None = None,
-) -> Iterator[MethodPrefill]:
-    """One ``prefill_all`` for all methods; where caches lie on a GPU, a prefill for each method.
-
-    On a GPU each method's kernels are tried first. Its caches must be released before the next
-    method begins. A method that cannot run there is refused ahead of all prefills.
-    """
-    if model.engine.shares_prefill:
-        together = prefill_all(model, methods, ids, n_steps=n_steps, progress=progress)
-        together.sequences.reverse()
-        for seconds in together.seconds:
-            yield MethodPrefill(together.logits, together.sequences.pop(), seconds)
-        return
-
-    def try_kernels(method: Method) -> None:
-        sequence, trial = new_sequence(model, method), ids[:N_TRIAL]
-        sequence.prefill(trial)
-        for _ in range(N_TRIAL_STEPS):
-            sequence.decode(ids[0])
-
-    def prefilled(method: Method) -> MethodPrefill:
-        sequence = new_sequence(model, method)
-        for cache in sequence.caches:
-            cache.reserve(len(ids) + n_steps)
-        begin = time.perf_counter()
-        logits = sequence.prefill(ids, progress)
-        return MethodPrefill(logits, sequence, time.perf_counter() - begin)
-
-    for method in methods:
-        new_sequence(model, method)
-    for method in methods:
-        try_kernels(method)
-        yield prefilled(method)
+def greedy_answer(
+    sequence: Sequence, logits: np.ndarray, ends: Container[int], most: int
+) -> Iterator[int]:
+    """Yields the greedy tokens after ``logits``, up to one of ``ends``; it is not yielded."""
+    for n_left in range(most, 0, -1):
+        token = int(logits.argmax())
+        if token in ends:
+            return
+        yield token
+        if n_left > 1:
+            logits = sequence.decode(token)
 
 
 def batches(
@@ -173,28 +155,28 @@ def prefill_each(
     n_steps: int,
     progress: OnProgress | None = None,
 ) -> Iterator[tuple[str, MethodPrefill]]:
-    """``prefills`` by the names of the methods, of as many at once as half the memory holds.
+    """A prefill by the name of each method, for as many methods at once as half the memory holds.
 
     A method's result does not depend on the others. ``full`` leads every prefill, so that prompts
-    attend to rows in f16. It is among the results only if it is asked for.
+    attend to rows in f16. It is among the results only if it is asked for. On a GPU each method has
+    a prefill of its own. Its caches must be released before the next method begins. A method that
+    cannot run there is refused ahead of all prefills.
     """
     if not model.engine.shares_prefill:
-        started = prefills(model, list(methods.values()), ids, n_steps=n_steps, progress=progress)
-        for name in methods:
-            yield name, next(started)  # nobody here keeps it when the next one is made
+        for method in methods.values():
+            new_sequence(model, method)
+        for name, method in methods.items():
+            yield name, prefill_alone(model, method, ids, n_steps, progress)
         return
     full = build_method("full", {})
-    lead = next((name for name, method in methods.items() if method == full), None)
+    lead = next((name for name, method in methods.items() if method == full), "")
     others = {name: method for name, method in methods.items() if name != lead}
     available = available_memory()
     most = None if available is None else available // 2
-    for n, batch in enumerate(batches(model, {"": full, **others}, len(ids) + n_steps, most)):
+    for n, batch in enumerate(batches(model, {lead: full, **others}, len(ids) + n_steps, most)):
         group = list(batch.values())
-        started = prefills(model, group, ids, n_steps=n_steps, progress=progress)
+        started = prefill_all(model, group, ids, n_steps=n_steps, progress=progress)
+        if n or not lead:
+            del batch[lead], started[0]
         for name in batch:
-            if name:
-                yield name, next(started)
-            elif lead is not None and n == 0:
-                yield lead, next(started)
-            else:
-                next(started)
+            yield name, started.pop(0)

@@ -1,7 +1,8 @@
 """An answer, and the stop strings that end it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sparsekv_cli.models.chat.thinking import overlap
 
@@ -16,6 +17,7 @@ class Answer:
     tokens: the sampled ids, without the end-of-generation token that ended them.
     stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``. stopped_by: the stop string.
     thinking: the thinking before the answer. written: both as they came, with the markers.
+    is_cut: whether it ended because the context is full. logprobs: of each token, if they are kept.
     """
 
     text: str
@@ -24,6 +26,8 @@ class Answer:
     thinking: str = ""
     written: str = ""
     stopped_by: str = ""
+    is_cut: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StopStrings:

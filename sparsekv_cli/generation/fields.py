@@ -195,7 +195,9 @@ def _only_false(value: Any) -> Any:
 def as_texts(value: Any) -> Any:
     """Returns a text, or a list of texts, as a tuple."""
     given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(each, str) and each for each in given
+    ):
         raise ValueError("expected a text or a list of texts, none of them empty")
     return tuple(given)
 

@@ -6,18 +6,52 @@ import codecs
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
-from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from sparsekv_cli.generation.constraint import AnswerConstraint
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
     from sparsekv_cli.sampling.plain import Outcome
     from sparsekv_cli.sequence import Engine, Sample, Sequence
+
+
+class LogProbs:
+    """A sampler that keeps log(softmax(logits)) of its choices and of the n most likely tokens.
+
+    These are the model's: neither temperature nor any sampler has changed them.
+    """
+
+    def __init__(self, sample: Sample, n: int, tokenizer: Tokenizer) -> None:
+        self._sample = sample
+        self._n = n
+        self._tokenizer = tokenizer
+        self.entries: list[dict[str, Any]] = []  # one for each call, also for the token of an end
+
+    def __call__(self, logits: np.ndarray, history: Ids[int]) -> int:
+        import numpy as np
+
+        token = self._sample(logits, history)
+        n = min(self._n, len(logits))
+        likely = np.argpartition(-logits, n - 1)[:n] if n else np.zeros(0, np.int64)
+        likely = likely[np.lexsort((likely, -logits[likely]))]
+        maximum = float(logits.max())
+        total = maximum + float(np.log(np.exp(logits - maximum, dtype=np.float64).sum()))
+        top = [self._entry(int(each), logits, total) for each in likely]
+        self.entries.append({**self._entry(token, logits, total), "top": top})
+        return token
+
+    def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
+        """``bytes`` are the token's own; its text replaces a part of a character."""
+        data = self._tokenizer.token_bytes(token)
+        text = data.decode("utf-8", errors="replace")
+        logprob = float(logits[token]) - total
+        return {"id": token, "token": text, "bytes": list(data), "logprob": logprob}
 
 
 def _ignore(_text: str) -> None:
@@ -90,7 +124,9 @@ class Generation:
     @property
     def is_cut(self) -> bool:
         """Whether the answer has ended because the context is full."""
-        return is_cut_by_context(self.sequence, self.answer, self._n_predict)
+        answer = self.answer
+        is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != self._n_predict
+        return is_short and self.sequence.is_full
 
     def resume(self) -> None:
         """Goes on from the end of the sequence's last prefill."""
@@ -190,6 +226,9 @@ class Generation:
                 self._emit(self._matcher.flush())
         if self._splitter is not None:
             self._tell(*self._splitter.flush())
+        self.answer.is_cut = self.is_cut
+        if self.logprobs is not None:
+            self.answer.logprobs = self.logprobs.entries[: len(self.answer.tokens)]
         return self.answer
 
     def _stop(self) -> None:
@@ -210,12 +249,6 @@ class Generation:
         if text:
             self.answer.text += text
             self._write(text)
-
-
-def is_cut_by_context(sequence: Sequence, answer: Answer, n_predict: int) -> bool:
-    """Returns whether an answer of up to ``n_predict`` tokens ended because no more fit."""
-    is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != n_predict
-    return is_short and sequence.is_full
 
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:

@@ -103,16 +103,16 @@ def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
 
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
     """Runs the process: answers each line of ``questions``."""
-    from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker
+    from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     os.nice(10)
     with open_gguf(Path(model), header_only=True) as file:
-        make_constraint = constraint_maker(load_tokenizer(file.metadata))
+        tokenizer = load_tokenizer(file.metadata)
 
     def make(grammar: Grammar) -> None:
-        make_constraint(SamplingOptions({}, grammar=grammar), None, None)
+        new_constraint(tokenizer, SamplingOptions({}, grammar=grammar), None)
 
     make(read_grammar("regex", "a"))  # reads the vocabulary
     answer: dict[str, Any] = {}

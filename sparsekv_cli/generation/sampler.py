@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.sequence import Sample
 
+N_VOCABULARIES = 8  # models whose vocabularies are kept for grammars
 N_BREAKERS = 32  # lists of DRY's sequence breakers that are kept
 
 
@@ -38,55 +39,27 @@ class SamplingOptions:
     think_budget: int | None = None
 
 
-# Returns an answer's constraint for the options, the markers of thinking (None: the model does not
-# think) and whether it thinks (None: its template decides). None allows any answer.
-MakeConstraint = Callable[
-    [SamplingOptions, "Thinking | None", bool | None], "AnswerConstraint | None"
-]
-
-
 def new_constraint(
-    model: Model, sampling: SamplingOptions, thinking: Thinking | None, think: bool | None = None
+    tokenizer: Tokenizer,
+    sampling: SamplingOptions,
+    thinking: Thinking | None,
+    think: bool | None = None,
 ) -> AnswerConstraint | None:
-    """Returns the constraint of a model's answers, as MakeConstraint says."""
-    return constraint_maker(model.tokenizer)(sampling, thinking, think)
+    """Returns the constraint of an answer; None allows any answer.
 
-
-def constraint_maker(tokenizer: Tokenizer) -> MakeConstraint:
-    """Returns a function that makes constraints for a model.
-
-    The first constraint reads the vocabulary once for all.
+    thinking: the markers of thinking; None: the model does not think. think: whether it thinks;
+    None: its template decides. A model's first grammar reads its vocabulary.
     """
+    grammar, budget = sampling.grammar, sampling.think_budget
+    if think is False and grammar is not None and thinking is not None:
+        budget = 0  # with any template
+    if grammar is None and budget is None:
+        return None
     from sparsekv_cli.generation.constraint import AnswerConstraint
-    from sparsekv_cli.sampling.grammar import Constraint, TokenBytes, open_tokenizer
+    from sparsekv_cli.sampling.grammar import Constraint
 
-    @functools.cache
-    def tokenizer_of_grammars() -> Any:
-        ids = range(tokenizer.n_vocab)
-        end_ids = sorted(tokenizer.eog_ids)
-        if not end_ids:
-            raise SparseKVError("the model has no token that ends an answer")
-        vocabulary = TokenBytes(
-            [tokenizer.token_bytes(token) for token in ids],
-            [token for token in ids if not tokenizer.is_shown(token)],
-            end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
-            tokenizer.bos_id,
-            tokenizer.encode_within,
-        )
-        return open_tokenizer(vocabulary, end_ids)
-
-    def make(
-        sampling: SamplingOptions, thinking: Thinking | None, think: bool | None
-    ) -> AnswerConstraint | None:
-        grammar, budget = sampling.grammar, sampling.think_budget
-        if think is False and grammar is not None and thinking is not None:
-            budget = 0  # with any template
-        if grammar is None and budget is None:
-            return None
-        matched = None if grammar is None else Constraint(grammar, tokenizer_of_grammars())
-        return AnswerConstraint(tokenizer, thinking, matched, budget)
-
-    return make
+    matched = None if grammar is None else Constraint(grammar, _tokenizer_of_grammars(tokenizer))
+    return AnswerConstraint(tokenizer, thinking, matched, budget)
 
 
 def new_sampler(
@@ -117,8 +90,26 @@ def new_sampler(
 
 def forget_vocabularies() -> None:
     """Frees the vocabularies that are kept for later samplers."""
+    _tokenizer_of_grammars.cache_clear()
     _pieces.cache_clear()
     _find_breakers.cache_clear()
+
+
+@functools.lru_cache(N_VOCABULARIES)
+def _tokenizer_of_grammars(tokenizer: Tokenizer) -> Any:
+    from sparsekv_cli.sampling.grammar import TokenBytes, open_tokenizer
+
+    ids, end_ids = range(tokenizer.n_vocab), sorted(tokenizer.eog_ids)
+    if not end_ids:
+        raise SparseKVError("the model has no token that ends an answer")
+    vocabulary = TokenBytes(
+        [tokenizer.token_bytes(token) for token in ids],
+        [token for token in ids if not tokenizer.is_shown(token)],
+        end_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id,
+        tokenizer.bos_id,
+        tokenizer.encode_within,
+    )
+    return open_tokenizer(vocabulary, end_ids)
 
 
 @functools.lru_cache(1)

@@ -1,10 +1,10 @@
 """Advice from trials: which methods are worth it on a document, and in which words."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsekv_cli.evaluation.intervals import drawn_means, is_equal
+from sparsekv_cli.evaluation.intervals import drawn_means, groups_of, is_equal
 from sparsekv_cli.methods import spec_of
 from sparsekv_cli.planning.trial import MethodTrial
 
@@ -72,11 +72,13 @@ class Advice:
         told = [self.full, *self.best]
         by_speed = sorted(told, key=self.tps)
         by_words = sorted((each for each in told if len(each.same)), key=lambda e: e.same.mean())
+        found = {
+            "speed": groups_of(by_speed, self._is_as_fast),
+            "words": groups_of(by_words, _are_as_near),
+        }
         return {
-            "speed": _groups(by_speed, self._is_as_fast),
-            "words": _groups(
-                by_words, lambda a, b: is_equal(drawn_means(a.same), drawn_means(b.same))
-            ),
+            what: [[spec_of(each.method) for each in group] for group in groups]
+            for what, groups in found.items()
         }
 
     def _is_as_fast(self, a: MethodTrial, b: MethodTrial) -> bool:
@@ -128,17 +130,5 @@ class Advice:
         }
 
 
-def _groups(
-    trials: Sequence[MethodTrial], alike: Callable[[MethodTrial, MethodTrial], bool]
-) -> list[list[str]]:
-    """The longest runs of ``trials`` in which any two are alike, by their texts."""
-    groups: list[list[str]] = []
-    last = 0
-    for start in range(len(trials)):
-        end = start + 1
-        while end < len(trials) and all(alike(each, trials[end]) for each in trials[start:end]):
-            end += 1
-        if end - start > 1 and end > last:
-            groups.append([spec_of(each.method) for each in trials[start:end]])
-            last = end
-    return groups
+def _are_as_near(a: MethodTrial, b: MethodTrial) -> bool:
+    return is_equal(drawn_means(a.same), drawn_means(b.same))

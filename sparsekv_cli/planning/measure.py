@@ -158,31 +158,32 @@ class Measurement:
         if not self._pace_caches:
             caches, _ = self._filled(self._full, self.specs, depth)
             self._pace_caches = self._timed(caches)
-        self._pos, seconds = depth, []
-        for _ in range(self._n_warm + self._n_steps):
-            started = time.perf_counter()
-            self._decode(self._pace_caches)
-            seconds.append(time.perf_counter() - started)
+        self._pos = depth
+        seconds = self._steps(self._pace_caches, self._n_steps)
         for layer in self._pace_caches:
             if isinstance(layer, TimedLayer):
                 layer.cache.truncate(depth)
         return _typical(seconds[self._n_warm :])
 
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
-        """Decodes.
+        """Returns the seconds of a step without the attention of full layers.
 
-        Returns the seconds of a step without the attention of full layers; the first ones are left
-        out.
-
-        The step leaves out layers after the last cache.
+        The first steps are left out. A step leaves out layers after the last cache.
         """
-        timed, seconds = [each for each in caches if isinstance(each, TimedLayer)], []
-        for i in range(self._n_warm + n_steps):
-            started = time.perf_counter()
-            self._decode(caches)
-            whole = time.perf_counter() - started
-            seconds.append(whole - sum(layer.seconds[i] for layer in timed))
+        wholes = self._steps(caches, n_steps)
+        timed = [each.seconds for each in caches if isinstance(each, TimedLayer)]
+        seconds = [whole - sum(each[i] for each in timed) for i, whole in enumerate(wholes)]
         return _typical(seconds[self._n_warm :])
+
+    def _steps(self, caches: Sequence[Any], n_steps: int) -> list[float]:
+        """Decodes. Returns the seconds of each step, of the first ones too, which are slower."""
+        seconds = []
+        for _ in range(self._n_warm + n_steps):
+            started = time.perf_counter()
+            self.decoder.decode(0, self._pos, caches)
+            seconds.append(time.perf_counter() - started)
+            self._pos += 1
+        return seconds
 
     def scratch(self) -> int:
         """Returns the peak bytes of a prefill's chunk, in addition to caches and weights."""
@@ -292,17 +293,14 @@ class Measurement:
                 cache.reserve(depth + CHUNK)
                 self._extend(cache, 0, depth)
                 cache.finish_prefill()
-        others = [cache for cache in caches if cache.spec.kind != FULL]
-        if others:
-            self._start_others(caches)
+        if any(cache.spec.kind != FULL for cache in caches):
+            # Recurrent layers have a state only after a prompt. Full layers stand in for theirs.
+            dense = [
+                cache if cache.spec.kind != FULL else self._full.layer(cache.spec)
+                for cache in caches
+            ]
+            self.decoder.forward([0] * N_START, 0, dense)
         self._pos = depth
-
-    def _start_others(self, caches: Sequence[LayerCache]) -> None:
-        """Recurrent layers have a state only after a prompt. Full layers stand in for theirs."""
-        dense = [
-            cache if cache.spec.kind != FULL else self._full.layer(cache.spec) for cache in caches
-        ]
-        self.decoder.forward([0] * N_START, 0, dense)
 
     def _extend(self, cache: LayerCache, first: int, last: int) -> None:
         spec = cache.spec
@@ -318,10 +316,6 @@ class Measurement:
             TimedLayer(cache, self._rows_of(cache.spec)) if cache.spec.kind == FULL else cache
             for cache in caches
         ]
-
-    def _decode(self, caches: Sequence[Any]) -> None:
-        self.decoder.decode(0, self._pos, caches)
-        self._pos += 1
 
     def _rows_of(self, spec: LayerSpec) -> _Inputs:
         shape = spec.n_head, spec.n_head_kv, spec.head_dim, spec.value_dim

@@ -4,8 +4,10 @@ Seconds are those of speeds.py, which were measured with a stand-in on this mach
 caches say their bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
@@ -162,23 +164,8 @@ class Forecast:
 
     def fitting_context(self, method: Method, available: int) -> int:
         """Tokens that fit the memory, by FITTING; what takes no memory a token fits SEARCHED."""
-        return FITTING * _last(
-            SEARCHED * 16 // FITTING, lambda i: self.total(method, FITTING * i) <= available
-        )
-
-
-def _last(most: int, holds: Callable[[int], bool]) -> int:
-    """Returns the largest i of 0 to ``most`` for which it holds.
-
-    It must hold for no i after one that fails.
-
-    0 if it holds for no other.
-    """
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
+        lengths = range(FITTING, SEARCHED * 16 + 1, FITTING)
+        return FITTING * bisect_right(lengths, available, key=partial(self.total, method))
 
 
 def make_plan(

@@ -14,6 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.calibration.calibrations import layer_products
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.planning.auto import N_HALF, loss_task
 
@@ -39,16 +40,9 @@ SEARCHED = 64  # tokens after a place in which the end of a sentence is looked f
 
 def prefill_work(file: GGUFFile, hparams: HParams, n: int) -> float:
     """Products of a prefill of n tokens: of weights, and of attention, which grows with n²."""
-    experts = next((layer.experts for layer in hparams.layers if layer.experts), None)
-    share = 1.0 if experts is None else experts.n_expert_used / experts.n_expert
-    weights = sum(
-        info.n_elements * (share if len(info.shape) > 2 else 1.0)
-        for name, info in file.tensors.items()
-        if name.startswith("blk.")
-    )
     full = [layer for layer in hparams.layers if layer.kind == FULL]
     row = sum(layer.n_head * (layer.head_dim + layer.value_dim) for layer in full)
-    return n * weights + n * n / 2 * row
+    return n * layer_products(file, hparams) + n * n / 2 * row
 
 
 def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:

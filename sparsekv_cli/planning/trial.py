@@ -81,11 +81,7 @@ class Trials:
         """full: holds the task's prompt, and has the method ``method``."""
         self.task, self._full, self._paces = task, full, list[float]()
         self._reference: list[np.ndarray] = []
-        self.full = self._ask(full, method, self.pace())
-
-    @property
-    def full_bytes(self) -> int:
-        return self.full.n_bytes
+        self.full = self.try_method(full, method)
 
     @property
     def full_step_s(self) -> float:
@@ -113,9 +109,7 @@ class Trials:
 
     def try_method(self, sequence: Sequence, method: Method) -> MethodTrial:
         """sequence: holds the task's prompt."""
-        return self._ask(sequence, method, self.pace())
-
-    def _ask(self, sequence: Sequence, method: Method, before: list[float]) -> MethodTrial:
+        before = self.pace()
         following, measured, is_full = self.task.following, Measured(), sequence is self._full
         found = dict.fromkeys(range(len(self.task.facts)), True)
         if is_full:
@@ -136,7 +130,7 @@ class Trials:
         pace = [*before, *(seconds if is_full else self.pace())]
         nothing = np.empty(0)
         trial = MethodTrial(method, np.array(seconds), np.array(pace), n_bytes, nothing, nothing)
-        if not is_full and trial.speedup < NOISE and not trial.saves_memory(self.full_bytes):
+        if not is_full and trial.speedup < NOISE and not trial.saves_memory(self.full.n_bytes):
             return trial
         for first in range(n_alone, len(following), N_AT_ONCE):
             rows = following[first : first + N_AT_ONCE]

@@ -140,10 +140,10 @@ def read_header(file: FileIO) -> BlockHeader:
     if len(text) != length or zlib.crc32(text) != checksum:
         raise DamagedError("its header has another checksum")
     try:
-        header = _header_of(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        what = error.args[0] if isinstance(error, _FieldError) else "it is no JSON"
-        raise DamagedError(f"its header cannot be read: {what}") from None
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise DamagedError("its header cannot be read: it is no JSON") from None
+    header = _header_of(values)
     expected = -(-(len(start) + length) // ALIGNMENT) * ALIGNMENT + sum(header.piece_bytes)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
@@ -151,23 +151,20 @@ def read_header(file: FileIO) -> BlockHeader:
     return header
 
 
-class _FieldError(ValueError):
-    """A field of a header that is not what it must be."""
-
-
 _HASH = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}")
 _SUMS = re.compile(r"[0-9a-f]*")
 
 
 def _header_of(values: Any) -> BlockHeader:
-    """Returns the header that JSON has; _FieldError unless every field has its type and range."""
+    """Returns the header that JSON has; DamagedError unless every field has its type and range."""
     names = [field.name for field in fields(BlockHeader)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
-        raise _FieldError(f"it must have the fields {', '.join(names)}")
+        expected = ", ".join(names)
+        raise DamagedError(f"its header cannot be read: it must have the fields {expected}")
 
     def check(name: str, is_right: bool) -> None:
         if not is_right:
-            raise _FieldError(f"{name} is not what it must be")
+            raise DamagedError(f"its header cannot be read: {name} is not what it must be")
 
     model, parent, first, tokens, types, layers, rows, sums = (values[name] for name in names)
     check("model", isinstance(model, str))

@@ -32,12 +32,7 @@ from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.prefix.rows_writer import RowsWriter
-from sparsekv_cli.prefix.snapshots import (
-    SnapshotWriter,
-    latest_snapshot,
-    restore_snapshot,
-    snapshot_headers,
-)
+from sparsekv_cli.prefix.snapshots import latest_snapshot, restore_snapshot, snapshot_headers
 from sparsekv_cli.system.files import open_regular
 
 LEAST = 512  # tokens that are worth a file, and worth finding
@@ -92,7 +87,6 @@ class Prefixes:
         self._n_queried, self._tell = max(1, n_queried), tell
         self._is_bounded = is_bounded
         self._storing: RowsWriter | None = None
-        self._snapshots: SnapshotWriter | None = None
         self._begun = UNKNOWN  # the root when the prefill began
 
     # --- from disk --------------------------------------------------------------------------------
@@ -244,11 +238,9 @@ class Prefixes:
         if headers:
             try:
                 if self._may_keep([*headers, *snapshots]):
-                    self._storing = RowsWriter(ids, headers, self._path)
-                    if snapshots:
-                        self._snapshots = SnapshotWriter(
-                            self.folder.path, snapshots, caches, self._not_kept
-                        )
+                    self._storing = RowsWriter(
+                        ids, headers, snapshots, caches, self._path, self._not_kept
+                    )
             except OSError as error:
                 self._not_kept(error)
 
@@ -306,13 +298,11 @@ class Prefixes:
         try:
             parents = self._storing.parents(self._begun, root)
             n = self._storing.finish(parents)
-            if self._snapshots is not None:
-                self._snapshots.finish(parents)
         except OSError as error:
             self._not_kept(error)
             return
         self._settle(self._storing.headers[0])
-        self._storing = self._snapshots = None
+        self._storing = None
         self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
 
     def _settle(self, new: BlockHeader) -> None:
@@ -332,9 +322,6 @@ class Prefixes:
         if self._storing is not None:
             self._storing.abandon()
             self._storing = None
-        if self._snapshots is not None:
-            self._snapshots.abandon()
-            self._snapshots = None
 
     def _not_kept(self, error: OSError) -> None:
         self.abandon()

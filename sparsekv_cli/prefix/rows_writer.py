@@ -1,10 +1,11 @@
-"""The new blocks of a prompt on their way to disk."""
+"""The new files of a prompt on their way to disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
 from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, block_hash
 from sparsekv_cli.prefix.pieces import converted, row_types
 
@@ -12,31 +13,44 @@ N_PENDING = 2  # layers whose rows wait for being written
 
 
 class RowsWriter:
-    """The new blocks of one prompt on their way to disk.
+    """The new blocks of one prompt on their way to disk, and its snapshots.
 
     A cache that keeps its rows is read when the answer is out. If a cache drops or moves rows, a
-    thread writes a copy of them while the next layers are computed.
+    thread writes a copy of them while the next layers are computed. A layer's snapshot is written
+    when it is there.
 
-    ids: of the whole prompt. path_of: a block's file.
+    ids: of the whole prompt. path_of: a header's file. failed: told what the disk says of a
+    snapshot.
     """
 
     def __init__(
         self,
         ids: Sequence[int],
         headers: Sequence[BlockHeader],
+        snapshots: Sequence[BlockHeader],
+        caches: Sequence[LayerCache],
         path_of: Callable[[BlockHeader], Path],
+        failed: Callable[[OSError], None],
     ) -> None:
-        self._ids, self._path_of = ids, path_of
+        """Raises OSError if the folder cannot be written."""
+        self._ids, self._path_of, self._failed = ids, path_of, failed
         self._writers: list[BlockWriter] = []
+        self._snapshots: dict[int, BlockWriter] = {}  # by the tokens before their ends
         self._keeping: list[tuple[int, LayerCache]] = []
         self._pending: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
         try:
             for header in headers:
                 self._writers.append(BlockWriter(path_of(header).parent, header))
+            for header in snapshots:
+                writer = BlockWriter(path_of(header).parent, header)
+                self._snapshots[header.first + BLOCK] = writer
         except BaseException:
             self.abandon()
             raise
+        for i, cache in enumerate(caches if snapshots else ()):
+            if isinstance(cache, BoundedCache) and cache.spec.source < 0:
+                cache.take_snapshots(self._snapshots, partial(self._write_snapshot, i))
 
     @property
     def headers(self) -> list[BlockHeader]:
@@ -73,6 +87,14 @@ class RowsWriter:
             k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
             writer.write(layer, (k, v))
 
+    def _write_snapshot(self, layer: int, n: int, held: Snapshot) -> None:
+        if n not in self._snapshots:
+            return
+        try:
+            self._snapshots[n].write(layer, held)
+        except OSError as error:
+            self._failed(error)
+
     def finish(self, parents: Mapping[str, str]) -> int:
         """How many tokens the folder has of the prompt. Raises OSError. parents: by ``parents``."""
         for layer, cache in self._keeping:
@@ -80,15 +102,17 @@ class RowsWriter:
         for future in self._pending:
             future.result()
         self._close()
-        for writer in reversed(self._writers):  # the first blocks are the ones used last
+        # The first blocks are the ones used last.
+        for writer in (*reversed(self._writers), *self._snapshots.values()):
             writer.change_parent(parents)
             writer.finish(self._path_of(writer.header))
         return self._writers[-1].rows.stop
 
     def abandon(self) -> None:
         self._close()
-        for writer in self._writers:
+        for writer in (*self._writers, *self._snapshots.values()):
             writer.abandon()
+        self._snapshots = {}
 
     def _close(self) -> None:
         if self._thread is not None:

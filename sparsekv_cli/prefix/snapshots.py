@@ -5,8 +5,7 @@ ends of blocks. Chunks and the delta net's groups begin there too. The rows afte
 bits of a whole prefill. The last block has one, and those before it, ever farther apart.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
@@ -15,7 +14,6 @@ from sparsekv_cli.prefix.blocks import (
     SNAPSHOT,
     SUFFIX,
     BlockHeader,
-    BlockWriter,
     DamagedError,
     block_hash,
     read_header,
@@ -89,52 +87,6 @@ def restore_snapshot(
         folder.touch([name])
         return length
     return 0
-
-
-class SnapshotWriter:
-    """The snapshots of a prompt that is being prefilled; each layer's is written when it is there.
-
-    failed: told what the disk says; then nothing more is written.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        headers: Sequence[BlockHeader],
-        caches: Sequence[LayerCache],
-        failed: Callable[[OSError], None],
-    ) -> None:
-        """Raises OSError if the folder cannot be written."""
-        self._folder, self._failed = folder, failed
-        self._writers: dict[int, BlockWriter] = {}
-        try:
-            for header in headers:
-                self._writers[header.first + BLOCK] = BlockWriter(folder, header)
-        except BaseException:
-            self.abandon()
-            raise
-        for i, cache in enumerate(caches):
-            if isinstance(cache, BoundedCache) and cache.spec.source < 0:
-                cache.take_snapshots(self._writers, partial(self._write, i))
-
-    def _write(self, layer: int, n: int, held: Snapshot) -> None:
-        if n not in self._writers:
-            return
-        try:
-            self._writers[n].write(layer, held)
-        except OSError as error:
-            self._failed(error)
-
-    def finish(self, parents: Mapping[str, str]) -> None:
-        """The files appear. Raises OSError. parents: as RowsWriter.parents says."""
-        for writer in self._writers.values():
-            writer.change_parent(parents)
-            writer.finish(self._folder / writer.header.name)
-
-    def abandon(self) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-        self._writers = {}
 
 
 def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Snapshot]:

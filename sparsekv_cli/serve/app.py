@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
-from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields
+from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields, read_fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, llama, openai, page
 from sparsekv_cli.serve.forms.openapi import BYTES, MAX_NAME, openapi
@@ -35,7 +35,7 @@ from sparsekv_cli.serve.forms.schema import (
 )
 from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
 from sparsekv_cli.serve.pool import ModelPool, NotLoadedError
-from sparsekv_cli.serve.requests import RequestError, Service, read_request
+from sparsekv_cli.serve.requests import RequestError, Service
 from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 from sparsekv_cli.serve.wire.documents import Documents
@@ -69,7 +69,7 @@ def make_app(
         """Runs ``make`` on a request's fields and its model's service, in a thread."""
         values = await bodies.read(request)
         loop = asyncio.get_running_loop()
-        fields = await loop.run_in_executor(readers, read_request, kind, values)
+        fields = await loop.run_in_executor(readers, read_fields, kind, values)
         service = await hold(request, str(getattr(fields, "model", "")))
         return await loop.run_in_executor(readers, make, service, fields)
 
@@ -221,30 +221,28 @@ async def _nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
+# Errors by their class, the first that fits: the status, the type in both protocols, OpenAI's code.
+ERRORS: tuple[tuple[type[Exception], tuple[int, str, str | None]], ...] = (
+    (NotLoadedError, (500, "api_error", "model_failed")),
+    (QueueFullError, (429, "rate_limit_error", "queue_full")),
+    (TooLargeError, (400, "invalid_request_error", "too_large")),
+    (StoppingError, (503, "api_error", "stopping")),
+    (LostModelError, (503, "api_error", "stopping")),
+    (BusyError, (503, "api_error", "busy")),
+    (TimeLimitError, (504, "timeout_error", "time_limit")),
+    (SparseKVError, (400, "invalid_request_error", None)),
+    (Exception, (500, "api_error", None)),
+)
+
+
 def status_of(error: Exception) -> tuple[int, str, str | None]:
     """Returns the status of an error, its type in both protocols, and its code in OpenAI's."""
-    if isinstance(error, RequestError):
-        return error.status, "invalid_request_error", error.code
-    if isinstance(error, NotLoadedError):
-        return 500, "api_error", "model_failed"
-    if isinstance(error, BodyError):
-        return error.status, "invalid_request_error", None
+    if isinstance(error, RequestError | BodyError):
+        return error.status, "invalid_request_error", getattr(error, "code", None)
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None
-    if isinstance(error, QueueFullError):
-        return 429, "rate_limit_error", "queue_full"
-    if isinstance(error, TooLargeError):
-        return 400, "invalid_request_error", "too_large"
-    if isinstance(error, StoppingError | LostModelError):
-        return 503, "api_error", "stopping"
-    if isinstance(error, BusyError):
-        return 503, "api_error", "busy"
-    if isinstance(error, TimeLimitError):
-        return 504, "timeout_error", "time_limit"
-    if isinstance(error, SparseKVError):
-        return 400, "invalid_request_error", None
-    return 500, "api_error", None
+    return next(told for kind, told in ERRORS if isinstance(error, kind))
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:

@@ -168,7 +168,7 @@ class Job:
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None
-        entries = [] if logprobs is None else logprobs.since(self.n_told)
+        entries = [] if logprobs is None else logprobs.entries[self.n_told :]
         self.n_told += len(entries)
         return text, thinking, entries
 

@@ -49,11 +49,6 @@ class Loaded:
         parts = self.service.model.gguf.parts
         return self.service.scheduler.failure is None and all(part.is_current() for part in parts)
 
-    def release(self) -> None:
-        """A request is answered."""
-        self.n_held -= 1
-        self.used = time.monotonic()
-
 
 @dataclass(eq=False)
 class HostedModel:
@@ -193,7 +188,9 @@ class ModelPool:
         return model.loaded
 
     def _release(self, loaded: Loaded) -> None:
-        loaded.release()
+        """A request is answered."""
+        loaded.n_held -= 1
+        loaded.used = time.monotonic()
         self._released.set()
 
     # --- loading ----------------------------------------------------------------------------------

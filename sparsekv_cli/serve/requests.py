@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, model_thinking
-from sparsekv_cli.generation.fields import FieldError, Fields, path_of, read_fields
+from sparsekv_cli.generation.fields import path_of
 from sparsekv_cli.generation.grammar_trial import GrammarTrial
-from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
@@ -36,17 +36,6 @@ class RequestError(SparseKVError):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-
-
-F = TypeVar("F", bound=Fields)
-
-
-def read_request(kind: type[F], values: Mapping[str, Any]) -> F:
-    """The fields of a request. Raises RequestError, which names the one that is not as expected."""
-    try:
-        return read_fields(kind, values)
-    except FieldError as error:
-        raise RequestError(str(error), param=error.field or None) from None
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,6 @@ class Service:
             raise SparseKVError(
                 "--think-budget: the chat template of this model names no markers of thinking"
             )
-        self._make_constraint = constraint_maker(model.tokenizer)
         self.grammars = GrammarTrial(model.gguf.path)
         self._method, self._method_options = model.method.name, dict(method_options)
         self._sampling = sampling
@@ -200,7 +188,8 @@ class Service:
                 code=TOO_LONG,
             )
         method, sparse_from = self.method_of(fields)
-        options = self._sampling_of(fields, schema)
+        required = {} if schema is None else {FORMAT: schema}
+        options = fields.sampling(self._sampling, required, self.grammars.read)
         if forced is not None:
             options = replace(options, grammar=self._grammar_of(forced, options))
         if thinking is None and fields.think_budget is not None:
@@ -213,7 +202,7 @@ class Service:
         elif fields.think_budget is None and think_budget is not None:
             options = replace(options, think_budget=think_budget)
         try:
-            constraint = self._make_constraint(options, thinking, think)
+            constraint = new_constraint(self.tokenizer, options, thinking, think)
         except SparseKVError as error:
             param = FORMAT
             raise RequestError(str(error).removeprefix("--"), param=param) from None
@@ -254,15 +243,6 @@ class Service:
                 f"tool_choice asks for a call, but the request has {what}", param="tool_choice"
             )
         return forced_call(self.tool_format, self.template, chosen)
-
-    def _sampling_of(
-        self, fields: ServedFields, schema: Mapping[str, Any] | None
-    ) -> SamplingOptions:
-        required = {} if schema is None else {FORMAT: schema}
-        try:
-            return fields.sampling(self._sampling, required, self.grammars.read)
-        except FieldError as error:
-            raise RequestError(str(error), param=error.field or None) from None
 
     def _grammar_of(self, forced: ForcedCall, options: SamplingOptions) -> Grammar:
         if options.grammar is not None or options.ignore_eos:

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH
-from sparsekv_cli.generation.fields import shown
+from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.serve.answers import Told
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
@@ -98,8 +98,11 @@ class ModelResponse:
             messages.insert(0, {"role": "system", "content": fields.instructions})
         try:
             self._completion = Completion(service, fields.as_chat(messages))
-        except RequestError as error:
+        except (RequestError, FieldError) as error:
             words = CHAT_WORDS.sub(lambda found: NAMES[found[0]], str(error))
+            if isinstance(error, FieldError):
+                field = NAMES.get(error.field, error.field)
+                raise RequestError(words, param=field or None) from None
             param = None if error.param is None else NAMES.get(error.param, error.param)
             raise RequestError(words, status=error.status, param=param, code=error.code) from None
         self._output = OutputItems(encrypts=bool(fields.include))

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from sparsekv_cli.cache.kinds import LEAST_SHARED, n_shared, share_prefix
 from sparsekv_cli.cache.layer import LayerCache
@@ -36,12 +36,11 @@ LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
-@dataclass
-class Parked:
+class Parked(NamedTuple):
     """A sequence whose answer is out, and the bytes that it takes."""
 
-    sequence: Sequence
     n_bytes: int
+    sequence: Sequence
 
 
 def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
@@ -188,10 +187,6 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
     return most
 
 
-def parked_bytes(all_parked: Iterable[Parked]) -> int:
-    return held_together((each.n_bytes, each.sequence) for each in all_parked)
-
-
 def give_up(
     all_parked: list[Parked], room: int, shared: int, ids: Ids[int], method: Method
 ) -> None:
@@ -200,13 +195,13 @@ def give_up(
     A prompt of ``ids`` comes next, for which there is memory without its ``shared`` bytes. A
     sequence that gives more rows to it goes last, and these count once.
     """
-    if parked_bytes(all_parked) <= room:
+    if held_together(all_parked) <= room:
         return
     gives = [most_shared([each.sequence], ids, method) for each in all_parked]
     most = max(shared, *gives, 0)
     order = zip([n == most > shared for n in gives], range(len(gives)), all_parked, strict=True)
     for _, _, each in sorted(order, key=lambda entry: entry[:2]):
-        if parked_bytes(all_parked) <= room + most:
+        if held_together(all_parked) <= room + most:
             return
         all_parked.remove(each)
 

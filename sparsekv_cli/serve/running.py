@@ -165,7 +165,6 @@ class Running:
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()
-        logprobs = [] if generation.logprobs is None else generation.logprobs.of(answer)
         n_told = job.n_told
         text, thinking, _ = job.told()
         # Another answer may have used the caches before.
@@ -180,7 +179,7 @@ class Running:
         self.leave(job)
         job.emit(
             Finished(
-                text, thinking, logprobs[n_told:], answer.stop_reason, answer.stopped_by,
+                text, thinking, answer.logprobs[n_told:], answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

@@ -396,5 +396,5 @@ class Scheduler:
         """Keeps a sequence for later prompts, in place of those that it replaces."""
         if sequence.checkpoint is not None:
             parked = [each for each in self._parked if not replaces(sequence, each.sequence)]
-            self._parked = [*parked, Parked(sequence, whole_bytes(sequence))]
+            self._parked = [*parked, Parked(whole_bytes(sequence), sequence)]
             self._makes_room(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -18,11 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 WRITABLE_BY_OTHERS = 0o022
 DAY = 86400  # seconds
@@ -44,8 +40,7 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
 
     A link to a regular file is one.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
@@ -62,14 +57,11 @@ APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 def open_written(path: str | os.PathLike[str], flags: int = NEW, mode: int = 0o600) -> WrittenFile:
     """Opens a file to write, with os.open's flags. The umask changes ``mode``. Raises OSError."""
-    flags |= getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    return WrittenFile(os.open(path, flags, mode), "wb")
+    return WrittenFile(os.open(path, flags | os.O_CLOEXEC, mode), "wb")
 
 
 def is_private(status: os.stat_result) -> bool:
     """Whether a file or folder belongs to the user and nobody else may write to it."""
-    if not hasattr(os, "geteuid"):
-        return True
     return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 
@@ -128,9 +120,6 @@ def alone_in(folder: Path) -> Iterator[None]:
 
     If the system cannot lock folders, nobody waits. Raises OSError if the folder does not exist.
     """
-    if fcntl is None:
-        yield
-        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -153,7 +142,7 @@ class AppendedFile:
         self._path = path
         with naming(path):
             self._file = open_written(path, APPENDED, mode)
-        if is_alone and fcntl is not None:
+        if is_alone:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

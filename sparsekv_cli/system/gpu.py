@@ -4,7 +4,6 @@ Nothing heavy is imported here: torch takes seconds, and most machines need no a
 """
 
 import ctypes
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +18,7 @@ def may_have_device() -> bool:
     if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
         return True
     try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
     return True

@@ -1,6 +1,7 @@
 """How much work the machine has, and how much a process that reads what others sent may do."""
 
 import os
+import resource
 import sys
 
 
@@ -13,10 +14,6 @@ def load_beyond_cores() -> tuple[float, int] | None:
 
 def limit_work(seconds: int, n_bytes: int) -> None:
     """From now on the process may compute for so many seconds more, in so many bytes."""
-    try:
-        import resource
-    except ImportError:  # no such limits there: who waits for the process has one
-        return
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -91,10 +91,10 @@ def test_shared_prefill_decodes_as_a_prefill_of_its_own(model, sequence):
     ids = random_ids(LENGTH + STEPS)
     names = ["full", "lfps:budget=20%", "streaming:budget=10%"]
     methods = [build_spec(name) for name in names]
-    prefill = prefill_all(sequence.model, methods, ids[:LENGTH])
-    for method, shared in zip(methods, prefill.sequences, strict=True):
+    prefilled = prefill_all(sequence.model, methods, ids[:LENGTH])
+    for method, (logits, shared, _) in zip(methods, prefilled, strict=True):
         own = open_sequence(model, method, CONFIG)
-        np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), prefill.logits)
+        np.testing.assert_array_equal(own.prefill(ids[:LENGTH]), logits)
         for token in ids[LENGTH:]:
             np.testing.assert_array_equal(own.decode(token), shared.decode(token))
 
@@ -125,7 +125,8 @@ def test_a_method_pays_for_its_own_index_only(sequence, monkeypatch):
     methods = [build_spec(f"{name}:dense_layers=0") for name in ("full", "topk", "streaming")]
     names = {type(m.layer(sequence.model.decoder.layer_specs()[1])).__name__ for m in methods}
     assert {"_TopKCache", "_StreamingCache"} < names
-    assert prefill_all(sequence.model, methods, random_ids(80)).seconds == [0.0, 2.0, 20.0]
+    found = prefill_all(sequence.model, methods, random_ids(80))
+    assert [each.seconds for each in found] == [0.0, 2.0, 20.0]
 
 
 def test_batches_hold_what_memory_allows(sequence):
@@ -186,7 +187,7 @@ def test_an_observer_keeps_the_exact_keys(sequence):
     ids = random_ids(LENGTH + 100)
     method = build_spec("topk:budget=20%;dense_layers=none")
     together = prefill_all(sequence.model, [build_spec("full"), method], ids[:LENGTH])
-    full, watched = together.sequences
+    full, watched = (each.sequence for each in together)
     keys, caches = exact_keys(full.caches, LENGTH), watched.caches
     observers = [Observer(c, k, Measured()) for c, k in zip(caches, keys, strict=True)]
     watched.caches = observers
@@ -231,7 +232,8 @@ class ForgetfulCache(LayerCache):
 def measure(sequence, method, length=LENGTH, steps=STEPS, watched=None):
     ids = random_ids(length + steps)
     full = build_spec("full")
-    sequences = prefill_all(sequence.model, [full, method], ids[:length]).sequences
+    prefilled = prefill_all(sequence.model, [full, method], ids[:length])
+    sequences = [each.sequence for each in prefilled]
     keys = exact_keys(sequences[0].caches, length)
     reference: list[np.ndarray] = []
     results = [Measured(), Measured()]

@@ -150,9 +150,10 @@ def test_rows_of_the_file():
 @pytest.fixture(scope="module")
 def base(sequence, chunks, tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "base"
-    with write_kld_file(path, chunks.tokens, 511) as writer:
+    with write_kld_file(path, chunks.tokens, 511) as write:
         for chunk in map(chunks.chunk, range(2)):
-            scores.score_chunk(sequence.model, {"prefill": None}, chunk, see=writer.add)
+            ways = {"prefill": None}
+            scores.score_chunk(sequence.model, ways, chunk, see=lambda x: write(encode(x)))
     return path
 
 

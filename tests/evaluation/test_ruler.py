@@ -10,9 +10,8 @@ from tiny_models import make_model
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import parse_methods
 from sparsekv_cli.evaluation.ruler.answers import answer_all
-from sparsekv_cli.evaluation.ruler.records import RulerRecords, key_of
+from sparsekv_cli.evaluation.ruler.records import RulerRecords, key_of, mean_score
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan, make_prompt
-from sparsekv_cli.evaluation.ruler.scores import mean_score
 from sparsekv_cli.evaluation.ruler.tasks import DOTS, TASKS, score
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.settings.config import SessionConfig

@@ -14,7 +14,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.generation.generation import Generation
-from sparsekv_cli.generation.sampler import MakeConstraint, SamplingOptions, constraint_maker
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.chat.thinking import CHANNEL_MARKS, MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
@@ -48,11 +48,6 @@ KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
 
 
 @cache
-def maker(kind: int) -> MakeConstraint:
-    return constraint_maker(TOKENIZERS[kind])
-
-
-@cache
 def prompt_of(template: str, kind: int, think: bool | None) -> list[int]:
     return encode_messages(TOKENIZERS[kind], template, ASKED, think=think)
 
@@ -71,7 +66,7 @@ def answered(
     tokenizer = TOKENIZERS[kind]
     thinking = thinking_of(template, tokenizer)
     sampling = SamplingOptions({}, grammar=grammar, think_budget=budget)
-    constraint = maker(kind)(sampling, thinking, think)
+    constraint = new_constraint(tokenizer, sampling, thinking, think)
     assert constraint is not None
     prompt = prompt_of(template, kind, think)
     generation = Generation(
@@ -89,7 +84,7 @@ def ended(prompt: Sequence[int], n: int) -> Any:
     at = Checkpoint(len(prompt), np.zeros(1, np.float32))
     n_ctx, timings = len(prompt) + n, Timings()
     return SimpleNamespace(
-        tokens=list(prompt), n_ctx=n_ctx, checkpoint=at, timings=timings, drafts=None
+        tokens=list(prompt), n_ctx=n_ctx, checkpoint=at, timings=timings, drafts=None, is_full=False
     )
 
 

@@ -79,7 +79,7 @@ def begun(
         ignore_eos=given.pop("ignore_eos", False),
         grammar=None if grammar is None else read_grammar(*grammar),
     )
-    constraint = new_constraint(model, options, None)
+    constraint = new_constraint(model.tokenizer, options, None)
     sequence = model.sequence()
     sequence.drafts = drafts
     sequence.prefill(given.pop("prompt", PROMPT))
@@ -100,8 +100,7 @@ def answered(
         step(model.engine, [generation])
     answer = generation.finish()
     told = vars(answer), "".join(pieces), generation.is_cut
-    logprobs = None if generation.logprobs is None else generation.logprobs.of(answer)
-    return (told, logprobs), generation.sequence
+    return (told, answer.logprobs), generation.sequence
 
 
 def assert_alike(one: Sequence, other: Sequence) -> None:

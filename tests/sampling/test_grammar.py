@@ -22,10 +22,8 @@ END = 263  # <|im_end|> of BPE
 
 
 def constraint_of(kind: str, text: str, tokenizer: Tokenizer = BPE) -> Constraint:
-    sequence: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(
-        sequence, SamplingOptions({}, grammar=read_grammar(kind, text)), None
-    )
+    grammar = read_grammar(kind, text)
+    constraint = new_constraint(tokenizer, SamplingOptions({}, grammar=grammar), None)
     assert constraint is not None
     return constraint
 

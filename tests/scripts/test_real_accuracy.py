@@ -9,7 +9,7 @@ import pytest
 from scripts_as_modules import load_script
 from tiny_models import make_model
 
-from sparsekv_cli.commands.eval.encode import encoder
+from sparsekv_cli.commands.eval.options import encoder
 from sparsekv_cli.evaluation.ruler.answers import answer_all
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.evaluation.ruler.tasks import TASKS

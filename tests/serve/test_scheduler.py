@@ -167,7 +167,7 @@ def test_requests_on_one_document_fit_together(
     assert asked[1].job.n_cached >= 700
     gate.set()
     assert [each.text for each in asked] == alone and other.text
-    assert rows.parked_bytes(scheduler._parked) <= 1.7 * n_bytes
+    assert rows.held_together(scheduler._parked) <= 1.7 * n_bytes
 
 
 def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> None:

@@ -43,8 +43,8 @@ def keep_record(path: Path) -> None:
 
 
 def write_base(path: Path) -> None:
-    with write_kld_file(path, np.zeros((4, 4096), np.int32), 512) as writer:
-        writer.add_rows(np.zeros((8, 516), np.uint16))
+    with write_kld_file(path, np.zeros((4, 4096), np.int32), 512) as write:
+        write(np.zeros((8, 516), np.uint16))
 
 
 def write_report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

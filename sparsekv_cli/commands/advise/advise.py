@@ -51,7 +51,7 @@ ROOM = 384  # tokens after the document: planted facts, steps, or an answer
 CACHE_TYPES = ("cache_type_k", "cache_type_v")
 
 
-@click.command(cls=GroupedCommand, short_help="Say which method to take for a document.")
+@click.command(cls=GroupedCommand)
 @click.option("-p", "--prompt", metavar="TEXT", help="A question about the document.")
 @file_option("The document; - is stdin. [default: what is piped, or a built-in text]")
 @click.option(

@@ -178,6 +178,7 @@ def short_advice(
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:
     """Returns the greedy answers of ``full`` and of the advised method, or else of the best."""
+    from sparsekv_cli.evaluation.prefill import greedy_answer
     from sparsekv_cli.methods import spec_of
 
     trials = [advice.full]
@@ -189,12 +190,7 @@ def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice)
         say(f"answering with {spec_of(trial.method)}")
         sequence = reader.read(ids, trial.method)
         assert sequence.checkpoint is not None
-        logits, tokens = sequence.checkpoint.logits, list[int]()
-        while len(tokens) < N_ANSWER:
-            token = int(logits.argmax())
-            if token in model.tokenizer.eog_ids:
-                break
-            tokens.append(token)
-            logits = sequence.decode(token)
-        answers[spec_of(trial.method)] = model.tokenizer.decode(tokens, skip_special=True).strip()
+        logits, tokenizer = sequence.checkpoint.logits, model.tokenizer
+        tokens = list(greedy_answer(sequence, logits, tokenizer.eog_ids, N_ANSWER))
+        answers[spec_of(trial.method)] = tokenizer.decode(tokens, skip_special=True).strip()
     return answers

@@ -16,7 +16,6 @@ from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult,
 from sparsekv_cli.commands.bench.texts import check_text, decode_texts, draft_counts, tokens_of
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
@@ -26,6 +25,7 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     method_of,
     model_options,
+    session_option,
     with_context,
 )
 from sparsekv_cli.commands.options.numbers import (
@@ -51,7 +51,7 @@ DEFAULT_SEED = 0
 WARM_UP_TOKENS = 3  # decoded by the untimed run
 
 
-@click.command(cls=GroupedCommand, short_help="Measure prefill and decode speed at any depth.")
+@click.command(cls=GroupedCommand)
 @click.option(
     "-p", "--n-prompt", "n_prompts", metavar="LIST", default="512", callback=number_list,
     help="Prefill this many tokens; 0 leaves the test out. [default: 512]",

@@ -25,7 +25,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import thinking_switch
 
 
-@click.command(cls=GroupedCommand, short_help="Talk to a model; the KV cache is kept across turns.")
+@click.command(cls=GroupedCommand)
 @click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(

@@ -20,8 +20,8 @@ from sparsekv_cli.generation.conversation import (
     encode_messages,
     model_thinking,
 )
-from sparsekv_cli.generation.generation import Generation, is_cut_by_context
-from sparsekv_cli.generation.sampler import SamplingOptions, constraint_maker, new_sampler
+from sparsekv_cli.generation.generation import Generation
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.models.chat.thinking import without_thinking
 
 if TYPE_CHECKING:
@@ -83,18 +83,17 @@ class Conversation:
         self.template = chat_template(model.gguf.metadata)
         self.thinking = model_thinking(model)
         self.messages: Messages = []
-        self._make_constraint = constraint_maker(model.tokenizer)
         self.n_used = 0  # tokens of the context that the conversation takes
         self.renew_sampler()
         self.set_system(system)
 
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""
-        settings = self.settings
-        self._constraint = self._make_constraint(settings.sampling, self.thinking, settings.think)
-        self._sample: Sample = new_sampler(
-            self.model, settings.sampling, settings.seed, self._constraint
-        )
+        model, settings = self.model, self.settings
+        sampling = settings.sampling
+        constraint = new_constraint(model.tokenizer, sampling, self.thinking, settings.think)
+        self._constraint = constraint
+        self._sample: Sample = new_sampler(model, sampling, settings.seed, constraint)
 
     @property
     def system(self) -> str | None:
@@ -198,7 +197,7 @@ class Conversation:
 
     def full_context_line(self, answer: Answer) -> str | None:
         """Returns a line with the ways out, if the context has cut the answer."""
-        if not is_cut_by_context(self.sequence, answer, self.settings.n_predict):
+        if not answer.is_cut:
             return None
         n_ctx = self.sequence.n_ctx
         return f"the answer is cut, the context is full ({n_ctx} of {n_ctx} tokens): {CHOICES}"

@@ -3,8 +3,8 @@
 import contextlib
 import os
 import sys
+import termios
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 LEAST_COLUMNS = 10  # on a narrower terminal nothing is wrapped
 TAB = 8
@@ -69,11 +69,9 @@ def word_wrap() -> WordWrap | None:
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
     """Hides keys that are typed at the terminal, ``^C`` too, until the next line is edited."""
-    if not sys.stdin.isatty() or find_spec("termios") is None:  # Windows has none
+    if not sys.stdin.isatty():
         yield
         return
-    import termios
-
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)

@@ -28,11 +28,10 @@ from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgre
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
+from sparsekv_cli.generation.conversation import prompt_ids
 
 if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
-    from sparsekv_cli.model import Model
 
 DEFAULT_STEPS = 64
 LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some document
@@ -46,7 +45,7 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
     return lengths
 
 
-@click.command(cls=GroupedCommand, short_help="Compare methods on one prompt.")
+@click.command(cls=GroupedCommand)
 @prompt_option
 @file_option("Read the prompt from FILE; - is stdin.")
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
@@ -126,14 +125,15 @@ def command(
     from sparsekv_cli.evaluation.needles import find_needles, plant_needles
     from sparsekv_cli.evaluation.result import contents
 
-    ids = prompt_ids(model, text, raw)
+    encode = partial(prompt_ids, model, system=None, raw=raw, parse_special=False)
+    ids = encode(text)
     tokens = None
     if following is not None:
         tokens = model.tokenizer.encode(
             following, add_bos=False, add_eos=False, parse_special=False
         )
     steps = count_steps(n_steps, tokens)
-    prompts = plant_needles(model, text, needles, partial(prompt_ids, model, raw=raw))
+    prompts = plant_needles(model, text, needles, encode)
     prepare_methods(model, chosen.values(), compiling)
     with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
         rows = compare(model, chosen, ids, steps, tokens, prefilling, decoding)
@@ -162,14 +162,6 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
         return parse_methods(text, common, [parse_sweep(sweep) for sweep in sweeps])
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-
-
-def prompt_ids(model: Model, text: str, raw: bool) -> list[int]:
-    """Returns the ids of the prompt, in the model's chat template if it has one."""
-    template = chat_template(model.gguf.metadata)
-    if raw or template is None:
-        return model.tokenizer.encode(text, add_eos=False, parse_special=True)
-    return encode_messages(model.tokenizer, template, messages_of(None, text))
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:

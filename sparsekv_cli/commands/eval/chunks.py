@@ -1,4 +1,4 @@
-"""``eval perplexity`` and ``eval kld`` share options, and chunks that are scored on any machine."""
+"""``eval perplexity`` and ``eval kld``: chunks of a text, scored with any method on any machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from sparsekv_cli.commands.eval.options import (
     JSON_OPTION,
+    chosen_ways,
+    configuration_of,
+    described,
     methods_option,
+    open_eval,
     ray_option,
+    read_text,
     records_option,
 )
 from sparsekv_cli.commands.options.completers import files
-from sparsekv_cli.commands.options.model import gathered
+from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.model import (
+    ModelOptions,
+    build_method,
+    gathered,
+    model_options,
+)
 from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.progress import PrefillProgress
+from sparsekv_cli.commands.shared.tables import print_table
+from sparsekv_cli.commands.shared.terminal import write_json
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from sparsekv_cli.evaluation.perplexity.chunks import Chunks
-    from sparsekv_cli.evaluation.perplexity.kld_file import KLDWriter
+    from sparsekv_cli.evaluation.perplexity.kld import Statistic
+    from sparsekv_cli.evaluation.perplexity.kld_file import WriteRows
     from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
     from sparsekv_cli.evaluation.perplexity.scores import Ways
     from sparsekv_cli.model import Model
@@ -94,7 +109,7 @@ def score(
     records: PerplexityRecords,
     *,
     base: str = "",
-    opened: AbstractContextManager[KLDWriter] | None = None,
+    opened: AbstractContextManager[WriteRows] | None = None,
     ray: str | None = None,
 ) -> None:
     """Adds to ``records`` the missing ones of all chunks, on a cluster if the user names one.
@@ -102,6 +117,7 @@ def score(
     base: see ``score_chunk``. opened: a file for the log-probabilities of all chunks.
     """
     from sparsekv_cli.commands.eval.ray import ChunkPart, score_on_cluster
+    from sparsekv_cli.evaluation.perplexity.kld_file import encode
     from sparsekv_cli.evaluation.perplexity.scores import score_chunk
 
     parts: list[ChunkPart] = []
@@ -115,20 +131,20 @@ def score(
         n_done += n
         progress(n_done, n_all)
 
-    with PrefillProgress("score") as progress, opened or nullcontext() as writer:
+    with PrefillProgress("score") as progress, opened or nullcontext() as write:
         if ray is not None:
-            keeps = writer is not None
+            keeps = write is not None
             for new, rows in score_on_cluster(ray, model, ways, chunks, parts, base, keeps):
-                if writer is not None:
-                    writer.add_rows(rows)
+                if write is not None:
+                    write(rows)
                 count(len(new) * chunks.n_scored)
                 records.add_all(new)
             return
 
         def see(logits: np.ndarray) -> None:
             count(len(logits))
-            if writer is not None:
-                writer.add(logits)
+            if write is not None:
+                write(encode(logits))
 
         for i, some in parts:
             records.add_all(score_chunk(model, some, chunks.chunk(i), base, see))
@@ -150,3 +166,153 @@ def title(chunks: Chunks) -> str:
 def shown(value: float | None, form: str) -> str:
     """Returns a figure as a table's cell; empty if the way has none."""
     return "-" if value is None else format(value, form)
+
+
+@click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
+@score_options(
+    "[default: none; chunks are prefilled]",
+    "Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
+)
+@model_options(bench=True, sparse_from=False, seed=False)
+def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
+    """Perplexity of a text by llama-perplexity's algorithm.
+
+    The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
+    prefilled, as llama-perplexity does. With one the first half is prefilled and the method decodes
+    the second token by token. Attended are rows a head, layer and step.
+    """
+    from sparsekv_cli.distributed.cluster import check_address
+    from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
+    from sparsekv_cli.evaluation.perplexity.kld import Perplexity
+    from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
+    from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
+    from sparsekv_cli.evaluation.perplexity.scores import PREFILL
+
+    text = read_text(given.file)
+    ways = chosen_ways(given.methods, options, PREFILL)
+    if given.base is not None and len(ways) > 1:
+        raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
+    if given.base is not None and given.path is not None:
+        raise click.UsageError("--kl-divergence-base is written in one go: leave --jsonl out")
+    if given.ray is not None:
+        check_address(given.ray)
+    size = given.n_ctx or DEFAULT_CONTEXT
+    model = open_eval(options, list(ways.values()), size)
+    chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
+    configuration = configuration_of(model, text_sha256=digest(text), n_ctx=size)
+    records = PerplexityRecords(given.path, configuration)
+    n_vocab = model.hparams.n_vocab
+    opened = None if given.base is None else write_kld_file(given.base, chunks.tokens, n_vocab)
+    score(model, ways, chunks, records, opened=opened, ray=given.ray)
+    rows = []
+    for way, method in ways.items():
+        n = len(chunks.tokens)
+        found = Perplexity(**records.scores(method, n))
+        rows.append(
+            {
+                **described(way, method),
+                "ppl": found.value,
+                "ppl_stderr": found.stderr,
+                "n_tokens": len(found.nll),
+                "rows_attended_mean": records.rows(method, n).mean,
+            }
+        )
+    if given.as_json:
+        first = {key: rows[0][key] for key in ("ppl", "ppl_stderr", "n_tokens")}
+        write_json({**first, **sizes(chunks), "methods": rows}, ensure_ascii=False)
+    else:
+        print_table(
+            title(chunks),
+            ("method", "PPL", "+/-", "tokens", "attended"),
+            [
+                (
+                    row["spec"],
+                    f"{row['ppl']:.4f}",
+                    f"{row['ppl_stderr']:.5f}",
+                    row["n_tokens"],
+                    shown(row["rows_attended_mean"], ".0f"),
+                )
+                for row in rows
+            ],
+        )
+
+
+@click.command(cls=GroupedCommand, short_help="Distance to a base, on a text.")
+@score_options(
+    "[default with a base file: none; chunks are prefilled]",
+    "What to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
+    "scored. [default: full, which decodes the text given with -f]",
+)
+@model_options(bench=True, sparse_from=False, seed=False)
+def kld(options: ModelOptions, given: ScoreOptions) -> None:
+    """Distance of methods to a file of log-probabilities, or to dense attention.
+
+    The statistics are llama-perplexity's. Q is the scored distribution, and KLD is KLD(base || Q).
+    The delta of p is the difference of the probabilities of the text's own tokens. Same top p tells
+    how often both predict the same token first.
+    """
+    from sparsekv_cli.distributed.cluster import check_address
+    from sparsekv_cli.evaluation.perplexity.chunks import chunks_of, split_chunks
+    from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile
+    from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords
+    from sparsekv_cli.evaluation.perplexity.scores import PREFILL
+
+    base = given.base
+    ways = chosen_ways(given.methods, options, PREFILL)
+    if base is None and not given.methods:
+        raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
+    if base is not None and (given.file is not None or given.n_ctx is not None):
+        raise click.UsageError("--kl-divergence-base has its text and context: no -f, no -c")
+    if given.ray is not None:
+        check_address(given.ray)
+    if base is None:
+        text, opened = read_text(given.file), None
+        ways = {"full": build_method("full", {}), **ways}
+        size = given.n_ctx or DEFAULT_CONTEXT
+        of: dict[str, Any] = {"base": "full", "text_sha256": digest(text)}
+    else:
+        text, opened = "", KLDFile(base)
+        size, of = opened.n_ctx, {"base": opened.digest}
+    model = open_eval(options, list(ways.values()), size)
+    if opened is None:
+        chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
+    else:
+        chunks = chunks_of(model, opened, given.n_chunks)
+    records = DivergenceRecords(given.path, configuration_of(model, **of, n_ctx=size))
+    score(model, ways, chunks, records, base="full" if opened is None else "", ray=given.ray)
+    n = len(chunks.tokens)
+    found = {way: records.divergence(method, n) for way, method in ways.items()}
+    read = {way: records.rows(method, n).mean for way, method in ways.items()}
+    statistics = {way: each.statistics() for way, each in found.items()}
+    if given.as_json:
+        rows = [
+            {
+                **described(way, method),
+                "kld_mean": statistics[way]["Mean KLD"].value,
+                "kld_stderr": statistics[way]["Mean KLD"].stderr,
+                "top1_agreement": statistics[way]["Same top p"].value,
+                "n_tokens": len(found[way].kld),
+                "rows_attended_mean": read[way],
+                "statistics": {name: e._asdict() for name, e in statistics[way].items()},
+            }
+            for way, method in ways.items()
+        ]
+        told = "full" if base is None else str(base)
+        write_json({"base": told, **sizes(chunks), "methods": rows}, ensure_ascii=False)
+        return
+    lines = [
+        (name, *(estimate(statistics[way][name], name) for way in ways))
+        for name in next(iter(statistics.values()))
+    ]
+    rows_read = ("rows attended", *(shown(read[way], ".0f") for way in ways))
+    print_table(title(chunks), ("", *ways), [*lines, rows_read])
+
+
+def estimate(of: Statistic, name: str) -> str:
+    """Returns a figure with its standard error; shares in per cent, as in llama-perplexity."""
+    is_share = name.startswith("Cor") or name.endswith("p")
+    factor, digits = (100, 3) if is_share else (1, 6)
+    text = f"{factor * of.value:.{digits}f}"
+    if of.stderr is not None:
+        text += f" ± {factor * of.stderr:.{digits}f}"
+    return text + " %" * is_share

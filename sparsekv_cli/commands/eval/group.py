@@ -2,13 +2,12 @@
 
 import click
 
-from sparsekv_cli.commands.eval.kld import kld
-from sparsekv_cli.commands.eval.perplexity import perplexity
+from sparsekv_cli.commands.eval.chunks import kld, perplexity
 from sparsekv_cli.commands.eval.ruler import ruler
 from sparsekv_cli.commands.options.model import verbose_option
 
 
-@click.group(short_help="Measure what methods lose: perplexity, KLD, RULER.")
+@click.group()
 @verbose_option
 def command() -> None:
     """Measure what methods lose, on a text or on RULER's tasks."""

@@ -25,8 +25,10 @@ from sparsekv_cli.commands.options.model import (
 )
 from sparsekv_cli.commands.shared.progress import CompileProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
+from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
 if TYPE_CHECKING:
+    from sparsekv_cli.evaluation.ruler.samples import Encode
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.model import Model
 
@@ -123,3 +125,17 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}
+
+
+def encoder(model: Model, raw: bool) -> Encode:
+    """Returns a function: message, start of the answer -> ids, in the chat template if any."""
+    template = None if raw else chat_template(model.gguf.metadata)
+    tokenizer = model.tokenizer
+
+    def encode(text: str, answer: str) -> list[int]:
+        if template is None:
+            return tokenizer.encode(f"{text}\n{answer}", add_eos=False, parse_special=False)
+        ids = encode_messages(tokenizer, template, messages_of(None, text))
+        return ids + tokenizer.encode(answer, add_bos=False, parse_special=False)
+
+    return encode

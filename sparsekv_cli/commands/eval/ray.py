@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsekv_cli.commands.eval.encode import encoder
+from sparsekv_cli.commands.eval.options import encoder
 from sparsekv_cli.commands.options.model import build_method
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.distributed.settings import SessionSettings, room_of, settings_of
@@ -26,28 +26,22 @@ if TYPE_CHECKING:
 SEQUENCES = 2  # at least full, which prefills, and one method at a time
 
 
-@dataclass(frozen=True)
-class RulerSettings:
-    """The settings with which every node answers samples. Methods are given by their text."""
-
-    session: SessionSettings
-    methods: Mapping[str, Method]
-    plan: RulerPlan
-    raw: bool
-
-
 SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that answer it
 
 
-def open_ruler(settings: RulerSettings) -> Callable[[SampleShard], list[dict[str, Any]]]:
-    """Opens the model on a node. Returns a function that answers a sample."""
-    model = settings.session.open(settings.methods.values())
-    encode = encoder(model, settings.raw)
+def open_ruler(
+    session: SessionSettings, *, methods: Mapping[str, Method], plan: RulerPlan, raw: bool
+) -> Callable[[SampleShard], list[dict[str, Any]]]:
+    """Opens the model on a node. Returns a function that answers a sample.
+
+    methods: by their text.
+    """
+    model = session.open(methods.values())
+    encode = encoder(model, raw)
 
     def answer(shard: SampleShard) -> list[dict[str, Any]]:
         sample, specs = shard
-        missing = {spec: settings.methods[spec] for spec in specs}
-        return answer_sample(model, missing, settings.plan, sample, encode)
+        return answer_sample(model, {spec: methods[spec] for spec in specs}, plan, sample, encode)
 
     return answer
 
@@ -64,40 +58,34 @@ def answer_on_cluster(
     from sparsekv_cli.distributed.workers import workers_at
 
     sent = settings_of(model, build_method("full", {}), methods.values())
-    settings = RulerSettings(sent, methods, plan, raw)
+    open_work = partial(open_ruler, methods=methods, plan=plan, raw=raw)
     shards = [(point, list(missing_settings(methods, point, done))) for point in plan.samples()]
     room = room_of(model, SEQUENCES)
-    with workers_at(address, room, open_ruler, settings, say) as workers:
+    with workers_at(address, room, open_work, sent, say) as workers:
         found = workers.map([shard for shard in shards if shard[1]])
         for _, specs in shards:
             yield next(found) if specs else []
         say(workers.summary())
 
 
-@dataclass(frozen=True)
-class ChunkSettings:
-    """Every node's settings for scoring chunks. keeps_rows: whether scored rows come back."""
-
-    session: SessionSettings
-    ways: Ways
-    base: str
-    keeps_rows: bool
-
-
 ChunkPart = tuple[int, Ways]  # a chunk's number, and the ways to score it
 ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]  # its records, and rows of a file, if kept
 
 
-def open_chunks(settings: ChunkSettings) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
-    """Opens the model on a node. Returns a function that scores a chunk in the named ways."""
-    model = settings.session.open(method for method in settings.ways.values() if method)
+def open_chunks(
+    session: SessionSettings, *, ways: Ways, base: str, keeps_rows: bool
+) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
+    """Opens the model on a node. Returns a function that scores a chunk in the named ways.
+
+    keeps_rows: whether scored rows come back.
+    """
+    model = session.open(method for method in ways.values() if method)
 
     def score(shard: tuple[Chunk, list[str]]) -> ScoredChunk:
         chunk, names = shard
-        ways = {way: settings.ways[way] for way in names}
         rows: list[np.ndarray] = []
-        see = (lambda logits: rows.append(encode(logits))) if settings.keeps_rows else None
-        records = score_chunk(model, ways, chunk, settings.base, see)
+        see = (lambda logits: rows.append(encode(logits))) if keeps_rows else None
+        records = score_chunk(model, {way: ways[way] for way in names}, chunk, base, see)
         return records, np.concatenate(rows) if rows else np.zeros(0, np.uint16)
 
     return score
@@ -117,8 +105,8 @@ def score_on_cluster(
 
     methods = [method for method in ways.values() if method is not None]
     sent = settings_of(model, build_method("full", {}), methods)
-    settings = ChunkSettings(sent, ways, base, keeps_rows)
+    open_work = partial(open_chunks, ways=ways, base=base, keeps_rows=keeps_rows)
     room = room_of(model, SEQUENCES)
-    with workers_at(address, room, open_chunks, settings, say) as workers:
+    with workers_at(address, room, open_work, sent, say) as workers:
         yield from workers.map((chunks.chunk(i), list(some)) for i, some in parts)
         say(workers.summary())

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sparsekv_cli.commands.eval.encode import encoder
 from sparsekv_cli.commands.eval.options import (
     JSON_OPTION,
     chosen_methods,
     configuration_of,
     described,
+    encoder,
     methods_option,
     open_eval,
     ray_option,

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from sparsekv_cli.commands.options import completers
-from sparsekv_cli.commands.options.machine import session_option
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.settings.config import SessionConfig
-from sparsekv_cli.settings.option import MAX_WHOLE, options_of
+from sparsekv_cli.settings.option import MAX_WHOLE, allowed_values, options_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# Options of methods that have their own name on the command line.
+NAMED = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
 
 
 @dataclass
@@ -45,22 +48,13 @@ class ModelOptions:
     seed: int | None
     method: str = "full"
     method_options: Mapping[str, str] = field(default_factory=dict)
-    budget: str | None = None
-    dense_layers: str | None = None
-    cache_type_k: str | None = None
-    cache_type_v: str | None = None
+    named: Mapping[str, str | None] = field(default_factory=dict)  # by NAMED, as they were given
     max_loss: float = 0.0
     choice: Mapping[str, Any] | None = None  # what ``auto`` chose, and why (planning/auto.py)
 
     @property
     def is_auto(self) -> bool:
         return self.method == "auto"
-
-    @property
-    def named(self) -> dict[str, str | None]:
-        """The options of methods that have their own name on the command line."""
-        keys = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
-        return {key: getattr(self, key) for key in keys}
 
 
 def verbose_option(function: Function) -> Function:
@@ -116,6 +110,29 @@ def gathered(
         return apply_options(call, options)
 
     return decorate
+
+
+def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """Returns the click option of an option that SessionConfig declares.
+
+    default: the default of a command that has its own.
+    """
+    declared = options_of(SessionConfig)[name]
+    allowed, default = allowed_values(declared), declared.default if default is None else default
+    least = allowed.at_least
+    kind: Any = FiniteRange(min=least)
+    if allowed.choices:
+        kind = click.Choice(allowed.choices)
+    elif isinstance(default, str):
+        kind = str
+    elif isinstance(default, int):
+        kind = click.IntRange(None if least is None else int(least), MAX_WHOLE)
+    shown = default if isinstance(default, str) else f"{default:g}"
+    return click.option(
+        *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,
+        default=default, metavar=declared.metadata["metavar"],
+        help=declared.metadata["help"] + (f" [default: {shown}]" if shown else ""),
+    )  # fmt: skip
 
 
 SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
@@ -228,10 +245,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         seed=None if seed == -1 else seed,
         method=values.pop("method", "full"),
         method_options=values.pop("method_options"),
-        budget=values.pop("budget"),
-        dense_layers=values.pop("dense_layers"),
-        cache_type_k=values.pop("cache_type_k"),
-        cache_type_v=values.pop("cache_type_v"),
+        named={name: values.pop(name) for name in NAMED},
         max_loss=values.pop("max_loss", 0.0),
     )
 

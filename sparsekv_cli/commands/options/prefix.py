@@ -62,7 +62,7 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
 
     directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
     is_off = values.pop("no_cache") or is_switched_off()
-    session = values.pop("session")
+    session = values.pop("session", None)
     if session is not None:
         check_session_file(session)
         is_off = False  # the user asked for it
@@ -74,13 +74,8 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
 prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
 
 
-def _gather_folder(values: dict[str, Any]) -> PrefixOptions:
-    values["session"] = None
-    return _gather_prefix(values)
-
-
 # The options of the prefix cache, except --session.
-folder_options = gathered("prefix", _gather_folder, OPTIONS[:-1])
+folder_options = gathered("prefix", _gather_prefix, OPTIONS[:-1])
 
 
 def check_session_file(path: Path) -> None:

@@ -18,12 +18,10 @@ from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LacksMemoryError, LostModelError, SparseKVError
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation, step
-from sparsekv_cli.generation.sampler import constraint_maker, new_sampler
+from sparsekv_cli.generation.sampler import new_constraint, new_sampler
 from sparsekv_cli.system.files import naming
 
 if TYPE_CHECKING:
-    from sparsekv_cli.generation.constraint import AnswerConstraint
-    from sparsekv_cli.generation.sampler import MakeConstraint
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sequence
@@ -74,14 +72,14 @@ class Line:
     n_prompt: int  # tokens
     generation: Generation
 
-    def result(self, line: str | None, tell: Callable[[str], object]) -> dict[str, Any]:
+    def result(self, model: Model, tell: Callable[[str], object]) -> dict[str, Any]:
         """Returns the object to write for the line. tell: called with a remark on a cut answer."""
         answer = self.generation.finish()
-        if line is not None:
+        if line := full_context_line(model, self.generation.sequence, answer):
             tell(f"line {self.number}: {line}")
         result = answer_fields(answer, self.n_prompt)
-        if self.generation.logprobs is not None:
-            result["logprobs"] = self.generation.logprobs.of(answer)
+        if self.task.logprobs is not None:
+            result["logprobs"] = answer.logprobs
         return with_id(self.number, self.task.id, result)
 
 
@@ -102,7 +100,6 @@ class LineAnswers:
         if model.engine.shares_prefill:
             self._rows = SharedRows(lambda _: rows, self._donors)
             self._rows.use(model.method)
-        self._make_constraint: MakeConstraint | None = None
         self._active: list[Line] = []
         self._held: tuple[int, Task] | None = None  # waits for the memory of an active line
         self._n_room = n_parallel  # most active lines; fewer while a line is held
@@ -121,7 +118,10 @@ class LineAnswers:
                     return
                 for line in list(self._active):
                     self._choose(line)
-                self._step()
+                if self._active:
+                    started = time.perf_counter()
+                    step(self._model.engine, [line.generation for line in self._active])
+                    self.timings.decode_s += time.perf_counter() - started
         finally:
             if self._rows is not None:
                 self._rows.close()
@@ -163,13 +163,13 @@ class LineAnswers:
                 continues=bool(task.continue_final_message),
                 add_generation_prompt=task.add_generation_prompt is not False,
             )
-            constraint = self._constraint(task)
+            thinking = model_thinking(model) if task.thinks else None
+            constraint = new_constraint(model.tokenizer, task.sampling, thinking, task.think)
             sample = new_sampler(model, task.sampling, task.seed, constraint)
             sequence = model.sequence()
             sequence.prefill(ids, rows=self._rows)
             if self._rows is not None:
                 self._rows.finish()
-            is_whole = not task.thinks or task.special or task.inline_thinking
             generation = Generation(
                 model.tokenizer,
                 sequence,
@@ -179,7 +179,7 @@ class LineAnswers:
                 constraint=constraint,
                 special=task.special,
                 logprobs=task.logprobs,
-                thinking=None if is_whole else model_thinking(model),
+                thinking=None if task.special or task.inline_thinking else thinking,
             )
         except LostModelError:
             raise
@@ -192,12 +192,6 @@ class LineAnswers:
         self.timings.add(sequence.timings)
         self._active.append(Line(number, task, len(ids), generation))
 
-    def _constraint(self, task: Task) -> AnswerConstraint | None:
-        if self._make_constraint is None:
-            self._make_constraint = constraint_maker(self._model.tokenizer)
-        thinking = model_thinking(self._model) if task.thinks else None
-        return self._make_constraint(task.sampling, thinking, task.think)
-
     def _choose(self, line: Line) -> None:
         """Chooses the next token of an answer. Writes and removes a finished answer."""
         generation = line.generation
@@ -207,21 +201,11 @@ class LineAnswers:
         except SparseKVError as error:
             self._output.fail(line.number, line.task.id, str(error))
         else:
-            is_cut = full_context_line(
-                self._model, generation.sequence, generation.answer, line.task.n_predict
-            )
-            self._output.put(line.number, line.result(is_cut, self._output.tell))
+            self._output.put(line.number, line.result(self._model, self._output.tell))
         self._active.remove(line)
         timings = generation.sequence.timings
         self.timings.decode_tokens += timings.decode_tokens
         self.timings.speculation.add(timings.speculation)
-
-    def _step(self) -> None:
-        """Decodes the chosen tokens."""
-        if self._active:
-            started = time.perf_counter()
-            step(self._model.engine, [line.generation for line in self._active])
-            self.timings.decode_s += time.perf_counter() - started
 
 
 def resume(path: Path) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """The lines of ``run --jsonl``: what each asks for, checked."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -43,43 +43,40 @@ class LineFields(AnswerFields):
 
 
 # Fields that a task has by the same name and in the same form.
-SAME = {
-    "id", "system", "raw", "parse_special", "special", "think", "inline_thinking",
-    "add_generation_prompt", "n_predict",
-    "stop", "seed", "logprobs",
-}  # fmt: skip
+SAME = {each.name for each in fields(Task)} & set(LineFields.model_fields)
+SAME -= {"prompt", "continue_final_message"}
 
 
 def read_task(line: bytes, defaults: Task) -> Task:
     """Returns a line's task. Raises SparseKVError for an invalid line."""
-    fields = read_fields(LineFields, read_object(line))
-    if (fields.prompt is None) == (fields.messages is None):
+    asked = read_fields(LineFields, read_object(line))
+    if (asked.prompt is None) == (asked.messages is None):
         raise FieldError("", "expected either 'prompt' or 'messages'")
-    given = {name: value for name in SAME if (value := getattr(fields, name)) is not None}
-    if fields.messages is not None:
-        if fields.system is not None:
+    given = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
+    if asked.messages is not None:
+        if asked.system is not None:
             raise FieldError("system", ": expected it among the messages")
-        messages = read_messages(fields.messages)
-        flags = fields.continue_final_message, fields.add_generation_prompt
+        messages = read_messages(asked.messages)
+        flags = asked.continue_final_message, asked.add_generation_prompt
         given |= {"prompt": messages, "system": None}
         given["continue_final_message"] = continues_last(messages, *flags)
     else:
-        given["prompt"] = fields.prompt
+        given["prompt"] = asked.prompt
         for name in ("continue_final_message", "add_generation_prompt"):
-            if getattr(fields, name) is not None:
+            if getattr(asked, name) is not None:
                 raise FieldError(name, " needs 'messages'")
-    given["sampling"] = fields.sampling(defaults.sampling)
+    given["sampling"] = asked.sampling(defaults.sampling)
     task = replace(defaults, **given)
     needing = {
-        "messages": fields.messages is not None,
+        "messages": asked.messages is not None,
         "system": task.system is not None,
         "think": task.think is not None,
-        "think_budget": fields.think_budget is not None,
+        "think_budget": asked.think_budget is not None,
     }
     for key in (key for key, is_given in needing.items() if is_given and task.raw):
         raise FieldError(key, " needs the chat template, which raw switches off")
     if not task.thinks or task.think is False:
-        if fields.think_budget is not None:
+        if asked.think_budget is not None:
             raise FieldError("think_budget", ": nothing is thought ahead of this answer")
         task = replace(task, sampling=replace(task.sampling, think_budget=None))
     return task

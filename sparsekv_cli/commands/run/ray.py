@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,37 +22,23 @@ Lines = Sequence[tuple[int, bytes]]
 SHARDS_A_BATCH = 2  # lines of a shard, as times ``--parallel``
 
 
-@dataclass(frozen=True)
-class LineSettings:
-    """The settings with which every node answers lines."""
-
-    session: SessionSettings
-    prefix: PrefixOptions
-    task: Task
-    n_parallel: int
+# The result of a shard: the lines to write, messages, and the numbers of answers and of failures.
+AnsweredLines = tuple[list[str], list[str], int, int]
 
 
-@dataclass(frozen=True)
-class AnsweredLines:
-    """The result of a shard: the lines to write, messages, and the number of each."""
-
-    written: Sequence[str]
-    told: Sequence[str]
-    n_answered: int
-    n_failed: int
-
-
-def open_answers(settings: LineSettings) -> Callable[[Lines], AnsweredLines]:
+def open_answers(
+    session: SessionSettings, *, prefix: PrefixOptions, task: Task, n_parallel: int
+) -> Callable[[Lines], AnsweredLines]:
     """Opens the model on a node. Returns a function that answers lines."""
-    model = settings.session.open()
-    rows = open_prompt_rows(model, settings.prefix, model.method)
+    model = session.open()
+    rows = open_prompt_rows(model, prefix, model.method)
 
     def answer(lines: Lines) -> AnsweredLines:
         written: list[str] = []
         told: list[str] = []
         output = Output(written.append, told.append)
-        LineAnswers(model, settings.n_parallel, output, rows).run(lines, settings.task)
-        return AnsweredLines(written, told, output.n_answered, output.n_failed)
+        LineAnswers(model, n_parallel, output, rows).run(lines, task)
+        return written, told, output.n_answered, output.n_failed
 
     return answer
 
@@ -81,18 +67,20 @@ def answer_lines(
     """
     from sparsekv_cli.distributed.workers import workers_at
 
-    settings = LineSettings(settings_of(model, method), prefix, task, n_parallel)
+    open_work = partial(open_answers, prefix=prefix, task=task, n_parallel=n_parallel)
+    sent = settings_of(model, method)
     room = room_of(model, n_parallel)
     model.close()
     n_answered = n_failed = 0
     started = time.monotonic()
-    with workers_at(address, room, open_answers, settings, say) as workers:
-        for answered in workers.map(shards_of(lines, SHARDS_A_BATCH * n_parallel)):
-            for line in answered.told:
+    with workers_at(address, room, open_work, sent, say) as workers:
+        shards = shards_of(lines, SHARDS_A_BATCH * n_parallel)
+        for written, told, n_new, n_new_failed in workers.map(shards):
+            for line in told:
                 say(line)
-            for line in answered.written:
+            for line in written:
                 write(line)
-            n_answered += answered.n_answered
-            n_failed += answered.n_failed
+            n_answered += n_new
+            n_failed += n_new_failed
         say(f"{n_answered} lines in {time.monotonic() - started:.1f} s: {workers.summary()}")
     return n_answered, n_failed

@@ -49,7 +49,6 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation
-from sparsekv_cli.generation.logprobs import LogProbs
 from sparsekv_cli.generation.sampler import new_constraint, new_sampler
 from sparsekv_cli.system.files import AppendedFile
 
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 MAX_PARALLEL = 256
 
 
-@click.command(cls=GroupedCommand, short_help="Complete one prompt; made for pipelines.")
+@click.command(cls=GroupedCommand)
 @prompt_option
 @file_option("Read the prompt from FILE; - is stdin.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
@@ -155,10 +154,8 @@ def command(
     rows = open_prompt_rows(model, prefix, model.method)
     marked = None if task.raw else model_thinking(model)
     thinking = None if task.special or task.inline_thinking else marked
-    constraint = new_constraint(model, task.sampling, marked, task.think)
+    constraint = new_constraint(model.tokenizer, task.sampling, marked, task.think)
     sampler = new_sampler(model, task.sampling, task.seed, constraint)
-    if task.logprobs is not None:
-        sampler = remembered = LogProbs(sampler, task.logprobs, model.tokenizer)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     writers: dict[str, Any] = {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
@@ -172,6 +169,7 @@ def command(
         constraint=constraint,
         special=task.special,
         thinking=thinking,
+        logprobs=task.logprobs,
         **({} if as_json else writers),
     )
     try:
@@ -179,14 +177,14 @@ def command(
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
     shown.end_thinking()
-    if (line := full_context_line(model, sequence, answer, task.n_predict)) is not None:
+    if line := full_context_line(model, sequence, answer):
         say(line)
     if as_json:
         printed = result(sequence, ids, answer, options.method)
         if options.choice is not None:
             printed["method"]["auto"] = options.choice
         if task.logprobs is not None:
-            printed["logprobs"] = remembered.of(answer)
+            printed["logprobs"] = answer.logprobs
         click.echo(json.dumps(printed))
     else:
         if sys.stdout.isatty() and not answer.text.endswith("\n"):

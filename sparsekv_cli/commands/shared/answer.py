@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
-from sparsekv_cli.generation.generation import Generation, is_cut_by_context, step
+from sparsekv_cli.generation.generation import Generation, step
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -72,7 +72,13 @@ def stream_answer(
     empty if a method that drops rows for good (snapkv, h2o) has already done so in a layer.
     """
     started = time.perf_counter()
-    with Interrupt().watch() as interrupt, PrefillProgress() as bar, _keeping_prompt(rows):
+    with (
+        Interrupt().watch() as interrupt,
+        PrefillProgress() as bar,
+        contextlib.ExitStack() as at_end,
+    ):
+        if rows is not None:
+            at_end.callback(rows.finish)  # which does nothing if the rows are kept already
         _prefill(sequence, ids, rows, interrupt, bar)
         generation = begin()
         answer = generation.answer
@@ -121,22 +127,10 @@ def _prefill(
         sequence.prefill(ids, progress, rows=rows)
 
 
-@contextlib.contextmanager
-def _keeping_prompt(rows: PromptRows | None) -> Iterator[None]:
-    """Keeps the prompt's rows on disk after the answer, unless they are kept already."""
-    try:
-        yield
-    finally:
-        if rows is not None:
-            rows.finish()
-
-
-def full_context_line(
-    model: Model, sequence: Sequence, answer: Answer, n_predict: int
-) -> str | None:
-    """Returns a line with the numbers, if the context has cut the answer."""
-    if not is_cut_by_context(sequence, answer, n_predict):
-        return None
+def full_context_line(model: Model, sequence: Sequence, answer: Answer) -> str:
+    """Returns a line with the numbers if the context has cut the answer, else nothing."""
+    if not answer.is_cut:
+        return ""
     n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
     return (
         f"the answer is cut, the context of {sequence.n_ctx} tokens is full: {n_prompt} of the "

@@ -37,7 +37,7 @@ class _Bar:
     def _say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def close(self) -> None:
         """Removes the bar from the screen. A later call starts a new one."""
@@ -107,8 +107,7 @@ class _LateBar(_Bar):
         elif now - self._said_at >= LINE_S and total <= 100 * done < 100 * total:
             self._said_at = now
             left = (now - self._started) * (total - done) / done
-            line = f"{label}: {100 * done / total:.0f} %, about {left:.0f} s left"
-            print(line, file=sys.stderr, flush=True)
+            say(f"{label}: {100 * done / total:.0f} %, about {left:.0f} s left")
 
 
 class LoadProgress(_LateBar):
@@ -151,11 +150,10 @@ class CalibrationProgress(_LateBar):
         if method != self._method:
             self.close()
             self._method = method
-            line = f"calibrating {method} for this model (once)"
-            print(line, file=sys.stderr, flush=True)
+            say(f"calibrating {method} for this model (once)")
         if note:
             self.close()
-            print(f"calibration of {method}: {note}", file=sys.stderr, flush=True)
+            say(f"calibration of {method}: {note}")
         else:
             self._show("", f"calibrate {method}", share, 1.0)
 

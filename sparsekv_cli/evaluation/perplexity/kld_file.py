@@ -6,9 +6,8 @@ Log-probabilities of more than 16 below the best are cut there.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from io import BufferedWriter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_ch
 N_HEAD = 4  # numbers of 16 bits ahead of a token's: scale and least log-probability, both f32
 DEPTH = np.float32(16)  # how far below the best a logit is kept
 LEVELS = np.float32(65535)
+WriteRows = Callable[[np.ndarray], None]
 
 
 def row_length(n_vocab: int) -> int:
@@ -102,34 +102,23 @@ class KLDFile:
         return found.hexdigest()[:32]
 
 
-class KLDWriter:
-    """Writes rows after a header; see ``write_kld_file``. A SparseKVError names ``path``."""
-
-    def __init__(self, file: BufferedWriter, path: Path) -> None:
-        self._file, self._path = file, path
-
-    def add(self, logits: np.ndarray) -> None:
-        """The logits f32 (T, n_vocab) of the next scored tokens."""
-        self.add_rows(encode(logits))
-
-    def add_rows(self, rows: np.ndarray) -> None:
-        """The same as rows of the file (``encode``)."""
-        self.write(rows.astype("<u2", copy=False).tobytes())
-
-    def write(self, data: bytes) -> None:
-        with naming(self._path):
-            self._file.write(data)
-            self._file.flush()
-
-
 @contextmanager
-def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[KLDWriter]:
-    """A file of the chunks ``tokens`` (n_chunk, n_ctx); it has its name once it is whole."""
+def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[WriteRows]:
+    """A file of the chunks ``tokens`` (n_chunk, n_ctx); it has its name once it is whole.
+
+    Yields a function that writes the rows (``encode``) of the next scored tokens. A SparseKVError
+    names the file.
+    """
     n_chunk, n_ctx = tokens.shape
     header = np.array([(MAGIC, n_ctx, n_vocab, n_chunk)], HEADER)
     with ExitStack() as stack:
         with naming(path):
             file = stack.enter_context(replacing(path, 0o666))
-        writer = KLDWriter(file, path)
-        writer.write(header.tobytes() + tokens.astype("<i4").tobytes())
-        yield writer
+
+        def write(data: bytes) -> None:
+            with naming(path):
+                file.write(data)
+                file.flush()
+
+        write(header.tobytes() + tokens.astype("<i4").tobytes())
+        yield lambda rows: write(rows.astype("<u2", copy=False).tobytes())

@@ -12,15 +12,12 @@ from sparsekv_cli.evaluation.records import Records
 from sparsekv_cli.evaluation.rows_read import RowsRead
 from sparsekv_cli.methods.base import Method
 
-COLUMNS = ("nll",)
-DIVERGENCE_COLUMNS = (*COLUMNS, "nll_base", "kld", "same_top")
-
 
 class PerplexityRecords(Records):
     """Records by chunk and way, with the negative log-probability of each scored token."""
 
     command = "eval perplexity"
-    columns: ClassVar[tuple[str, ...]] = COLUMNS
+    columns: ClassVar[tuple[str, ...]] = ("nll",)
 
     @staticmethod
     def key_of(record: Mapping[str, Any]) -> tuple[int, str, str]:
@@ -63,7 +60,7 @@ class DivergenceRecords(PerplexityRecords):
     """With what each scored token is in the base, too."""
 
     command = "eval kld"
-    columns = DIVERGENCE_COLUMNS
+    columns = ("nll", "nll_base", "kld", "same_top")
 
     def divergence(self, method: Method | None, n_chunks: int) -> Divergence:
         return Divergence(**self.scores(method, n_chunks))

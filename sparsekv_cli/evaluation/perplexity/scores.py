@@ -6,8 +6,8 @@ prefilled, once for all methods. The method decodes the other tokens one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
-    from sparsekv_cli.sequence import Sequence
 
 PREFILL = "prefill"  # stands for no method: what the dense prefill of a whole chunk gives
 PIECE = 256  # rows of logits at once
@@ -45,18 +44,22 @@ def score_chunk(
     base: the way that the others are compared with. It must be one of those that come first.
     Otherwise the chunk's part of a file is the base. see: gets all logits that are scored.
     """
-    records, reference = [], list[np.ndarray]()
-    for scored in _logits_of(model, ways, chunk):
+    ids, first = chunk.ids, chunk.first
+    records: list[dict[str, Any]] = []
+    reference: list[np.ndarray] = []
+
+    def add(way: str, parts: Iterable[np.ndarray], read: Callable[[], RowsRead] = RowsRead) -> None:
+        """parts: logits f32 (T, n_vocab). read: called when they are used up."""
         columns: dict[str, list[float]] = {}
         n_done = 0
-        for logits in scored.parts:
+        for logits in parts:
             part = slice(n_done, n_done + len(logits))
             n_done = part.stop
             expected = None
             if chunk.base is not None:
                 expected = decode(chunk.base[part], logits.shape[1])
             elif base:
-                if scored.way == base:
+                if way == base:
                     reference.extend(log_probs_of(logits))
                 expected = np.asarray(reference[part])
             found = token_scores(logits, chunk.targets[part], expected)
@@ -64,42 +67,21 @@ def score_chunk(
                 columns.setdefault(name, []).extend(values.tolist())
             if see is not None:
                 see(logits)
-        read = {"rows_attended": scored.read.rows, "head_steps": scored.read.head_steps}
-        records.append({"chunk": chunk.number, **setting_of(ways[scored.way]), **read, **columns})
-    return records
-
-
-@dataclass
-class _Scored:
-    """A way's logits f32 (T, n_vocab) in parts, and what was read once they are used up."""
-
-    way: str
-    parts: Iterator[np.ndarray] = iter(())
-    read: RowsRead = RowsRead()
-
-
-def _logits_of(model: Model, ways: Ways, chunk: Chunk) -> Iterator[_Scored]:
-    ids, first = chunk.ids, chunk.first
-    n_steps = len(ids) - first
-
-    def prefilled() -> Iterator[np.ndarray]:
-        sequence = model.sequence()
-        sequence.prefill(ids[:first])
-        for start in range(first, len(ids), PIECE):
-            yield sequence.prefill(ids[start : start + PIECE], all_logits=True)
-
-    def decoded(scored: _Scored, sequence: Sequence) -> Iterator[np.ndarray]:
-        for token in ids[first:]:
-            yield sequence.decode(token)[None]
-        scored.read = rows_read(sequence.caches, n_steps)
+        rows = read()
+        told = {"rows_attended": rows.rows, "head_steps": rows.head_steps}
+        records.append({"chunk": chunk.number, **setting_of(ways[way]), **told, **columns})
 
     methods = {name: method for name, method in ways.items() if method is not None}
     for name in ways.keys() - methods.keys():
-        yield _Scored(name, prefilled())
-    if not methods:
-        return
-    for name, start in prefill_each(model, methods, ids[:first], n_steps=n_steps):
-        scored = _Scored(name)
-        scored.parts = decoded(scored, start.sequence)
-        del start  # its caches go with the last part
-        yield scored
+        sequence = model.sequence()
+        sequence.prefill(ids[:first])
+        starts = range(first, len(ids), PIECE)
+        add(name, (sequence.prefill(ids[i : i + PIECE], all_logits=True) for i in starts))
+        del sequence
+    if methods:
+        n_steps = len(ids) - first
+        for name, (_, sequence, _) in prefill_each(model, methods, ids[:first], n_steps=n_steps):
+            steps = (sequence.decode(token)[None] for token in ids[first:])
+            add(name, steps, partial(rows_read, sequence.caches, n_steps))
+            del steps, sequence  # gone before the next method has its own
+    return records

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.evaluation.prefill import MethodPrefill, prefill_each
+from sparsekv_cli.evaluation.prefill import MethodPrefill, greedy_answer, prefill_each
 from sparsekv_cli.evaluation.rows_read import rows_read
 from sparsekv_cli.evaluation.ruler.records import Key, key_of
 from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPlan, RulerPrompt, make_prompt
@@ -92,15 +92,11 @@ def answer(
         logits = sequence.decode(token)
     tokens: list[int] = []
     text = ""
-    while len(tokens) < n_answer:
-        token = int(logits.argmax())
-        if token in model.tokenizer.eog_ids:
-            break
+    for token in greedy_answer(sequence, logits, model.tokenizer.eog_ids, n_answer):
         tokens.append(token)
         text = model.tokenizer.decode(tokens, skip_special=True)
-        if score(text, references) == 1 or len(tokens) == n_answer:
+        if score(text, references) == 1:
             break
-        logits = sequence.decode(token)
     attended = rows_read(sequence.caches, len(sequence.tokens) - n_read)
     return {
         "score": score(text, references),

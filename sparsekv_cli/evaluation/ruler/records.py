@@ -1,14 +1,14 @@
-"""The records of ``eval ruler``: a line a sample and setting."""
+"""The records of ``eval ruler``, a line a sample and setting, and the scores of methods."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekv_cli.evaluation.records import Records
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
-from sparsekv_cli.evaluation.ruler.scores import TaskScore, mean_score
 from sparsekv_cli.methods.base import Method
 
+NORMAL_95 = 1.959963984540054  # of a normal distribution, 95% lies so many deviations around
 Key = tuple[str, int, int, str, str]  # task, length, sample, method, its options as JSON
 
 
@@ -16,6 +16,31 @@ def key_of(record: Mapping[str, Any]) -> Key:
     """Returns the key of a record."""
     options = json.dumps(record["options"], sort_keys=True)
     return record["task"], record["length"], record["sample"], record["name"], options
+
+
+class TaskScore(NamedTuple):
+    """Mean and confidence interval of 95%, in per cent, of ``n`` samples."""
+
+    score: float
+    low: float
+    high: float
+    n: int
+
+
+def mean_score(scores: Sequence[float]) -> TaskScore:
+    """Returns the mean of scores from 0 to 1, with Wilson's interval.
+
+    The interval is that of successes and failures, which spread most of all scores with such a
+    mean. Parts of a success make it too wide rather than too narrow. It has a width where all
+    samples agree.
+    """
+    n = len(scores)
+    mean = sum(scores) / n
+    z2 = NORMAL_95**2
+    middle = (mean + z2 / (2 * n)) / (1 + z2 / n)
+    half = NORMAL_95 / (1 + z2 / n) * (mean * (1 - mean) / n + z2 / (4 * n * n)) ** 0.5
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return TaskScore(100 * mean, 100 * low, 100 * high, n)
 
 
 class RulerRecords(Records):

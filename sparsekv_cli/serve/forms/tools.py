@@ -32,34 +32,7 @@ from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader,
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
 ANY_FUNCTIONS: Functions = {}
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """name: of the reader. special: whether control tokens must be seen to read it."""
-
-    name: str
-    special: bool = False
-
-
-HERMES, LLAMA3 = ToolFormat("hermes"), ToolFormat("llama3", special=True)
-MISTRAL, HARMONY = ToolFormat("mistral", special=True), ToolFormat("harmony", special=True)
-GEMMA4, LFM2 = ToolFormat("gemma4", special=True), ToolFormat("lfm2", special=True)
-# Words of a template, by which a format is known.
-SIGNS = (
-    ("<|channel|>", HARMONY),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<tool_call>", HERMES),
-    ("<|tool_call>", GEMMA4),
-    ("List of tools: ", LFM2),
-    ("<|python_tag|>", LLAMA3),
-    ("<|start_header_id|>", LLAMA3),
-)
-
-
-def format_of(template: str | None) -> ToolFormat | None:
-    """Returns the format that a chat template is written for; None: unknown."""
-    return next((kind for sign, kind in SIGNS if template is not None and sign in template), None)
+PLAIN_FORM = ("", "arguments", "{", "}")
 
 
 class PlainReader:
@@ -222,14 +195,53 @@ class SingleReader:
 
 
 Reader = ForcedReader | PlainReader | FormatReader | SingleReader
-READERS: dict[str, Callable[[Functions], FormatReader]] = {
-    "hermes": hermes_reader,
-    "gemma4": gemma4_reader,
-    "lfm2": lfm2_reader,
-    "llama3": lambda functions: Llama3Reader(),
-    "mistral": lambda functions: MistralReader(),
-    "harmony": lambda functions: HarmonyReader(),
-}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format of calls.
+
+    signs: words of a chat template, by which it is known. reader: makes its reader. special:
+    whether control tokens must be seen to read it. form: what opens a call that is forced, the key
+    of its arguments, what is around the object.
+    """
+
+    signs: tuple[str, ...]
+    reader: Callable[[Functions], FormatReader]
+    special: bool = True
+    form: tuple[str, str, str, str] = PLAIN_FORM
+
+
+HARMONY = ToolFormat(
+    ("<|channel|>",),
+    lambda functions: HarmonyReader(),
+    form=("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
+)
+MISTRAL = ToolFormat(
+    ("[TOOL_CALLS]",),
+    lambda functions: MistralReader(),
+    form=("[TOOL_CALLS]", "arguments", "[{", "}]"),
+)
+HERMES = ToolFormat(
+    ("<tool_call>",),
+    hermes_reader,
+    special=False,
+    form=("<tool_call>\n", "arguments", "{", "}"),
+)
+GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader)
+LFM2 = ToolFormat(("List of tools: ",), lfm2_reader)
+LLAMA3 = ToolFormat(
+    ("<|python_tag|>", "<|start_header_id|>"),
+    lambda functions: Llama3Reader(),
+    form=("", "parameters", "{", "}"),
+)
+FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, LLAMA3)
+
+
+def format_of(template: str | None) -> ToolFormat | None:
+    """Returns the format that a chat template is written for; None: unknown."""
+    words = template or ""
+    return next((kind for kind in FORMATS if any(sign in words for sign in kind.signs)), None)
 
 
 def reader_of(
@@ -249,7 +261,7 @@ def reader_of(
         return ForcedReader(forced.name)
     if kind is None:
         return PlainReader()
-    reader = READERS[kind.name](functions)
+    reader = kind.reader(functions)
     if is_begun and kind == HARMONY:
         list(reader.push(FINAL))
     return SingleReader(reader) if is_single else reader
@@ -286,18 +298,10 @@ def forced_call(
         prompt = f"[TOOL_CALLS]{name}[ARGS]"
     if prompt:
         return ForcedCall(prompt, "\n".join(["start: a0", *schemas]), name)
-    prompt, key, left, right = _FORMS.get(kind.name if kind else "", ("", "arguments", "{", "}"))
+    prompt, key, left, right = PLAIN_FORM if kind is None else kind.form
     calls = [
         json.dumps(f'{left}"name": {json.dumps(each, ensure_ascii=False)}, "{key}": ') + f" a{i}"
         for i, each in enumerate(functions)
     ]
     lines = [f"start: call {json.dumps(right)}", "call: " + " | ".join(calls), *schemas]
     return ForcedCall(prompt, "\n".join(lines))
-
-
-_FORMS = {  # by format: what opens a call, the key of its arguments, what is around the object
-    "hermes": ("<tool_call>\n", "arguments", "{", "}"),
-    "llama3": ("", "parameters", "{", "}"),
-    "mistral": ("[TOOL_CALLS]", "arguments", "[{", "}]"),
-    "harmony": ("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
-}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -29,10 +30,6 @@ def most_connections(n_requests: int) -> int:
     Raises the limit of open files if it is lower. Raises SparseKVError if not even one fits.
     """
     wanted = n_requests + SPARE
-    try:
-        import resource
-    except ImportError:  # no such limit there
-        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if soft != unlimited and soft < wanted + FILES:

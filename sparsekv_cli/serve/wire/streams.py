@@ -49,13 +49,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(head)
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_gone(receive))
-        await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        sending.cancel()
-        with contextlib.suppress(asyncio.CancelledError, OSError):
-            await sending
+        with contextlib.suppress(ClientDisconnect, OSError):
+            await unless_gone(Request(scope, receive), self._send(send))
         await self._events.aclose()  # type: ignore[attr-defined]  # a generator
 
     async def _send(self, send: Send) -> None:

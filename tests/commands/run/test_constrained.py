@@ -161,7 +161,9 @@ def test_a_model_that_was_trained(schema, question, default_model):
     """Answers at temperature 1 fit the schema, and none is as long as it could be."""
     model = open_model(ModelOptions(str(default_model), SessionConfig(ctx_size=1024), None))
     constraint = new_constraint(
-        model, SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))), None
+        model.tokenizer,
+        SamplingOptions({}, grammar=read_grammar("json-schema", json.dumps(schema))),
+        None,
     )
     template = model.gguf.metadata["tokenizer.chat_template"]
     ids = encode_messages(model.tokenizer, template, [{"role": "user", "content": question}])

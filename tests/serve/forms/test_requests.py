@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from sparsekv_cli.generation.fields import FieldError, read_fields
 from sparsekv_cli.serve.forms.openapi import PATHS
 from sparsekv_cli.serve.forms.schema import ChatFields
-from sparsekv_cli.serve.requests import RequestError, read_request
 
 CHAT, COMPLETE, MESSAGE, COUNT, RESPOND, TOKENS, TEXT = (path for path, _, _ in PATHS)
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -71,8 +71,8 @@ def test_an_odd_value_is_taken_or_refused_in_a_line() -> None:
         for field in model.model_fields:
             for value in ODD:
                 try:
-                    read_request(model, {**LEAST[path], field: value})
-                except RequestError as error:
+                    read_fields(model, {**LEAST[path], field: value})
+                except FieldError as error:
                     n_refused += 1
                     assert "\n" not in str(error) and len(str(error)) < 400, error
     assert n_refused > 2000
@@ -205,7 +205,7 @@ def test_bytes_of_log_probabilities(post: Any, server: Any) -> None:
 def test_of_many_wrong_values_one_is_reported(fields: dict[str, Any]) -> None:
     """pydantic keeps a kilobyte for each of them."""
     tracemalloc.start()
-    with pytest.raises(RequestError):
-        read_request(ChatFields, {"messages": [{}], **fields})
+    with pytest.raises(FieldError):
+        read_fields(ChatFields, {"messages": [{}], **fields})
     assert tracemalloc.get_traced_memory()[1] < 4e6
     tracemalloc.stop()

@@ -244,7 +244,7 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     tokenizer = load_tokenizer(bpe_metadata())
     model: Any = SimpleNamespace(tokenizer=tokenizer)
     constraint = new_constraint(
-        model, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
+        model.tokenizer, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
     )
     assert constraint is not None
     key = "parameters" if kind == LLAMA3 else "arguments"
