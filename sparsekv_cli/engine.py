@@ -40,6 +40,7 @@ class DecoderEngine(ABC):
     takes_drafts: bool  # whether a step can have several rows of a sequence
     draft_specs: Ids[LayerSpec] = ()  # the layers that make drafts; rows are f16
     room: int | None = None  # bytes of a GPU that rows may take; None: they lie on the host
+    gpu: str = ""  # the name of the GPU that computes; empty: the CPU does
 
     def __init__(
         self, note: str, n_ctx: int, ends: Callable[[], Container[int]] = frozenset

@@ -57,6 +57,8 @@ class DeviceEngine(DecoderEngine):
         self.decoder = decoder
         self.on_host = on_host
         self.device = decoder.device
+        if self.device.type == "cuda":
+            self.gpu = torch.cuda.get_device_name(self.device)
         self._worker = HostWorker(decoder.device)
         self._made: WeakValueDictionary[Hashable, DeviceCache] = (
             WeakValueDictionary()

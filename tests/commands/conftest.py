@@ -93,7 +93,7 @@ class FakeModel:
             n_vocab=258, n_ctx_train=4096, n_ctx_fit=4096, rope=SimpleNamespace(n_ctx_original=4096)
         )
         self.engine = SimpleNamespace(
-            first_steps=1, shares_prefill=True, decode=self._decode_together
+            first_steps=1, shares_prefill=True, decode=self._decode_together, gpu=""
         )
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()

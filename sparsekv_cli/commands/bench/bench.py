@@ -150,7 +150,8 @@ def command(
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
-            if bandwidth is None and any(test.decodes_only for test in tests):
+            is_measured = bandwidth is not None or described.gpu  # it is the host's bandwidth
+            if not is_measured and any(test.decodes_only for test in tests):
                 bandwidth = measure_bandwidth(model.n_threads)
             rows: PromptRows | None = None
             if cache_dir is not None:
@@ -354,6 +355,7 @@ def describe_model(model: Model, n_batch: int) -> BenchModel:
         n_params=n_params,
         n_threads=model.n_threads,
         n_batch=n_batch,
+        gpu=model.engine.gpu,
     )
 
 

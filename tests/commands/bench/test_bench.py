@@ -152,6 +152,21 @@ def test_a_run_ahead_of_each_test_is_not_timed(models, invoke, monkeypatch):
         assert [row["ledger"]["rows_attended"] for row in rows] == [0, 40, 0, 40]
 
 
+def test_a_gpu_is_named_and_has_no_bounds_of_the_host(models, invoke, monkeypatch):
+    load = bench.load_model
+
+    def load_on_gpu(*given):
+        model = load(*given)
+        model.engine.gpu = "NVIDIA H200"
+        return model
+
+    monkeypatch.setattr(bench, "load_model", load_on_gpu)
+    row = json.loads(invoke("bench", "-p", "0", "-n", "4", "-r", "1", "-O", "json").out)[0]
+    assert row["gpu_info"] == "NVIDIA H200" and row["backends"] == "CUDA"
+    assert row["n_gpu_layers"] == -1 and row["bandwidth"] is row["fraction"] is None
+    assert "| CUDA" in invoke("bench", "-p", "0", "-n", "4", "-r", "1").out
+
+
 def test_options_go_to_the_methods_that_have_them(models, invoke):
     arguments = ["bench", "-p", "4", "-n", "0", "-r", "1", "--method", "full,topk,streaming"]
     result = invoke(*arguments, "-o", "sinks=2", "--budget", "7", "--dense-layers", "none")
