@@ -231,7 +231,7 @@ def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
     """Leaves out the figures of single texts and needles."""
     return [
         {name: value for name, value in row.items() if name not in ("texts", "found")}
-        | {"lines": "; ".join(line.removeprefix("FAIL ") for line in row["lines"])}
+        | {"lines": "; ".join(f"`{line.removeprefix('FAIL ')}`" for line in row["lines"])}
         for row in records
     ]
 
