@@ -150,8 +150,8 @@ def command(
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method
             described = describe_model(model, config.chunk)
-            is_measured = bandwidth is not None or described.gpu  # it is the host's bandwidth
-            if not is_measured and any(test.decodes_only for test in tests):
+            is_needed = any(test.decodes_only for test in tests) and not described.gpu
+            if is_needed and bandwidth is None:  # it is the host's
                 bandwidth = measure_bandwidth(model.n_threads)
             rows: PromptRows | None = None
             if cache_dir is not None:
@@ -317,13 +317,11 @@ def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns ``total`` plus the counts from ``before`` to ``after``; memory is that of now."""
-    from sparsekv_cli.sequence import LEDGER_STATES
+    from sparsekv_cli.sequence import LEDGER_STATES, ledger_since
 
     return {
-        key: value
-        if key.startswith(LEDGER_STATES)
-        else total.get(key, 0) + value - before.get(key, 0)
-        for key, value in after.items()
+        key: value if key.startswith(LEDGER_STATES) else total.get(key, 0) + value
+        for key, value in ledger_since(after, before).items()
     }
 
 
