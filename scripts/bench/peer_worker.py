@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 N_BATCH = 512  # rows a batch of a prefill, in both programs
 N_WARM = 3  # tokens decoded before anything is timed
 KEPT_GIB = 16.0  # rows of depths on disk, while a worker runs
-COPIED_FROM = 8192  # tokens that llama.cpp prefills; a deeper cache is filled with copies of them
+COPIED_FROM = 2048  # tokens that llama.cpp prefills; a deeper cache is filled with copies of them
 PAUSE = 0.05  # seconds before a timed part: spinning threads of the other program go to sleep
 
 

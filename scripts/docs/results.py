@@ -83,7 +83,7 @@ def busy_cores(seconds: float = 2.0) -> float | None:
 def without_folders(sizes: Sizes) -> Sizes:
     """The sizes with the names of files in place of their paths."""
     return {
-        name: re.sub(r"(?<!\S)\S*/", "", size) if name in ("model", "trained") else size
+        name: re.sub(r"(?<!\S)\S*/", "", size) if name in ("model", "trained", "large") else size
         for name, size in sizes.items()
     }
 

@@ -165,7 +165,8 @@ def terminal_session(run: Runner, sizes: Sizes, _: Records) -> Records:
     return [{"command": run.commands[-1], "output": said.rstrip()}]
 
 
-def peer_records(run: Runner, model: str, arguments: str) -> Records:
+def peer_records(size: str, run: Runner, sizes: Sizes, model: str) -> Records:
+    arguments = sizes[size]
     ik = ["--ik", run.ik] if run.ik and "--batch" not in arguments else []
     told = run.script("bench/peer", "-m", model, *arguments.split(), *ik)
     if ik:
@@ -184,8 +185,7 @@ def peer_records(run: Runner, model: str, arguments: str) -> Records:
 def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[..., Records]:
     """The records of ``measure`` for each trained model. Commands name no folder."""
 
-    def measured(run: Runner, sizes: Sizes, _: Records) -> Records:
-        records: Records = []
+    def measured(run: Runner, sizes: Sizes, records: Records) -> Records:
         for model in sizes["trained"].split() or [sizes["model"]]:
             records += [{**row, "model": Path(model).stem} for row in measure(run, sizes, model)]
             shown = (line.replace(model, Path(model).name) for line in run.commands)
@@ -193,6 +193,15 @@ def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[...
         return records
 
     return measured
+
+
+def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
+    """Of the trained models, then of larger ones, which have a size of their own."""
+    records = of_trained(partial(peer_records, "peer"))(run, sizes, records)
+    if sizes["large"]:
+        larger = {**sizes, "trained": sizes["large"]}
+        records = of_trained(partial(peer_records, "peer_large"))(run, larger, records)
+    return records
 
 
 def trained_speed(size: str, run: Runner, sizes: Sizes, model: str) -> Records:
@@ -243,8 +252,8 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": of_trained(peak_memory),
     "options": without_texts,
-    "peer": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["peer"])),
-    "peer_several": of_trained(lambda run, sizes, name: peer_records(run, name, sizes["together"])),
+    "peer": peers,
+    "peer_several": of_trained(partial(peer_records, "together")),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),
     "real_choice": of_trained(trained_choice),
