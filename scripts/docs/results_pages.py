@@ -187,8 +187,8 @@ def prefill_remark(rows: Iterable[Row]) -> str:
 
 
 def peer_remark(rows: Sequence[Row]) -> str:
-    """Returns a line of the last model's ratios. A test is ``pp512`` or ``tg16 @ d8192, full``."""
-    of_model = [row for row in rows if row["model"] == rows[-1]["model"] and row["unit"] == "t/s"]
+    """Returns a line of the first model's ratios. A test is ``pp512`` or ``tg16 @ d8192, full``."""
+    of_model = [row for row in rows if row["model"] == rows[0]["model"] and row["unit"] == "t/s"]
     names = [peer for peer in PEERS if any(f"{peer} median" in row for row in of_model)]
     faster = "the faster of " * (len(names) > 1) + " and ".join(names)
     told = []

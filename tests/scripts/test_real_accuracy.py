@@ -120,21 +120,16 @@ def test_the_slowest_rows_say_how_long_the_next_one_takes():
         pace.check(8192, 32)
 
 
-def test_changed_texts_are_other_samples(tmp_path, monkeypatch):
-    real.made_of.cache_clear()
-    first = real.made_of("choose", "kld_prose", LENGTH)
-    assert (
-        first
-        == real.made_of("choose", "kld_prose", LENGTH)
-        != real.made_of("held", "kld_prose", LENGTH)
-    )
-    (tmp_path / "a.txt").write_text("another text")
-    changed = {"choose": {"prose": [str(tmp_path / "a.txt")]}}
-    monkeypatch.setattr(sys.modules["accuracy_texts"], "HELD_OUT", changed)
-    real.made_of.cache_clear()
-    assert real.made_of("choose", "kld_prose", LENGTH) != first
-    assert real.made_of("choose", "vt", LENGTH) != real.made_of("choose", "code", LENGTH)
-    real.made_of.cache_clear()
+def test_changed_texts_are_other_samples(path, tmp_path, monkeypatch):
+    """Rows of other tokens are not taken for those of these."""
+    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "kld_prose,niah_single_1"]
+    run(path, file, *tasks, methods=["full"])
+    text = real.text_of("choose", "prose", LENGTH)
+    monkeypatch.setattr(real, "text_of", lambda *_: "Another. " + text)
+    run(path, file, *tasks, methods=["full"])
+    assert [row["task"] for row in rows_of(file)] == ["kld_prose", "niah_single_1", "kld_prose"]
+    first, _, second = (row["made_of"] for row in rows_of(file))
+    assert first != second
 
 
 def test_plan_and_names_of_tasks():
