@@ -75,7 +75,9 @@ def table(rows: Iterable[Row], columns: str) -> str:
 
 
 def body(part: Part, rows: list[Row]) -> str:
-    """A part's table, or its tables."""
+    """A part's table, or its tables; of a part without columns what its commands printed."""
+    if not part.columns:
+        return "\n\n".join(f"```\n{row['output']}\n```" for row in rows)
     if not part.split:
         return table(rows, part.columns)
     values = sorted({row[part.split] for row in rows})

@@ -26,6 +26,7 @@ SIZES: Sizes = TABLE["sizes"]
 TINY: Sizes = SIZES | TABLE["tiny"]
 TEXTS = ROOT / "scripts" / "accuracy" / "texts"
 DOCUMENT = "scripts/demo_document.txt"
+QUESTION = "How long had the old man been at the station?"
 TRUTH = "accuracy/perplexity"  # too far from llama.cpp (status 1) is a figure like others
 PEERS = ("llama.cpp", "ik_llama.cpp")
 MEMORY_COUNTERS = ("bytes_host", "bytes_device", "index_bytes")
@@ -195,6 +196,11 @@ def of_trained(measure: Callable[[Runner, Sizes, str], Records]) -> Callable[...
     return measured
 
 
+def advice(run: Runner, sizes: Sizes, model: str) -> Records:
+    done = run.cli("advise", "-m", model, "-f", DOCUMENT, "-p", QUESTION)
+    return [{"output": done.stdout.replace(model, Path(model).name).rstrip()}]
+
+
 def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
     """Of the trained models, then of larger ones, which have a size of their own."""
     records = of_trained(partial(peer_records, "peer"))(run, sizes, records)
@@ -247,6 +253,7 @@ def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
 
 # The parts that measure more than their ``run``, or change its records, by name.
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
+    "advise": of_trained(advice),
     "cache_types": cache_types,
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),

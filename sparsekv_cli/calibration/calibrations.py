@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.resources import files
@@ -27,6 +27,7 @@ from sparsekv_cli.calibration.sidecar import (
     ModelIdentity,
     OutdatedError,
     check_tensors,
+    digest,
     identify,
     read_entry,
     write_entry,
@@ -145,6 +146,14 @@ class Calibrations:
             return True
         return self.find_of(method) is not None
 
+    def digests(self, methods: Iterable[Calibrated]) -> dict[str, str]:
+        """Returns hashes of the calibrations of those ``methods`` that have one, by name."""
+        found: dict[str, str] = {}
+        for method in methods:
+            if method.needs == CALIBRATION and method.name not in found and self.has(method):
+                found[method.name] = digest(self._tensors(method, None))
+        return found
+
     def _tensors(self, method: Calibrated, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:
         name = method.name
         if name not in self._loaded:
@@ -187,12 +196,13 @@ class Calibrations:
     ) -> Entry | None:
         """Returns the stored calibration of a method.
 
+        The first file counts that has one. Files that this user writes come first.
         Raises SparseKVError for a sidecar that is unusable.
 
         None, and a word about it, for one in the cache directory that an older version made by
         itself. arrays: what its arrays must be.
         """
-        places = self.places() if self._sidecar is None else (self._sidecar,)
+        places = [self._sidecar] if self._sidecar else [self.place_to_write(), *self.places()]
         for path in places:
             try:
                 entry = read_entry(path, name, self.identity, arrays)
@@ -264,5 +274,5 @@ class Calibrations:
         with blas_threads(1):  # small products: threads of BLAS wait for longer than they work
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)
-        digest = hashlib.sha256(text.text.encode()).hexdigest()
-        return Entry(tensors, len(ids), text.name, digest)
+        text_hash = hashlib.sha256(text.text.encode()).hexdigest()
+        return Entry(tensors, len(ids), text.name, text_hash)

@@ -7,6 +7,7 @@ files.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -78,6 +79,14 @@ class Entry:
     text_name: str
     text_hash: str
     program: str = __version__
+
+
+def digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """32 hex digits over the arrays of a calibration."""
+    told = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        told.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return told.hexdigest()[:32]
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.files import AppendedFile, naming
 
@@ -17,14 +18,21 @@ from sparsekv_cli.system.files import AppendedFile, naming
 class Records(ABC):
     """The records by key: those of the file and new ones, which are written at once.
 
-    configuration: what all records have in common; None as a path: no file. Raises SparseKVError
+    configuration: what all records have in common; None as a path: no file. calibrations: hashes by
+    the name of a method; records of another calibration do not count. Raises SparseKVError
     for a file of another configuration, or of something else. Half a line at its end is cut off.
     """
 
     command: ClassVar[str]  # whose file it is
 
-    def __init__(self, path: Path | None, configuration: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        configuration: Mapping[str, Any],
+        calibrations: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
+        self.calibrations = calibrations or {}
         self.by_key: dict[Any, dict[str, Any]] = {}
         if path is None:
             return
@@ -41,7 +49,8 @@ class Records(ABC):
             try:
                 record = json.loads(line)
                 self.check(record)
-                self.by_key[self.key_of(record)] = record
+                if record.get(CALIBRATION) == self.calibrations.get(record["name"]):
+                    self.by_key[self.key_of(record)] = record
             except (ValueError, TypeError, KeyError, RecursionError):
                 raise SparseKVError(
                     f"{path}: line {number} is no record of {self.command}: name another file"
@@ -85,6 +94,8 @@ class Records(ABC):
         """Keeps a record, unless there is one of the same already."""
         if self.key_of(record) in self.by_key:
             return
+        if calibration := self.calibrations.get(record["name"]):
+            record = {**record, CALIBRATION: calibration}
         self.by_key[self.key_of(record)] = record
         if self.path is not None:
             self._append(json.dumps(record, ensure_ascii=False))

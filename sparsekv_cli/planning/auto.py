@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -45,18 +45,22 @@ GAIN = 1.02  # times as fast as ``full`` that a method must be
 
 @dataclass(frozen=True)
 class Losses:
-    """KLD to dense attention of methods by ``method_key``."""
+    """KLD to dense attention of methods by ``method_key``.
+
+    calibrations: hashes of those that the methods had, by the method's name.
+    """
 
     machine: str
     date: str
     kld: Mapping[str, float]
+    calibrations: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
         """Returns the given methods that were not measured, or with other options only."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
-        told = {"machine": self.machine, "date": self.date, "kld": dict(self.kld)}
+        told = {**vars(self), "kld": dict(self.kld)}
         digest = hashlib.sha256(text.text.encode()).hexdigest()
         return Entry({"losses": np.array(json.dumps(told))}, n_tokens, text.name, digest)
 
@@ -69,6 +73,8 @@ class Losses:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(losses.kld, dict) or not all(map(_is_loss, losses.kld.values())):
             raise ValueError("a loss is no number")
+        if not isinstance(losses.calibrations, dict):
+            raise ValueError("its calibrations have no names")
         return losses
 
 
@@ -175,12 +181,24 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
 
 
 def kept_losses(model: Model) -> Losses | None:
-    """Returns the losses in the model's sidecar; None if there are none that can be read."""
+    """Returns the losses in the model's sidecar; None if there are none that can be read.
+
+    Losses with another calibration are left out.
+    """
     entry = model.calibrations.find(AUTO)
     try:
-        return None if entry is None else Losses.of_entry(entry)
+        losses = None if entry is None else Losses.of_entry(entry)
     except (KeyError, TypeError, ValueError):
         return None
+    if losses is None:
+        return None
+    now = model.calibrations.digests(build_method(name, {}) for name in METHODS)
+    same = {
+        key: kld
+        for key, kld in losses.kld.items()
+        if losses.calibrations.get(name := key.split()[0]) == now.get(name)
+    }
+    return replace(losses, kld=same)
 
 
 def measure_losses(
@@ -208,7 +226,8 @@ def measure_losses(
     prompt, following = loss_task(ids)
     rows = compare(model, by_key, prompt, len(following), following, on_step=progress)
     kld = {row.spec: max(0.0, row.kld_mean) for row in rows[1:]}
-    losses = Losses(cpu_name(), datetime.now(UTC).date().isoformat(), kld)
+    date, calibrations = datetime.now(UTC).date().isoformat(), model.calibrations.digests(methods)
+    losses = Losses(cpu_name(), date, kld, calibrations)
     return losses, losses.as_entry(len(ids), text)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli import __version__
 from sparsekv_cli.calibration.calibrations import Calibrations
 from sparsekv_cli.calibration.run import CALIBRATION
-from sparsekv_cli.calibration.sidecar import Entry
+from sparsekv_cli.calibration.sidecar import Entry, digest
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
@@ -54,16 +54,6 @@ def method_key(method: Method) -> str:
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
-def _digest(entry: Entry | None) -> str | None:
-    """32 hex digits over the arrays of a calibration."""
-    if entry is None:
-        return None
-    digest = hashlib.sha256()
-    for name, array in sorted(entry.tensors.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return digest.hexdigest()[:32]
-
-
 def read_speeds(path: Path) -> Speeds | None:
     """Returns the kept speeds. None if there is no such file, or it holds something else."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
@@ -100,10 +90,11 @@ def _without_others(known: Speeds | None, entries: Mapping[str, Entry | None]) -
     """Leaves out curves with another calibration, which is another model's of this shape."""
     if known is None:
         return None
+    hashes = {key: entry and digest(entry.tensors) for key, entry in entries.items()}
     curves = {
         key: curve
         for key, curve in known.methods.items()
-        if key not in entries or curve.options.get(CALIBRATION) == _digest(entries[key])
+        if key not in hashes or curve.options.get(CALIBRATION) == hashes[key]
     }
     return replace(known, methods=curves)
 
@@ -170,7 +161,7 @@ def speeds_of(
         entry = entries.get(key)
         curve = measurement.curve(method, {} if entry is None else entry.tensors)
         if entry is not None:
-            curve = replace(curve, options={**curve.options, CALIBRATION: _digest(entry)})
+            curve = replace(curve, options={**curve.options, CALIBRATION: digest(entry.tensors)})
         if not is_quick:
             paces.append(measurement.pace())
         found[key].append(curve.times(1 / mean(paces[-2:])))

@@ -216,7 +216,7 @@ class Measurement:
         )
 
     def curve(self, method: Method, calibration: Mapping[str, np.ndarray]) -> MethodCurve:
-        """The method at those of DEPTHS whose rows have room, at least the first.
+        """The method at those of DEPTHS whose rows have room, at least the first two.
 
         calibration: its arrays (n_layer, ...), if it needs them.
         """
@@ -226,7 +226,7 @@ class Measurement:
         ]
         warmup.compile_method_kernels(self.decoder, method, specs, self._on_compile)
         probed: Any = replace(method, **PROBED.get(method.name, {}))
-        depths = [d for d in self._depths if d == self._depths[0] or self._has_room(d)]
+        depths = [d for d in self._depths if d in self._depths[:2] or self._has_room(d)]
         points = [self._point(probed, specs, depth) for depth in depths]
         return MethodCurve(method.options(), *self.layers_of(method), points)
 

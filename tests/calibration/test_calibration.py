@@ -135,6 +135,17 @@ def test_a_folder_that_cannot_be_written(model, fake, monkeypatch):
     assert len(fake.runs) == 1
 
 
+def test_what_was_calibrated_last_counts(model, fake, monkeypatch):
+    """A shipped calibration in a folder that cannot be written does not hide the user's own."""
+    found = load(model).model.calibrations
+    monkeypatch.setattr(os, "access", lambda path, mode: path != model.parent)
+    mine = replace(found.find("fake"), text_name="mine")
+    assert found.store("fake", mine) == f"stored in {calibration_path(model)}"
+    assert found.find("fake").text_name == "mine"
+    calibration_path(model).unlink()
+    assert found.find("fake").text_name == "built-in"
+
+
 def test_nowhere_to_store_is_no_failure(model, fake, monkeypatch):
     def fail(*_):
         raise OSError(30, "Read-only file system")

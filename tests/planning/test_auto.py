@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from sparsekv_cli.calibration.calibrations import Calibrations, CalibrationText
 from sparsekv_cli.cli import main
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.planning import auto, kept, measure
-from sparsekv_cli.planning.auto import Losses, choose, loss_task
+from sparsekv_cli.planning.auto import Losses, choose, kept_losses, loss_task
 from sparsekv_cli.planning.kept import method_key
 
 NAMES = ("full", "lfps", "quest", "snapkv")
@@ -68,6 +70,29 @@ def test_methods_that_were_not_measured_are_not_chosen():
     assert losses(quest=0.2).lacks([LFPS, QUEST]) == [LFPS]
     other = replace(QUEST, dense_layers=())
     assert losses(quest=0.2).lacks([LFPS, other]) == [LFPS, other]
+
+
+def test_losses_of_another_calibration_are_left_out():
+    fasa, text = build_method("fasa", {}), CalibrationText("a", "text")
+    kept = Losses(
+        "a CPU", "2026-01-01", {method_key(each): 0.1 for each in (fasa, QUEST)}, {"fasa": "1"}
+    )
+
+    class Found:
+        hashes: ClassVar = {"fasa": "1"}
+
+        def find(self, name):
+            return kept.as_entry(1100, text)
+
+        def digests(self, methods):
+            assert "fasa" in [each.name for each in methods]
+            return self.hashes
+
+    model = SimpleNamespace(calibrations=Found())
+    assert kept_losses(model) == kept
+    for hashes in ({"fasa": "2"}, {}):  # made again, or removed
+        Found.hashes = hashes
+        assert kept_losses(model).lacks([fasa, QUEST]) == [fasa]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,17 @@ def test_speeds_are_measured_once(header, briefly):
     assert read_speeds(path) is None
 
 
+def test_memory_grows_with_the_context_on_a_full_machine(header, briefly, monkeypatch):
+    """A depth that has no room is not measured, but two are."""
+    monkeypatch.setattr(measure, "DEPTHS", (300, 600, 900))
+    monkeypatch.setattr(measure, "available_memory", lambda: 1)
+    with open_gguf(header, header_only=True) as file:
+        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [])
+    full = speeds.methods[method_key(FULL)]
+    assert [point.n for point in full.points] == [300, 600]
+    assert full.host(60_000) > 50 * full.host(600)
+
+
 def test_a_quick_measurement_is_kept_apart(header, briefly):
     """It measures each method once; what --measure finds goes first."""
     config, seen = SessionConfig(device="cpu", threads=1), []

@@ -122,7 +122,7 @@ def test_usage(root, capsys):
 def test_every_part_has_a_place():
     for name, part in parts.PARTS.items():
         assert bool(part.title) != bool(part.page) and (part.run or name in parts.MEASUREMENTS)
-        assert bool(part.columns) != (name == "terminal"), name
+        assert bool(part.columns) != (name in ("advise", "terminal")), name
         if part.page:
             text = (parts.ROOT / "docs" / part.page).read_text("utf-8")
             assert part.page.endswith(".svg") or f"<!-- {name} -->" in text

@@ -200,7 +200,8 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     model = open_eval(options, list(ways.values()), size)
     chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
     configuration = configuration_of(model, text_sha256=digest(text), n_ctx=size)
-    records = PerplexityRecords(given.path, configuration)
+    calibrations = model.calibrations.digests(filter(None, ways.values()))
+    records = PerplexityRecords(given.path, configuration, calibrations)
     n_vocab = model.hparams.n_vocab
     opened = None if given.base is None else write_kld_file(given.base, chunks.tokens, n_vocab)
     score(model, ways, chunks, records, opened=opened, ray=given.ray)
@@ -278,7 +279,9 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
         chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
     else:
         chunks = chunks_of(model, opened, given.n_chunks)
-    records = DivergenceRecords(given.path, configuration_of(model, **of, n_ctx=size))
+    configuration = configuration_of(model, **of, n_ctx=size)
+    calibrations = model.calibrations.digests(filter(None, ways.values()))
+    records = DivergenceRecords(given.path, configuration, calibrations)
     score(model, ways, chunks, records, base="full" if opened is None else "", ray=given.ray)
     n = len(chunks.tokens)
     found = {way: records.divergence(method, n) for way, method in ways.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -101,19 +100,11 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
-    """Returns the common fields of a file's records: the model, ``others``, and how it computes.
-
-    A file of ``--calibration`` is told by its content.
-    """
-    given = model.config.calibration
-    told = {}
-    if given:
-        told["calibration"] = hashlib.sha256(Path(given).read_bytes()).hexdigest()[:32]
+    """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
     return {
         "model": model.gguf.path.name,
         "model_hash": model.calibrations.identity.model_hash,
         **others,
-        **told,
         "device": model.config.device,
         "prefill_dtype": model.config.prefill_dtype,
         "activations": model.config.activations,

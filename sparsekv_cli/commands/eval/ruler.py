@@ -117,7 +117,7 @@ def ruler(
     )
     encode = encoder(model, raw)
     plan.check(encode)
-    records = RulerRecords(path, configuration)
+    records = RulerRecords(path, configuration, model.calibrations.digests(settings.values()))
     n_all, n_done = len(list(plan.samples())), 0
     with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
         done = frozenset(records.by_key)

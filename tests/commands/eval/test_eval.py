@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
+import calibrated_method
 import pytest
 from tiny_models import make_model
 
@@ -45,16 +47,30 @@ def test_perplexity(files, invoke):
     assert one.out.startswith("1 chunk of 40 tokens, ")
 
 
-def test_records_of_another_calibration_are_refused(files, invoke, tmp_path):
-    model, text = files
-    given = ["-f", text, "-c", "40", "--chunks", "1", "--jsonl", tmp_path / "r.jsonl"]
-    for name in ("one", "other"):
-        (tmp_path / name).write_text(name)
-    given = ["eval", "perplexity", "-m", model, "-t", "1", *map(str, given), "--calibration"]
+def test_records_of_another_calibration_do_not_count(files, invoke, tmp_path, monkeypatch):
+    """Whether it was named or made again where the model has it."""
+    model, text = shutil.copy(files[0], tmp_path), files[1]
+    calibrated_method.install(monkeypatch)
+    for name in ("one", "other", "third"):
+        (tmp_path / name).write_text(20 * f"{name} {TEXT}")
+
+    def calibrated(name, *output):
+        given = ["-m", model, "--method", "fake", "-f", str(tmp_path / name)]
+        assert invoke("calibrate", *given, *output).code == 0
+
+    rows, given = tmp_path / "r.jsonl", ["-f", text, "-c", "40", "--chunks", "1"]
+    given += ["--method", "full", "--method", "fake", "--jsonl", str(rows)]
+    calibrated("one")
     for _ in range(2):
-        assert invoke(*given, str(tmp_path / "one")).code == 0
-    result = invoke(*given, str(tmp_path / "other"))
-    assert result.code == 1 and "its records are of calibration" in result.err
+        evaluated(invoke, "perplexity", model, *given)
+    calibrated("other")
+    evaluated(invoke, "perplexity", model, *given)
+    named = str(tmp_path / "named.npz")
+    calibrated("third", "--output", named)
+    evaluated(invoke, "perplexity", model, *given, "--calibration", named)
+    records = [json.loads(line) for line in rows.read_text().splitlines()[1:]]
+    assert [record["name"] for record in records] == ["full", "fake", "fake", "fake"]
+    assert len({record.get("calibration") for record in records}) == 4
     result = invoke("eval", "ruler", "-m", model, "--lengths", "3000000000")
     assert result.code == 2 and "a context of 3000000000 tokens" in result.err
 
