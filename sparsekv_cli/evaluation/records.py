@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.files import AppendedFile, naming
+
+CALIBRATION = "calibration"  # the field of a record with the hash of its method's calibration
 
 
 class Records(ExitStack, ABC):
@@ -22,7 +23,7 @@ class Records(ExitStack, ABC):
     configuration: what all records have in common; None as a path: no file. calibrations: hashes by
     the name of a method; records of another calibration do not count. Raises SparseKVError
     for a file of another configuration, or of something else, or that another process writes to.
-    Half a line at its end is cut off. As a context manager it closes the file.
+    Half a line at its end is cut off. A with block closes the file.
     """
 
     command: ClassVar[str]  # whose file it is
