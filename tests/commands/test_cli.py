@@ -132,13 +132,10 @@ def test_sigterm_leaves_no_half_file(place, code, tmp_path):
         import os, pathlib, signal, sys, time
         from sparsekv_cli import cli
         from sparsekv_cli.system.files import replacing
-
         stop = compile("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", sys.argv[1], "exec")
-
         def write(_):
             with replacing(pathlib.Path(sys.argv[2])):
                 exec(stop)
-
         cli._invoke = write
         cli.main()
     """)

