@@ -7,11 +7,13 @@ command module.
 import errno
 import io
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 import click
@@ -133,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if sys.platform == "win32":
         say("error: Windows is not supported: run sparsekv-cli in WSL, Windows' own Linux")
         sys.exit(EXIT_FAILED)
+    signal.signal(signal.SIGTERM, _end)
     answered = answer_shell(cli, PROGRAM)
     if answered is not None:
         sys.exit(answered)
@@ -146,6 +149,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         except KeyboardInterrupt:
             code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the process as the signal does, but temporary files and changes of a terminal go.
+
+    An exception within LLVM would be lost, so there the signal itself ends the process.
+    """
+    if any("llvmlite" in each.f_code.co_filename for each, _ in traceback.walk_stack(frame)):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)
 
 
 def _say_warning(message: Warning | str, *_: object, **__: object) -> None:

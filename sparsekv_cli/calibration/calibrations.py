@@ -149,9 +149,11 @@ class Calibrations:
     def digests(self, methods: Iterable[Calibrated]) -> dict[str, str]:
         """Returns hashes of the calibrations of those ``methods`` that have one, by name."""
         found: dict[str, str] = {}
-        for method in methods:
-            if method.needs == CALIBRATION and method.name not in found and self.has(method):
-                found[method.name] = digest(self._tensors(method, None))
+        for name, method in {m.name: m for m in methods if m.needs == CALIBRATION}.items():
+            if name in self._loaded:
+                found[name] = digest(self._loaded[name])
+            elif (entry := self.find_of(method)) is not None:
+                found[name] = digest(entry.tensors)
         return found
 
     def _tensors(self, method: Calibrated, report: OnCalibrate | None) -> Mapping[str, np.ndarray]:

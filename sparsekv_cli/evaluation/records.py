@@ -6,21 +6,24 @@ A record is written as soon as it is there, so that what was interrupted goes on
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sparsekv_cli.calibration.run import CALIBRATION
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.files import AppendedFile, naming
 
+CALIBRATION = "calibration"  # the field of a record with the hash of its method's calibration
 
-class Records(ABC):
+
+class Records(ExitStack, ABC):
     """The records by key: those of the file and new ones, which are written at once.
 
     configuration: what all records have in common; None as a path: no file. calibrations: hashes by
     the name of a method; records of another calibration do not count. Raises SparseKVError
-    for a file of another configuration, or of something else. Half a line at its end is cut off.
+    for a file of another configuration, or of something else, or that another process writes to.
+    Half a line at its end is cut off. A with block closes the file.
     """
 
     command: ClassVar[str]  # whose file it is
@@ -31,11 +34,14 @@ class Records(ABC):
         configuration: Mapping[str, Any],
         calibrations: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self.path = path
         self.calibrations = calibrations or {}
         self.by_key: dict[Any, dict[str, Any]] = {}
+        self._write: Callable[[str], None] = lambda text: None
         if path is None:
             return
+        self._write = self.enter_context(AppendedFile(path, is_alone=True)).write
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
         head = json.dumps(expected, ensure_ascii=False)
         data = path.read_bytes() if path.is_file() else b""
@@ -59,7 +65,7 @@ class Records(ABC):
             with naming(path):
                 os.truncate(path, len(whole))
         if not lines:
-            self._append(head)
+            self._write(head + "\n")
 
     @staticmethod
     @abstractmethod
@@ -97,10 +103,4 @@ class Records(ABC):
         if calibration := self.calibrations.get(record["name"]):
             record = {**record, CALIBRATION: calibration}
         self.by_key[self.key_of(record)] = record
-        if self.path is not None:
-            self._append(json.dumps(record, ensure_ascii=False))
-
-    def _append(self, line: str) -> None:
-        assert self.path is not None
-        with AppendedFile(self.path) as file:
-            file.write(line + "\n")
+        self._write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -53,30 +53,33 @@ class _StreamingCache(SelectingCache):
         return self.method.budget.rows(n) + self.method.sinks >= n
 
     def decode(self, x: AttnInput) -> np.ndarray:
-        """Turns the stored sink keys for this step only: other layers and files read them, too."""
         n, sinks = self.store.n + 1, self.method.sinks
         if not self.method.reposition or self.is_dense_at(n):
             return super().decode(x)
-        self.store.reserve(n)
-        stored = self.store.k[:, :sinks].copy()
-        try:
-            self._turn_sinks(stored, n - sinks - self.method.budget.rows(n))
-            return super().decode(x)
-        finally:
-            self.store.k[:, :sinks] = stored
+        self._turn_sinks(n)
+        out = super().decode(x)
+        assert self.attended is not None
+        self.attended[0][:, :sinks] = np.arange(sinks)
+        return out
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         k, sinks = self.method.budget.rows(n), self.method.sinks
-        rows = np.concatenate([np.arange(sinks), np.arange(n - k, n)]).astype(np.int32)
+        first = n if self.method.reposition else 0
+        rows = np.concatenate([np.arange(first, first + sinks), np.arange(n - k, n)])
         n_kv = self.spec.n_head_kv
-        return np.tile(rows, (n_kv, 1)), np.full(n_kv, len(rows)), 0
+        return np.tile(rows.astype(np.int32), (n_kv, 1)), np.full(n_kv, len(rows)), 0
 
-    def _turn_sinks(self, stored: np.ndarray, n_left_out: int) -> None:
-        """Rotates the sink keys ``stored`` by the positions that the cache leaves out."""
+    def _turn_sinks(self, n: int) -> None:
+        """Puts the sinks, with keys turned by the positions that are left out, after n rows.
+
+        The stored sinks stay as they are: other layers, and a thread that writes files, read them.
+        """
         store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
-        angles = n_left_out * self.spec.theta  # f64 (half,)
+        store.reserve(n + sinks)
+        angles = (n - sinks - self.method.budget.rows(n)) * self.spec.theta  # f64 (half,)
         cos, sin = np.cos(angles), np.sin(angles)
-        keys = store.k_type.read(stored)[..., : self.spec.head_dim].astype(np.float64)
+        keys = store.k_type.read(store.k[:, :sinks])[..., : self.spec.head_dim].astype(np.float64)
         a, b = keys[..., :half], keys[..., half : 2 * half]
         turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], -1)
-        store.k_type.write(store.k[:, :sinks], turned.astype(np.float32))
+        store.k_type.write(store.k[:, n : n + sinks], turned.astype(np.float32))
+        store.v[:, n : n + sinks] = store.v[:, :sinks]

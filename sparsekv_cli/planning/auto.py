@@ -196,7 +196,7 @@ def kept_losses(model: Model) -> Losses | None:
     same = {
         key: kld
         for key, kld in losses.kld.items()
-        if losses.calibrations.get(name := key.split()[0]) == now.get(name)
+        if losses.calibrations.get(name := key.partition(" ")[0]) == now.get(name)
     }
     return replace(losses, kld=same)
 

@@ -93,7 +93,8 @@ class Service:
             options = {**self._method_options, **options}
         if fields.budget is not None:
             options["budget"] = fields.budget
-        default = self.model.config.sparse_from
+        model = self.model
+        default = model.sparse_from if name == self._method else model.config.sparse_from
         sparse_from = default if fields.sparse_from is None else fields.sparse_from
         try:
             method = build_method(name, options)

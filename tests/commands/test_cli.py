@@ -1,7 +1,9 @@
 """The group: help without heavy imports, and failures as a line and an exit code."""
 
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,26 @@ def test_ctrl_c_exits_with_130(invoke, monkeypatch):
     monkeypatch.setattr(run_module, "open_model", interrupt)
     result = invoke("run", "-p", "x")
     assert (result.code, result.out, result.err) == (130, "", "")
+
+
+@pytest.mark.parametrize(("place", "code"), [("a.py", 143), ("llvmlite/a.py", -signal.SIGTERM)])
+def test_sigterm_leaves_no_half_file(place, code, tmp_path):
+    """Unless LLVM runs, in whose callbacks an exception would be lost."""
+    program = textwrap.dedent("""
+        import os, pathlib, signal, sys, time
+        from sparsekv_cli import cli
+        from sparsekv_cli.system.files import replacing
+        stop = compile("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", sys.argv[1], "exec")
+        def write(_):
+            with replacing(pathlib.Path(sys.argv[2])):
+                exec(stop)
+        cli._invoke = write
+        cli.main()
+    """)
+    command = [sys.executable, "-c", program, place, str(tmp_path / "a")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert code < 0 or not [*tmp_path.iterdir()]
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal():

@@ -1,6 +1,8 @@
 """Perplexity and KLD on a tiny model, against plain computations of what llama-perplexity does."""
 
 import math
+import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -219,6 +221,13 @@ def test_a_bad_file(base, tmp_path, change, said):
     path.write_bytes(change(base.read_bytes()))
     with pytest.raises(SparseKVError, match=said):
         KLDFile(path)
+
+
+def test_a_file_that_is_cut_while_in_use(base, tmp_path):
+    file = KLDFile(Path(shutil.copy(base, tmp_path)))
+    os.truncate(file.path, 200)
+    with pytest.raises(SparseKVError, match="was cut while in use"):
+        file.rows(0)
 
 
 def test_an_interrupted_file_does_not_appear(tmp_path):

@@ -158,9 +158,11 @@ def record(sample=0, **changes):
 
 def test_records_are_found_again(tmp_path):
     path = tmp_path / "r.jsonl"
-    first = RulerRecords(path, CONFIGURATION)
-    for number in range(2):
-        first.add(record(number, options={"layers": (0, 1)}))
+    with RulerRecords(path, CONFIGURATION) as first:
+        for number in range(2):
+            first.add(record(number, options={"layers": (0, 1)}))
+        with pytest.raises(SparseKVError, match="another process writes to it"):
+            RulerRecords(path, CONFIGURATION)
     with path.open("a") as file:
         file.write('{"task": "vt", "len')
     again = RulerRecords(path, CONFIGURATION)

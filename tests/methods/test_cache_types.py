@@ -151,7 +151,7 @@ def test_a_bf16_prefill_attends_to_the_stored_rows(d, d_v, types):
 
 
 @pytest.mark.parametrize("types", TYPES)
-def test_repositioned_sinks_are_turned_for_a_step_only(types):
+def test_repositioned_sinks_are_turned_in_a_copy(types):
     d, n_kv, sinks, budget = 64, 2, 3, 20
     theta = 1e4 ** (-np.arange(d // 2) / (d // 2))
     spec = LayerSpec(
@@ -172,7 +172,15 @@ def test_repositioned_sinks_are_turned_for_a_step_only(types):
     cache.finish_prefill()
     before, keys = cache.store.k[:, :60].copy(), cache.store.keys().astype(np.float32)
     read, select = [], cache.select
-    cache.select = lambda *of: (read.append(cache.store.keys()[:, :sinks].copy()), select(*of))[1]
+
+    def seen(q, n):
+        idx, *others = select(q, n)
+        k = cache.store.k
+        np.testing.assert_array_equal(k[:, :60], before)  # a thread may write them to disk
+        read.append(cache.store.k_type.read(k[:, idx[0, :sinks]])[..., :d])
+        return idx, *others
+
+    cache.select = seen
     q, k, v = rows(1)
     cache.decode(AttnInput(q, k, v, q, k, 60))
     angles = (61 - sinks - budget) * theta
@@ -184,6 +192,7 @@ def test_repositioned_sinks_are_turned_for_a_step_only(types):
     assert np.abs(turned - keys[:, :sinks]).max() > 1
     np.testing.assert_allclose(turned, expected, atol=ERRORS[types[0]] * np.abs(expected).max())
     np.testing.assert_array_equal(cache.store.k[:, :60], before)
+    np.testing.assert_array_equal(cache.attended[0][0], [*range(sinks), *range(61 - budget, 61)])
 
 
 @pytest.mark.parametrize("key_type", ["q8_0", "q4_0"])

@@ -1,5 +1,6 @@
 """``--method auto``: what is chosen, what it is chosen by, and how commands show it."""
 
+import io
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,9 +75,8 @@ def test_methods_that_were_not_measured_are_not_chosen():
 
 def test_losses_of_another_calibration_are_left_out():
     fasa, text = build_method("fasa", {}), CalibrationText("a", "text")
-    kept = Losses(
-        "a CPU", "2026-01-01", {method_key(each): 0.1 for each in (fasa, QUEST)}, {"fasa": "1"}
-    )
+    kld = {"": 0.0, **{method_key(each): 0.1 for each in (fasa, QUEST)}}
+    kept = Losses("a CPU", "2026-01-01", kld, {"fasa": "1"})
 
     class Found:
         hashes: ClassVar = {"fasa": "1"}
@@ -192,6 +192,14 @@ def test_commands_choose_and_say_so(model, tmp_path, capsys, monkeypatch):
     code, out, err = call(capsys, *bench, "--method", "auto", "--max-loss", 100)
     assert code == 0, err
     assert json.loads(out)[0]["method"] in ("quest", "snapkv")
+
+
+def test_the_depth_is_that_of_the_chosen_method_alone(model, capsys, monkeypatch):
+    """Another method of the same chat is dense up to its own."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("/method quest\na\n/stats\n"))
+    given = ("-m", model, "-t", 1, "-c", 600, "-n", 1, "--no-cache", "--method", "auto")
+    code, _, err = call(capsys, "chat", *given)
+    assert code == 0 and f"sparse from {2 * QUEST.work_of_a_head} tokens on" in err, err
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,14 @@ def test_a_method_that_is_refused_changes_nothing(sequence_of):
     assert len(sequence.tokens) == 50 and sequence.method.name == "full"
 
 
-def test_a_stop_while_kernels_are_loaded_changes_nothing(sequence_of, monkeypatch):
+@pytest.mark.parametrize("name", ["load_kernels", "caches"])
+def test_a_stop_ahead_of_the_change_changes_nothing(name, sequence_of, monkeypatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     sequence = sequence_of("full")
     sequence.prefill(tokens(50))
-    monkeypatch.setattr(sequence.engine, "load_kernels", stop)
+    monkeypatch.setattr(sequence.engine, name, stop)
     attention = sequence.model.attention_of(build_method("quest", {}))
     with pytest.raises(KeyboardInterrupt):
         sequence.change_method(attention)

@@ -228,19 +228,19 @@ def _method(chat: Chat, argument: str) -> None:
     conversation, options = chat.conversation, chat.options
     model, sequence = conversation.model, conversation.sequence
     name, *pairs = argument.split()
-    given = {}
+    given, depth = {}, None
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise SparseKVError(f"/method {name} {pair}: expected KEY=VALUE")
         given[key] = value
     if name == options.method:
-        given = {**options.method_options, **given}
+        given, depth = {**options.method_options, **given}, model.sparse_from
     known = options_of(type(build_method(name, {})))
     named = {key: text for key, text in options.named.items() if key in known and key not in given}
     method = build_method(name, given, named)
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
-        attention = model.attention_of(method, None, compiling, calibrating)
+        attention = model.attention_of(method, depth, compiling, calibrating)
         prompt_rows = open_prompt_rows(model, chat.prefix, method)
         try:
             sequence.change_method(attention)

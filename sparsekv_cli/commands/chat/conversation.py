@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.commands.chat.screen import word_wrap
-from sparsekv_cli.commands.shared.answer import stream_answer
+from sparsekv_cli.commands.shared.answer import Interrupt, stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
@@ -155,9 +155,11 @@ class Conversation:
 
     def _answer(self, messages: Messages) -> Answer:
         sequence, settings = self.sequence, self.settings
-        ids = self.encode(messages)
-        if len(ids) >= sequence.n_ctx:
-            messages, ids = self._shortened(messages, len(ids), 1)
+        with Interrupt().watch() as interrupt:  # a long text takes a moment
+            ids = self.encode(messages)
+            if len(ids) >= sequence.n_ctx:
+                messages, ids = self._shortened(messages, len(ids), 1)
+            missing = sequence.keep_common(ids, has_disk=self.rows is not None)
         sequence.timings.reset()
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
@@ -188,8 +190,9 @@ class Conversation:
             write=shown.write,
             write_thinking=shown.think,
         )
-        missing = sequence.keep_common(ids, has_disk=self.rows is not None)
-        answer = stream_answer(sequence, missing, begin, rows=self.rows, make_room=make_room)
+        answer = stream_answer(
+            sequence, missing, begin, rows=self.rows, make_room=make_room, interrupt=interrupt
+        )
         shown.end_thinking()
         self.messages = [*messages, {"role": "assistant", "content": answer.written}]
         self.n_used = len(sequence.tokens)

@@ -140,11 +140,13 @@ def command(
     with PrefillProgress("needles", "prompts") as planting:
         planted = list(find_needles(model, chosen, prompts, planting))
     found = contents(len(ids), steps, rows, planted, about(model))
-    write_reports(found, html, png)
-    if as_json:
-        write_json(found)
-    else:
-        print_table(found)
+    try:
+        write_reports(found, html, png)
+    finally:  # a full disk does not cost the figures
+        if as_json:
+            write_json(found)
+        else:
+            print_table(found)
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:

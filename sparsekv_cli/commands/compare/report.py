@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
+from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
 from sparsekv_cli.system.files import naming, replacing
@@ -44,7 +45,8 @@ def check_outputs(*paths: str | None) -> None:
         check_matplotlib()
         if not path.parent.is_dir():
             raise SparseKVError(f"{path}: there is no folder {path.parent}")
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        place = path if path.exists() else path.parent
+        if (place == path and not path.is_file()) or not os.access(place, os.W_OK):
             raise SparseKVError(f"{path}: cannot be written: name another file")
 
 
@@ -80,11 +82,12 @@ def print_table(found: Mapping[str, Any]) -> None:
         table.add_row(row["spec"], *(value for value, _ in values))
         table.add_row("", *(interval for _, interval in values), style="dim")
     console = Console(highlight=False, markup=False, width=width)
-    console.print(table)
-    for heading, methods in equal_sentences(found):
-        console.print(f"  {heading}, equal within noise: {methods}", soft_wrap=True)
-    for line in _needle_lines(found):
-        console.print(f"  {line}", soft_wrap=True)
+    lines = [f"{name}, equal within noise: {methods}" for name, methods in equal_sentences(found)]
+    with console.capture() as capture:  # rich ends the process by itself where a pipe is closed
+        console.print(table)
+        for line in [*lines, *_needle_lines(found)]:
+            console.print(f"  {line}", soft_wrap=True)
+    write_text(capture.get())
 
 
 def _needle_lines(found: Mapping[str, Any]) -> list[str]:

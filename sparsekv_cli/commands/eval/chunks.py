@@ -131,7 +131,7 @@ def score(
         n_done += n
         progress(n_done, n_all)
 
-    with PrefillProgress("score") as progress, opened or nullcontext() as write:
+    with records, PrefillProgress("score") as progress, opened or nullcontext() as write:
         if ray is not None:
             keeps = write is not None
             for new, rows in score_on_cluster(ray, model, ways, chunks, parts, base, keeps):

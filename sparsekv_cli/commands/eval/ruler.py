@@ -119,7 +119,7 @@ def ruler(
     plan.check(encode)
     records = RulerRecords(path, configuration, model.calibrations.digests(settings.values()))
     n_all, n_done = len(list(plan.samples())), 0
-    with PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
+    with records, PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:
         done = frozenset(records.by_key)
         if ray is not None:
             answered = answer_on_cluster(ray, model, settings, plan, raw, done)

@@ -36,10 +36,9 @@ def choose_method(
         return model, options
     depth = min(model.n_ctx, depth or model.config.ctx_size or DEFAULT_DEPTH)
     choice = _choose(model, options.max_loss, depth)
-    if model.config.sparse_from < 0:
-        model = replace(model, config=replace(model.config, sparse_from=choice.sparse_from))
+    depth = choice.sparse_from if model.config.sparse_from < 0 else None
     with CompileProgress() as compiling, CalibrationProgress() as calibrating:
-        attention = model.attention_of(choice.chosen.method, None, compiling, calibrating)
+        attention = model.attention_of(choice.chosen.method, depth, compiling, calibrating)
     if click.get_current_context().ensure_object(Invocation).verbose:
         say(choice.why)
         say(f"the same choice: {choice.repeat}")

@@ -62,18 +62,20 @@ def stream_answer(
     *,
     rows: PromptRows | None = None,
     make_room: MakeRoom | None = None,
+    interrupt: Interrupt | None = None,
 ) -> Answer:
     """Prefills ``ids`` after the sequence's tokens, then generates until the answer is done.
 
     Without ``ids`` the sequence must end with its last prefill. begin: makes the generation after
     the prefill. rows: finds and keeps the rows of prompts. make_room: called when the context is
-    full; returns the ids to continue from, or None to end the answer. Raises PrefillInterrupted
-    when Ctrl-C comes before the first token. The sequence then holds what it held before. It is
-    empty if a method that drops rows for good (snapkv, h2o) has already done so in a layer.
+    full; returns the ids to continue from, or None to end the answer. interrupt: knows of a Ctrl-C
+    that came before. Raises PrefillInterrupted when Ctrl-C comes before the first token. The
+    sequence then holds what it held before. It is empty if a method that drops rows for good
+    (snapkv, h2o) has already done so in a layer.
     """
     started = time.perf_counter()
     with (
-        Interrupt().watch() as interrupt,
+        (interrupt or Interrupt()).watch() as interrupt,
         PrefillProgress() as bar,
         contextlib.ExitStack() as at_end,
     ):

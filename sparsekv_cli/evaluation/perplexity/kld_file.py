@@ -6,14 +6,17 @@ Log-probabilities of more than 16 below the best are cut there.
 """
 
 import hashlib
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.system.files import naming, replacing
+from sparsekv_cli.system.files import naming, open_regular, replacing
 
 MAGIC = b"_logits_"
 HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])
@@ -57,11 +60,11 @@ class KLDFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        size = path.stat().st_size
+        self.path, self._file = path, open_regular(path)
+        size = os.fstat(self._file.fileno()).st_size
         if size < HEADER.itemsize:
             raise SparseKVError(f"{path}: {size} bytes are too few for a file of log-probabilities")
-        header = np.fromfile(path, HEADER, 1)[0]
+        header = self._read(HEADER, 0, 1)[0]
         if header["magic"] != MAGIC:
             raise SparseKVError(
                 f"{path}: begins with {bytes(header['magic'])!r}, a file of log-probabilities with "
@@ -83,16 +86,24 @@ class KLDFile:
                 f"{path}: has {size} bytes, but {n_chunk} chunks of {self.n_ctx} tokens take "
                 f"{expected}: it was cut off, or is of another kind; make it again"
             )
-        shape = (n_chunk, self.n_ctx)
-        self.tokens = np.memmap(path, "<i4", "r", HEADER.itemsize, shape)
+        self.tokens = self._read("<i4", HEADER.itemsize, n_chunk, self.n_ctx)
         if self.tokens.min() < 0 or self.tokens.max() >= self.n_vocab:
             raise SparseKVError(f"{path}: has tokens outside its vocabulary of {self.n_vocab}")
-        rows = (n_chunk, self.n_scored, row_length(self.n_vocab))
-        self._rows = np.memmap(path, "<u2", "r", start, rows)
+        self._start = start
 
     def rows(self, chunk: int) -> np.ndarray:
         """Returns the scored tokens of a chunk, u16 (n_scored, row_length)."""
-        return np.asarray(self._rows[chunk])
+        n_row = row_length(self.n_vocab)
+        start = self._start + 2 * chunk * self.n_scored * n_row
+        return self._read("<u2", start, self.n_scored, n_row)
+
+    def _read(self, dtype: Any, start: int, *shape: int) -> np.ndarray:
+        """Returns an array. Raises SparseKVError if the file has become too short for it."""
+        self._file.seek(start)
+        found = np.fromfile(self._file, dtype, math.prod(shape))
+        if len(found) < math.prod(shape):
+            raise SparseKVError(f"{self.path}: was cut while in use: make it again")
+        return found.reshape(shape)
 
     @property
     def digest(self) -> str:

@@ -118,12 +118,16 @@ def test_interrupt_keeps_the_partial_answer(fake, invoke):
     assert prompts_of(fake)[1] == "[user]A\n[assistant]abc\n[user]B\n[assistant]"
 
 
-def test_interrupt_during_prefill_takes_the_message_back(fake, invoke):
-    def interrupt() -> None:
-        if fake.n_begun == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize("name", ["prefill", "keep_common"])
+def test_interrupt_before_the_answer_takes_the_message_back(name, fake, invoke, monkeypatch):
+    work = getattr(fake, name)
 
-    fake.on_prefill = interrupt
+    def interrupted(*arguments, **options):
+        monkeypatch.setattr(fake, name, work)
+        os.kill(os.getpid(), signal.SIGINT)
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(fake, name, interrupted)
     fake.script = ["two<eos>"]
     result = invoke("chat", stdin=lines("A", "B"))
     assert (result.code, result.out) == (0, "two\n")

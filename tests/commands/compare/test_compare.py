@@ -1,8 +1,10 @@
 """``compare`` on a tiny model: the JSON of the contract, the table, and what is refused."""
 
+import io
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli import warmup
+from sparsekv_cli.commands.compare.report import print_table
 from sparsekv_cli.evaluation import needles, prefill
 from sparsekv_cli.evaluation.report import figures
 
@@ -106,7 +109,7 @@ def test_continuation(model, invoke, tmp_path):
     assert "too few for 4 steps" in refused(invoke, 1, *arguments)
 
 
-def test_table(model, invoke):
+def test_table(model, invoke, tmp_path, monkeypatch):
     result = invoke("compare", "-m", model, "-p", TEXT, "--methods", "lfps", "--steps", "6")
     assert result.code == 0
     lines = result.out.splitlines()
@@ -116,6 +119,12 @@ def test_table(model, invoke):
     assert head[:3] == ["method", "KLD", "top-1"]
     rows = {line.split()[0]: line.split() for line in lines if line.split()[:1] > ["a"]}
     assert rows["full"][1:5] == ["0.0000", "100%", "-", "-"] and rows["lfps"][3].endswith("%")
+    full = OSError(28, "No space left on device")
+    page = "sparsekv_cli.evaluation.report.page.page"
+    monkeypatch.setattr(page, lambda _: (_ for _ in ()).throw(full))
+    given = ("--methods", "lfps", "--steps", "6", "--html", str(tmp_path / "r.html"))
+    result = invoke("compare", "-m", model, "-p", TEXT, *given)
+    assert result.code == 1 and "r.html: No space" in result.err and " KLD " in result.out
 
 
 def test_reports(model, invoke, tmp_path, monkeypatch):
@@ -142,6 +151,16 @@ def test_reports(model, invoke, tmp_path, monkeypatch):
     assert "fill: var(--ink)" in text and "<script" not in text and text.count("<title>") == 4
     loaded = re.findall(r"""(?:src|href)=["']([^"']*)|url\(([^)]*)\)|@import""", text)
     assert all(link.startswith(("#", "data:")) for pair in loaded for link in pair if link)
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            if text:
+                raise BrokenPipeError
+            return 0
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):  # rich alone would end the process with 1
+        print_table(found)
 
 
 def test_a_calibrated_method(model, invoke, monkeypatch):
@@ -186,6 +205,7 @@ def test_what_cannot_be_done(model, invoke, tmp_path, monkeypatch):
     assert "do not fit" in refused(invoke, 1, *base, "--steps", "4", "--needles", "690")
     assert "there is no folder" in refused(invoke, 1, *base, "--png", str(tmp_path / "no" / "a"))
     assert "cannot be written" in refused(invoke, 1, *base, "--html", str(tmp_path))
+    assert "cannot be written" in refused(invoke, 1, *base, "--html", os.devnull)
     empty = ("--continuation", os.devnull)
     assert "the continuation is empty" in refused(invoke, 1, *base, *empty)
     with monkeypatch.context() as without:

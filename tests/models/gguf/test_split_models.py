@@ -159,6 +159,7 @@ def test_a_part_that_is_cut_while_in_use(parts):
 
 def test_failed_opens_leave_no_descriptor(parts, tmp_path):
     write_part(tmp_path, 2, "ab")
+    parts = [*parts, Builder(version=9).write(tmp_path)]
     for path in parts:
         failure(path)
     links = [descriptor.resolve() for descriptor in Path("/proc/self/fd").iterdir()]

