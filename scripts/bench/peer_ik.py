@@ -8,17 +8,16 @@ then on. The prompt in front of decoded tokens is prefilled again each time, unt
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peer_table import BenchError, Case
+from measuring import run
+from peer_table import Case
+
+from sparsekv_cli.errors import SparseKVError
 
 OPTIONS = ("-rtr", "-gp", "-fa")  # that are needed; llama.cpp's llama-bench lacks the first two
 N_UBATCH = 512  # rows of a prefill at once, as in the other programs
@@ -40,7 +39,7 @@ class IkBench:
     def __enter__(self) -> IkBench:
         said = self._run("--help")[0]
         if missing := [option for option in OPTIONS if f" {option}" not in said]:
-            raise BenchError(
+            raise SparseKVError(
                 f"{self.program} has no option {missing[0]}: --ik wants the llama-bench of "
                 "ik_llama.cpp, llama.cpp's is another program"
             )
@@ -80,7 +79,7 @@ class IkBench:
         # Its own warm-up is one token, so a prompt is run twice; a depth is one already.
         row = self._bench(repack, 1 if case.n_depth else 2, *shape)
         if (row["n_prompt"], row["n_gen"]) != (case.n_depth or case.n_prompt, case.n_gen):
-            raise BenchError(f"{self.name} ran another test than {case.label}: {row['test']}")
+            raise SparseKVError(f"{self.name} ran another test than {case.label}: {row['test']}")
         return float(row["samples_ts"][-1])
 
     def _bench(self, repack: int, repetitions: int, *shape: str) -> dict[str, Any]:
@@ -93,37 +92,22 @@ class IkBench:
         # An object is found by its lines: loading a model prints into the array around it.
         rows = re.findall(r"^  \{$.*?^  \}", text, flags=re.DOTALL | re.MULTILINE)
         if len(rows) != 1:
-            raise BenchError(f"{self.name} gave {len(rows)} results of one test: {text[-200:]!r}")
+            raise SparseKVError(
+                f"{self.name} gave {len(rows)} results of one test: {text[-200:]!r}"
+            )
         return json.loads(rows[0])
 
     def _run(self, *arguments: str) -> tuple[str, int]:
-        """What the program prints, and its peak memory in bytes. BenchError when it fails."""
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            try:
-                process = subprocess.Popen(
-                    [self.program, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                    env=self.environment,
-                )  # fmt: skip
-            except OSError as error:
-                raise BenchError(f"{self.program}: {error.strerror}") from None
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-            process.returncode = os.waitstatus_to_exitcode(status)
-            out.seek(0), err.seek(0)
-            text, said = out.read(), err.read().strip().splitlines()
-        if process.returncode:
-            raise BenchError(f"{self.name} ended {ending(process.returncode)}: {last(said)}")
-        return text, usage.ru_maxrss * 1024
+        """What the program prints, and its peak memory in bytes. SparseKVError when it fails."""
+        try:
+            done = run([self.program, *arguments], self.environment)
+        except OSError as error:
+            raise SparseKVError(f"{self.program}: {error.strerror}") from None
+        if done.code:
+            raise SparseKVError(f"{self.name} ended {ending(done.code)}: {done.last_line}")
+        return done.stdout, done.peak_bytes
 
 
 def ending(code: int) -> str:
     """``with exit code 1`` or ``by SIGILL``."""
     return f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-
-
-def last(lines: Sequence[str]) -> str:
-    return lines[-1] if lines else "it said nothing"

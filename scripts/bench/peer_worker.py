@@ -60,11 +60,11 @@ class Ours:
         from sparsekv_cli.commands.bench.report import BenchTest
         from sparsekv_cli.commands.options.model import load_model
         from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
-        from sparsekv_cli.methods import build_method
+        from sparsekv_cli.evaluation.compare import build_spec
         from sparsekv_cli.settings.config import SessionConfig
 
         self._bench, self._test = bench, BenchTest
-        method = build_method(setup["method"], setup["options"])
+        method = build_spec(setup["method"])
         config = SessionConfig(ctx_size=setup["n_ctx"], threads=setup["threads"], chunk=N_BATCH)
         self._model = model = load_model(Path(setup["model"]), method, config)
         self._sequences = [model.sequence() for _ in range(setup["n_seqs"])]

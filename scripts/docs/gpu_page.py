@@ -15,7 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import measuring
+from measuring import ROOT, number
+
 PAGE, DATA = ROOT / "docs" / "gpu.md", ROOT / "docs" / "data" / "gpu"
 NOW = "h200"
 TOKENS = "tokens, llama-3.1-8b"
@@ -44,17 +48,7 @@ def take(folder: Path, name: str) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    def line(cells: Sequence[object]) -> str:
-        return f"| {' | '.join(map(text, cells))} |"
-
-    lines = [line(head), "|---|" + "---:|" * (len(head) - 1), *map(line, rows)]
-    return "\n".join(lines)
-
-
-def text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "" if value is None else str(value)
+    return measuring.table(head, (map(number, row) for row in rows))
 
 
 def named(method: str) -> str:
@@ -75,7 +69,7 @@ def tokens(now: Row) -> str:
         found, full = ms.get((method, *where)), ms["full", *where]
         if found is None:
             return ""
-        return text(found) + (f" ({full / found:.2f})" if method != "full" else "")
+        return number(found) + (f" ({full / found:.2f})" if method != "full" else "")
 
     head = ["", *(f"B = {b}, {n}" for b, n in COLUMNS)]
     return table(head, ([named(m), *(cell(m, c) for c in COLUMNS)] for m in methods))
@@ -111,7 +105,7 @@ def operators(now: Row) -> str:
 
     def cell(name: str, where: tuple[int, int]) -> str:
         row = found.get((name, *where))
-        return "" if row is None else f"{text(1e3 * row['ms'])} ({text(row['over sdpa'])})"
+        return "" if row is None else f"{number(1e3 * row['ms'])} ({number(row['over sdpa'])})"
 
     head = ["", *(f"B = {b}, {n}" for b, n in OPERATORS_AT)]
     names = dict.fromkeys(r["operator"] for r in rows)

@@ -8,11 +8,15 @@ The same files give the same page, byte for byte: a test makes it again and comp
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measuring import ROOT, table
+
 PAGE = ROOT / "docs" / "reliability.md"
 Numbers = Mapping[str, Mapping[str, Any]]
 
@@ -33,6 +37,7 @@ them.
 
 """
 MIDDLE = """
+
 ## Faults of the disk
 
 `scripts/faults` runs small jobs that write files. It puts a fault into each operation on the disk.
@@ -43,6 +48,7 @@ user's other files must be as they were. Three processes write at once, too.
 
 """
 LAST = """
+
 ## A server under attack
 
 `scripts/soak attack` attacks a server. Meanwhile a normal client asks it questions. The client's
@@ -52,6 +58,7 @@ do.
 
 """
 SOAK = """
+
 ## Use for a long time
 
 `scripts/soak` uses the program for a given time. It ends with an error if memory (PSS), open files
@@ -60,13 +67,6 @@ with every method. 32 clients ask a server about long documents, and many of the
 cache on disk is used for simulated days. The clock jumps, and writers are killed.
 
 """
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [head, *rows]
-    shown = [f"| {' | '.join(str(cell) for cell in line)} |" for line in lines]
-    shown.insert(1, "|---|" + "---:|" * (len(head) - 1))
-    return "\n".join(shown) + "\n"
 
 
 def ms(seconds: float) -> str:
@@ -113,7 +113,7 @@ def page(fuzz: Numbers, faults: Numbers, soak: Numbers) -> str:
             for what, n, each in rows
         ),
     )  # fmt: skip
-    return TOP + targets + MIDDLE + writers + LAST + attacks + SOAK + soaked
+    return TOP + targets + MIDDLE + writers + LAST + attacks + SOAK + soaked + "\n"
 
 
 def read(name: str) -> Any:

@@ -26,15 +26,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import results_pages
+from measuring import log
 from results_parts import PARTS, SIZES, TINY, Sizes
-from results_runner import ROOT, UNFINISHED, PartError, Runner
+from results_runner import ROOT, UNFINISHED, Runner
+
+from sparsekv_cli.errors import SparseKVError
 
 MEASURED = ("cpu", "kernels", "models", "sparsekv_cli", "scripts/bench", "scripts/accuracy")
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def commit() -> str:
@@ -45,7 +46,9 @@ def commit() -> str:
             ["git", *arguments, "--", *MEASURED], cwd=ROOT, capture_output=True, text=True
         )
         if done.returncode:
-            raise PartError("this is no git checkout, so what is measured has no commit; clone it")
+            raise SparseKVError(
+                "this is no git checkout, so what is measured has no commit; clone it"
+            )
         return done.stdout.strip()
 
     changed = "+" if git("status", "--porcelain") else ""
@@ -136,7 +139,7 @@ def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, i
             continue
         try:
             measure(name, sizes, data / f"{name}.json", about, ik)
-        except PartError as error:
+        except SparseKVError as error:
             log(f"error: {name}: {error}")
             status = 1
     log(f"all: {time.perf_counter() - begin:.0f} s")
@@ -183,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             again = options.again or bool(options.only)
             status = measure_parts(names, sizes, options.into / "docs" / "data", again, options.ik)
         results_pages.write(options.into)
-    except PartError as error:
+    except SparseKVError as error:
         log(f"error: {error}")
         return 1
     except KeyboardInterrupt:

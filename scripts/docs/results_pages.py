@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import measuring
 import results_plots
+from measuring import three
 from results_parts import PARTS, PEERS, TABLE, Part
 
 Row = Mapping[str, Any]
@@ -22,13 +24,6 @@ machine, commit and date. Figures of different sections may be of different mach
 Where a table names no model, it is SmolLM2-135M-Instruct (Q4_1). No prompt comes from disk
 (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of several runs.
 """
-
-
-def three(value: float | None) -> str:
-    """Three figures, as many as such a measurement has."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def span(row: Row, key: str) -> str:
@@ -67,11 +62,8 @@ def table(rows: Iterable[Row], columns: str) -> str:
         return table(rows, columns)
     heads = [column.strip().rpartition(" = ") for column in columns.split("|")]
     keys = [told.partition(":") for _, _, told in heads]
-    lines = ["| " + " | ".join(title for title, _, _ in heads) + " |"]
-    lines.append("|---" + "|---:" * (len(heads) - 1) + "|")
-    for row in rows:
-        lines.append(f"| {' | '.join(cell(row, key, shown) for key, _, shown in keys)} |")
-    return "\n".join(lines)
+    cells = ([cell(row, key, shown) for key, _, shown in keys] for row in rows)
+    return measuring.table([title for title, _, _ in heads], cells)
 
 
 def body(part: Part, rows: list[Row]) -> str:

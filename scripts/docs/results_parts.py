@@ -1,6 +1,6 @@
 """Measures the parts of results.toml. A part gives records: flat dictionaries of figures.
 
-A part runs the commands of its ``run``. If MEASUREMENTS has the part's name, that function gets the
+A part runs the command of its ``run``. If MEASUREMENTS has the part's name, that function gets the
 Runner, the sizes and the records of ``run``, and returns the part's records. The Runner remembers
 the commands, so that docs/benchmarks.md names them.
 """
@@ -10,7 +10,7 @@ import json
 import shlex
 import statistics
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class Part:
     name: str
     title: str = ""
     about: str = ""
-    run: str | Sequence[str] = ()
+    run: str = ""
     quick: bool = False
     needs: str = ""
     may_fail: bool = False
@@ -57,12 +57,9 @@ class Part:
 
     def measure(self, run: Runner, sizes: Sizes) -> Records:
         records: Records = []
-        for line in [self.run] if isinstance(self.run, str) else self.run:
-            program, *arguments = expand_arguments(line, sizes)
-            if program == "bench":
-                records += bench_speeds(run, sizes["model"], *arguments)
-            else:
-                records = run.script(program, *arguments, may_end_with=int(self.may_fail))
+        if self.run:
+            words = expand_arguments(self.run, sizes)
+            records = run.script(*words, may_end_with=int(self.may_fail))
         change = MEASUREMENTS.get(self.name)
         return records if change is None else change(run, sizes, records)
 

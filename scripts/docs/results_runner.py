@@ -3,37 +3,24 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from measuring import ROOT, Ended, run
+
+from sparsekv_cli.errors import SparseKVError
+
 UNFINISHED = ROOT / "build" / "results"
-
-
-class PartError(Exception):
-    """A command that failed, in one line."""
-
-
-class Done(NamedTuple):
-    """What a command printed, how long it took, and the most memory it had."""
-
-    stdout: str
-    stderr: str
-    seconds: float
-    peak_bytes: int
 
 
 @dataclass
 class Runner:
     """Runs commands in the repository's root and keeps them as a user would type them.
 
-    They neither find prompts on disk nor keep them there.
+    They neither find prompts on disk nor keep them there. SparseKVError when one fails.
     ik: llama-bench of ik_llama.cpp, if it is there; unfinished: a folder for what a long part has
     until it is whole.
     """
@@ -42,53 +29,25 @@ class Runner:
     unfinished: Path = UNFINISHED
     commands: list[str] = field(default_factory=list)
 
-    def cli(self, *arguments: str, stdin: str | None = None) -> Done:
-        """``sparsekv-cli ARGUMENTS``, with the file ``stdin``. PartError when it fails."""
-        typed = shlex.join(["sparsekv-cli", *arguments]) + (f" < {stdin}" if stdin else "")
-        self.commands.append(typed)
-        return self._run(["-m", "sparsekv_cli", *arguments], typed, stdin)
+    def cli(self, *arguments: str) -> Ended:
+        """``sparsekv-cli ARGUMENTS``."""
+        return self._run(["-m", "sparsekv_cli", *arguments], ["sparsekv-cli", *arguments])
 
-    def program(self, path: str) -> Done:
-        """A program of ours, by its path. PartError when it fails."""
-        self.commands.append(path)
-        return self._run([path], path, None)
+    def program(self, path: str) -> Ended:
+        """A program of ours, by its path."""
+        return self._run([path], [path])
 
     def script(self, path: str, *arguments: str, may_end_with: int = 0) -> Any:
-        """What ``scripts/PATH ARGUMENTS`` writes with --json. PartError when it fails."""
-        typed = shlex.join([f"scripts/{path}", *arguments])
-        self.commands.append(typed)
+        """What ``scripts/PATH ARGUMENTS`` writes with --json."""
+        typed = [f"scripts/{path}", *arguments]
         with tempfile.TemporaryDirectory() as folder:
             told = Path(folder) / "told.json"
-            command = [f"scripts/{path}", *arguments, "--json", str(told)]
-            self._run(command, typed, None, {0, may_end_with})
+            self._run([*typed, "--json", str(told)], typed, may_end_with)
             return json.loads(told.read_text(encoding="utf-8"))
 
-    def _run(
-        self, arguments: Sequence[str], typed: str, stdin: str | None, codes: set[int] | None = None
-    ) -> Done:
-        begin = time.perf_counter()
-        with (
-            tempfile.TemporaryFile("w+", encoding="utf-8") as out,
-            tempfile.TemporaryFile("w+", encoding="utf-8") as err,
-            open(ROOT / stdin if stdin else os.devnull, "rb") as source,
-        ):
-            process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=ROOT, stdin=source, stdout=out, stderr=err,
-                env={**os.environ, "SPARSEKV_NO_CACHE": "1"},
-            )  # fmt: skip
-            try:
-                _, status, usage = os.wait4(process.pid, 0)
-            except KeyboardInterrupt:
-                process.kill()
-                raise
-            seconds = time.perf_counter() - begin
-            process.returncode = os.waitstatus_to_exitcode(status)
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read())
-        if process.returncode not in (codes or {0}):
-            last = (texts[1].strip().splitlines() or ["it said nothing"])[-1]
-            raise PartError(f"'{typed}' ended with {process.returncode}: {last}")
-        unit = 1 if sys.platform == "darwin" else 1024
-        return Done(*texts, seconds, usage.ru_maxrss * unit)
+    def _run(self, arguments: list[str], typed: list[str], may_end_with: int = 0) -> Ended:
+        self.commands.append(shlex.join(typed))
+        done = run([sys.executable, *arguments], {**os.environ, "SPARSEKV_NO_CACHE": "1"}, ROOT)
+        if done.code not in (0, may_end_with):
+            raise SparseKVError(f"'{shlex.join(typed)}' ended with {done.code}: {done.last_line}")
+        return done

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from soaking.server import COMPLETIONS, TEXT, Server, serving
+from measuring import PROSE
+from soaking.server import COMPLETIONS, Server, serving
 
 from sparsekv_cli.errors import SparseKVError
 
@@ -63,32 +64,25 @@ def posted(head: str, body: bytes) -> bytes:
 
 
 def asked(n_characters: int) -> bytes:
-    prompt = TEXT.read_text(encoding="utf-8")[:n_characters]
+    prompt = PROSE.read_text(encoding="utf-8")[:n_characters]
     return json.dumps({"prompt": prompt, "max_tokens": 99}).encode()
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 GIANT = b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}"
 # Requests, and how many of them are sent a second at most.
 ATTACKS: dict[str, tuple[Callable[[int], Iterator[None]], float]] = {
     "slow heads": (lambda port: slow(port, HEAD), RATE),
     "slow bodies": (lambda port: slow(port, f"{HEAD}content-length: 60000\r\n\r\n"), RATE),
     "slow bodies with the key": (
-        lambda port: slow(port, f"{WITH_KEY}content-length: 60000\r\n\r\n"),
-        RATE,
+        lambda port: slow(port, f"{WITH_KEY}content-length: 60000\r\n\r\n"), RATE,
     ),
-    "a flood of health checks": (
-        lambda port: one(
-            port,
-            b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
-            reads=True,
-        ),
-        RATE,
-    ),
+    "a flood of health checks": (lambda port: one(port, HEALTH, reads=True), RATE),
     "wrong keys": (lambda port: one(port, posted(HEAD, asked(400)), reads=True), RATE),
     "broken JSON": (lambda port: one(port, posted(WITH_KEY, b"{" * 9999), reads=True), RATE),
     "giant lists": (lambda port: one(port, posted(WITH_KEY, GIANT), reads=True), 2.0),
     "abrupt ends": (lambda port: one(port, posted(WITH_KEY, asked(400)), reads=False), 20.0),
-}
+}  # fmt: skip
 
 
 def attack(name: str, port: int, n_done: Any) -> None:
@@ -102,7 +96,7 @@ def attack(name: str, port: int, n_done: Any) -> None:
 
 def first_token(server: Server, which: int) -> float:
     """Seconds to the first token of a prompt that nobody has asked."""
-    prompt = f"Note {which}: {TEXT.read_text(encoding='utf-8')[which * 7 % 5000 :][:600]}"
+    prompt = f"Note {which}: {PROSE.read_text(encoding='utf-8')[which * 7 % 5000 :][:600]}"
     fields = {"prompt": prompt, "max_tokens": 2, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
     with contextlib.closing(server.send(fields, authorization=f"Bearer {KEY}")) as link:
@@ -130,7 +124,7 @@ def soak(model: Path, seconds: float) -> list[dict[str, Any]]:
             time.sleep(0.1)
         return found
 
-    with serving(model, "--no-cache", "--api-key", KEY, "-c", "4096") as server:
+    with serving("-m", str(model), "--no-cache", "--api-key", KEY, "-c", "4096") as server:
         times(server, 1)
         for name in ATTACKS:
             for _ in range(TRIES):

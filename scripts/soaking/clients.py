@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from soaking.server import COMPLETIONS, TEXT, Server, serving
+from measuring import PROSE
+from soaking.server import COMPLETIONS, Server, serving
 from soaking.usage import Curve
 
 from sparsekv_cli.errors import SparseKVError
@@ -30,7 +31,7 @@ class Crowd:
     def __init__(self, server: Server, n_characters: int) -> None:
         self.server, self.counts = server, Counter[str]()
         self.is_over, self.faults = threading.Event(), list[str]()
-        text = TEXT.read_text(encoding="utf-8")
+        text = PROSE.read_text(encoding="utf-8")
         self._documents = [
             f"Document {i}. {text[5000 * i : 5000 * i + n_characters]}" for i in range(N_DOCUMENTS)
         ]
@@ -102,10 +103,10 @@ def wait_until_idle(server: Server) -> Mapping[str, float]:
 def soak(model: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
     """Lets the clients ask. Raises SparseKVError for what does not hold."""
     is_tiny = model.stem == "tiny"
-    options = ["-c", str(N_CTX), "--kv-memory", GIB[is_tiny], "--parallel", "8", "--queue", "20"]
-    options += ["--cache-dir", str(place / "served"), "--cache-limit", "0.2"]
+    options = ["-m", str(model), "-c", str(N_CTX), "--kv-memory", GIB[is_tiny], "--queue", "20"]
+    options += ["--parallel", "8", "--cache-dir", str(place / "served"), "--cache-limit", "0.2"]
     options += ["--prefill-dtype", "f32"]  # the same text if some rows come from memory
-    with serving(model, *options) as server:
+    with serving(*options) as server:
         crowd = Crowd(server, CHARACTERS[is_tiny])
         fixed = {**crowd.fields(random.Random(seed)), "temperature": 0}
         for name in METHODS:  # which compiles and loads what the steps need

@@ -11,16 +11,15 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
 
 READY_S, ANSWER_S = 120.0, 600.0
 COMPLETIONS = "/v1/completions"
-TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "prose.txt"
+OURS = (sys.executable, "-m", "sparsekv_cli", "serve", "--port", "0")
 
 
 class Server(NamedTuple):
@@ -29,13 +28,13 @@ class Server(NamedTuple):
     port: int
     pid: int
 
-    def connect(self) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the numbers of /metrics; those with labels are added up."""
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S) as answer:
             text = answer.read().decode()
         found = Counter[str]()
         for name, n in re.findall(r"(?m)^sparsekv_(\w+)(?:{.*})? (\S+)$", text):
@@ -44,7 +43,7 @@ class Server(NamedTuple):
 
     def send(self, fields: dict[str, Any], **headers: str) -> HTTPConnection:
         """Sends a request for a completion, whose answer is not read yet."""
-        link = self.connect()
+        link = HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         headers = {"content-type": "application/json", **headers}
         link.request("POST", COMPLETIONS, json.dumps({"model": "any", **fields}), headers)
         return link
@@ -57,17 +56,19 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str) -> Iterator[Server]:
-    """A server that runs while the block does. Raises SparseKVError if it ends before."""
-    command = [sys.executable, "-m", "sparsekv_cli", "serve", "-m", str(model), "--port", "0"]
+def serving(*options: str, program: Sequence[str] = OURS) -> Iterator[Server]:
+    """A server that runs while the block does. Raises SparseKVError if it ends before.
+
+    program: a server that prints its address.
+    """
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+        process = subprocess.Popen([*program, *options], stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + READY_S
             while True:
                 log.seek(0)
                 said = log.read()
-                if at := re.search(r"http://[^:]+:(\d+)/", said):
+                if at := re.search(r"http://[^:\s]+:(\d+)", said):
                     break
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SparseKVError(f"the server does not start: {said[-300:].strip()}")

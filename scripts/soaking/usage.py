@@ -22,13 +22,17 @@ class Usage(NamedTuple):
     threads: int
 
 
+def pss_kib(pid: int | str) -> int:
+    """The memory of a process. Linux only."""
+    lines = (Path("/proc") / str(pid) / "smaps_rollup").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
 def usage_of(pid: int | str, started: float) -> Usage:
     """Returns what a process takes now. started: time.monotonic() at the start."""
     folder = Path("/proc") / str(pid)
-    lines = (folder / "smaps_rollup").read_text(encoding="utf-8").splitlines()
-    pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     files, threads = (len(list((folder / name).iterdir())) for name in ("fd", "task"))
-    return Usage(time.monotonic() - started, pss / 1024, files, threads)
+    return Usage(time.monotonic() - started, pss_kib(pid) / 1024, files, threads)
 
 
 class Curve:

@@ -28,7 +28,7 @@ def test_caches_hold_the_rows_of_a_prefill_again_and_again(script, path, dtype):
     if dtype == "int8" and not tiles_int8.is_available():
         pytest.skip("needs byte products (AVX2)")
     model = load_model(path, build_method("full", {}), SessionConfig(prefill_dtype=dtype))
-    ids = model.tokenizer.encode(script.TEXT.read_text("utf-8"), parse_special=False)[:100]
+    ids = model.tokenizer.encode(script.PROSE.read_text("utf-8"), parse_special=False)[:100]
     deep = script.sequence_at(model, model.method, script.record(model, ids), 250)
     assert len(deep.tokens) == 250
     sequence = model.sequence()
