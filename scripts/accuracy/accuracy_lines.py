@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accuracy_texts import FOLDER
+from measuring import table
 
 from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.methods.base import Method
@@ -80,36 +81,28 @@ def lines_across(methods: Mapping[str, Method], figures: Figures) -> list[str]:
 
 COLUMNS = ("kld", "top1", "needles", "overlap", "mass", "dots", "attended")
 TITLES = (
-    "method",
-    "tokens",
-    "KLD",
-    "top-1",
-    "needles",
-    "overlap",
-    "mass",
-    "dots %",
-    "attended %",
-    "KLD by text",
-    "top-1 by text",
-    "dots % by text",
-    "lines",
-)
+    "method", "tokens", "KLD", "top-1", "needles", "overlap", "mass", "dots %", "attended %",
+    "KLD by text", "top-1 by text", "dots % by text", "lines",
+)  # fmt: skip
 BY_TEXT = ("kld", "top1", "dots")
 
 
 def markdown(methods: Mapping[str, Method], lengths: Sequence[int], figures: Figures) -> str:
     """One row a method and length, the prototype's figure in brackets; then the lines across."""
-    lines = ["| " + " | ".join(TITLES) + " |", "|---" * len(TITLES) + "|"]
+    rows = []
     for name, method in methods.items():
         for length in lengths:
             row, known = figures[name, length], expected(method, length)
-            cells = [cell(c, row[c], known.get("measured", {}).get(c)) for c in COLUMNS]
+            cells = [
+                name,
+                length,
+                *(cell(c, row[c], known.get("measured", {}).get(c)) for c in COLUMNS),
+            ]
             cells += [" / ".join(cell(c, text[c], None) for text in row["texts"]) for c in BY_TEXT]
             verdict = "pass" if known.get("at_most") or known.get("at_least") else ""
-            cells.append("; ".join(broken_lines(row, known)) or verdict)
-            lines.append(f"| {name} | {length} | {' | '.join(cells)} |")
+            rows.append([*cells, "; ".join(broken_lines(row, known)) or verdict])
     across = [f"- {line}" for line in lines_across(methods, figures)]
-    return "\n".join([*lines, *([""] if across else []), *across])
+    return "\n".join([table(TITLES, rows), *([""] if across else []), *across])
 
 
 def cell(column: str, value: float | None, known: float | None) -> str:

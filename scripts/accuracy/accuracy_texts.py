@@ -6,17 +6,21 @@ Texts and facts are ours. A needle prompt is a text with one fact put between tw
 followed by a question about it, all as one user message.
 """
 
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measuring import ROOT
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 from sparsekv_cli.model import Model
 
 FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parents[1]
 HELD_OUT = tomllib.loads((FOLDER / "held_out.toml").read_text(encoding="utf-8"))
 CHARACTERS = 6  # of a text, a token of its length
 TEXT_FILES = tuple(
@@ -82,10 +86,8 @@ def prompt_ids(model: Model, prompt: str) -> list[int]:
     return list(encode_messages(model.tokenizer, template, messages_of(None, prompt)))
 
 
-def needle_prompt(
-    needle: Needle, text: str, n_tokens: int, count: Callable[[str], int]
-) -> tuple[str, str]:
-    """A user message of nearly ``n_tokens``, and the question that it ends with.
+def needle_prompt(needle: Needle, text: str, n_tokens: int, count: Callable[[str], int]) -> str:
+    """A user message of nearly ``n_tokens``, with the needle's question at its end.
 
     It has as many whole paragraphs of ``text`` as fit; count: tokens of a string. SparseKVError
     when the text is shorter than that.
@@ -101,4 +103,4 @@ def needle_prompt(
     else:
         raise SparseKVError(f"needle prompt of {n_tokens} tokens: the text is {room} too short")
     paragraphs.insert(round(needle.depth * len(paragraphs)), needle.fact)
-    return "\n\n".join([*paragraphs, question]), question
+    return "\n\n".join([*paragraphs, question])

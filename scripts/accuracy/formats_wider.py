@@ -13,13 +13,14 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures" / "models"))
 
 import numpy as np
-from gguf import GGUFReader, GGUFWriter, LlamaFileType
+from gguf import GGUFWriter, LlamaFileType
 from reference_decoder import ReferenceModel, model_logits
+from tiny_models import copy_metadata, write_all
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import open_gguf
@@ -94,19 +95,7 @@ def widen(source: Path, target: Path, width: int, dtype: type[np.floating] = np.
         if name.endswith("_norm.weight"):
             padded *= np.float32(math.sqrt(scale))
         writer.add_tensor(name, padded.astype(dtype if padded.ndim == 2 else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def copy_metadata(reader: GGUFReader, writer: GGUFWriter, changed: dict[str, Any]) -> None:
-    """Every key of ``reader`` but the file's own and the architecture, which a writer adds."""
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            value = changed.get(name, field.contents())
-            sub_type = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, value, field.types[0], sub_type)
+    write_all(writer)
 
 
 def largest_difference(source: Path, target: Path, ids: Sequence[int]) -> tuple[float, float]:

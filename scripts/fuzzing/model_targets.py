@@ -9,15 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutation import (
-    changed_bytes,
-    changed_json,
-    changing_one,
-    number,
-    packed,
-    packed_json,
-    unpacked,
-)
+import mutation
+from mutation import changed_bytes, changed_json, packed, unpacked
 
 N_CTX = 64  # tokens
 ARCHITECTURES = {
@@ -35,19 +28,7 @@ class Place(NamedTuple):
     form: str  # for struct
 
 
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "B",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(enumerate("BbHhIifB")) | {10: "Q", 11: "q", 12: "d"}  # by the type's number
 
 
 def places(data: bytes) -> Iterator[Place]:
@@ -102,7 +83,9 @@ def changed_gguf(rng: random.Random, data: bytes) -> bytes:
             held[at : at + size] = struct.pack(f"<{form}", value)
         else:
             old = int.from_bytes(held[at : at + size], "little")
-            new = rng.choice((number(rng), old + rng.choice((-1, 1, 32)), old * 2, old // 2))
+            new = rng.choice(
+                (mutation.number(rng), old + rng.choice((-1, 1, 32)), old * 2, old // 2)
+            )
             held[at : at + size] = (new % (1 << 8 * size)).to_bytes(size, "little")
     return bytes(held)
 
@@ -151,10 +134,11 @@ class Model:
 class SplitModel(Model):
     """The parts of a split model; the first is opened."""
 
-    change = staticmethod(changing_one(changed_gguf))
+    change = staticmethod(mutation.changing_one(changed_gguf))
 
     def seeds(self) -> Iterable[bytes]:
         from gguf import GGUFReader, GGUFWriter
+        from tiny_models import copy_metadata, write_all
 
         whole = next(iter(super().seeds()))
         (self.folder / "seed.gguf").write_bytes(whole)
@@ -164,22 +148,14 @@ class SplitModel(Model):
             name = f"m-{i + 1:05}-of-00003.gguf"
             writer = GGUFWriter(self.folder / name, "llama")
             if i == 0:
-                for field in reader.fields.values():
-                    if field.name.startswith("GGUF.") or field.name == "general.architecture":
-                        continue
-                    kind = field.types[0]
-                    sub = field.types[-1] if len(field.types) > 1 else None
-                    writer.add_key_value(field.name, field.contents(), kind, sub)
+                copy_metadata(reader, writer, {})
             writer.add_uint16("split.no", i)
             writer.add_uint16("split.count", 3)
             writer.add_int32("split.tensors.count", len(tensors))
             step = -(-len(tensors) // 3)
             for tensor in tensors[i * step : (i + 1) * step]:
                 writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
+            write_all(writer)
             files[name] = (self.folder / name).read_bytes()
         yield packed(files)
 
@@ -194,24 +170,11 @@ class SplitModel(Model):
 
 
 WORDS = (
-    *(
-        "tokenizer.ggml.model",
-        "tokenizer.ggml.pre",
-        "tokenizer.ggml.scores",
-        "gpt2",
-        "llama",
-        "bert",
-    ),
-    *(
-        "tokenizer.ggml.bos_token_id",
-        "tokenizer.ggml.add_bos_token",
-        "qwen2",
-        "llama-bpe",
-        "▁",
-        "Ġ",
-    ),
-    *("tokenizer.ggml.add_space_prefix", "tokenizer.ggml.eot_token_id", "<0x41>", "h e", "  ", "h"),
-    *("<|im_end|>", "\u0130", "e\u0301", "\r\n", "１２", "👩‍👩‍👧", "\0", "x" * 5000, "٣", ""),
+    *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.scores", "gpt2", "llama"),
+    *("bert", "tokenizer.ggml.bos_token_id", "tokenizer.ggml.add_bos_token", "qwen2", "llama-bpe"),
+    *("▁", "Ġ", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.eot_token_id", "<0x41>"),
+    *("h e", "  ", "h", "<|im_end|>", "\u0130", "e\u0301", "\r\n", "１２", "👩‍👩‍👧", "\0"),
+    *("x" * 5000, "٣", ""),
 )
 
 
@@ -235,14 +198,14 @@ class Tokenizers:
         bpe = {f"{prefix}.tokens": tokens, f"{prefix}.token_type": types}
         for pre in ("gpt-2", "qwen2", "llama-bpe", "smollm"):
             names = {f"{prefix}.model": "gpt2", f"{prefix}.pre": pre, f"{prefix}.merges": merges}
-            yield packed_json({"metadata": names | bpe | ids, "texts": texts})
+            yield mutation.packed_json({"metadata": names | bpe | ids, "texts": texts})
         tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
         tokens += ["▁", "a", "b", "ab", "▁a", "ba", "▁▁", "bab", "<user>"]
         types = [2, 3, 3, *[6] * 256, *[1] * 8, 4]
         scores = [*[0.0] * 259, *(float(-i) for i in range(9))]
         spm = {f"{prefix}.model": "llama", f"{prefix}.tokens": tokens}
         spm |= {f"{prefix}.token_type": types, f"{prefix}.scores": scores}
-        yield packed_json({"metadata": spm | ids, "texts": texts})
+        yield mutation.packed_json({"metadata": spm | ids, "texts": texts})
 
     def run(self, case: bytes) -> str:
         import json

@@ -1,8 +1,12 @@
 """Writes a GGUF model that has the first layers of another one, with its tensors as they are."""
 
+import sys
 from pathlib import Path
 
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fixtures" / "models"))
+
+from gguf import GGUFReader, GGUFWriter
+from tiny_models import copy_metadata, write_all
 
 
 def write_first_layers(source: Path, target: Path, n_layer: int) -> None:
@@ -10,18 +14,10 @@ def write_first_layers(source: Path, target: Path, n_layer: int) -> None:
     reader = GGUFReader(source)
     architecture = str(reader.fields["general.architecture"].contents())
     writer = GGUFWriter(target, architecture)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = n_layer if name == f"{architecture}.block_count" else field.contents()
-        is_array = field.types[0] == GGUFValueType.ARRAY
-        writer.add_key_value(name, value, field.types[0], field.types[-1] if is_array else None)
+    copy_metadata(reader, writer, {f"{architecture}.block_count": n_layer})
     for tensor in reader.tensors:
         block = tensor.name.split(".")
         if block[0] == "blk" and int(block[1]) >= n_layer:
             continue
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)

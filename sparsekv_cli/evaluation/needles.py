@@ -115,16 +115,11 @@ def find_needles(
 
 
 def greedy_answers(
-    model: Model, methods: Mapping[str, Method], ids: Sequence[int], after: Sequence[int] = ()
+    model: Model, methods: Mapping[str, Method], ids: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens.
-
-    after: the end of the prompt, which is decoded token by token.
-    """
-    tokenizer, n_steps = model.tokenizer, len(after) + MAX_ANSWER_TOKENS
-    for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n_steps):
-        for token in after:
-            logits = sequence.decode(token)
-        answer = greedy_answer(sequence, logits, tokenizer.eog_ids, MAX_ANSWER_TOKENS)
+    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
+    tokenizer, n = model.tokenizer, MAX_ANSWER_TOKENS
+    for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n):
+        answer = greedy_answer(sequence, logits, tokenizer.eog_ids, n)
         yield spec, tokenizer.decode(list(answer), skip_special=True)
         del sequence, answer  # gone before the next method has its own

@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from opened import open_sequence
 from reference_decoder import nmse
-from tiny_models import make_model
+from tiny_models import copy_metadata, make_model, write_all
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.full import Full
@@ -33,18 +33,10 @@ def copy_with(source, target, edit):
     edit(tensors)
     arch = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target, arch)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value_type = field.types[0]
-        sub_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(name, field.contents(), value_type, sub_type=sub_type)
+    copy_metadata(reader, writer, {})
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return target
 
 

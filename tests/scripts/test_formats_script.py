@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import quantize
 from reference_decoder import ReferenceModel, log_softmax, model_logits, reference_logits
 from scripts_as_modules import load_script
-from tiny_models import make_model
+from tiny_models import copy_metadata, make_model, write_all
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
@@ -167,17 +167,14 @@ class FakeLibrary:
     def quantize(self, source: Path, target: Path, kind: str) -> None:
         reader, to = GGUFReader(source), GGMLQuantizationType[kind]
         writer = GGUFWriter(target, "llama")
-        wider.copy_metadata(reader, writer, {})
+        copy_metadata(reader, writer, {})
         for tensor in reader.tensors:
             data = np.array(tensor.data)
             if data.ndim == 2:
                 writer.add_tensor(tensor.name, quantize(data.astype(np.float32), to), raw_dtype=to)
             else:
                 writer.add_tensor(tensor.name, data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_all(writer)
 
 
 class FakeModel:

@@ -73,7 +73,8 @@ def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(
     assert (rows[1]["kld"], rows[1]["top1"]) == (0, 1) and rows[3]["kld"] > 0
     table = capsys.readouterr().out
     full, streaming = json.loads(told.read_text())
-    assert f"| `{METHODS[0]}` | {full['niah_single_1']:.0f} of 1 | 0.0000 / 1.00 | 2 |" in table
+    score = f"{full['niah_single_1']:.0f} of 1"
+    assert f"| `{METHODS[0]}` | {LENGTH} | {score} | 0.0000 / 1.00 | 2 |" in table
     assert streaming["kld_prose"] == rows[3]["kld"] and streaming["rows"] == 2
     config = SessionConfig(threads=1, ctx_size=LENGTH + real.STEPS, device="cpu")
     model = load_model(path, real.FULL, config)
