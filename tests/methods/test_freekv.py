@@ -1,4 +1,4 @@
-"""FreeKV's two tiers of memory, the thread that works ahead, sequences, options."""
+"""FreeKV's two tiers of memory, the thread that works ahead, sequences."""
 
 import gc
 import itertools
@@ -306,26 +306,3 @@ def test_an_interrupted_step_can_be_taken_again(before_or_after, opened, monkeyp
     question, answer = tokens(7, 3), tokens(20, 4)
     np.testing.assert_array_equal(sequence.prefill(question), other.prefill(question))
     np.testing.assert_array_equal(decoded(sequence, answer), decoded(other, answer))
-
-
-# --- options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"page": "0"}, "page = 0: must be 1 to "),
-        ({"sinks": "-1"}, "sinks = -1: must be 0 to "),
-        ({"window": "0"}, "window = 0: must be 1 to "),
-        ({"cache_pages": "0.9"}, "cache_pages = 0.9: must be 1 to "),
-        ({"cache_pages": "nan"}, "cache_pages = nan: must be finite"),
-        ({"tau": "nan"}, "tau = nan: must be finite"),
-        ({"overlap": "maybe"}, "overlap = 'maybe': must be auto, true or false"),
-        ({"summary": "mean"}, "summary = 'mean': must be meanstd or minmax"),
-        ({"preset": "best"}, "preset = 'best'"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        build_method("freekv", options)

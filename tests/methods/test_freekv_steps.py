@@ -151,13 +151,6 @@ def test_threads_change_nothing():
 
 
 @pytest.mark.parametrize("case", sweep(GEOMETRIES, fast=1), ids=str)
-def test_a_budget_of_the_context_changes_no_bit(case):
-    expected = dense_outputs(case)
-    for budget in (Budget(share=1.0), Budget(tokens=case[1] + 80)):
-        np.testing.assert_array_equal(outputs(case, budget=budget), expected)
-
-
-@pytest.mark.parametrize("case", sweep(GEOMETRIES, fast=1), ids=str)
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_choosing_every_page_equals_dense(case, overlap):
     """The sparse path itself: pool, recall and ring hold every row where it belongs."""

@@ -8,7 +8,6 @@ from naive_pair import Pair
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
-from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.h2o import H2O
 
 PLAIN = Geometry(6, 2, 64)
@@ -104,9 +103,3 @@ def test_only_a_prefill_that_is_not_finished_can_be_cut():
     pair.decode(20)
     pair.prefill(30)
     assert cache.truncate(219) == 0 and cache.truncate(220) == 220
-
-
-@pytest.mark.parametrize("value", ["-1", "x"])
-def test_options_are_checked(value):
-    with pytest.raises(ValueError, match=r"window = .*: must be"):
-        build_method("h2o", {"window": value})

@@ -1,4 +1,4 @@
-"""LFPS in whole sequences: how it starts, its dense layers, its ledger."""
+"""LFPS in whole sequences: its dense layers, its ledger."""
 
 import numpy as np
 import pytest
@@ -7,15 +7,6 @@ from tiny_sequences import N_HEAD, counts_after, decoded, tokens
 from sparsekv_cli.cache.spec import N_SINKS, Budget
 from sparsekv_cli.methods import lfps
 from sparsekv_cli.methods.quest import Quest
-
-
-@pytest.mark.parametrize("n_prompt", [1, 5])
-def test_lfps_starts_by_itself_after_a_tiny_prompt(n_prompt, sequence_of):
-    sequence = sequence_of("lfps", budget="8", dense_layers="none")
-    sequence.prefill(tokens(n_prompt))
-    assert np.isfinite(decoded(sequence, tokens(60, 1))).all()
-    counts = sequence.ledger()
-    assert counts["sparse_rows_attended"] < counts["sparse_rows_total"] / 2
 
 
 def test_dense_layers_of_lfps_choose_pages_when_the_context_is_long(sequence_of, monkeypatch):

@@ -1,4 +1,4 @@
-"""Quest and its naive form, step by step; its options, budget, ledger and rewinding."""
+"""Quest and its naive form, step by step; its budget, ledger and rewinding."""
 
 import pytest
 from layer_rows import GEOMETRIES, Geometry, Stream
@@ -7,7 +7,6 @@ from naive_pair import Pair
 from sweeps import sweep
 
 from sparsekv_cli.cache.spec import N_SINKS, Budget
-from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.quest import Quest
 
 
@@ -81,11 +80,3 @@ def test_bytes_read_are_summaries_and_whole_pages():
     counts = cache.counters()
     assert counts["bytes_read"] == rows * 4 * 64 + 2 * 20 * 2 * 2 * 64
     assert counts["rows_attended"] == 3 * rows and counts["rows_scored"] == 6 * 20 * 2
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("page", "4"), ("page", "0"), ("page", "5000"), ("summary", "mean")]
-)
-def test_options_are_checked(option, value):
-    with pytest.raises(ValueError, match=f"{option} = .*{value}"):
-        build_method("quest", {option: value})

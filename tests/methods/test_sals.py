@@ -326,19 +326,6 @@ def test_ledger_of_the_papers_scores():
     assert cache.counters()["rows_attended"] == 9 * (16 + 40 + 64)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("bits", "3"), ("bits", "0"), ("basis", "svd"), ("score", "rope"), ("preset", "fast"),
-        ("rank", "-1"), ("score_rank", "-1"), ("sinks", "-1"), ("window", "0"), ("budget", "0"),
-        ("exact_sinks", "maybe"),
-    ],
-)  # fmt: skip
-def test_bad_options(option, value):
-    with pytest.raises(ValueError, match=option):
-        build_method("sals", {option: value})
-
-
 def test_score_rank_beyond_the_rank():
     with pytest.raises(ValueError, match="score_rank = 30: must be at most the rank"):
         build_method("sals", {"rank": "24", "score_rank": "30"})
