@@ -83,21 +83,6 @@ def test_speeds_that_cannot_be_kept_are_used(header, capsys, tmp_path, monkeypat
     assert "warning: " in err and "speeds cannot be kept there" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--methods", "fulll"), "did you mean full"),
-        (("--methods", "full", "-o", "window=3"), "window"),
-        (("--device", "cuda"), "plan measures the CPU"),
-        (("--calibration", "a.npz"), "plan takes the model's own calibrations"),
-    ],
-)
-def test_usage_errors(header, capsys, arguments, said):
-    code, _, err = call(capsys, "-m", header, *arguments)
-    assert code == 2
-    assert said in err
-
-
 def test_a_model_of_windows_alone_is_told(tmp_path, capsys):
     path = make_model(tmp_path / "windows.gguf", arch="gemma3", n_layer=3)
     code, _, err = call(capsys, "-m", path)

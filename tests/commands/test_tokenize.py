@@ -93,20 +93,6 @@ def test_not_utf8(vocabulary, tmp_path, invoke):
     assert result.code == 1 and "not UTF-8: byte 0xff at offset 2" in result.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("a", "-p", "b"), "given more than once"),
-        (("-p", "a", "-f", "b"), "given more than once"),
-        (("--ids", "--json", "a"), "exclude each other"),
-        (("--no-such-option",), "No such option"),
-    ],
-)
-def test_usage(vocabulary, invoke, arguments, message):
-    result = invoke("tokenize", *arguments)
-    assert result.code == 2 and message in result.err and result.out == ""
-
-
 def test_missing_files(vocabulary, tmp_path, invoke):
     for arguments in (("-f", str(tmp_path / "none")), ("-m", str(tmp_path / "none"), "a")):
         result = invoke("tokenize", *arguments)

@@ -321,8 +321,3 @@ def test_a_context_that_does_not_fit_leaves_no_weights(model, monkeypatch):
     monkeypatch.setattr("sparsekv_cli.model.load_model", load)
     found, planned = command._longest_model(model, None)
     assert len(opened) == 2 and planned == command.GPU_ROWS[:-1] and found.engine.note == ""
-
-
-def test_methods_that_are_chosen(invoke):
-    result = invoke("warmup", "--method", "full, no-such-method")
-    assert result.code == 2 and result.err.startswith("error: unknown method 'no-such-method': ")

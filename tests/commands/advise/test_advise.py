@@ -131,20 +131,6 @@ def test_what_is_no_document_is_refused(tmp_path, invoke, data, said):
     assert said in result.err and result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--device", "cuda"), "advise measures the CPU"),
-        (("-o", "window=3"), "leave -o out"),
-        (("--budget", "much"), "budget = 'much'"),
-        (("-ctk", "q9"), "cache_type_k = 'q9'"),
-        (("--calibration", "a.npz"), "advise takes the model's own calibrations"),
-    ],
-)
-def test_usage_errors(document, invoke, arguments, said):
-    assert said in advise(invoke, "-m", "none", "-f", document, *arguments, code=2).err
-
-
 def test_a_context_without_room_is_refused(models, document, invoke):
     result = advise(invoke, "-m", models["llama"], "-f", document, "-c", 100, code=1)
     assert "the context of 100 tokens has no room for a document" in result.err
