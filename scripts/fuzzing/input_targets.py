@@ -34,30 +34,15 @@ class Templates:
 
     WORDS = (
         *("{{", "}}", "{%", "%}", "{% for x in range(10**9) %}", "{% endfor %}", "{% if x %}"),
-        *(
-            "{% set x = [1] %}",
-            "{% set ns = namespace(a=1) %}",
-            "{% macro f(a) %}",
-            "{% endmacro %}",
-        ),
-        *("{{ 'a' * 1000000 }}", "{{ x | tojson }}", "{{ messages[0].content[::-1] }}", "{#", "#}"),
-        *("{{ raise_exception('no') }}", "{{ strftime_now('%Y') }}", "| list", "| map('upper')"),
-        *("{{ ''.__class__ }}", "{{ cycler.__init__ }}", "~", ".items()", "| sort", "{% break %}"),
-        *("{{ 9 ** 9 ** 9 }}", "{{ x | join(',') }}", "{{ '%s' | format(x) }}", "{% generation %}"),
-        *(
-            "{{ f(f) }}",
-            "{% call f() %}",
-            "| batch(3)",
-            "is defined",
-            "loop.index0",
-            "{{ 1 // 0 }}",
-        ),
-        *(
-            "{{ messages | groupby('role') }}",
-            "{{ messages | tojson(indent=99999) }}",
-            "-%}",
-            "{%-",
-        ),
+        *("{% set x = [1] %}", "{% set ns = namespace(a=1) %}", "{% macro f(a) %}"),
+        *("{% endmacro %}", "{{ 'a' * 1000000 }}", "{{ x | tojson }}"),
+        *("{{ messages[0].content[::-1] }}", "{#", "#}", "{{ raise_exception('no') }}"),
+        *("{{ strftime_now('%Y') }}", "| list", "| map('upper')", "{{ ''.__class__ }}"),
+        *("{{ cycler.__init__ }}", "~", ".items()", "| sort", "{% break %}", "{{ 9 ** 9 ** 9 }}"),
+        *("{{ x | join(',') }}", "{{ '%s' | format(x) }}", "{% generation %}", "{{ f(f) }}"),
+        *("{% call f() %}", "| batch(3)", "is defined", "loop.index0", "{{ 1 // 0 }}"),
+        *("{{ messages | groupby('role') }}", "{{ messages | tojson(indent=99999) }}", "-%}"),
+        "{%-",
         *TEXTS,
     )
 
@@ -92,9 +77,8 @@ class Templates:
             messages = read_messages(messages)
         except SparseKVError:
             messages = HI
-        tools = (
-            [each for each in tools if isinstance(each, dict)] if isinstance(tools, list) else None
-        )
+        is_list = isinstance(tools, list)
+        tools = [each for each in tools if isinstance(each, dict)] if is_list else None
         variables_of(template)
         render(template, messages, tools=tools, enable_thinking=False)
         return "rendered"
@@ -125,19 +109,15 @@ class Lines:
         self.model = opened(folder, **SHAPE)
 
     def seeds(self) -> Iterable[bytes]:
-        yield b"\n".join(
-            map(
-                packed_json,
-                [
-                    {"prompt": "Hello", "id": 1, "temperature": 0.5, "seed": 1, "stop": ["x"]},
-                    {"messages": HI, "top_k": 3, "logprobs": 2, "think": False, "n_predict": 2},
-                    {"prompt": "A", "raw": True, "logit_bias": {"5": 1.5}, "ignore_eos": True},
-                    {"prompt": "B", "json_schema": CITY, "repeat_penalty": 1.1, "min_p": 0.1},
-                    {"prompt": "C", "samplers": ["top_k", "temperature"], "dry_multiplier": 0.8},
-                    {"messages": [*HI, {"role": "assistant", "content": "x"}], "regex": "[ab]+"},
-                ],
-            )
+        lines = (
+            {"prompt": "Hello", "id": 1, "temperature": 0.5, "seed": 1, "stop": ["x"]},
+            {"messages": HI, "top_k": 3, "logprobs": 2, "think": False, "n_predict": 2},
+            {"prompt": "A", "raw": True, "logit_bias": {"5": 1.5}, "ignore_eos": True},
+            {"prompt": "B", "json_schema": CITY, "repeat_penalty": 1.1, "min_p": 0.1},
+            {"prompt": "C", "samplers": ["top_k", "temperature"], "dry_multiplier": 0.8},
+            {"messages": [*HI, {"role": "assistant", "content": "x"}], "regex": "[ab]+"},
         )
+        yield b"\n".join(map(packed_json, lines))
 
     def run(self, case: bytes) -> str:
         from sparsekv_cli.commands.run.jsonl import LineAnswers, Output
@@ -202,27 +182,18 @@ class Server:
         chat = {"messages": HI, "max_tokens": 2}
         ask = {"messages": HI, "max_tokens": 2, "model": "m"}
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "A"}]}
-        called = [
-            {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-        ]
-        history = [
-            *HI,
-            {"role": "assistant", "content": None, "tool_calls": called},
-            {"role": "tool", "tool_call_id": "1", "content": "sun"},
-        ]
+        function = {"name": "weather", "arguments": "{}"}
+        called = [{"id": "1", "type": "function", "function": function}]
+        history = [*HI, {"role": "assistant", "content": None, "tool_calls": called}]
+        history.append({"role": "tool", "tool_call_id": "1", "content": "sun"})
         schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}
+        usage, two = {"include_usage": True}, {"prompt": ["A", "B"], "max_tokens": 2}
         posts = (
-            (
-                "/v1/chat/completions",
-                {**chat, "stream": True, "stream_options": {"include_usage": True}},
-            ),
+            ("/v1/chat/completions", {**chat, "stream": True, "stream_options": usage}),
             ("/v1/chat/completions", {**chat, "tools": [TOOL], "tool_choice": "auto"}),
             ("/v1/chat/completions", {**chat, "messages": history, "logprobs": True, "n": 2}),
             ("/v1/chat/completions", {**chat, "response_format": schema, "method": "lfps"}),
-            (
-                "/v1/completions",
-                {"prompt": ["A", "B"], "max_tokens": 2, "echo": True, "logprobs": 1},
-            ),
+            ("/v1/completions", {**two, "echo": True, "logprobs": 1}),
             ("/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "stop": ["a"], "best_of": 2}),
             ("/v1/messages", {**ask, "system": "S", "stream": True, "stop_sequences": ["x"]}),
             ("/v1/messages", {**ask, "thinking": {"type": "enabled", "budget_tokens": 1024}}),

@@ -68,16 +68,10 @@ def changed_text(rng: random.Random, text: str, words: Sequence[str] = TEXTS) ->
     """Puts words in, takes parts out, and repeats or exchanges parts."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, n = rng.randrange(len(text) + 1), 1 << rng.randrange(7)
-        part = rng.choice(
-            (
-                rng.choice(words),
-                rng.choice(words),
-                text[at : at + n] * rng.choice((2, 3, 50)),
-                chr(rng.choice((rng.randrange(128), rng.randrange(0xD800)))),
-                str(number(rng)),
-                "",
-            )
-        )
+        of_words = rng.choice(words), rng.choice(words)
+        repeated = text[at : at + n] * rng.choice((2, 3, 50))
+        character = chr(rng.choice((rng.randrange(128), rng.randrange(0xD800))))
+        part = rng.choice((*of_words, repeated, character, str(number(rng)), ""))
         text = text[:at] + part + text[at + rng.choice((0, n)) :]
     return text[: 1 << 16]
 

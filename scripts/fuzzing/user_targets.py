@@ -20,57 +20,12 @@ class Grammars:
     """A grammar, a JSON schema or a regex, which a few tokens are to match."""
 
     WORDS = (
-        *(
-            "root ::= ",
-            "|",
-            "*",
-            "+",
-            "?",
-            "{2,}",
-            "{0,999999}",
-            "[^a]",
-            "(",
-            ")",
-            '"a"',
-            "\\u00e9",
-        ),
-        *(
-            "[a-z]",
-            "%json {}",
-            "%regex",
-            "start: ",
-            "A: /a/",
-            "::=",
-            "#",
-            "\n",
-            "\\x41",
-            "(?i)",
-            "^",
-        ),
-        *(
-            "type",
-            "object",
-            "string",
-            "integer",
-            "anyOf",
-            "oneOf",
-            "allOf",
-            "$ref",
-            "#",
-            "#/$defs/a",
-        ),
-        *(
-            "minItems",
-            "maxLength",
-            "pattern",
-            "enum",
-            "const",
-            "format",
-            "date-time",
-            "not",
-            "items",
-        ),
-        *("additionalProperties", "patternProperties", "multipleOf", "minimum", "required", "null"),
+        *("root ::= ", "|", "*", "+", "?", "{2,}", "{0,999999}", "[^a]", "(", ")", '"a"'),
+        *("\\u00e9", "[a-z]", "%json {}", "%regex", "start: ", "A: /a/", "::=", "#", "\n", "\\x41"),
+        *("(?i)", "^", "type", "object", "string", "integer", "anyOf", "oneOf", "allOf", "$ref"),
+        *("#", "#/$defs/a", "minItems", "maxLength", "pattern", "enum", "const", "format"),
+        *("date-time", "not", "items", "additionalProperties", "patternProperties", "multipleOf"),
+        *("minimum", "required", "null"),
         *TEXTS,
     )
 
@@ -103,16 +58,14 @@ class Grammars:
                 "e": {"type": "string", "format": "date-time"},
             }, "$defs": {"x": {"type": "number"}}, "additionalProperties": False,
         }  # fmt: skip
-        yield from (
-            packed_json({"kind": "json-schema", "text": json.dumps(s)}) for s in (CITY, large)
-        )
-        for text in (
-            'root ::= "a" | item+\nitem ::= [a-z]{2,3} "," #c\n',
-            "start: A+\nA: /[ab]/\n",
-        ):
-            yield packed_json({"kind": "grammar", "text": text})
-        for text in ("[ab]+(c|d){2,3}", "(?i)yes|no", "\\d{1,3}\\.\\w*"):
-            yield packed_json({"kind": "regex", "text": text})
+        gbnf = 'root ::= "a" | item+\nitem ::= [a-z]{2,3} "," #c\n'
+        texts = {
+            "json-schema": (json.dumps(CITY), json.dumps(large)),
+            "grammar": (gbnf, "start: A+\nA: /[ab]/\n"),
+            "regex": ("[ab]+(c|d){2,3}", "(?i)yes|no", "\\d{1,3}\\.\\w*"),
+        }
+        for kind, of_kind in texts.items():
+            yield from (packed_json({"kind": kind, "text": text}) for text in of_kind)
 
     def run(self, case: bytes) -> str:
         from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
@@ -144,31 +97,11 @@ class Chat:
 
     WORDS = (
         *("/help", "/clear", "/regen", "/undo", "/system", "/set", "/read", "/save", "/load", "\n"),
-        *(
-            "/stats",
-            "/method",
-            "/exit",
-            "temp",
-            "top_k",
-            "seed",
-            "n_predict",
-            "stop",
-            "think",
-            "ctx",
-        ),
-        *("context_shift", "keep", "samplers", "logit_bias", "json_schema", "on", "off", "lfps"),
-        *("quest", "snapkv", "topk", "budget=8", "page=4", "a.json", "b.txt", "sinks=0", "h2o"),
-        *(
-            "streaming",
-            "repeat_penalty",
-            "mirostat",
-            "grammar",
-            "think_budget",
-            "'",
-            '"',
-            '""',
-            "~",
-        ),
+        *("/stats", "/method", "/exit", "temp", "top_k", "seed", "n_predict", "stop", "think"),
+        *("ctx", "context_shift", "keep", "samplers", "logit_bias", "json_schema", "on", "off"),
+        *("lfps", "quest", "snapkv", "topk", "budget=8", "page=4", "a.json", "b.txt", "sinks=0"),
+        *("h2o", "streaming", "repeat_penalty", "mirostat", "grammar", "think_budget", "'", '"'),
+        *('""', "~"),
         *TEXTS,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -306,8 +307,6 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def say(text: str) -> None:
-    import sys
-
     print(text, file=sys.stderr)
 
 
