@@ -168,7 +168,7 @@ class Bench:
         base = 0.0
         for together in zip(*(each.operators() for each in sets), strict=True):
             first = together[0]
-            ms = time_calls([operator.run for operator in together], self.device).median
+            ms = time_calls([operator.run for operator in together], self.device)
             base = ms if first.name == "torch sdpa" else base
             yield self._operator_row(shape, n_batch, n, first, ms, base)
         del sets, together, first
@@ -176,7 +176,7 @@ class Bench:
         # freekv's row holds its side stream; without speculation there is none to hide.
         names = ("sals", "freekv", "freekv:speculate=false") if n_bytes <= 4 << 30 else ("sals",)
         for operator in cache_operators(names, shape, n_batch, n, self.device):
-            ms = time_calls([operator.run], self.device, restore=operator.restore).median
+            ms = time_calls([operator.run], self.device, restore=operator.restore)
             yield self._operator_row(shape, n_batch, n, operator, ms, base)
 
     def _operator_row(

@@ -9,12 +9,9 @@ HEADS = 0.9  # that must be the same: where two scores are close, roundings choo
 
 
 def attend_ref(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     is_chosen: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """q (B, H, d) over k, v f16 (B, G, n, d) -> f32 (B, H, d), in f32, a kv head at a time.
 
     is_chosen: bool (B, G or H, n), the rows that are attended to; None: all.
@@ -40,14 +37,9 @@ def best_rows_ref(scores: torch.Tensor, budget: int, n_first: int, n_last: int) 
 
 
 def page_rows_ref(
-    q: torch.Tensor,
-    hi: torch.Tensor,
-    lo: torch.Tensor,
-    n: int,
-    budget: int,
-    page: int,
+    q: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor, n: int, budget: int, page: int,
     n_sinks: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Quest's rows: the best pages, sinks and the current page: bool (B, G, n)."""
     grouped = q.float().unflatten(1, (hi.shape[1], -1))
     end = (n - 1) // page

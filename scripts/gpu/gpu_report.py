@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from measuring import line, log, number
+
 Row = Mapping[str, Any]
 
 
@@ -46,7 +50,7 @@ class GpuReport:
                 if not any(text in task.name for text in self._match):
                     continue
                 if time.monotonic() >= self._end:
-                    self.skip(task, "no time left")
+                    self.left_out.append(f"{task.table}, {task.name}: no time left")
                     continue
                 try:
                     for row in task.rows():
@@ -57,9 +61,6 @@ class GpuReport:
         except Exception as error:  # in making the tasks
             self._note(part, error)
         self.save()
-
-    def skip(self, task: Task, why: str) -> None:
-        self.left_out.append(f"{task.table}, {task.name}: {why}")
 
     def _note(self, what: str, error: Exception) -> None:
         traceback.print_exc()
@@ -73,10 +74,10 @@ class GpuReport:
         rows.append(row)
         if table != self._printing:
             self._printing = table
-            print(f"\n## {table}\n\n{line_of(list(rows[0]))}\n|{'---|' * len(rows[0])}")
+            print(f"\n## {table}\n\n{line(rows[0])}\n|{'---|' * len(rows[0])}")
         if row.get("ok") is False:
-            self.errors.append(f"{table}: not ok: {line_of(list(row.values()))}")
-        print(line_of([row.get(column) for column in rows[0]]), flush=True)
+            self.errors.append(f"{table}: not ok: {line(map(number, row.values()))}")
+        print(line(number(row.get(column)) for column in rows[0]), flush=True)
         self.save()
 
     def save(self) -> None:
@@ -89,17 +90,6 @@ class GpuReport:
         """Says on stderr what is missing; whether nothing has failed."""
         self.save()
         for heading, lines in (("left out", self.left_out), ("error", self.errors)):
-            for line in lines:
-                print(f"{heading}: {line}", file=sys.stderr)
+            for each in lines:
+                log(f"{heading}: {each}")
         return not self.errors
-
-
-def line_of(cells: Sequence[object]) -> str:
-    """A line of a Markdown table; numbers with three digits."""
-
-    def text(value: object) -> str:
-        if isinstance(value, float):
-            return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-        return "" if value is None else str(value)
-
-    return f"| {' | '.join(map(text, cells))} |"

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -13,18 +12,10 @@ FLUSHED = 256 * MIB  # bytes read ahead of a sample: several times what a device
 CYCLES_AHEAD = 300_000  # some 0.15 ms in which the host queues a sample's work behind the device
 
 
-class Timed(NamedTuple):
-    """Milliseconds of a call: the median, the least and the most."""
-
-    median: float
-    least: float
-    most: float
-
-
 def time_calls(
     calls: Sequence[Call], device: torch.device, n_times: int = 20, restore: Call = lambda: None
-) -> Timed:
-    """Each of ``calls`` does the same on inputs of its own, taken in turn.
+) -> float:
+    """The median milliseconds of a call. Each does the same on inputs of its own, taken in turn.
 
     On a GPU each is captured and its replays are timed by events. Ahead of each replay ``restore``
     puts back what the call before has changed, the device's cache is emptied, and the device is
@@ -37,7 +28,7 @@ def time_calls(
         calls[-1]()
         elapsed = 1e3 * (time.perf_counter() - begin)
         restore()
-        return Timed(elapsed, elapsed, elapsed)
+        return elapsed
     graphs = []
     for call in calls:
         call()
@@ -61,8 +52,7 @@ def time_calls(
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(stop))
     restore()
-    samples = samples[3:]
-    return Timed(statistics.median(samples), min(samples), max(samples))
+    return statistics.median(samples[3:])
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -70,8 +60,7 @@ def copy_bandwidth(device: torch.device) -> float:
     n_bytes = (2048 if device.type == "cuda" else 4) * MIB
     source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timed = time_calls([lambda: target.copy_(source)], device)
-    return 2 * n_bytes / timed.median / 1e6
+    return 2 * n_bytes / time_calls([lambda: target.copy_(source)], device) / 1e6
 
 
 def link_bandwidth(device: torch.device) -> float:
@@ -81,5 +70,4 @@ def link_bandwidth(device: torch.device) -> float:
     if device.type == "cuda":
         source = source.pin_memory()
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    timed = time_calls([lambda: target.copy_(source, non_blocking=True)], device)
-    return n_bytes / timed.median / 1e6
+    return n_bytes / time_calls([lambda: target.copy_(source, non_blocking=True)], device) / 1e6

@@ -41,7 +41,7 @@ def weight_rows(
         for n_batch in (3,) if tiny else BATCHES:
             x = torch.randn(n_batch, n_columns, device=device)
             calls = [partial(dot.multiply, w, x) for w in (first, *copies)]
-            ms = time_calls(calls, device).median
+            ms = time_calls(calls, device)
             moved = first.nbytes / ms / 1e6
             yield {
                 "weights": label, "format": name, "B": n_batch, "ms": ms, "GB/s": moved,
