@@ -49,6 +49,9 @@ def cell(row: Row, key: str, shown: str) -> str:
     if shown == "versions":  # as code: they are no figures
         names = (f"{peer} version" for peer in PEERS)
         return ", ".join(f"`{row[name]}`" for name in names if row.get(name))
+    if shown == "samples":  # the fewest and the most of a task
+        counts = sorted({n for name, n in row.items() if name.endswith("_n")})
+        return " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
     if shown.startswith("of "):
         return f"{value} of {row[shown[3:]]}" if key in row else ""
     return str(row[key]) if shown == "text" else three(value)
