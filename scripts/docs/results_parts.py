@@ -228,15 +228,13 @@ def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
 
 
 def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
-    """First what takes many samples, then the rest."""
-    records: dict[Any, dict[str, Any]] = {}
+    """First what takes many samples, then all methods."""
+    records: Records = []
     runs = ("real_methods", "real_choice"), ("real_methods", "real_deep"), ("methods", "real_all")
     for methods, size in runs:
         words = ["--half", "held", "--methods", sizes[methods], *sizes[size].split()]
-        for row in run.script("accuracy/real", "-m", model, *words):
-            key = row["length"], row["spec"]
-            records[key] = row | records.get(key, {})
-    return list(records.values())
+        records += run.script("accuracy/real", "-m", model, *words)
+    return records
 
 
 def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
