@@ -57,7 +57,8 @@ def accuracy(data: Data) -> str:
     """KLD to full against tokens a second, at the least length and the depth next to it."""
     found = of_last_model(data["real_accuracy"])
     length = min(row["length"] for row in found)
-    rows = [row for row in found if row["length"] == length and row.get("kld_code")]
+    of_length = [row for row in found if row["length"] == length and row.get("kld_code")]
+    rows = list({row["spec"]: row for row in of_length}.values())
     told = of_last_model(data["real_speed"])
     depth = min((row["depth"] for row in told), key=lambda depth: abs(depth - length))
     speeds = {row["method"]: row["tokens_per_s"] for row in told if row["depth"] == depth}
