@@ -215,7 +215,7 @@ def test_a_figure_that_is_not_in_the_data_is_found():
 
 def test_the_page_of_reliability_is_that_of_its_data():
     written = load_script("docs/reliability_page.py")
-    expected = written.page(*map(written.read, ("fuzz", "faults", "soak")))
+    expected = written.page(*map(written.read, ("fuzz", "faults", "soak", "arm")))
     assert written.PAGE.read_text("utf-8") == expected
 
 
