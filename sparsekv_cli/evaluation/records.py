@@ -42,6 +42,14 @@ class Records(ExitStack, ABC):
         if path is None:
             return
         self._write = self.enter_context(AppendedFile(path, is_alone=True)).write
+        try:
+            self._read(path, configuration)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, path: Path, configuration: Mapping[str, Any]) -> None:
+        """Reads the records of the file; begins a new one."""
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
         head = json.dumps(expected, ensure_ascii=False)
         data = path.read_bytes() if path.is_file() else b""
