@@ -1,4 +1,4 @@
-"""What programs that measure share: options, tables, files of figures, errors in a line."""
+"""Programs that measure share these options, tables, files of figures and lines of errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ended(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """Of its errors."""
+        """The last line of its errors."""
         return (self.stderr.strip().splitlines() or ["it said nothing"])[-1]
 
 
@@ -101,10 +101,8 @@ def three(value: float | None) -> str:
 
 
 def number(value: object) -> str:
-    """A number with three digits, another value as it is, and nothing for None."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "" if value is None else str(value)
+    """A float with three digits, another value as it is, and nothing for None."""
+    return three(value) if value is None or isinstance(value, float) else str(value)
 
 
 def line(cells: Iterable[object]) -> str:

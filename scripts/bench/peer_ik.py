@@ -98,7 +98,10 @@ class IkBench:
         return json.loads(rows[0])
 
     def _run(self, *arguments: str) -> tuple[str, int]:
-        """What the program prints, and its peak memory in bytes. SparseKVError when it fails."""
+        """Returns the program's output and its peak memory in bytes.
+
+        Raises SparseKVError when it fails.
+        """
         try:
             done = run([self.program, *arguments], self.environment)
         except OSError as error:

@@ -199,7 +199,7 @@ def advice(run: Runner, sizes: Sizes, model: str) -> Records:
 
 
 def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
-    """Of the trained models, then of larger ones, which have a size of their own."""
+    """Returns the records of the trained models, then of larger ones by ``peer_large``."""
     records = of_trained(partial(peer_records, "peer"))(run, sizes, records)
     if sizes["large"]:
         larger = {**sizes, "trained": sizes["large"]}

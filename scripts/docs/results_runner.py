@@ -38,7 +38,7 @@ class Runner:
         return self._run([path], [path])
 
     def script(self, path: str, *arguments: str, may_end_with: int = 0) -> Any:
-        """What ``scripts/PATH ARGUMENTS`` writes with --json."""
+        """Returns what ``scripts/PATH ARGUMENTS`` writes with --json."""
         typed = [f"scripts/{path}", *arguments]
         with tempfile.TemporaryDirectory() as folder:
             told = Path(folder) / "told.json"
