@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from waiting import wait_for
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.serve import page
@@ -125,14 +125,6 @@ SEEN = """
     return [...document.querySelectorAll(arguments[0])]
         .map(e => e.checkVisibility() ? e.innerText.trim() : '')
 """
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.03)
-    return found
 
 
 class Page:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import wait_for
 
 from sparsekv_cli.commands.serve import is_loopback
 from sparsekv_cli.serve.app import Access
@@ -69,13 +70,6 @@ def test_who_may_ask(client: httpx.Client, server: Any) -> None:
 def test_bodies(client: httpx.Client, content: bytes, headers: Any, status: int) -> None:
     answer = client.post(CHAT, content=content, headers=headers)
     assert answer.status_code == status and answer.json()["error"]["message"]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -> None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tiny_sequences import SHAPE
+from waiting import wait_for
 
 from sparsekv_cli.commands.serve import command, hosted_models
 from sparsekv_cli.errors import NoRoomError, SparseKVError
@@ -141,21 +141,19 @@ def test_requests_in_flight_keep_their_model(client: httpx.Client, server: Any) 
     scheduler._running.step = held
     with ThreadPoolExecutor() as pool:
         first = pool.submit(timed, "first", 24)
-        while not scheduler.n_running:
-            time.sleep(0.01)
+        wait_for(lambda: scheduler.n_running)
         second = pool.submit(timed, "second", 4)
-        while not server.pool._lacks_memory:
-            time.sleep(0.01)
+        wait_for(lambda: server.pool._lacks_memory)
         with pytest.raises(httpx.TimeoutException):  # it leaves, and is not waited for
             httpx.post(server.url + CHAT, json={"messages": MESSAGES}, timeout=0.1)
         third = pool.submit(timed, "first", 1)
-        while len(server.pool._tasks) < 2:
-            time.sleep(0.01)
+        wait_for(lambda: len(server.pool._tasks) == 2)
         assert server.pool.models[0].loaded is loaded
         gate.set()
         assert [each.result() for each in (first, second, third)] == [200, 200, 200]
     assert ended == [("first", 24), ("second", 4), ("first", 1)]
-    assert all(each.loaded is None or each.loaded.n_held == 0 for each in server.pool.models)
+    models = server.pool.models  # a request is released after its answer is sent
+    wait_for(lambda: not any(each.loaded and each.loaded.n_held for each in models))
 
 
 def test_a_model_that_is_given_when_the_time_is_over() -> None:

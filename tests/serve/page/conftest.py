@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import uvicorn
-from scripted_page import Page, Scripted, wait_for
+from scripted_page import Page, Scripted
+from waiting import wait_for
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from scripted_page import GATE, wait_for
+from scripted_page import GATE
+from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted_page import CUT, GATE, wait_for
+from scripted_page import CUT, GATE
+from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

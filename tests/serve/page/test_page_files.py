@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sample_documents import pdf_of, word_of
-from scripted_page import wait_for
+from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

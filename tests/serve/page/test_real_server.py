@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from scripted_page import wait_for
+from waiting import wait_for
 
 from sparsekv_cli.serve import page
 

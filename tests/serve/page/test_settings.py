@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripted_page import wait_for
+from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
