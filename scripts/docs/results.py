@@ -4,12 +4,13 @@
     scripts/results --all                      every part; what is there for this commit is skipped
     scripts/results --only memory,start        these parts, again
     scripts/results --only real_speed --size real_depths=0,8192 --size "trained=A.gguf B.gguf"
+    scripts/results --only peer --machine amd  of another machine; the pages show both
     scripts/results --pages                    the pages again, from docs/data
     scripts/results --quick --tiny --into DIR  small sizes, to see that it runs
 
 A part is a file docs/data/PART.json with its figures, its commands, the machine, the commit and the
-date. From these files come docs/benchmarks.md, the pictures in docs/ and README's results. --size
-changes one of the sizes in results.toml.
+date. With --machine it is PART@MACHINE.json. From these files come docs/benchmarks.md, the pictures
+in docs/ and README's results. --size changes one of the sizes in results.toml.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,16 @@ def measure(name: str, sizes: Sizes, path: Path, about: dict[str, Any], ik: str)
     log(f"{name}: {seconds:.0f} s")
 
 
-def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, ik: str) -> int:
-    """1 when a part failed; the others are measured nevertheless."""
+def measure_parts(files: Mapping[str, Path], sizes: Sizes, again: bool, ik: str) -> int:
+    """Measures parts, by name, for their files.
+
+    Returns 1 when a part failed; the others are measured nevertheless.
+    """
     status = 0
     about = {"machine": machine(), "commit": commit(), "sizes": without_folders(sizes)}
     begin = time.perf_counter()
-    left = [n for n in names if again or not is_there(data / f"{n}.json", about)]
-    for name in sorted(set(names) - set(left)):
+    left = [name for name, file in files.items() if again or not is_there(file, about)]
+    for name in sorted(set(files) - set(left)):
         log(f"{name}: there for this commit")
     if left and sizes["prepare"]:
         Runner().cli("warmup", "-m", sizes["model"])
@@ -138,7 +142,7 @@ def measure_parts(names: Sequence[str], sizes: Sizes, data: Path, again: bool, i
             log(f"{name}: left out, {PARTS[name].needs} is not installed")
             continue
         try:
-            measure(name, sizes, data / f"{name}.json", about, ik)
+            measure(name, sizes, files[name], about, ik)
         except SparseKVError as error:
             log(f"error: {name}: {error}")
             status = 1
@@ -166,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--pages", action="store_true", help="write the pages only")
     parser.add_argument("-m", "--model", default=SIZES["model"], help="GGUF file or packaged model")
     parser.add_argument("--ik", default="", metavar="FILE", help="llama-bench of ik_llama.cpp")
+    parser.add_argument("--machine", metavar="NAME", help="keep these figures beside others")
     parser.add_argument("--again", action="store_true", help="parts of this commit, too")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--size", action="append", default=[], type=size_of, metavar="NAME=VALUE",
@@ -184,7 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.pages:
             again = options.again or bool(options.only)
-            status = measure_parts(names, sizes, options.into / "docs" / "data", again, options.ik)
+            end = f"@{options.machine}.json" if options.machine else ".json"
+            files = {name: options.into / "docs" / "data" / f"{name}{end}" for name in names}
+            status = measure_parts(files, sizes, again, options.ik)
         results_pages.write(options.into)
     except SparseKVError as error:
         log(f"error: {error}")

@@ -14,7 +14,7 @@ from measuring import three
 from results_parts import PARTS, PEERS, TABLE, Part
 
 Row = Mapping[str, Any]
-Data = Mapping[str, Mapping[str, Any]]  # by part: what its file holds
+Data = Mapping[str, Mapping[str, Any]]  # by PART or PART@MACHINE: what the file holds
 BUSY = 0.5  # cores in other programs' hands that a page speaks of
 
 INTRO = """# Benchmarks
@@ -90,10 +90,7 @@ def speed_cell(row: Row | None) -> str:
 
 def read(folder: Path) -> dict[str, Any]:
     """The parts that are there, by name."""
-    return {
-        path.stem: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("*.json"))
-    }
+    return {p.stem: json.loads(p.read_text("utf-8")) for p in sorted(folder.glob("*.json"))}
 
 
 def provenance(told: Mapping[str, Any]) -> str:
@@ -116,10 +113,11 @@ def benchmarks(data: Data) -> str:
     drawn = results_plots.drawn_from(data)
     parts += [f"![{title}]({file})\n" for file, title in pictures.items() if file in drawn]
     for name, part in PARTS.items():
-        if name in data and not part.page:
-            told = data[name]
+        of_part = [] if part.page else [data[key] for key in data if key.split("@")[0] == name]
+        if of_part:
             parts.append(f"## {part.title}\n")
             parts += [f"{part.about}\n"] * bool(part.about)
+        for told in of_part:
             parts.append(body(part, told["rows"]) + "\n")
             parts.append(provenance(told) + "\n")
     return "\n".join(parts)
@@ -170,12 +168,8 @@ def remarks(data: Data) -> Iterable[str]:
     if "real_prefill" in data:
         model = data["real_prefill"]["rows"][-1]["model"]
         yield prefill_remark(row for row in data["real_prefill"]["rows"] if row["model"] == model)
-    if "peer" in data:
-        yield peer_remark(data["peer"]["rows"])
-    if "speculation" in data:
-        yield drafts_remark(data["speculation"]["rows"])
-    if "peer_several" in data:
-        yield together_remark(data["peer_several"]["rows"])
+    of = {"peer": peer_remark, "speculation": drafts_remark, "peer_several": together_remark}
+    yield from (remark(data[name]["rows"]) for name, remark in of.items() if name in data)
 
 
 def prefill_remark(rows: Iterable[Row]) -> str:
@@ -220,10 +214,9 @@ def together_remark(rows: Sequence[Row]) -> str:
 
 def with_part(page: str, name: str, data: Data) -> str:
     """A page with a part's table, and with what it was until that is measured."""
-    if name not in data:
-        return page
-    told = data[name]
-    return between(page, name, f"{body(PARTS[name], told['rows'])}\n\n{provenance(told)}")
+    if told := data.get(name):
+        return between(page, name, f"{body(PARTS[name], told['rows'])}\n\n{provenance(told)}")
+    return page
 
 
 def between(page: str, marker: str, body: str) -> str:

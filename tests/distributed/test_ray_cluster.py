@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from sparsekv_cli.cli import main
 
@@ -38,9 +38,7 @@ def test_a_node_is_lost(tiny_model, tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        deadline = time.monotonic() + 60
-        while lines_of(many) < 10 and running.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: lines_of(many) >= 10 or running.poll() is not None)
         assert 10 <= lines_of(many) < N_LINES
         cluster.remove_node(node, allow_graceful=False)
         _, said = running.communicate(timeout=60)

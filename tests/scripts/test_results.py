@@ -73,6 +73,15 @@ def test_pages_of_what_was_measured(root):
     assert ">lfps<" in (root / "docs" / "accuracy.svg").read_text("utf-8")
 
 
+def test_figures_of_another_machine_stand_below_the_first(root):
+    assert measure(root, "--only", "real_speed") == 0
+    first = (root / "docs" / "benchmarks.md").read_text("utf-8")
+    assert measure(root, "--only", "real_speed", "--machine", "amd") == 0
+    page = (root / "docs" / "benchmarks.md").read_text("utf-8")
+    assert page.startswith(first.rstrip()) and page.count("## Decode by depth") == 1
+    assert page.count("| `large` | `lfps` | 8192 |") == 2
+
+
 def test_a_part_of_this_commit_is_not_measured_again(root, monkeypatch, capsys):
     assert measure(root, "--quick") == 0
     capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import uvicorn
 from tiny_sequences import SHAPE, open_tiny
+from waiting import wait_for
 
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model
@@ -88,8 +88,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         socket, server = config.bind_socket(), uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([socket],))
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
+        wait_for(lambda: server.started)
 
         def stop() -> None:
             server.should_exit = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
@@ -15,6 +14,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import httpx
 import pytest
 from sample_documents import pdf_of, word_of
+from waiting import wait_for
 
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.serve.app import Access
@@ -153,8 +153,7 @@ def test_a_client_that_goes_ends_the_reading(
     head += f"Content-Type: application/octet-stream\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection((client.base_url.host, client.base_url.port)) as link:
         link.sendall(head.encode() + data)
-        while not started:
-            time.sleep(0.01)
+        wait_for(lambda: started)
     assert started[0].wait(10) == -9
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import wait_for
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.serve.wire import bodies, connections
@@ -167,8 +168,7 @@ def test_an_end_in_the_protocols_shapes(server: Any) -> None:
                 pool.submit(httpx.post, server.url + path, json=ASKED, timeout=20)
                 for path in (CHAT, "/v1/messages")
             ]
-            while scheduler.n_running < 2:
-                time.sleep(0.01)
+            wait_for(lambda: scheduler.n_running == 2)
             threading.Thread(target=scheduler.end_all).start()
             answers = [each.result() for each in asked]
     finally:

@@ -152,8 +152,7 @@ def test_requests_in_flight_keep_their_model(client: httpx.Client, server: Any) 
         gate.set()
         assert [each.result() for each in (first, second, third)] == [200, 200, 200]
     assert ended == [("first", 24), ("second", 4), ("first", 1)]
-    models = server.pool.models  # a request is released after its answer is sent
-    wait_for(lambda: not any(each.loaded and each.loaded.n_held for each in models))
+    wait_for(lambda: not any(each.loaded and each.loaded.n_held for each in server.pool.models))
 
 
 def test_a_model_that_is_given_when_the_time_is_over() -> None:
