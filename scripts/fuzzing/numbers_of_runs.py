@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "docs" / "data" / "reliability"
+from sparsekv_cli.system.files import alone_in
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "data" / "reliability"
 
 
 def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -24,6 +25,7 @@ def read_numbers(file: str) -> dict[str, Any]:
 
 def write_numbers(file: str, name: str, numbers: dict[str, Any], order: Sequence[str]) -> None:
     """Puts the numbers of one run next to those of others; ``order`` has the names of all."""
-    known = {**read_numbers(file), name: numbers}
-    ordered = {each: known[each] for each in order if each in known}
-    (FOLDER / f"{file}.json").write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
+    with alone_in(FOLDER):
+        known = {**read_numbers(file), name: numbers}
+        ordered = {each: known[each] for each in order if each in known}
+        (FOLDER / f"{file}.json").write_text(json.dumps(ordered, indent=1) + "\n", "utf-8")
