@@ -215,7 +215,7 @@ class Fuzz:
         return case
 
     def _keep(self, folder: Path, key: str, case: bytes) -> Path:
-        path = folder / self.name / hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = folder / self.name / hashlib.sha256(key.encode(errors="replace")).hexdigest()[:12]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(case)
         return path
