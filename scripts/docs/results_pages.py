@@ -113,7 +113,7 @@ def benchmarks(data: Data) -> str:
     drawn = results_plots.drawn_from(data)
     parts += [f"![{title}]({file})\n" for file, title in pictures.items() if file in drawn]
     for name, part in PARTS.items():
-        of_part = [] if part.page else [data[key] for key in data if key.split("@")[0] == name]
+        of_part = [] if part.page else [data[key] for key in data if key.partition("@")[0] == name]
         if of_part:
             parts.append(f"## {part.title}\n")
             parts += [f"{part.about}\n"] * bool(part.about)
