@@ -25,23 +25,20 @@ class Thought(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call of a function. arguments: a JSON text."""
+    """A call of a function."""
 
     name: str
-    arguments: str
+    arguments: str  # a JSON text
 
 
 Part = Text | Thought | ToolCall
 
 
 class ReadCalls(NamedTuple):
-    """The calls that were read in a text.
+    """The calls that were read in a text."""
 
-    calls: none: it is no call. doubt: 0 if the text is whole, 1 if its last tags are missing.
-    MAYBE: the text ends within a value, and the next text may be a part of it.
-    """
-
-    calls: list[Part]
+    calls: list[Part]  # empty: the text is no call
+    # 0: the text is whole; 1: its last tags are missing; MAYBE: it ends within a value
     doubt: int = 0
 
 

@@ -25,17 +25,12 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "", "parame
 
 
 class CallForm(NamedTuple):
-    """How a template takes the calls of an assistant's message.
+    """How a template takes the calls of an assistant's message."""
 
-    are_texts: arguments are JSON texts, not objects. is_null: the content of a message without text
-    is None, not empty. has_short_ids: ids are nine letters and digits. is_alone: a message has one
-    call.
-    """
-
-    are_texts: bool = False
-    is_null: bool = False
-    has_short_ids: bool = False
-    is_alone: bool = False
+    are_texts: bool = False  # arguments are JSON texts, not objects
+    is_null: bool = False  # the content of a message without text is None, not empty
+    has_short_ids: bool = False  # ids are nine letters and digits
+    is_alone: bool = False  # a message has one call
 
 
 def new_call_id() -> str:

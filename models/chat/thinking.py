@@ -37,11 +37,11 @@ N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
 class Thinking(NamedTuple):
-    """How a model thinks. control_ids: tokens of the markers that are no text otherwise."""
+    """How a model marks its thinking in a text."""
 
     start: str
     end: str
-    control_ids: frozenset[int]
+    control_ids: frozenset[int]  # tokens of the markers that are no text otherwise
 
     @property
     def is_channel(self) -> bool:

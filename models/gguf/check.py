@@ -34,11 +34,11 @@ class TensorCheck:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """bad: tensors with NaN or infinity; unchecked: types whose scales were not looked at."""
+    """The result of a check of all tensors."""
 
     n_tensors: int
-    bad: tuple[TensorCheck, ...]
-    unchecked: tuple[GGMLType, ...]
+    bad: tuple[TensorCheck, ...]  # tensors with NaN or infinity
+    unchecked: tuple[GGMLType, ...]  # types whose scales were not looked at
 
 
 def find_non_finite(

@@ -10,18 +10,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Linear:
-    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
+    """y = W x + b."""
 
-    repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
-    read. n_matrices: the number of matrices of one shape that follow one another, such as the
-    experts of a layer.
-    """
-
-    code: int
-    data: np.ndarray
+    code: int  # ggml's type number
+    data: np.ndarray  # uint8 (rows, bytes a row)
     n_columns: int
-    bias: np.ndarray | None = None
+    bias: np.ndarray | None = None  # f32 (rows,)
+    # ``data`` has the layout of cpu/weights/interleaved.py, which only its dot products read
     repacked: bool = False
+    # matrices of one shape that follow one another, such as the experts of a layer
     n_matrices: int = 1
 
     @property

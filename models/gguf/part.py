@@ -38,19 +38,14 @@ DEFAULT_ALIGNMENT = 32  # GGUF specification, general.alignment
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
-
-    shape: numpy order (GGUF's dimensions reversed): a weight is (rows, row length).
-    offset: of its first byte from the start of the file.
-    part: which file of a split model that is, from 0.
-    """
+    """Where one tensor lies."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # numpy order, GGUF's reversed: a weight is (rows, row length)
     type: GGMLType
     n_bytes: int
-    offset: int
-    part: int = 0
+    offset: int  # bytes from the start of the file to the tensor
+    part: int = 0  # the number of its file in a split model, from 0
 
     @property
     def n_elements(self) -> int:

@@ -12,17 +12,12 @@ from sparsekv_cli.models.weights import Weights, WeightsReader
 
 @dataclass(frozen=True)
 class NextTokenWeights:
-    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same.
+    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same."""
 
-    embedding_norm: f32 (n_embd,), enorm.
-    hidden_norm: f32 (n_embd,), hnorm.
-    projection: eh_proj (n_embd, 2 n_embd). The columns of the embedding come first.
-    model: a model of one layer, with the embeddings and the output head that the block takes.
-    """
-
-    embedding_norm: np.ndarray
-    hidden_norm: np.ndarray
-    projection: Linear
+    embedding_norm: np.ndarray  # f32 (n_embd,), enorm
+    hidden_norm: np.ndarray  # f32 (n_embd,), hnorm
+    projection: Linear  # eh_proj (n_embd, 2 n_embd); the columns of the embedding come first
+    # a model of one layer, with the embeddings and the output head that the block takes
     model: Weights
 
 

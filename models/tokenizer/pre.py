@@ -66,14 +66,11 @@ def class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """regexes: in sequence.
+    """The rules by which a text is cut into words before the merges."""
 
-    ignore_merges: a word that is a token stays whole. add_bos: the setting when the file has none.
-    """
-
-    regexes: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
+    regexes: tuple[str, ...]  # applied one after the other
+    ignore_merges: bool = False  # a word that is a token stays whole
+    add_bos: bool = False  # the setting when the file has none
 
     def oniguruma(self) -> list[str]:
         """The expressions for the tokenizers library, with llama.cpp's idea of the categories."""

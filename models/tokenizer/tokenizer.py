@@ -31,15 +31,12 @@ ASCII_SPACES = " \t\n\v\f\r"
 
 
 class SpecialToken(NamedTuple):
-    """A token that is cut out of the text before the rest is tokenized.
-
-    parsed_only: only where special tokens are parsed.  eats_spaces: white space after it is lost.
-    """
+    """A token that is cut out of the text before the rest is tokenized."""
 
     text: str
     id: int
-    parsed_only: bool
-    eats_spaces: bool
+    parsed_only: bool  # only where special tokens are parsed
+    eats_spaces: bool  # white space after it is lost
 
 
 class Tokenizer:

@@ -69,15 +69,12 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method's calibration: arrays (n_layer, ...), and the text they were measured on.
+    """One method's calibration."""
 
-    text_hash: sha256 of the text in UTF-8; n_tokens: of its first tokens, how many were used.
-    """
-
-    tensors: Mapping[str, np.ndarray]
-    n_tokens: int
+    tensors: Mapping[str, np.ndarray]  # arrays (n_layer, ...)
+    n_tokens: int  # tokens of the text that were used, from its start
     text_name: str
-    text_hash: str
+    text_hash: str  # sha256 of the text in UTF-8
     program: str = __version__
 
 

@@ -38,11 +38,11 @@ Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
 class Trial(NamedTuple):
-    """A change of one layer (-1: none), and how its scored rows attend, if not to everything."""
+    """A change of one layer."""
 
-    layer: int
+    layer: int  # -1: no layer
     change: Change
-    attend: Attend = attend_causal
+    attend: Attend = attend_causal  # how the scored rows attend
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:

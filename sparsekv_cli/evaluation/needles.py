@@ -25,25 +25,22 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Planted:
-    """A prompt with a fact at a depth of the document; length: tokens asked for."""
+    """A prompt with a fact at a depth of the document."""
 
-    length: int
-    depth: float
-    value: str
+    length: int  # tokens asked for
+    depth: float  # 0: at the start of the document; 1: at its end
+    value: str  # what the answer must name
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """The result of a fact. found: whether a method's answer named it, by the method's text.
+    """The result of a fact."""
 
-    length: the tokens that were asked for. tokens: those of the prompt, hardly fewer.
-    """
-
-    length: int
-    tokens: int
+    length: int  # tokens asked for
+    tokens: int  # tokens of the prompt, hardly fewer
     depth: float
-    found: Mapping[str, bool]
+    found: Mapping[str, bool]  # whether a method's answer named it, by the method's text
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:

@@ -19,21 +19,19 @@ MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
 
 @dataclass
 class Measured:
-    """Measurements of one method: a value a step, or a value a head and watched step.
-
-    oracle: the mass that exact top-k of the same size has. by_step: the means of ``overlap``,
-    ``mass`` and ``oracle`` in each watched step, and what each step added to each count.
-    by_layer: the mass f64 (H,) in each watched step, by layer.
-    """
+    """Measurements of one method: a value a step, or a value a head and watched step."""
 
     kld: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
-    oracle: list[float] = field(default_factory=list)
+    oracle: list[float] = field(default_factory=list)  # the mass of exact top-k with as many rows
     step_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    # For each watched step the means of ``overlap``, ``mass`` and ``oracle``, and what it added to
+    # each count.
     by_step: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # the mass f64 (H,) in each watched step
     by_layer: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     _n_rated: Counter[str] = field(default_factory=Counter)  # values in steps that have ended
 

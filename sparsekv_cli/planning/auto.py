@@ -45,14 +45,12 @@ GAIN = 1.02  # times as fast as ``full`` that a method must be
 
 @dataclass(frozen=True)
 class Losses:
-    """KLD to dense attention of methods by ``method_key``.
-
-    calibrations: hashes of those that the methods had, by the method's name.
-    """
+    """KLD of methods to dense attention."""
 
     machine: str
     date: str
-    kld: Mapping[str, float]
+    kld: Mapping[str, float]  # by ``method_key``
+    # hashes of the methods' calibrations, by the method's name
     calibrations: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
@@ -104,10 +102,10 @@ class Rated:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method for a context of n tokens. sparse_from: rows up to which it attends to all."""
+    """The method for a context of n tokens."""
 
     chosen: Rated
-    sparse_from: int
+    sparse_from: int  # rows up to which it attends to all of them
     full_tps: float
     n: int
     max_loss: float

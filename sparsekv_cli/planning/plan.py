@@ -28,12 +28,7 @@ LOW = 1.5  # a ceiling below which sparse attention changes little
 
 @dataclass(frozen=True)
 class PlannedMethod:
-    """One method at the context. Bytes; None where a method could not be measured (``note``).
-
-    pays_from: tokens from which on a step is faster than a dense one; None: nowhere. sparse_from:
-    tokens up to which ``run`` attends to all rows with it. fitting_context: tokens that fit the
-    memory, None if the system does not tell.
-    """
+    """One method at the context. A figure is None if it could not be measured (``note``)."""
 
     name: str
     options: Mapping[str, Any]
@@ -42,20 +37,17 @@ class PlannedMethod:
     index_bytes: int | None = None
     scratch_bytes: int | None = None
     fits: bool | None = None
-    fitting_context: int | None = None
+    fitting_context: int | None = None  # tokens that fit the memory; None: the system does not tell
     decode_tps: float | None = None
-    sparse_from: int = 0
+    sparse_from: int = 0  # tokens up to which ``run`` attends to all rows
+    # tokens from which a step is faster than a dense one; None: nowhere
     pays_from: int | None = None
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The forecast of a model at a context.
-
-    ceiling: how many times as fast as ``full`` a step without any attention in full layers would
-    be. is_quick, is_busy: see ``Speeds``.
-    """
+    """The forecast of a model at a context."""
 
     model: str
     context: int
@@ -67,9 +59,10 @@ class Plan:
     memory_available: int | None
     full_layers: int
     layers: int
+    # how many times faster than ``full`` a step without attention in full layers would be
     ceiling: float
     methods: Sequence[PlannedMethod]
-    is_quick: bool = False
+    is_quick: bool = False  # see ``Speeds``, as below
     is_busy: bool = False
 
     def as_dict(self) -> dict[str, Any]:

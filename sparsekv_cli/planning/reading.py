@@ -71,17 +71,14 @@ def fitting_text(
 
 @dataclass(frozen=True)
 class LossTask:
-    """A document with planted facts, and what every method decodes after it.
-
-    following: N_WORDS tokens of the document, and a sentence for each fact. facts: of each fact,
-    the steps whose logits must name ``following[step + 1]`` for the method to have found it. first:
-    the position of the first fact in ``prompt``.
-    """
+    """A document with planted facts, and what every method decodes after it."""
 
     prompt: list[int]
-    following: list[int]
+    following: list[int]  # N_WORDS tokens of the document, then a sentence for each fact
+    # For each fact its steps. A method has found the fact if the logits of each step name
+    # ``following[step + 1]``.
     facts: Sequence[range]
-    first: int
+    first: int  # the position of the first fact in ``prompt``
 
 
 def make_task(

@@ -53,22 +53,17 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The header of a file of rows.
+    """The header of a file of rows."""
 
-    model: the file's name. first: position of the first token. types: of K and of V. layers: for
-    each layer its kv heads and the bytes of a row of K and of V. 0 heads: there is no piece. rows:
-    of a snapshot's pieces; empty: they have one for each token. sums: the pieces' checksums, eight
-    hex digits each.
-    """
-
-    model: str
+    model: str  # the name of the model's file
     parent: str
-    first: int
+    first: int  # position of the first token
     tokens: tuple[int, ...]
-    types: tuple[str, str]
+    types: tuple[str, str]  # of K and of V
+    # for each layer its kv heads (0: no piece), and the bytes of a row of K and of V
     layers: tuple[tuple[int, int, int], ...]
-    rows: tuple[int, ...] = ()
-    sums: str = ""
+    rows: tuple[int, ...] = ()  # of each piece of a snapshot; empty: a row for each token
+    sums: str = ""  # checksums of the pieces, eight hex digits each
 
     @property
     def name(self) -> str:

@@ -22,17 +22,13 @@ FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
 
 
 class Candidates(NamedTuple):
-    """Tokens that may still be chosen.
+    """Tokens that may still be chosen."""
 
-    ids: (n,) i64. logits: (n,) f32. n_vocab: tokens that there are, chosen from or not.
-    is_sorted: logits descend. is_full: ids are 0..n-1 in order.
-    """
-
-    ids: np.ndarray
-    logits: np.ndarray
-    n_vocab: int
-    is_sorted: bool = False
-    is_full: bool = False
+    ids: np.ndarray  # i64 (n,)
+    logits: np.ndarray  # f32 (n,)
+    n_vocab: int  # tokens of the vocabulary
+    is_sorted: bool = False  # the logits descend
+    is_full: bool = False  # ``ids`` are 0 .. n - 1 in order
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
         """Returns the candidates at `index`, in its order."""

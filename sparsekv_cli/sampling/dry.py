@@ -24,15 +24,11 @@ MOST_COMPARED = 64  # tokens of the context, times its length: compared before Z
 
 
 class VocabularyBytes(NamedTuple):
-    """The bytes of all tokens of a vocabulary.
+    """The bytes of all tokens of a vocabulary."""
 
-    text: u8, one token after another, and one byte more. token_of: i32, the token of each byte.
-    ends: i64 (n_vocab,), where each token's bytes end.
-    """
-
-    text: np.ndarray
-    token_of: np.ndarray
-    ends: np.ndarray
+    text: np.ndarray  # u8, one token after another, and one byte more
+    token_of: np.ndarray  # i32, the token of each byte
+    ends: np.ndarray  # i64 (n_vocab,), where each token's bytes end
 
 
 def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:

@@ -24,9 +24,9 @@ PING_S = 10.0  # of silence, after which a client is told that the server lives
 
 
 class Ping(NamedTuple):
-    """Nothing has happened for a while. why: what the answer waits for, if that is known."""
+    """Nothing has happened for a while."""
 
-    why: str = ""
+    why: str = ""  # what the answer waits for, if that is known
 
 
 class Told(NamedTuple):

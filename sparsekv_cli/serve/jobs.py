@@ -53,39 +53,30 @@ class Compiling(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """A token was chosen; after a draft, several.
+    """A token was chosen; after a draft, several."""
 
-    text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
-    were asked for. rows: for the last row before the last token, by layer, the percentage of the
-    rows attended to in each bin. n_tokens: how many are new in the answer. n_accepted: how many
-    tokens of a draft are.
-    """
-
-    text: str
-    thinking: str
-    logprobs: list[dict[str, Any]]
+    text: str  # certain text that is new, maybe none
+    thinking: str  # certain thinking that is new, maybe none
+    logprobs: list[dict[str, Any]]  # the entries of new tokens, if they were asked for
+    # The rows that the last step attended to: for each layer the percentage in each bin.
     rows: list[list[int]] | None = None
-    n_tokens: int = 1
-    n_accepted: int = 0
+    n_tokens: int = 1  # new tokens of the answer
+    n_accepted: int = 0  # new tokens that were in a draft
 
 
 class Finished(NamedTuple):
-    """The answer is whole. text, thinking and logprobs are those after the last piece.
+    """The answer is whole."""
 
-    stop_reason, stopped_by: of generation/answer.py. n_cached: of the prompt's
-    tokens, those whose rows were there. ledger: as ``run --json`` has it.
-    """
-
-    text: str
+    text: str  # after the last piece, as are ``thinking`` and ``logprobs``
     thinking: str
     logprobs: list[dict[str, Any]]
-    stop_reason: str
+    stop_reason: str  # of generation/answer.py
     stopped_by: str
     n_prompt: int
-    n_cached: int
+    n_cached: int  # tokens of the prompt whose rows were there
     n_generated: int
     timings: dict[str, float]
-    ledger: dict[str, int]
+    ledger: dict[str, int]  # as ``run --json`` has it
 
 
 class Failed(NamedTuple):
@@ -117,14 +108,11 @@ class Request:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler, whose thread alone works on it.
-
-    emit: told all events, the last one is Finished or Failed. seconds: that it may take.
-    """
+    """A request on its way through the scheduler, whose thread alone works on it."""
 
     request: Request
-    emit: Callable[[Event], None]
-    seconds: float
+    emit: Callable[[Event], None]  # called with all events; the last one is Finished or Failed
+    seconds: float  # the most that it may take
     created: float = field(default_factory=time.monotonic)
     generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0

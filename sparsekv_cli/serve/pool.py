@@ -52,17 +52,14 @@ class Loaded:
 
 @dataclass(eq=False)
 class HostedModel:
-    """A model that requests may name.
+    """A model that requests may name."""
 
-    names: that requests may give it; the first one is told. about: what its header says: context,
-    methods, and the variable that switches thinking. stats: of all the time, loaded or not.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names that requests may use; responses have the first one
     path: Path
     n_bytes: int = 0  # of its files
+    # of its header: context, methods, and the variable that switches thinking
     about: dict[str, Any] = field(default_factory=dict)
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = field(default_factory=Stats)  # since the start of the server, loaded or not
     loaded: Loaded | None = None
     n_loads: int = 0
     problem: str = ""  # why it could not be loaded the last time

@@ -40,11 +40,11 @@ class RequestError(SparseKVError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """tokens: of an answer; seconds, body_bytes: of a request."""
+    """The limits of a request."""
 
-    tokens: int
-    seconds: float
-    body_bytes: int
+    tokens: int  # of an answer
+    seconds: float  # of a request
+    body_bytes: int  # of a request
 
 
 class Service:

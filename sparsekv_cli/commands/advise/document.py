@@ -18,15 +18,12 @@ ASKED = "What is this text about?"  # in the last line, if the user has no quest
 
 @dataclass(frozen=True)
 class Document:
-    """A text. source: a file's name, stdin or built-in. n_skipped: bytes before the text.
+    """The text that ``advise`` reads."""
 
-    is_text: whether the file's bytes are the text, so that a command can cut it.
-    """
-
-    source: str
+    source: str  # a file's name, stdin or built-in
     text: str
-    n_skipped: int = 0
-    is_text: bool = True
+    n_skipped: int = 0  # bytes before the text
+    is_text: bool = True  # the file's bytes are the text, so that a command can cut it
 
     @property
     def is_built_in(self) -> bool:

@@ -49,12 +49,12 @@ OPTIONS: list[Callable[[Any], Any]] = [
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """directory: None takes the user's folder. limit: GiB. session: a file to use instead."""
+    """Where prompts are kept on disk."""
 
-    directory: Path | None
-    limit: float
+    directory: Path | None  # None: the user's folder
+    limit: float  # GiB
     is_off: bool
-    session: Path | None
+    session: Path | None  # a file to use instead
 
 
 def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:

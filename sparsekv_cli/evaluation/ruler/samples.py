@@ -23,19 +23,14 @@ class RulerPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerPlan:
-    """The questions of a run.
-
-    question_by_decode: questions enter token by token, after the prefill.
-
-    n_answer: tokens of an answer at most, if less than the task's.
-    """
+    """The questions of a run."""
 
     tasks: Sequence[str]
     lengths: Sequence[int]
     n_samples: int
     seed: int
-    question_by_decode: bool = False
-    n_answer: int | None = None
+    question_by_decode: bool = False  # questions enter token by token, after the prefill
+    n_answer: int | None = None  # most tokens of an answer, if fewer than the task's
 
     def room(self, task: str) -> int:
         """Tokens of an answer at most."""
