@@ -2,8 +2,8 @@
 
 Sources of the formulas: RoFormer (arXiv:2104.09864), and YaRN (arXiv:2309.00071) as ggml_rope_yarn
 computes it. Names and defaults of the keys are those of llama.cpp's load_hparams and of the
-constructor of llama_context. Everything after the rotation uses half-split pairs (i, i + n_rot/2),
-whatever the file's pairing.
+constructor of llama_context. All later code uses half-split pairs (i, i + n_rot/2). The file may
+pair otherwise.
 """
 
 import math

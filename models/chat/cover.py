@@ -94,7 +94,7 @@ class Cover:
         return "".join(parts) + replaced(text[end:], self._firsts)
 
     def _completes(self, text: str) -> bool:
-        """Whether ``text`` goes on with a control token that the template only begins."""
+        """Returns whether ``text`` goes on with a control token that the template only begins."""
         text = text.strip()
         return text.startswith(self._rests) or text in self._parts
 

@@ -84,7 +84,7 @@ def call_form(template: str | None) -> CallForm:
 
 
 def _writes(template: str | None, messages: Messages) -> bool:
-    """Whether a template takes a conversation and writes the probes in it."""
+    """Returns whether a template takes a conversation and writes the probes in it."""
     try:
         text = render(template, messages, tools=[TOOL])
     except SparseKVError:

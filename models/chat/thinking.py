@@ -45,7 +45,7 @@ class Thinking(NamedTuple):
 
     @property
     def is_channel(self) -> bool:
-        """Whether all of an answer is on channels (gpt-oss), of which one is the answer proper."""
+        """Whether answers are on channels (gpt-oss). One channel is the answer proper."""
         return self[:2] == CHANNELS
 
     @property
@@ -85,15 +85,13 @@ class Thinking(NamedTuple):
         return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
 
     def end_of(self, thought: bytes) -> bytes:
-        """The last bytes of what was thought, which say as much as all of them to ``is_closed``,
-        ``closing`` and ``rests_of_header``.
-        """
+        """Returns the last bytes of the thinking, which are enough for the methods around."""
         end = thought[-N_TAIL_BYTES:]
         is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
         return b"<|message|>" + end if is_cut_body else end
 
     def is_closed(self, thought: bytes) -> bool:
-        """Whether the thinking has ended with its last bytes, and the answer begins."""
+        """Returns whether the thinking has ended with its last bytes, and the answer begins."""
         if self.is_channel:
             return FINAL_BEGINS.search(thought) is not None
         return thought.rstrip().endswith(self.end.encode())
@@ -128,7 +126,7 @@ class Thinking(NamedTuple):
         return ""
 
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the end marker, so that nothing is thought."""
+        """Returns whether a prompt ends with the end marker. The answer then has no thinking."""
         return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
 
 

@@ -1,7 +1,7 @@
 """The header of a GGUF file, read front to back; a length is checked before it is believed.
 
-Source of the layout: ggml's GGUF specification. Nothing is allocated before the bytes that it needs
-are known to lie within the file and within ``MAX_HEADER_BYTES``.
+Source of the layout: ggml's GGUF specification. It allocates memory only for bytes that lie within
+the file and within ``MAX_HEADER_BYTES``.
 """
 
 import mmap

@@ -57,7 +57,7 @@ class GatedWeights:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """The same of experts whose gate and up are one matrix, the rows of the gate first."""
+    """A gated feed-forward with gate and up in one matrix. The gate's rows come first."""
 
     fused: Linear
     down: Linear

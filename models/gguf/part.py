@@ -1,8 +1,8 @@
 """One GGUF file, v2 or v3, little-endian, mapped into memory; every size is checked before its use.
 
 Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
-tensor count, key count, key/value pairs, tensor table, padding, tensor data. Nothing in it is
-trusted. A count is compared with the bytes that remain before anything is allocated. The header may
+tensor count, key count, key/value pairs, tensor table, padding, tensor data. The file may be
+damaged. A count is compared with the bytes that remain before anything is allocated. The header may
 take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
 """
 
@@ -127,11 +127,11 @@ class GGUFPart:
             )
 
     def is_unchanged(self) -> bool:
-        """Whether the file is open, and nothing has been written to it since it was opened."""
+        """Returns whether the file is open and unchanged since it was opened."""
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
     def is_current(self) -> bool:
-        """Whether its path does not name another file now, nor the same one with other bytes."""
+        """Returns whether the path still names this file, with the same bytes."""
         try:
             return _mark(os.stat(self.path)) == self.mark
         except OSError:  # its path is gone: what is open is all there is

@@ -1,4 +1,4 @@
-"""Reading tensors of a file by name, with their shapes checked against what is expected."""
+"""Reads tensors of a file by name, and checks their shapes."""
 
 from collections.abc import Sequence
 

@@ -26,7 +26,7 @@ class ExpertParams:
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
-    """The architecture's mixture where the file has experts; what else it may ask for is refused.
+    """Returns the architecture's mixture if the file has experts. It refuses all other kinds.
 
     Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
     """

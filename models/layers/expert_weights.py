@@ -45,10 +45,10 @@ class ExpertWeights:
         return (*self.experts.linears(), *shared)
 
     def bytes_a_step(self, n_rows: int) -> int:
-        """Bytes that a step of so many rows reads: of the experts those that are chosen.
+        """Returns the bytes that a step of n_rows reads. Only chosen experts count.
 
-        An expert that several rows choose is read once. Counted are those that n_rows choose
-        between them on average, if they choose independently.
+        An expert that several rows choose is read once. The count is the mean for rows that choose
+        independently.
         """
         left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
         shared = 0 if self.shared is None else self.shared.n_bytes
@@ -62,7 +62,7 @@ class ExpertWeights:
 def read_mixture(
     reader: TensorReader, at: str, n_embd: int, params: ExpertParams, has_biases: bool
 ) -> ExpertWeights:
-    """A router, its experts and what all tokens share, of the layer whose tensors begin with at."""
+    """Returns the router and experts of a layer whose tensors begin with ``at``."""
     prefix, tensors = f"{at}ffn_", reader.file.tensors
     old = f"{prefix}gate.0.weight"
     if old in tensors:

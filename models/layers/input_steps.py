@@ -26,7 +26,7 @@ class PromptInputs:
     def gated(
         self, i: int, products: Mapping[str, Any], gate: Any, activation: int, pos: int, n: int
     ) -> Any:
-        """act(gate) times layer i's input of the rows from ``pos`` on; of gate's type."""
+        """Returns act(gate) times layer i's input of the rows from ``pos`` on, of gate's type."""
         at = slice(pos - self._pos, pos - self._pos + len(gate))
         projected = products["input_projection"](self._x[at])
         embedded = self._embedding.rows(self._ids[at], i)
@@ -81,7 +81,7 @@ class InputSteps:
     def begin(
         self, tokens: Sequence[int], x: np.ndarray, quantized: np.ndarray, n_threads: int
     ) -> None:
-        """The inputs of all layers for a step's tokens, whose embeddings x has."""
+        """Computes the inputs of all layers for a step's tokens. x has their embeddings."""
         if self._embedding is None:
             return
         n_all = self._embedding.projection.n_rows

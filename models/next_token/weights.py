@@ -1,4 +1,4 @@
-"""The tensors of a next-token block: those of a layer with attention, and what is around it."""
+"""The tensors of a next-token block: a layer with attention, two norms and a projection."""
 
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ class NextTokenWeights:
 def read_next_token(
     weights: Weights, hparams: HParams, architecture: Architecture
 ) -> NextTokenWeights:
-    """Returns the first next-token block of a file. It takes from the model what it does not have.
+    """Returns the first next-token block of a file. Tensors that it lacks are the model's.
 
     Raises SparseKVError as ``read_weights`` does.
     """

@@ -36,7 +36,7 @@ class CachedModel(NamedTuple):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``-m name``, of which there is no file, can mean a repository."""
+    """Returns whether ``-m name``, of which there is no file, can mean a repository."""
     return NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
 
 
@@ -191,7 +191,7 @@ def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
 
 
 def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
-    """Why no file of a repository was chosen, and what there is."""
+    """Returns a line: why no file of a repository was chosen, and the files that it has."""
     models = whole_models(files)
     if not models:
         return (
@@ -240,7 +240,7 @@ def explained(repo: str, endpoint: str) -> Iterator[None]:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether the network is at fault, whichever HTTP library huggingface_hub has."""
+    """Returns whether the network is at fault, whichever HTTP library huggingface_hub has."""
     from huggingface_hub import errors
 
     kinds: tuple[Any, ...] = (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
@@ -249,6 +249,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an exception's first line, or its kind if it says nothing."""
+    """Returns an exception's first line, or its class if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

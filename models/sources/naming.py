@@ -28,7 +28,7 @@ def quant_of(file: str) -> str:
 
 
 def is_model(file: str) -> bool:
-    """Whether a GGUF file is a language model by its name."""
+    """Returns whether a GGUF file is a language model by its name."""
     name = file.rpartition("/")[2]
     return name.endswith(SUFFIX) and not any(word in name for word in NOT_MODELS)
 

@@ -2,8 +2,8 @@
 
 The regular expressions and settings are those of llama.cpp's llama-vocab.cpp. They run one after
 the other, each on the pieces that the one before left. Text between matches stays as pieces.
-llama.cpp's own matcher reads some expressions in its own way. The expression here then says what
-that matcher does; every such line has a comment.
+llama.cpp's own matcher reads some expressions in its own way. The expression here then follows that
+matcher, with a comment.
 """
 
 import re

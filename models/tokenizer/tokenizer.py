@@ -138,7 +138,7 @@ class Tokenizer:
                 yield from split_special(plain(fragment), self._specials, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Returns the text of ``ids``; what is not UTF-8 becomes U+FFFD.
+        """Returns the text of ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
         The space that SentencePiece puts before a text is removed from the first token.
         skip_special: control and unknown tokens give nothing.
@@ -160,12 +160,12 @@ class Tokenizer:
         return self._vocabulary.texts[token_id]
 
     def is_control(self, token_id: int) -> bool:
-        """Whether a token steers the model and is not part of the text."""
+        """Returns whether a token steers the model and is not part of the text."""
         self.token_text(token_id)
         return bool(self._vocabulary.kinds[token_id] & CONTROL)
 
     def is_shown(self, token_id: int) -> bool:
-        """Whether a token belongs to the text: neither control nor unknown."""
+        """Returns whether a token belongs to the text: neither control nor unknown."""
         self.token_text(token_id)
         return not self._vocabulary.kinds[token_id] & SPECIAL
 

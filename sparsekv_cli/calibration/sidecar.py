@@ -117,10 +117,10 @@ def read_entry(
     identity: ModelIdentity,
     arrays: Mapping[str, CalibrationArray] | None = None,
 ) -> Entry | None:
-    """The calibration of ``method``; None if there is no such file or it has none of this method.
+    """Returns the calibration of ``method``; None: the file is missing or lacks the method.
 
-    arrays: what its arrays must be; None: anything. Raises SparseKVError for a file that is damaged
-    or of another model or format. Raises OutdatedError for a file of an older format.
+    arrays: what its arrays must be; None: any. Raises SparseKVError for a file that is damaged or
+    of another model or format. Raises OutdatedError for a file of an older format.
     """
     if not os.path.lexists(path):
         return None

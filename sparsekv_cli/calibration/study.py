@@ -78,7 +78,7 @@ class Study:
         return int(left / (2 * n_windows * (depths + 1))) * 2
 
     def _rows(self, n_text: int, n_windows: int, depths: float) -> float:
-        """Rows of all passes with so many windows."""
+        """Returns the rows of all passes with so many windows."""
         n_prefixes = n_windows - (1 if n_text and n_windows else 0)
         return n_text + n_prefixes * self.n_prefix + n_windows * (depths + 1) * self.n_scored
 

@@ -72,7 +72,7 @@ def describe(name: str, path: Path | None) -> dict[str, Any]:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Whether the nearest parent that exists is a folder that can be written."""
+    """Returns whether the nearest parent that exists is a folder that can be written."""
     for parent in path.absolute().parents:
         try:
             status = os.stat(parent)

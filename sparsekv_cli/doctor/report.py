@@ -1,6 +1,6 @@
-"""The report of ``doctor``: its sections, each of which survives what the others do not.
+"""The report of ``doctor``. A section that fails does not stop the others.
 
-A section that fails is None in the report, and the reason is among the problems.
+It is None in the report, and the list of problems has the reason.
 """
 
 from collections.abc import Callable

@@ -133,7 +133,7 @@ def decode_tokens(
 def greedy_tokens(
     first: np.ndarray, seen: Ids[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
-    """``n`` greedy tokens after the logits ``first``; ``seen`` receives the logits of each step.
+    """Yields n greedy tokens after the logits ``first``. ``seen`` receives the logits of each step.
 
     banned: tokens that are never chosen, because they would end the text.
     """
@@ -146,7 +146,7 @@ def greedy_tokens(
 
 
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
-    """Which of n decode steps are watched and which are timed; the first is neither.
+    """Returns the watched and the timed steps of n decode steps. The first is in neither.
 
     n_between: how many steps between the two parts should be neither, if enough are left to watch.
     """

@@ -58,6 +58,6 @@ def groups_of(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
 
 
 def is_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether 0 lies in the interval of the difference of two means over the same draws."""
+    """Returns whether the interval of the difference of two drawn means contains 0."""
     low, high = interval(a - b)
     return low <= 0 <= high

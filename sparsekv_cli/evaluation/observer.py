@@ -43,7 +43,7 @@ class Measured:
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
 
     def rate(self, layer: int, overlap: list[float], mass: np.ndarray, oracle: np.ndarray) -> None:
-        """Adds what ``compare_rows`` says of a step of a layer."""
+        """Adds the results of ``compare_rows`` for a layer's step."""
         self.overlap.extend(overlap)
         self.mass.extend(mass.tolist())
         self.oracle.extend(oracle.tolist())
@@ -134,7 +134,7 @@ def compare_rows(
     n_threads: int = 1,
     softcap: float = 0.0,
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Overlap with exact top-k, softmax mass, and top-k's mass, of each head's attended rows.
+    """Returns overlap with exact top-k, mass, and top-k's mass of each head's attended rows.
 
     q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): the rows after those of k. attended: rows
     int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head

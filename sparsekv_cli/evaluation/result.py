@@ -113,7 +113,7 @@ def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
 
 
 def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
-    """The texts of the methods than which no other is as near to full and as fast, fastest last."""
+    """Returns the methods that no other beats in both speed and nearness, the fastest last."""
     front: list[MethodResult] = []
     for row in sorted(rows, key=lambda row: (-row.decode_tps, row.kld_mean)):
         if not front or row.kld_mean < front[-1].kld_mean:

@@ -358,7 +358,7 @@ class SALSCache(LayerCache):
         return n
 
     def _restart(self, rows: KVStore) -> None:
-        """Goes back to the end of the last prefill; ``rows`` are what it kept."""
+        """Goes back to the end of the last prefill, whose rows are ``rows``."""
         start = self._start
         if start.n_latent is None or self._latents is None:
             self._forget()

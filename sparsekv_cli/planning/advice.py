@@ -30,7 +30,7 @@ class Advice:
         return is_near and trial.found >= self.full.found - MISSED
 
     def gains(self, trial: MethodTrial) -> bool:
-        """Whether a method is faster than ``full``, or as fast with less memory."""
+        """Returns whether a method is faster than ``full``, or as fast with less memory."""
         saves = trial.saves_memory(self.full.n_bytes) and not trial.is_slower
         return trial.is_faster or saves
 
@@ -104,7 +104,7 @@ class Advice:
         return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
 
     def losses(self, trial: MethodTrial) -> str:
-        """Says what a method loses."""
+        """Returns in words what a method loses."""
         same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 

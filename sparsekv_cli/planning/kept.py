@@ -38,7 +38,7 @@ NAMES = ("general.", "tokenizer.")
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
-    """32 hex digits over all that a step's time depends on: shapes and types, settings, machine."""
+    """Returns a hash of all that a step's time depends on: shapes, types, settings, machine."""
     shapes = [(i.name, i.shape, int(i.type)) for i in file.tensors.values()]
     metadata = [
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
@@ -72,7 +72,7 @@ def write_speeds(path: Path, speeds: Speeds) -> None:
 
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
-    """Why a method has no speeds of this model; empty if it can have them."""
+    """Returns why a method has no speeds of this model; empty if it can have them."""
     if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
         return "not calibrated: sparsekv-cli calibrate"
     return ""
@@ -109,7 +109,7 @@ def speeds_of(
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
-    """Returns the speeds of a model's shape with ``methods``; what is missing is measured and kept.
+    """Returns the speeds of a model's shape with ``methods``. It measures and keeps missing ones.
 
     Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
     and after it. All are told at the median pace of the first measurement. Methods that cannot have

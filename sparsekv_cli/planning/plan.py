@@ -93,7 +93,7 @@ class Forecast:
         self.full = speeds.methods[method_key(build_method("full", {}))]
 
     def sparse_from(self, method: Method) -> int:
-        """Rows up to which a sequence attends to all of them."""
+        """Returns the rows up to which a sequence attends to all of them."""
         if not method.work_of_a_head:
             return 0
         if self._sparse_from >= 0:
@@ -115,11 +115,11 @@ class Forecast:
         return self._step_bytes * curve.byte_seconds(n) + curve.seconds(n)
 
     def ceiling(self, n: int) -> float:
-        """How many times as fast as ``full`` a step without attention in full layers is."""
+        """Returns how many times faster than ``full`` a step without full attention is."""
         return self._step(self.full, n) / (self._step_bytes * self.speeds.byte_seconds)
 
     def pays_from(self, method: Method) -> int | None:
-        """Tokens from which on the method's step is faster than a dense one, as far as searched."""
+        """Returns the tokens from which a step is faster than a dense one; None: it never is."""
         curve, found = self.curve(method), None
         for n in range(FITTING, SEARCHED + 1, FITTING):
             if self._step(curve, n) >= self._step(self.full, n):
@@ -151,12 +151,12 @@ class Forecast:
         return self.speeds.scratch_bytes + residual + more
 
     def total(self, method: Method, n: int) -> int:
-        """Bytes of everything at a context of n tokens."""
+        """Returns the bytes of everything at a context of n tokens."""
         index = self.curve(method).index(n)
         return self.weights_bytes + self.kv_bytes(method, n) + index + self.scratch(method, n)
 
     def fitting_context(self, method: Method, available: int) -> int:
-        """Tokens that fit the memory, by FITTING; what takes no memory a token fits SEARCHED."""
+        """Returns the most tokens that fit ``available`` bytes, a multiple of FITTING."""
         lengths = range(FITTING, SEARCHED * 16 + 1, FITTING)
         return FITTING * bisect_right(lengths, available, key=partial(self.total, method))
 

@@ -1,4 +1,4 @@
-"""How long a document takes to read, and the task that shows what methods lose on its rows.
+"""The time to read a document, and a task that measures the loss of methods on its rows.
 
 The task is the document with some facts planted in it. Methods then decode given tokens. They
 repeat a passage of the document, go on with its end, and name each fact. All of it is text of the

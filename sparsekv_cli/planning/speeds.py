@@ -48,20 +48,20 @@ class MethodCurve:
         return self._sum(n, lambda point: point.seconds)
 
     def byte_seconds(self, n: int) -> float:
-        """Seconds a byte of weights, of a step at depth n without the attention of full layers."""
+        """Returns the seconds a byte of weights, without attention in full layers, at depth n."""
         n = min(max(n, self.points[0].n), self.points[-1].n)
         return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
     def host(self, n: int) -> int:
-        """Bytes of rows in all full layers at depth n."""
+        """Returns the bytes of rows in all full layers at depth n."""
         return round(self._sum(n, lambda point: point.host))
 
     def index(self, n: int) -> int:
-        """Bytes that the method adds to the rows."""
+        """Returns the bytes that the method adds to the rows."""
         return round(self._sum(n, lambda point: point.index))
 
     def times(self, factor: float) -> MethodCurve:
-        """Returns the same, where all takes ``factor`` times as long."""
+        """Returns the curve with all times multiplied by ``factor``."""
 
         def layer(point: LayerPoint) -> LayerPoint:
             return replace(point, seconds=factor * point.seconds)
@@ -78,7 +78,7 @@ class MethodCurve:
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
-        """Returns the same, with what ``full`` takes for the layers that attend to all rows."""
+        """Returns the curve with the figures of ``full`` for the dense layers."""
         of_full = {point.n: point.sparse for point in full.points}
         points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
         return replace(self, points=points)
@@ -91,7 +91,7 @@ class MethodCurve:
 
 
 def middle(curves: Sequence[MethodCurve]) -> MethodCurve:
-    """A method that was measured several times: medians, at the depths that all have."""
+    """Returns the medians of several curves of a method, at the depths that all of them have."""
     together = zip(*(curve.points for curve in curves), strict=False)
     return replace(curves[-1], points=[_middle_point(points) for points in together])
 

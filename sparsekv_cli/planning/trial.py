@@ -66,7 +66,7 @@ class MethodTrial:
         return self.speedup <= 1 / NOISE and self.interval()[1] < 1
 
     def is_as_fast_as(self, other: MethodTrial) -> bool:
-        """Whether the two speeds differ by no more than noise."""
+        """Returns whether the two speeds differ by no more than noise."""
         ratio = self.speedup / other.speedup
         return 1 / NOISE < ratio < NOISE or is_equal(self._draws(), other._draws())
 

@@ -109,7 +109,7 @@ def own_hash(name: str) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file has a name that only this program gives, and begins as its files do.
+    """Returns whether a file has a name that only this program gives, and begins as its files do.
 
     A shorter file is what a writer leaves that is killed at once.
     """
@@ -186,14 +186,14 @@ def _header_of(values: Any) -> BlockHeader:
 
 
 def _are_counts(values: Any) -> bool:
-    """Whether it is a list of whole numbers, none of them negative or too large."""
+    """Returns whether it is a list of whole numbers from 0 to MOST."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:
     """Reads a layer's first rows into arrays whose heads are contiguous. Raises DamagedError.
 
-    All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
+    It reads all rows to verify the checksum, also those beyond ``piece``.
     """
     file.seek(header.n_packed + sum(header.piece_bytes[:layer]))
     checksum, n_heads, n_rows = 0, header.layers[layer][0], header.layer_rows[layer]

@@ -52,7 +52,7 @@ class Follows(Protocol):
         """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
 
     def accept(self, token: int) -> None:
-        """``token`` follows, which is an allowed one."""
+        """Adds an allowed token to the answer."""
 
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -68,11 +68,11 @@ def make_sampler(
     """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
 
     find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
-    if DRY is on and has breakers. constraint: what the answer has to match, which is told every
-    token that is chosen. Tokens that cannot follow take no part in the chain. The same parameters
-    and the same calls give the same tokens, unless params.seed is -1. Raises ValueError when DRY
-    needs what was not given. The function raises SparseKVError when the logits hold NaN or nothing
-    that may be chosen. The logits are not changed.
+    if DRY is on and has breakers. constraint: the form of the answer. It gets every chosen token.
+    Tokens that cannot follow take no part in the chain. The same parameters and the same calls give
+    the same tokens, unless params.seed is -1. Raises ValueError when DRY needs what was not given.
+    The function raises SparseKVError when the logits hold NaN or nothing that may be chosen. The
+    logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -139,7 +139,7 @@ def last(history: Sequence[int], n_last: int) -> np.ndarray:
 
 
 def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens i64 (m,) and what is added to the logit of each f32 (m,)."""
+    """Returns the tokens i64 (m,) and what is added to the logit of each f32 (m,)."""
     n = len(bias)
     return np.fromiter(bias.keys(), np.int64, n), np.fromiter(bias.values(), np.float32, n)
 
@@ -184,7 +184,7 @@ def dry(
     allowed_length: int,
     breakers: Breakers,
 ) -> Candidates:
-    """Lower the logits of tokens that would repeat what stands before (sampling/dry.py)."""
+    """Lowers the logits of tokens that would repeat earlier text (sampling/dry.py)."""
     return subtract(candidates, *dry_penalties(recent, multiplier, base, allowed_length, breakers))
 
 

@@ -29,7 +29,7 @@ ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a line break, too, which a regular expressio
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar defines its rules with ``::=``, as no Lark grammar does, or is neither."""
+    """Returns whether a text is GBNF, which has ``::=``. A text that is not Lark counts too."""
     return RULE.search(text) is not None or LARK.search(text) is None
 
 

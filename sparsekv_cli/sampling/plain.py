@@ -62,7 +62,7 @@ class PlainSampler:
         return self.sample(logits, history)
 
     def chance(self) -> float:
-        """The number at which a device draws the next token; the same until it is ``drawn``."""
+        """Returns the number at which a device draws the next token. ``drawn`` ends its use."""
         if self._ahead is None:
             self._ahead = self._draw()
         return self._ahead

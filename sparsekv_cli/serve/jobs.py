@@ -1,4 +1,4 @@
-"""One answer that a client waits for: what it asks for, and what it is told as it grows."""
+"""One answer that a client waits for: its request, and the events that are sent to the client."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Job:
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     def abort(self) -> None:
-        """Nobody waits any more; from any thread."""
+        """Marks the job as aborted. Any thread may call this."""
         self._aborted.set()
 
     @property
@@ -144,11 +144,11 @@ class Job:
         return generation.sequence
 
     def write(self, text: str) -> None:
-        """Text of the answer that is certain."""
+        """Adds certain text of the answer."""
         self.text += text
 
     def write_thinking(self, text: str) -> None:
-        """The same of what is thought ahead of it."""
+        """Adds certain text of the thinking."""
         self.thinking += text
 
     def told(self) -> tuple[str, str, list[dict[str, Any]]]:

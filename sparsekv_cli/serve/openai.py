@@ -260,7 +260,7 @@ class _Places:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, entry: Mapping[str, Any]) -> int:
-        """Where the next token begins; within a character: where that begins."""
+        """Returns where the next token begins; within a character: where that begins."""
         place = self._n
         if self._is_shown(entry["id"]):
             self._n += len(self._decoder.decode(bytes(entry["bytes"])))

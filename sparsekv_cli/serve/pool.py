@@ -45,7 +45,7 @@ class Loaded:
 
     @property
     def is_current(self) -> bool:
-        """Whether it works, and its files are still those that were opened."""
+        """Whether it works and its files are unchanged."""
         parts = self.service.model.gguf.parts
         return self.service.scheduler.failure is None and all(part.is_current() for part in parts)
 
@@ -92,8 +92,8 @@ class ModelPool:
     """The models that a server has, the default one first.
 
     load: opens a model and starts its scheduler; it is called in a thread. most: bytes of the
-    models that are loaded at once; the last one stays, whatever it takes. tell: told a line of
-    what happens.
+    models that are loaded at once; the last one stays, whatever it takes. tell: called with a line
+    for each event.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class ModelPool:
         return [each.loaded for each in self.models if each.loaded is not None]
 
     def _is_ready(self, model: HostedModel) -> bool:
-        """Whether a request may use what is loaded. A changed file waits until nobody reads it."""
+        """Returns whether requests may use the loaded model: it is current, or others use it."""
         loaded = model.loaded
         return loaded is not None and (loaded.is_current or loaded.n_held > 0)
 

@@ -1,7 +1,7 @@
-"""The chunks of a text as llama-perplexity cuts it, of which the second halves are scored.
+"""The chunks of a text as llama-perplexity cuts it. The second half of each is scored.
 
-A text is cut into chunks of n_ctx tokens. The first of each gives way to BOS if the model adds one.
-The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
+A text is cut into chunks of n_ctx tokens. BOS replaces the first token of each, if the model adds
+BOS. The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def encode(logits: np.ndarray) -> np.ndarray:
 
 
 def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Rows of the file -> log-probabilities f32 (T, n_vocab)."""
+    """Returns the rows of the file -> log-probabilities f32 (T, n_vocab)."""
     head = np.ascontiguousarray(rows[:, :N_HEAD]).view(np.float32)
     return head[:, :1] * rows[:, N_HEAD : N_HEAD + n_vocab].astype(np.float32) + head[:, 1:]
 

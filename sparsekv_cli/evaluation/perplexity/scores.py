@@ -39,10 +39,10 @@ def setting_of(method: Method | None) -> dict[str, Any]:
 def score_chunk(
     model: Model, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
 ) -> list[dict[str, Any]]:
-    """The records of a chunk, one a way, prefills first, then ``full``; without effect on others.
+    """Returns the records of a chunk, one a way: prefills first, then ``full``, then the others.
 
-    base: the way that the others are compared with. It must be one of those that come first.
-    Otherwise the chunk's part of a file is the base. see: gets all logits that are scored.
+    base: the way that the others are compared with, a prefill or ``full``. If it is empty, the base
+    is ``chunk.base``. see: called with all scored logits.
     """
     ids, first = chunk.ids, chunk.first
     records: list[dict[str, Any]] = []

@@ -33,7 +33,7 @@ class RulerPlan:
     n_answer: int | None = None  # most tokens of an answer, if fewer than the task's
 
     def room(self, task: str) -> int:
-        """Tokens of an answer at most."""
+        """Returns the tokens of an answer at most."""
         return min(TASKS[task].n_answer, self.n_answer or TASKS[task].n_answer)
 
     def samples(self) -> Iterator[tuple[int, str, int]]:

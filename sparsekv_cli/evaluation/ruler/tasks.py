@@ -149,7 +149,7 @@ def common_words(random: Random, n: int, length: int) -> RulerSample:
 
 
 def frequent_words(random: Random, n: int, length: int) -> RulerSample:
-    """fwe: coded words, of which the k-th comes as often as 1/k^2 says; dots come most often."""
+    """fwe: coded words. The k-th comes in proportion to 1/k^2, and dots come most often."""
     words: dict[str, None] = {DOTS: None}
     while len(words) < max(2 * N_FREQUENT, length // 50):
         words["".join(random.choices(string.ascii_lowercase, k=6))] = None
