@@ -15,7 +15,7 @@ MAX_SHOWN_BITS = 4096  # of a number that the conversation brings
 MAX_WIDTH = 1000  # of a field in a format
 MAX_PATTERN = 100  # characters, where a search takes the product of text and pattern
 MAX_JSON_INDENT = 16
-NODE_WEIGHT = 8  # what an element of a container counts, in characters
+NODE_WEIGHT = 8  # characters that an element of a container counts as
 MAX_COPIES = 64  # of the largest text, that may be made in all
 
 SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")

@@ -188,7 +188,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """
         place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
 
-        @functools.wraps(function)  # with jinja2's mark of what it wants passed first
+        @functools.wraps(function)  # keeps jinja2's mark of its first argument
         def run(*args: Any, **kwargs: Any) -> Any:
             limits = self.limits
             limits.step()

@@ -17,7 +17,7 @@ from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
 from sparsekv_cli.models.chat.watchdog import watched
 
 MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
-SPARE_CHARS = 1 << 20  # of output, on top of a multiple of what the conversation holds
+SPARE_CHARS = 1 << 20  # characters of output, in addition to a multiple of the conversation's
 CHARS_PER_INPUT_CHAR = 16
 MAX_MESSAGE_CHARS = 300
 

@@ -134,7 +134,7 @@ class GGUFPart:
         """Returns whether the path still names this file, with the same bytes."""
         try:
             return _mark(os.stat(self.path)) == self.mark
-        except OSError:  # its path is gone: what is open is all there is
+        except OSError:  # the path is gone: the open file is the only one
             return True
 
     def reopened(self) -> FileIO:

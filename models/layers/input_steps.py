@@ -50,7 +50,7 @@ class InputSteps:
     ) -> None:
         self.records = np.zeros(len(layers), kernels.INPUT)
         self._embedding = embedding
-        self._kept: list[np.ndarray] = []  # what the records have addresses of
+        self._kept: list[np.ndarray] = []  # keeps arrays alive: the records have their addresses
         self.are_any = embedding is not None or any(scale != 1.0 for _, scale in layers)
         self.records["scale"] = [scale for _, scale in layers]
         if embedding is None:

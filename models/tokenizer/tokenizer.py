@@ -247,7 +247,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
         vocabulary = read_vocabulary(metadata, model)
         encode_plain = make_line_encoder(metadata, vocabulary)
-        add_bos, space_prefix = True, False  # whatever the file says, as in llama.cpp
+        add_bos, space_prefix = True, False  # also against the file, as in llama.cpp
     else:
         from sparsekv_cli.models.tokenizer.spm import make_spm_encoder
 

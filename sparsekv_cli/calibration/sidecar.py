@@ -135,7 +135,7 @@ def read_entry(
             return entry
     except SparseKVError:
         raise
-    except Exception as error:  # whatever damage makes zipfile, numpy and json raise
+    except Exception as error:  # zipfile, numpy and json raise many for damage
         detail = " ".join(str(error).split())[:80] or type(error).__name__
         raise _unusable(path, method, f"cannot be read ({detail})") from None
 

@@ -26,7 +26,7 @@ from sparsekv_cli.models.forward import Copies
 from sparsekv_cli.models.rope import rotate_heads
 
 ROWS_AT_ONCE = 512  # rows of a forward pass
-# Tokens of the vocabulary, the most likely ones after each scored row, whose logits are compared.
+# Only the logits of the most likely tokens after each scored row are compared.
 # They have 98 to 99.9% of the probability of a window on models with 152K tokens.
 TOKENS_A_ROW = 4096
 MOST_CHANGE = 80.0  # of a logit: its exponential fits f32

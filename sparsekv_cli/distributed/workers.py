@@ -16,8 +16,8 @@ from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
 SECONDS_BETWEEN_CHECKS = 2.0
-MOST_LOSSES = 3  # of actors over one shard, which may be what ends them
-Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
+MOST_LOSSES = 3  # lost actors, after which a shard is taken for the cause
+Open = Callable[[Any], Callable[[Any], Any]]  # settings -> a function that answers shards
 
 
 class Worker:
@@ -75,7 +75,7 @@ class Workers:
             num_cpus=room.n_cpus, num_gpus=room.n_gpus, memory=room.n_bytes, max_restarts=0,
             scheduling_strategy="SPREAD",
         )(Worker)  # fmt: skip
-        self._starting: dict[Any, Any] = {}  # what ``open`` will tell -> actor
+        self._starting: dict[Any, Any] = {}  # actors by the future of ``open``
         self._busy: dict[Any, tuple[Any, Shard]] = {}
         self._idle: list[Any] = []
         self._again: deque[Shard] = deque()

@@ -119,4 +119,4 @@ def greedy_answers(
     for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n):
         answer = greedy_answer(sequence, logits, tokenizer.eog_ids, n)
         yield spec, tokenizer.decode(list(answer), skip_special=True)
-        del sequence, answer  # gone before the next method has its own
+        del sequence, answer  # frees it before the next method

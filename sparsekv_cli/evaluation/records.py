@@ -26,7 +26,7 @@ class Records(ExitStack, ABC):
     its end is cut off. A with block closes the file.
     """
 
-    command: ClassVar[str]  # whose file it is
+    command: ClassVar[str]  # the command of the file
 
     def __init__(
         self,

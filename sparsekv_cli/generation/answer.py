@@ -34,7 +34,7 @@ class StopStrings:
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty")
         self.stops = tuple(stops)
-        self.found = ""  # the one that was found
+        self.found = ""  # the stop string that was found
         self._held = ""
 
     def push(self, text: str) -> str:

@@ -95,7 +95,7 @@ class Generation:
         self.logprobs: LogProbs | None = None
         if logprobs is not None:
             self.sample = self.logprobs = LogProbs(sample, logprobs, tokenizer)
-        self.token = -1  # the token that was chosen last
+        self.token = -1  # the last chosen token
         self.answer = Answer("", [], STOP_LENGTH)
         self._n_predict = n_predict
         self._tokenizer = tokenizer

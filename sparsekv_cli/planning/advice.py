@@ -8,7 +8,7 @@ from sparsekv_cli.evaluation.intervals import drawn_means, groups_of, is_equal
 from sparsekv_cli.methods import spec_of
 from sparsekv_cli.planning.trial import MethodTrial
 
-N_BEST = 3  # methods that are told next to ``full``
+N_BEST = 3  # methods in the report next to ``full``
 MISSED = 1  # facts that ``full`` finds and an advised method may miss
 
 
@@ -20,7 +20,7 @@ class Advice:
     full_step_s: float  # seconds of a step of ``full``; all speeds refer to it
     trials: Sequence[MethodTrial]
     max_loss: float  # mean KLD up to which a method loses little
-    left_out: Mapping[str, str]  # reasons, by the names of methods that are not told
+    left_out: Mapping[str, str]  # reasons, by the names of methods that are not in the report
     is_uneven: bool  # whether the machine was busy at times
     n_facts: int
     facts_from: int  # tokens ahead of the first fact

@@ -29,10 +29,10 @@ from sparsekv_cli.system.work import load_beyond_cores
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 7  # raised when what is measured changes
+FORMAT = 7  # increased when the measurement changes
 # Each method is measured so often, the others in between, and medians count.
 N_PASSES = 3
-OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
+OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
 

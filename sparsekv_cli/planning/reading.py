@@ -33,7 +33,7 @@ FACTS = (  # each is followed by a number; no two begin alike
     "Inside the ship's bell someone had scratched",
 )
 N_WORDS = 2 * N_HALF  # steps that tell how often a method chooses the word that full chooses
-PART = 512  # tokens; the length of a reading is a multiple of it
+PART = 512  # tokens; a reading's length is a multiple of this
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
 SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
 

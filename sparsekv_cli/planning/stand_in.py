@@ -16,7 +16,7 @@ from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
 SMALL = 1 << 20  # bytes; a float tensor up to this size has values
-TABLE = "per_layer_token_embd.weight"  # of which a step reads a row: zeros that take no memory
+TABLE = "per_layer_token_embd.weight"  # a step reads one row of it; its zeros take no memory
 OF_TOKENS = (TABLE, "token_embd.weight", "output.weight")  # a row a token
 NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
 

@@ -22,7 +22,7 @@ from sparsekv_cli.sequence import held_bytes
 if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence
 
-N_COLD, N_TIMED = 2, 22  # first steps of a method, which are slower; those that are timed
+N_COLD, N_TIMED = 2, 22  # steps of a method: the first ones are slower, the next ones are timed
 N_COLD_PACE, N_PACE = 1, 6  # of ``full``, ahead of each method and after it
 N_AT_ONCE = 8  # rows of a step that is not timed
 NOISE = 1.05  # ratio of two speeds below which they are not called different

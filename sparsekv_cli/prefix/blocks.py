@@ -218,7 +218,7 @@ class BlockWriter:
         self._temporary = folder / f"{TEMPORARY_START}{secrets.token_hex(4)}{TEMPORARY}"
         try:
             with BufferedWriter(open_written(self._temporary)) as file:
-                file.write(MAGIC)  # tells whose file it is
+                file.write(MAGIC)  # marks it as the program's file
         except BaseException:
             self.abandon()
             raise

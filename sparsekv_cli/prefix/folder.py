@@ -37,7 +37,7 @@ def check_folder(path: Path) -> None:
     try:
         found = sorted(path.iterdir())
     except OSError:
-        return  # what cannot be read is told when it is used
+        return  # an error is reported at the first use
     if found and not any(map(is_own, found)):
         raise SparseKVError(
             f"--cache-dir {path}: holds files that are not the prefix cache's, such as "

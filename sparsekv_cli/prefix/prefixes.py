@@ -224,7 +224,7 @@ class Prefixes:
             k, v = ("q8_0" if each == "f16" else each for each in types)
             types = k, v
         n_kept, n_known = n_loaded, n_loaded
-        if self._is_bounded:  # what was computed again is not new, if no snapshot was missing
+        if self._is_bounded:  # without a missing snapshot, rows computed again are not new
             has_last = n_loaded >= found.n_common // BLOCK * BLOCK
             n_known = found.n_common if has_last else n_loaded
         elif n_loaded == found.n:

@@ -9,7 +9,7 @@ from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
 from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, block_hash
 from sparsekv_cli.prefix.pieces import converted, row_types
 
-N_PENDING = 2  # layers whose rows wait for being written
+N_PENDING = 2  # layers with rows that wait for the disk
 
 
 class RowsWriter:

@@ -95,7 +95,7 @@ class Constraint:
         self._kind = grammar.kind
         self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
-        for _ in range(2):  # some grammars are too large only with what the first time has built
+        for _ in range(2):  # some grammars are too large only at the second time
             self.restart()
             self.allowed(tokenizer.vocab_size)
 

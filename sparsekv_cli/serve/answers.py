@@ -20,7 +20,7 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.requests import Service
 
-PING_S = 10.0  # of silence, after which a client is told that the server lives
+PING_S = 10.0  # seconds of silence before a sign of life
 
 
 class Ping(NamedTuple):

@@ -119,10 +119,10 @@ class Job:
     n_bytes: int = 0  # that are set aside for it
     prefill_s: float = 0.0
     first_token: float = 0.0
-    text: str = ""  # that was not told yet, as ``thinking``
+    text: str = ""  # not sent yet, as is ``thinking``
     thinking: str = ""
     counted: dict[str, int] = field(default_factory=dict)  # ledger of the caches at the start
-    n_told: int = 0  # tokens whose log probabilities were told
+    n_told: int = 0  # tokens whose log probabilities were sent
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     def abort(self) -> None:
@@ -170,7 +170,7 @@ class Prefilling:
     steps: Generator[Progress, None, Any]
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
-    told: float = 0.0  # when the client was told how far it is
+    told: float = 0.0  # time of the last news about the prefill
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:

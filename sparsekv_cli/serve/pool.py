@@ -113,7 +113,7 @@ class ModelPool:
         self._released = asyncio.Event()
         self._lacks_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ends: list[Callable[[], None]] = []  # what else ends with the jobs
+        self.ends: list[Callable[[], None]] = []  # called at the end of all jobs
 
     @property
     def method(self) -> str:
@@ -299,7 +299,7 @@ def about(service: Service) -> dict[str, Any]:
 def free_memory() -> None:
     """Returns the memory of what was unloaded to the system."""
     forget_vocabularies()
-    gc.unfreeze()  # loading has frozen what was there
+    gc.unfreeze()  # loading froze all objects
     gc.collect()
     give_back_memory()
 

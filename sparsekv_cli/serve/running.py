@@ -25,7 +25,7 @@ class Stats:
     kv_limit: int = 0
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
-    cached_tokens: int = 0  # of prompts, whose rows were there
+    cached_tokens: int = 0  # tokens of prompts that had rows already
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0
@@ -107,7 +107,7 @@ class Running:
         """Removes a job. Its sequence is kept for later prompts."""
         self.jobs.remove(job)
         sequence = job.end()
-        sequence.rewind(len(sequence.tokens))  # nobody takes back the draft of an aborted job
+        sequence.rewind(len(sequence.tokens))  # takes back the draft of an aborted job
         for cache in sequence.caches:
             cache.records_attended = False
         self._stats.add_drafts(sequence.timings.speculation)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-MAPS = Path("/proc/self/maps")  # Linux: what is mapped, and where
+MAPS = Path("/proc/self/maps")  # Linux: the process's memory maps
 LARGE = 8 << 20  # bytes; LLVM, BLAS, torch: nothing that others would patch
 
 

@@ -22,7 +22,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-PREFILL = "prefill"  # stands for no method: what the dense prefill of a whole chunk gives
+PREFILL = "prefill"  # the name of the way without a method: a dense prefill of the whole chunk
 PIECE = 256  # rows of logits at once
 
 Ways = Mapping[str, Method | None]  # how to score, by the text that names it; None is a prefill
@@ -83,5 +83,5 @@ def score_chunk(
         for name, (_, sequence, _) in prefill_each(model, methods, ids[:first], n_steps=n_steps):
             steps = (sequence.decode(token)[None] for token in ids[first:])
             add(name, steps, partial(rows_read, sequence.caches, n_steps))
-            del steps, sequence  # gone before the next method has its own
+            del steps, sequence  # frees it before the next method
     return records

@@ -154,7 +154,7 @@ def frequent_words(random: Random, n: int, length: int) -> RulerSample:
     while len(words) < max(2 * N_FREQUENT, length // 50):
         words["".join(random.choices(string.ascii_lowercase, k=6))] = None
     counts = [int(n / ZETA_2 / k**2) for k in range(1, len(words) + 1)]
-    for k in range(N_FREQUENT, -1, -1):  # no ties among those that are asked for
+    for k in range(N_FREQUENT, -1, -1):  # no ties among the asked words
         counts[k] = max(counts[k], counts[k + 1] + 1)
     text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     random.shuffle(text)
