@@ -75,7 +75,7 @@ def read_json(text: str) -> Any:
 
 
 def call_of(name: str, arguments: Any) -> ToolCall | None:
-    """A call; None where the arguments are no object that JSON can say, or are nested too deeply.
+    """Returns a call; None: the arguments are no JSON object, or are nested too deeply.
 
     arguments: an object, or its JSON text.
     """

@@ -116,7 +116,7 @@ def replaced(text: str, new: Mapping[str, str]) -> str:
 
 
 def words_of(source: str) -> tuple[set[str], set[str]]:
-    """The names by which a template may ask for keys, and what it writes or compares with."""
+    """Returns the names of keys that a template may read, and the texts that it writes."""
     names, written = set(), set()
     with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # whoever renders it says so
         for token in jinja2.Environment().lexer.tokenize(source):

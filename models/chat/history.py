@@ -58,7 +58,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Whether a template writes system messages that follow each other, or other messages."""
+    """Returns whether a template writes several system messages, also after others."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -69,7 +69,7 @@ def takes_systems(template: str | None) -> bool:
 
 @lru_cache(16)
 def call_form(template: str | None) -> CallForm:
-    """The form in which a template takes calls; the plain one where it takes none in any."""
+    """Returns the form in which a template takes calls; the plain form if it takes no calls."""
     for are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=4):
         form = CallForm(are_texts, is_null, has_short_ids, is_alone)
         calls = [
@@ -159,7 +159,7 @@ def _id(given: str, form: CallForm) -> str:
 
 
 def _short(data: bytes) -> str:
-    """Nine letters and digits that stand for bytes."""
+    """Returns nine letters and digits that stand for bytes."""
     number, digits = int.from_bytes(data[:8], "little"), ""
     for _ in range(ID_LENGTH):
         number, digit = divmod(number, len(DIGITS))

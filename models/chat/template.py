@@ -86,7 +86,7 @@ def render(
 
 
 def source_of(template: str | None) -> str:
-    """The template, or ChatML for None.  Raises SparseKVError for one that is far too long."""
+    """Returns the template, or ChatML for None. Raises SparseKVError if it is far too long."""
     source = CHATML if template is None else template
     if len(source) > MAX_TEMPLATE_CHARS:
         raise SparseKVError(
@@ -96,7 +96,7 @@ def source_of(template: str | None) -> str:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a conversation, the keys of dicts too."""
+    """Yields every text in a conversation, the keys of dicts too."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -26,7 +26,7 @@ class Linear:
         return self.data.shape[0]
 
     def matrix(self, i: int) -> Linear:
-        """One of its matrices; no copy."""
+        """Returns one of its matrices, not copied."""
         n = self.n_rows // self.n_matrices
         return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
 

@@ -99,7 +99,7 @@ class GGUFPart:
         self._bytes = np.frombuffer(self._map, np.uint8)  # read-only, as the map is
 
     def data(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map."""
+        """Returns a tensor's bytes, uint8 (rows, bytes a row), read-only, on the memory map."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         row_bytes = info.type.row_bytes(info.shape[-1])
@@ -246,7 +246,7 @@ def _read_tensors(
 
 
 def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
-    """One line of the tensor table; its offset still counts from the start of the data."""
+    """Returns a line of the tensor table. Its offset counts from the start of the data."""
     name = cursor.text(f"the name of {what}", MAX_NAME_BYTES)
     if not name:
         raise cursor.fail(f"{what} has an empty name")

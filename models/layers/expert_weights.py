@@ -106,7 +106,7 @@ def read_mixture(
 
 
 def _read_norms(reader: TensorReader, at: str, n_embd: int) -> ExpertNorms:
-    """The router's is that of its input over the root of its length, times a scale."""
+    """Reads the norms. The router's is a scale divided by the root of its length."""
     scale = reader.floats(f"{at}ffn_gate_inp.scale", (n_embd,))
     experts, after, shared = (
         reader.floats(f"{at}{name}.weight", (n_embd,))

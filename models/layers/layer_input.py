@@ -44,7 +44,7 @@ class InputEmbedding:
     norm: np.ndarray  # f32 (P,)
 
     def rows(self, ids: Sequence[int] | np.ndarray, layer: int | None = None) -> np.ndarray:
-        """The tokens' embeddings for one layer f32 (T, P), or for all (T, layers P); scaled."""
+        """Returns scaled embeddings f32 (T, P) for one layer, or (T, layers P) for all."""
         table, n = self.table, len(self.norm)
         data, n_columns = table.data[np.asarray(ids)], table.n_columns
         if layer is not None:

@@ -31,7 +31,7 @@ OnBytes = Callable[[int, int], None]  # called with bytes that are here, and all
 
 
 def index_url() -> str:
-    """The package index: the one that the environment names for uv or pip, or PyPI."""
+    """Returns the package index: the one that the environment names for uv or pip, or PyPI."""
     for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
         if value := os.environ.get(variable):
             return value.rstrip("/")

@@ -73,7 +73,7 @@ class PreTokenizer:
     add_bos: bool = False  # the setting when the file has none
 
     def oniguruma(self) -> list[str]:
-        """The expressions for the tokenizers library, with llama.cpp's idea of the categories."""
+        """Returns the expressions for the tokenizers library, with llama.cpp's categories."""
         category = re.compile(r"\\p\{\w\}")
         return [category.sub(lambda m: f"[{m[0]}&&[^{LATER}]]", regex) for regex in self.regexes]
 
@@ -211,7 +211,7 @@ same(
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """The pre-tokenizer called ``name``; None (not in the file) is ``default``, as in llama.cpp.
+    """Returns the pre-tokenizer ``name``; for None the one called default, as in llama.cpp.
 
     Raises SparseKVError that names what is not known.
     """

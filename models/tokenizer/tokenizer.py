@@ -154,7 +154,7 @@ class Tokenizer:
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary spells it.  Raises ValueError for an id out of range."""
+        """Returns a token as the vocabulary has it. Raises ValueError for an id out of range."""
         if not 0 <= token_id < self.n_vocab:
             raise ValueError(f"token id {token_id}: must be 0 to {self.n_vocab - 1}")
         return self._vocabulary.texts[token_id]

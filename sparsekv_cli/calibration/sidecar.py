@@ -87,7 +87,7 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model. Raises SparseKVError if its file is unreadable or changed."""
+    """Returns a model's identity. Raises SparseKVError if its file is unreadable or changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -177,7 +177,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file. Raises ValueError unless it holds one array of the stated size."""
+    """Returns an array of the npz file. Raises ValueError if it has another size than stated."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     file = io.BytesIO(archive.read(f"{name}.npy"))

@@ -73,7 +73,7 @@ class Study:
         self._windows: list[Window] = []
 
     def _affordable(self, n_text: int, n_windows: int, depths: float) -> int:
-        """Rows that each trial can score in a window; half continue the text, half repeat it."""
+        """Returns the rows that each trial can score in a window, an even number."""
         left = self.run.n_rows - self._rows(n_text, n_windows, 0)
         return int(left / (2 * n_windows * (depths + 1))) * 2
 

@@ -39,7 +39,7 @@ def folders(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def describe(name: str, path: Path | None) -> dict[str, Any]:
-    """A folder. ``files`` and ``bytes`` count the regular files directly in it.
+    """Returns a folder's fields. ``files`` and ``bytes`` count its regular files.
 
     ``writable``: whether files can be made there; of a folder that is missing, whether it can be
     made.

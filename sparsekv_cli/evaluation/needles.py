@@ -114,7 +114,7 @@ def find_needles(
 def greedy_answers(
     model: Model, methods: Mapping[str, Method], ids: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
+    """Yields every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
     tokenizer, n = model.tokenizer, MAX_ANSWER_TOKENS
     for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n):
         answer = greedy_answer(sequence, logits, tokenizer.eog_ids, n)

@@ -109,7 +109,7 @@ class Advice:
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 
     def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
-        """A told method, for ``--json``."""
+        """Returns a method of the report, for ``--json``."""
         speedup, ends = (
             (1.0, (1.0, 1.0)) if trial is self.full else (trial.speedup, trial.interval())
         )

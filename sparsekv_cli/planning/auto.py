@@ -230,7 +230,7 @@ def measure_losses(
 
 
 def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A prompt and what follows on it: a passage from the middle, repeated, and the text's end."""
+    """Returns a prompt and its continuation: a passage from its middle, then the text's end."""
     end, middle = len(ids) - N_HALF - N_BEGUN - N_HALF, len(ids) // 2
     passage = ids[middle : middle + N_BEGUN + N_HALF]
     prompt = [*ids[:end], *passage[:N_BEGUN]]

@@ -50,7 +50,7 @@ def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: in
 
 
 def method_key(method: Method) -> str:
-    """A method with all of its options."""
+    """Returns a text of a method with all of its options."""
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 

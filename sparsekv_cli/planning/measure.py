@@ -324,7 +324,7 @@ class Measurement:
         return self._rows[shape]
 
     def _new_rows(self, spec: LayerSpec) -> _Inputs:
-        """Normal rows; of steps, a common half and one of their own."""
+        """Returns normal rows. The rows of steps have a common half."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
         prompt = tuple(self._rng.standard_normal((h, N_ROWS, d), np.float32) for h, d in sizes)

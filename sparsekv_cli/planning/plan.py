@@ -129,7 +129,7 @@ class Forecast:
         return found
 
     def kv_bytes(self, method: Method, n: int) -> int:
-        """Rows that several layers read count once, unless the method drops or changes them."""
+        """Returns the bytes of n tokens. Shared rows count once if the method keeps them."""
         n_bytes = self.curve(method).host(n)
         if method.holds_all_rows:
             layers = self.hparams.layers

@@ -39,7 +39,7 @@ SEARCHED = 64  # tokens after a place in which the end of a sentence is looked f
 
 
 def prefill_work(file: GGUFFile, hparams: HParams, n: int) -> float:
-    """Products of a prefill of n tokens: of weights, and of attention, which grows with n²."""
+    """Returns the products of a prefill of n tokens: of weights, and of attention (n²)."""
     full = [layer for layer in hparams.layers if layer.kind == FULL]
     row = sum(layer.n_head * (layer.head_dim + layer.value_dim) for layer in full)
     return n * layer_products(file, hparams) + n * n / 2 * row
@@ -121,7 +121,7 @@ def make_task(
 def _end_of_sentence(
     ids: Sequence[int], at: int, end: int, decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """The next place after ``at`` where a sentence ends; ``at`` itself if there is none near."""
+    """Returns the next end of a sentence after ``at``, or ``at`` if there is none near."""
     for place in range(at, min(at + SEARCHED, end)):
         if END_OF_SENTENCE.search(decode(ids[max(0, place - 4) : place])):
             return place

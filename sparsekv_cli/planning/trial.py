@@ -145,7 +145,7 @@ class Trials:
 
 
 def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:
-    """Medians of values drawn anew, as ``drawn_means``; a step that others delay hardly counts."""
+    """Returns medians of bootstrap draws. A step that other work delays hardly counts."""
     drawn = np.random.RandomState(seed).randint(0, len(values), (N_DRAWS, len(values)))
     return np.median(values[drawn], axis=1)
 

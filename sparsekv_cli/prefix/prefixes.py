@@ -216,7 +216,7 @@ class Prefixes:
     def begin(
         self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
     ) -> None:
-        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
+        """See PromptRows."""
         self.finish()
         self._begun, types = self.root.known() or UNKNOWN, self.types
         row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
@@ -280,7 +280,7 @@ class Prefixes:
         return folder.is_usable()
 
     def take(self, layer: int, cache: LayerCache) -> None:
-        """A layer has all rows of the prefill, and the method has not touched them."""
+        """See PromptRows."""
         if self._storing is not None:
             try:
                 self._storing.take(layer, cache)
@@ -318,7 +318,7 @@ class Prefixes:
         return self.folder.path
 
     def abandon(self) -> None:
-        """The prefill has failed."""
+        """See PromptRows."""
         if self._storing is not None:
             self._storing.abandon()
             self._storing = None

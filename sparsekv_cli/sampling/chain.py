@@ -49,7 +49,7 @@ class Follows(Protocol):
     """The tokens that may follow in an answer, token by token."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
-        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab; None: all."""
 
     def accept(self, token: int) -> None:
         """Adds an allowed token to the answer."""
@@ -65,7 +65,7 @@ def make_sampler(
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None = None,
     constraint: Follows | None = None,
 ) -> Sample:
-    """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
+    """Returns a function (logits f32 (V,), history) -> token id. history: prompt and answer.
 
     find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
     if DRY is on and has breakers. constraint: the form of the answer. It gets every chosen token.
@@ -114,7 +114,7 @@ def chain_step(
     rng: np.random.Generator,
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None,
 ) -> ChainStep:
-    """One sampler of the chain with its parameters bound."""
+    """Returns one sampler of the chain with its parameters bound."""
     function, values = FUNCTIONS[sampler.name], sampler.values(params)
     if sampler.takes == "vocabulary":
         n_last, *others = values
@@ -235,7 +235,7 @@ def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax in f32, (n,) -> (n,)."""
+    """Returns softmax in f32, (n,) -> (n,)."""
     powers = np.exp(logits - logits.max())
     return powers / powers.sum()
 
@@ -276,7 +276,7 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def first_reaching(mass: np.ndarray, p: float) -> int:
-    """Index of the first cumulative mass >= p; len(mass) when there is none."""
+    """Returns the index of the first cumulative mass >= p; len(mass) if there is none."""
     return int(np.searchsorted(mass, np.float32(p), side="left"))
 
 

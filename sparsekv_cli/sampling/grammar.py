@@ -54,7 +54,7 @@ class TokenBytes:
 
 
 def read_grammar(kind: str, text: str) -> Grammar:
-    """The grammar that a text describes; a GBNF grammar (llama.cpp's) or a Lark one for "grammar".
+    """Returns the grammar of a text. For "grammar" the text is GBNF (llama.cpp's) or Lark.
 
     For "tool_choice" it is a Lark one, in whose schemas white space is that of JSON answers.
 
@@ -111,7 +111,7 @@ class Constraint:
         self._matcher = self._at_start.deep_copy()
 
     def allowed(self, n_vocab: int) -> np.ndarray:
-        """Returns the ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64.
+        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab.
 
         Raises SparseKVError when there are none, and when parsing takes too much.
         """

@@ -183,7 +183,7 @@ METADATA_FIELDS = {
 def params_from_metadata(
     metadata: Mapping[str, Any], explicit: Mapping[str, Any]
 ) -> SamplingParams:
-    """The parameters of a run: what the user set, else what the file sets, else the defaults.
+    """Returns the parameters: the user's, else the file's, else the defaults.
 
     metadata: a model's key-value pairs. explicit: field -> value as the user gave it; None counts
     as not given. Raises ValueError for a value of the user's, SparseKVError for one of the file's.

@@ -264,7 +264,7 @@ def _result_text(where: str, content: Any) -> str:
 
 
 def _reference(where: str, block: Mapping[str, Any]) -> str:
-    """A line about a tool that was searched for; the prompt describes all of them."""
+    """Returns a line about a found tool. The prompt describes all tools."""
     name = block.get("tool_name")
     if not isinstance(name, str):
         raise FieldError(where, ": expected a tool_reference with a tool_name")
@@ -309,7 +309,7 @@ def _stop(end: Finished, has_called: bool) -> dict[str, str | None]:
 
 
 def _usage(end: Finished) -> dict[str, int]:
-    """Input tokens are those that were computed, as Anthropic counts them."""
+    """Returns the tokens as Anthropic counts them: input tokens are the computed ones."""
     return {
         "input_tokens": end.n_prompt - end.n_cached,
         "cache_read_input_tokens": end.n_cached,

@@ -246,7 +246,7 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error, in the shape of the protocol that has ``path``."""
+    """Returns an error's status and body, in the form of the protocol of ``path``."""
     status, kind, code = status_of(error)
     if isinstance(error, HTTPException):
         message = str(error.detail)

@@ -174,7 +174,7 @@ class Prefilling:
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:
-    """The percentage of n rows that a layer's step attended to, in each of ``n_bins`` equal parts.
+    """Returns the percentage of attended rows in each of ``n_bins`` equal parts of n rows.
 
     attended: as LayerCache has it, None: all rows.
     """

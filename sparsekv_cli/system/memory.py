@@ -101,7 +101,7 @@ def _groups() -> Iterator[tuple[int, int | None, int]]:
 
 
 def _number_in(file: Path) -> int | None:
-    """The number that a file holds; None for the word ``max``, or if there is no such file."""
+    """Returns the number in a file; None for the word ``max`` or for a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def _number_in(file: Path) -> int | None:
 
 
 def _counts(file: Path, unit: int = 1) -> dict[str, int]:
-    """A file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
+    """Returns a file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
     try:
         words = [line.split() for line in file.read_text().splitlines()]
     except OSError:

@@ -52,7 +52,7 @@ class RulerPlan:
 def shortest_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> tuple[RulerSample, list[int]]:
-    """A sample with the shortest text, and its ids. Raises SparseKVError if it does not fit."""
+    """Returns the shortest sample and its ids. Raises SparseKVError if it does not fit."""
     sample, ids = _prompt(task, length, number, seed, encode, TASKS[task].least)
     if len(ids) > length - n_answer:
         raise SparseKVError(
@@ -65,7 +65,7 @@ def shortest_prompt(
 def _prompt(
     task: str, length: int, number: int, seed: int, encode: Encode, n: int
 ) -> tuple[RulerSample, list[int]]:
-    """A sample with n units of text, and its ids."""
+    """Returns a sample with n units of text, and its ids."""
     sample = TASKS[task].make(Random(f"{seed} {task} {length} {number}"), n, length)
     return sample, encode(message(sample), sample.answer)
 
@@ -73,7 +73,7 @@ def _prompt(
 def make_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> RulerPrompt:
-    """The ``number``-th sample of a task: as long a text as leaves room for the answer in length.
+    """Returns sample ``number`` of a task, with the longest text that leaves room for the answer.
 
     It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
     """
