@@ -40,7 +40,7 @@ class LayerWeights(ABC):
 
     @abstractmethod
     def inputs(self) -> tuple[Linear, ...]:
-        """The matrices whose products with a normed row go to the layer's cache."""
+        """Returns the matrices whose products with a normed row go to the layer's cache."""
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
@@ -50,7 +50,7 @@ class LayerWeights(ABC):
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """All matrices in the order of their use, without a router's and those of ``input``."""
+        """Returns the matrices in the order of their use, without a router and ``input``."""
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
@@ -119,11 +119,6 @@ class Weights:
     output: Linear  # token_embd if the file has no output tensor (tied embeddings)
     rope_freqs: np.ndarray | None  # f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE)
     inputs: InputEmbedding | None = None  # makes the layers' own inputs, if they have any
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes that decoding one token reads."""
-        return self.bytes_a_step(1)
 
     def bytes_a_step(self, n_rows: int) -> int:
         """Returns the bytes that a decode step of n_rows reads: layers, chosen experts, head."""

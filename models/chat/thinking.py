@@ -32,7 +32,7 @@ MARKERS = (
 SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
 # Variables of a template that are no user's.
 SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-N_TAIL_BYTES = 256  # at the end of what was thought, in which the end marker may be
+N_TAIL_BYTES = 256  # at the end of the thinking, which may hold the end marker
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
@@ -47,11 +47,6 @@ class Thinking(NamedTuple):
     def is_channel(self) -> bool:
         """Whether answers are on channels (gpt-oss). One channel is the answer proper."""
         return self[:2] == CHANNELS
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether templates take no message with the thinking in it."""
-        return self.is_channel
 
     def closing(self, thought: bytes) -> str:
         """Returns the text that ends the thinking after ``thought`` and begins the answer."""
@@ -179,7 +174,7 @@ def variables_of(template: str | None) -> frozenset[str]:
 
 
 def overlap(text: str, word: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``word`` and not all of it."""
+    """Returns the length of the longest end of ``text`` that is a beginning of ``word``."""
     for length in range(min(len(text), len(word) - 1), 0, -1):
         if word.startswith(text[-length:]):
             return length

@@ -10,7 +10,7 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.models.decoder import FEW_ROWS
 from sparsekv_cli.models.next_token.decoder import NextTokenDecoder
 
-NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass whose logits nobody reads
+NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass without a use for logits
 
 
 class NextTokenRows:
@@ -35,6 +35,12 @@ class NextTokenRows:
             self._first, self._tokens, self._hidden = pos, [], self._hidden[:0]
         self._tokens += tokens
         self._hidden = np.concatenate([self._hidden, hidden])
+
+    def take_prompt(self, ids: Sequence[int], n_past: int, pos: int, hidden: np.ndarray) -> None:
+        """Takes hidden rows of the prompt ``ids``, which begins at position ``n_past``."""
+        first = pos - n_past
+        self.take(pos, ids[first : first + len(hidden)], hidden)
+        self.compute_many()
 
     def compute_many(self) -> None:
         """Computes the rows whose next token is known, if more wait than a step takes."""

@@ -265,7 +265,7 @@ class Prefixes:
         return headers
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
-        """Returns whether there is a folder for the blocks. Raises OSError if it cannot be made."""
+        """Returns whether the folder can keep the blocks. Raises OSError if it cannot be made."""
         folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
         limit = f"{folder.limit / 2**30:g} GiB"
         if size > folder.limit:

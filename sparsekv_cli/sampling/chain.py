@@ -7,7 +7,7 @@ logits comes first. Tokens of probability zero take no part in typ_p. Draws come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -82,14 +82,15 @@ def make_sampler(
     while takes_best and active and active[-1].keeps_best:
         active.pop()
     steps = [chain_step(sampler, params, rng, find_breakers) for sampler in active]
-    ids, bias = np.arange(0), bias_of(params.logit_bias)
+    ids, biased = np.arange(0), np.fromiter(params.logit_bias, np.int64)
+    amounts = np.fromiter(params.logit_bias.values(), np.float32)
 
     def sample(logits: np.ndarray, history: Sequence[int]) -> int:
         nonlocal ids
         if len(ids) != len(logits):
             ids = np.arange(len(logits))
         candidates = Candidates(ids, np.asarray(logits, np.float32), len(logits), is_full=True)
-        candidates = add_bias(candidates, *bias)
+        candidates = add_bias(candidates, biased, amounts)
         if constraint is not None:
             allowed = constraint.allowed(len(logits))
         if constraint is not None and allowed is not None:
@@ -138,14 +139,8 @@ def last(history: Sequence[int], n_last: int) -> np.ndarray:
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
-def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens i64 (m,) and what is added to the logit of each f32 (m,)."""
-    n = len(bias)
-    return np.fromiter(bias.keys(), np.int64, n), np.fromiter(bias.values(), np.float32, n)
-
-
 def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """logit += amount of each token. Raises SparseKVError for a token outside the vocabulary."""
+    """Adds amounts f32 (m,) to the logits of tokens i64 (m,). Raises SparseKVError for a bad id."""
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)

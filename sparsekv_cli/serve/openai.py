@@ -339,7 +339,7 @@ def _token(entry: Mapping[str, Any]) -> str:
 
 
 def _by_token(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns log probabilities by token's text. Of equal texts the most likely one counts."""
+    """Returns log probabilities by text. The most likely token of a text counts."""
     found: dict[str, float] = {}
     for entry in entries:
         found.setdefault(_token(entry), entry["logprob"])

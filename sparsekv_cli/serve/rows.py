@@ -32,7 +32,7 @@ from sparsekv_cli.system.memory import available_memory
 
 N_METHODS = 64  # methods with their options that are remembered
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
-LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
+LEAST_SEEN = 512  # tokens; shorter prompts say little about the growth of an index
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
@@ -90,13 +90,13 @@ class SharedRows:
         method = self._method
         assert method is not None
         if self._disk is not None:
-            self._disk.finish()  # what an answer that failed has left; it may be forgotten now
+            self._disk.finish()  # the rest of a failed answer, before it is forgotten
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n
-        types, self._donor = types_of(method), None
+        self._donor = None
         for sequence in self._donors():
-            if types_of(sequence.method) == types:
+            if sequence.method.kv_types == method.kv_types:
                 n = reusable(sequence, ids, method)
                 if n > best:
                     best, self._donor = n, sequence
@@ -137,11 +137,6 @@ class SharedRows:
         self._writer.shutdown()
 
 
-def types_of(method: Method) -> tuple[str, str]:
-    """Returns the types of the rows of K and V."""
-    return method.cache_type_k, method.cache_type_v
-
-
 def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool) -> int:
     """Returns how many rows of ``parked`` stay if ``ids`` continue it; 0: they do not continue it.
 
@@ -179,7 +174,8 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
     """Returns the most bytes of rows of ``ids`` that one of the sequences holds."""
     most = 0
     for sequence in sequences:
-        n = reusable(sequence, ids, method) if types_of(sequence.method) == types_of(method) else 0
+        is_alike = sequence.method.kv_types == method.kv_types
+        n = reusable(sequence, ids, method) if is_alike else 0
         if memory_file.is_available() and n >= LEAST_SHARED:
             stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
             most = max(most, sum(of.prefix_bytes(n_shared(of, n)) for of in stores))
@@ -216,7 +212,7 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
     total = 0
     n = int((n + N_HEADROOM) * GROWTH)
     for spec in specs:
-        row = layer_bytes(spec, method.cache_type_k, method.cache_type_v)
+        row = layer_bytes(spec, *method.kv_types)
         total += row * (min(n, spec.window) if spec.window else n)
     return total
 

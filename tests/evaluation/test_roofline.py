@@ -37,7 +37,8 @@ def test_full_attention_reads_all_rows(tmp_path):
     sequence = open_sequence(path, build_method("full", {}), config)
     sequence.prefill(list(range(3, 23)))
     sequence.decode(5)
-    roofline = decode_roofline(sequence.model.decoder.weights.n_bytes, sequence.ledger(), 1, 1e9)
+    n_bytes = sequence.model.decoder.weights.bytes_a_step(1)
+    roofline = decode_roofline(n_bytes, sequence.ledger(), 1, 1e9)
     h = sequence.model.hparams
     row = sum(x.n_head_kv * 2 * (x.head_dim + x.value_dim) for x in h.layers)
     assert roofline.kv_bytes == 21 * row  # 20 prefilled and the token's own

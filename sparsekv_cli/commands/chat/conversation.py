@@ -121,7 +121,8 @@ class Conversation:
 
     def encode(self, messages: Messages) -> list[int]:
         """Returns the ids of a conversation for the model to continue."""
-        if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
+        # Templates with channels take no thinking in a message.
+        if self.settings.drop_thinking or (self.thinking and self.thinking.is_channel):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
             self.model.tokenizer,
