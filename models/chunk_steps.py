@@ -45,7 +45,7 @@ class ChunkSteps(Protocol):
     def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
         """Makes q, k and v of projections raw (T, H d + G d + G d_v): bias, norm, rotation, scale.
 
-        With an output gate, H 2 d instead of H d; without projections of k and v, none of these.
+        With an output gate q has H 2 d elements. A layer may lack k and v.
         """
 
     def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:

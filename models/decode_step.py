@@ -73,7 +73,7 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[Sequence[LayerInputs]] = []
-        self._own: list[dict[str, np.ndarray]] = []  # of each layer, what ``inputs`` has views of
+        self._own: list[dict[str, np.ndarray]] = []  # of each layer, the arrays under ``inputs``
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
@@ -173,13 +173,10 @@ class DecodeStep:
         rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
         return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
-    def begin_inputs(self, tokens: Sequence[int]) -> None:
-        """Makes the layers' own inputs from x, which holds the tokens' embeddings."""
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Computes all layers' own inputs, and ``inputs`` of layer 0. x has the embeddings."""
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
-
-    def project(self, n_rows: int, i: int = 0) -> None:
-        """Computes ``inputs`` of layer i from the first ``n_rows`` rows of x."""
-        fused.project_qkv(self._layers, i, n_rows, self.n_threads)
+        fused.project_qkv(self._layers, 0, len(tokens), self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """Computes layer i after its attention, and ``inputs`` of the next layer.
@@ -195,7 +192,7 @@ class DecodeStep:
                 fused.finish_layer(layers, i, attended, n_rows, n)
             add_input(layers, self._layer_inputs.records, i, n_rows, n)
             if i + 1 < len(layers):
-                self.project(n_rows, i + 1)
+                fused.project_qkv(layers, i + 1, n_rows, n)
         elif steps.has(i):
             experts.next_expert_layer(layers, steps.records, i, attended, n_rows, n)
         else:

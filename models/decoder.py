@@ -39,6 +39,7 @@ from sparsekv_cli.models.matmul import (
     FewRowsProducts,
     IntegerProducts,
     can_multiply,
+    stacks,
 )
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
@@ -193,8 +194,7 @@ class Decoder(Forward):
         for b, (token, pos) in enumerate(zip(tokens, positions, strict=True)):
             self.embed_row(token, step.x[b])
             step.set_position(b, pos, self.rope)
-        step.begin_inputs(tokens)
-        step.project(n_rows)
+        step.begin(tokens)
         return step
 
     def _new_step(self, n_rows: int) -> DecodeStep:
@@ -247,7 +247,9 @@ class Decoder(Forward):
     def products(self, i: int) -> Mapping[str, Product]:
         is_few = self._products is self._few_products
         weights = self._decode_weights if is_few else self.weights
-        return self._products.of_layer(weights.layers[i])
+        return {
+            name: self._products.of_stack(name, parts) for name, parts in stacks(weights.layers[i])
+        }
 
     def feed_forward(self, i: int, products: Mapping[str, Product], x: Any) -> Any:
         layer = self.weights.layers[i]
@@ -295,5 +297,5 @@ class Decoder(Forward):
     def end_layer(self, i: int) -> None:
         decoded = self._decode_weights.layers[i].linears()
         for in_file, copy in zip(self.weights.layers[i].linears(), decoded, strict=True):
-            if copy.repacked:  # which is what decode reads
+            if copy.repacked:  # decode reads the copy
                 self.weights.file.release(in_file.data)

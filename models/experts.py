@@ -106,7 +106,7 @@ class ExpertSteps:
 
     def __init__(self, weights: Weights, capacity: int, n_planes: int) -> None:
         self.records = np.zeros(len(weights.layers), kernels.EXPERTS)
-        self._kept: list[np.ndarray] = []  # arrays whose addresses the records have
+        self._kept: list[np.ndarray] = []  # keeps arrays alive: the records have their addresses
         mixtures = {
             i: layer.ffn
             for i, layer in enumerate(weights.layers)

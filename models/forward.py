@@ -56,15 +56,13 @@ def drain(
 class Copies:
     """Copies of some rows. Each joins a forward pass at its layer.
 
-    A first pass over the rows, without copies, records their residual stream. In a later pass a
-    copy begins ahead of its layer, with what the stream was there.
-
-    streams: the residual stream ahead of each layer, (T, n_embd).
-    joining: how many copies join ahead of each layer; empty in the first pass.
+    A first pass, without copies, records the residual stream of the rows. In a later pass a copy
+    begins ahead of its layer, with the stream that was recorded there.
     """
 
+    # the residual stream ahead of each layer, (T, n_embd)
     streams: list[Any] = field(default_factory=list)
-    joining: Sequence[int] = ()
+    joining: Sequence[int] = ()  # how many copies join ahead of each layer; empty in the first pass
 
     def begin(self, x: Any) -> Any:
         """Returns the rows before the first layer, from the embeddings x."""
@@ -80,23 +78,18 @@ class Copies:
 
 
 class Forward(ABC):
-    """A model's forward pass over rows. It holds weights and scratch, but no sequence's state.
-
-    prefill_dtype: the type of the products: f32, bf16 or int8. rows_dtype: the type of the rows
-    between them, f32 or bf16. layers: for each layer the norms and biases that ``rows`` takes.
-    output_norm: f32 (n_embd,). ``rows`` says whether rows are arrays or tensors.
-    """
+    """A model's forward pass over rows. It holds weights and scratch, but no sequence's state."""
 
     hparams: HParams
     weights: Weights
     rope: RopeTables  # with arrays, or with tensors
     n_threads: int
     chunk: int
-    prefill_dtype: str
-    rows_dtype: str
-    rows: ChunkSteps
-    layers: Sequence[Any]
-    output_norm: Any
+    prefill_dtype: str  # the type of the products: f32, bf16 or int8
+    rows_dtype: str  # the type of the rows between the products: f32 or bf16
+    rows: ChunkSteps  # the steps between the products, for arrays or for tensors
+    layers: Sequence[Any]  # for each layer the norms and biases that ``rows`` takes
+    output_norm: Any  # f32 (n_embd,)
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:

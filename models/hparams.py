@@ -37,32 +37,23 @@ SCALARS = (
 
 @dataclass(frozen=True)
 class LayerParams:
-    """Sizes of one layer. A recurrent layer has a ``state``, and 0 heads of size 0.
-
-    head_dim, value_dim: sizes of a key head and a value head. n_rot: leading dimensions of a head
-    that are rotated (even, at most head_dim), 0: none. n_ff: length of the gated feed-forward, 0
-    with ``experts``. attention_scale: the softmax's factor; 0: 1/sqrt(head_dim). kind: the kind of
-    its cache (sparsekv_cli/cache/kinds.py). window: tokens that a window layer attends to, the
-    current one included; 0: all. softcap: c of scores c tanh(score / c), 0 for none. has_sinks:
-    whether each head has a score without a value in its softmax. output_gate: see Architecture.
-    source: the earlier layer whose rows it reads; -1: it has its own.
-    """
+    """Sizes of one layer. A recurrent layer has a ``state``, and 0 heads of size 0."""
 
     n_head: int
     n_head_kv: int
-    head_dim: int
-    value_dim: int
-    n_rot: int
-    n_ff: int
-    attention_scale: float = 0.0
+    head_dim: int  # elements of a key head
+    value_dim: int  # elements of a value head
+    n_rot: int  # leading elements of a head that are rotated, even; 0: none
+    n_ff: int  # length of the gated feed-forward; 0 with ``experts``
+    attention_scale: float = 0.0  # the softmax's factor; 0: 1/sqrt(head_dim)
     experts: ExpertParams | None = None
-    kind: str = FULL
-    window: int = 0
-    softcap: float = 0.0
-    has_sinks: bool = False
+    kind: str = FULL  # the kind of its cache (sparsekv_cli/cache/kinds.py)
+    window: int = 0  # tokens that a window layer attends to, the current one included; 0: all
+    softcap: float = 0.0  # c of scores c tanh(score / c); 0: none
+    has_sinks: bool = False  # each head has a score without a value in its softmax
     state: StateParams | None = None
-    output_gate: bool = False
-    source: int = -1
+    output_gate: bool = False  # see Architecture
+    source: int = -1  # the earlier layer whose rows it reads; -1: it has its own
 
     @property
     def n_attended(self) -> int:
@@ -81,17 +72,7 @@ class LayerParams:
 
 @dataclass(frozen=True)
 class HParams:
-    """Sizes of a decoder.
-
-    n_vocab: tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd). embedding_scale:
-    factor of the embeddings. residual_scale: factor of the outputs of attention and feed-forward.
-    logit_scale: the divisor of the logits. temperature_scale: t of the queries' factor 1 + t ln(1 +
-    floor(position / n_ctx_original)). logit_softcap: c of logits c tanh(logit / c), 0 for none.
-    window_rope: RoPE of the window layers, None: as in other layers.
-    n_layer_input: length of each layer's own input, 0: there is none. n_skipped: blocks after the
-    layers that predict further tokens (MTP). next_block: the first of these blocks, None: there is
-    none. It only makes drafts (models/next_token/).
-    """
+    """Sizes of a decoder."""
 
     architecture: str
     n_ctx_train: int
@@ -99,15 +80,17 @@ class HParams:
     layers: tuple[LayerParams, ...]
     norm_eps: float
     rope: RopeParams
-    n_vocab: int
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
+    n_vocab: int  # tokens of the vocabulary; token_embd.weight must be (n_vocab, n_embd)
+    embedding_scale: float = 1.0  # factor of the embeddings
+    residual_scale: float = 1.0  # factor of the outputs of attention and feed-forward
+    logit_scale: float = 1.0  # divisor of the logits
+    # t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original))
     temperature_scale: float = 0.0
-    logit_softcap: float = 0.0
-    window_rope: RopeParams | None = None
-    n_layer_input: int = 0
-    n_skipped: int = 0
+    logit_softcap: float = 0.0  # c of logits c tanh(logit / c); 0: none
+    window_rope: RopeParams | None = None  # RoPE of the window layers; None: as in other layers
+    n_layer_input: int = 0  # length of each layer's own input; 0: there is none
+    n_skipped: int = 0  # blocks after the layers that predict further tokens (MTP)
+    # the first of these blocks, which only makes drafts (models/next_token/)
     next_block: LayerParams | None = None
 
     @property

@@ -55,10 +55,6 @@ class FewRowsProducts:
     def __init__(self, n_threads: int, n_planes: int = 0) -> None:
         self._n_threads, self._n_planes = n_threads, n_planes
 
-    def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
-        """Returns products of f32 arrays by the names of ``stacks``."""
-        return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
-
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         """Returns the product of stacked matrices, whose rows follow one another."""
         return partial(self._multiply, matrix_table(parts, self._n_planes))
@@ -116,10 +112,6 @@ class ManyRowsProducts(ABC):
         self.n_threads = n_threads
         self._results: dict[str, np.ndarray] = {}
 
-    def of_layer(self, layer: LayerWeights) -> dict[str, Product]:
-        """Returns products by the names of ``stacks``, valid until the next call."""
-        return {name: self.of_stack(name, parts) for name, parts in stacks(layer)}
-
     def clear(self) -> None:
         """Frees what is kept between two layers."""
         self._results = {}
@@ -139,32 +131,44 @@ class ManyRowsProducts(ABC):
         return room(self._results, name, n_rows, n_columns, self.dtype)
 
 
-class BF16Products(ManyRowsProducts):
-    """Products of bf16 rows by cpu/layer/matmul_bf16.py."""
+class TableProducts(ManyRowsProducts):
+    """Products of kernels that take a table of matrices and decode small panels of weights."""
 
-    dtype = np.uint16
+    kernels: Any  # the module of the table
+    multiply: Any
+    multiply_experts: Any
+
+    def _table(self, parts: Sequence[Linear]) -> np.ndarray:
+        return self.kernels.product_table([(part.code, part.data) for part in parts])
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
-        return partial(self._multiply, name, table)
+        return partial(self._multiply, name, self._table(parts))
 
     def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        out = self._room(name, len(rows), matmul_bf16.n_rows(table))
-        matmul_bf16.multiply_rows(table, np.ascontiguousarray(rows), out, self.n_threads)
+        out = self._room(name, len(rows), self.kernels.n_rows(table))
+        self.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
         return out
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
-        table = matmul_bf16.product_table([(part.code, part.data) for part in parts])
-        return partial(self._multiply_experts, name, table, rows, offsets)
+        return partial(self._multiply_experts, name, self._table(parts), rows, offsets)
 
     def _multiply_experts(
         self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
     ) -> np.ndarray:
-        out = self._room(name, len(rows), matmul_bf16.n_rows(table) // (len(offsets) - 1))
-        experts_bf16.multiply_experts(table, offsets, rows, x, out, self.n_threads)
+        out = self._room(name, len(rows), self.kernels.n_rows(table) // (len(offsets) - 1))
+        self.multiply_experts(table, offsets, rows, x, out, self.n_threads)
         return out
+
+
+class BF16Products(TableProducts):
+    """Products of bf16 rows by cpu/layer/matmul_bf16.py."""
+
+    dtype = np.uint16
+    kernels = matmul_bf16
+    multiply = staticmethod(matmul_bf16.multiply_rows)
+    multiply_experts = staticmethod(experts_bf16.multiply_experts)
 
 
 class F32Products(ManyRowsProducts):
@@ -221,11 +225,15 @@ class F32Products(ManyRowsProducts):
             return np.matmul(np.ascontiguousarray(rows), matrix.T, out=out)
 
 
-class IntegerProducts(ManyRowsProducts):
+class IntegerProducts(TableProducts):
     """Products by cpu/layer/matmul_int8.py, of the rows that ``others`` take.
 
     others: the products for formats that it lacks.
     """
+
+    kernels = matmul_int8
+    multiply = staticmethod(matmul_int8.multiply)
+    multiply_experts = staticmethod(experts_int8.multiply_experts)
 
     def __init__(self, others: ManyRowsProducts) -> None:
         super().__init__(others.n_threads)
@@ -238,26 +246,11 @@ class IntegerProducts(ManyRowsProducts):
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
         if not all(matmul_int8.can_multiply(part.code) for part in parts):
             return self._others.of_stack(name, parts)
-        table = matmul_int8.product_table([(part.code, part.data) for part in parts])
-        return partial(self._multiply, name, table)
+        return super().of_stack(name, parts)
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
         if not all(matmul_int8.can_multiply(part.code) for part in parts):
             return self._others.of_experts(name, parts, rows, offsets)
-        table = matmul_int8.product_table([(part.code, part.data) for part in parts])
-        return partial(self._multiply_experts, name, table, rows, offsets)
-
-    def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        out = self._room(name, len(rows), matmul_int8.n_rows(table))
-        matmul_int8.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
-        return out
-
-    def _multiply_experts(
-        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
-    ) -> np.ndarray:
-        width = matmul_int8.n_rows(table) // (len(offsets) - 1)
-        out = self._room(name, len(rows), width)
-        experts_int8.multiply_experts(table, offsets, rows, x, out, self.n_threads)
-        return out
+        return super().of_experts(name, parts, rows, offsets)

@@ -2,8 +2,8 @@
 
 Sources of the formulas: RoFormer (arXiv:2104.09864), and YaRN (arXiv:2309.00071) as ggml_rope_yarn
 computes it. Names and defaults of the keys are those of llama.cpp's load_hparams and of the
-constructor of llama_context. Everything after the rotation uses half-split pairs (i, i + n_rot/2),
-whatever the file's pairing.
+constructor of llama_context. All later code uses half-split pairs (i, i + n_rot/2). The file may
+pair otherwise.
 """
 
 import math
@@ -21,27 +21,22 @@ ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class RopeParams:
-    """Rotary embedding as the file states it; the decoder turns this into angles.
+    """Rotary embedding as the file states it; the decoder turns this into angles."""
 
-    freq_base: theta of pair i is freq_base ** (-2 i / n_rot) before scaling. scaling: one of
-    ROPE_SCALINGS. Models with Llama 3's scaling and LongRoPE bring tensors that divide the angles.
-    They may say nothing here. factor: by how much the context was stretched; angles are multiplied
-    by ``freq_scale``. n_ctx_original: context length before stretching; YaRN's ramp depends on it.
-    ext_factor: YaRN's blend of stretched and original angles (1 for yarn, 0 otherwise by default).
-    attn_factor: ``rope.scaling.attn_factor``; yarn_attn_factor: ``rope.scaling.yarn_attn_factor``.
-    beta_fast, beta_slow: turns within n_ctx_original where YaRN's ramp ends and begins.
-    log_multiplier: ``rope.scaling.yarn_log_multiplier``, which lessens YaRN's magnitude.
-    """
-
-    freq_base: float = 10000.0
+    freq_base: float = 10000.0  # pair i turns by freq_base ** (-2 i / n_rot) before scaling
+    # One of ROPE_SCALINGS. Llama 3 and LongRoPE may say nothing here: they bring tensors that
+    # divide the angles.
     scaling: str = "linear"
+    # how far the context was stretched; angles are multiplied by ``freq_scale``
     factor: float = 1.0
-    n_ctx_original: int = 0
+    n_ctx_original: int = 0  # tokens of the context before stretching; YaRN's ramp depends on it
+    # YaRN's blend of stretched and original angles; by default 1 for yarn, else 0
     ext_factor: float = 0.0
-    attn_factor: float = 1.0
-    yarn_attn_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    attn_factor: float = 1.0  # ``rope.scaling.attn_factor``
+    yarn_attn_factor: float = 1.0  # ``rope.scaling.yarn_attn_factor``
+    beta_fast: float = 32.0  # turns within n_ctx_original where YaRN's ramp ends
+    beta_slow: float = 1.0  # turns within n_ctx_original where YaRN's ramp begins
+    # ``rope.scaling.yarn_log_multiplier``, which lessens YaRN's magnitude
     log_multiplier: float = 0.0
 
     @property

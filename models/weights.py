@@ -27,27 +27,20 @@ from sparsekv_cli.models.layers.state_weights import read_mixer
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(ABC):
-    """The weights that all layers have.
-
-    o: the output projection of attention or of a recurrence.
-
-    attn_post_norm, ffn_post_norm: norms f32 (n_embd,) of the block's outputs, if the architecture
-    has them. input: the weights for the layer's own input, None: it has none. scale: factor of the
-    residual stream after the layer.
-    """
+    """The weights that all layers have."""
 
     attn_norm: np.ndarray
-    o: Linear
+    o: Linear  # the output projection of attention or of a recurrence
     ffn_norm: np.ndarray
     ffn: GatedWeights | ExpertWeights
-    attn_post_norm: np.ndarray | None = None
-    ffn_post_norm: np.ndarray | None = None
-    input: LayerInput | None = None
-    scale: float = 1.0
+    attn_post_norm: np.ndarray | None = None  # f32 (n_embd,), of the attention's output
+    ffn_post_norm: np.ndarray | None = None  # f32 (n_embd,), of the feed-forward's output
+    input: LayerInput | None = None  # the weights for the layer's own input, if it has one
+    scale: float = 1.0  # factor of the residual stream after the layer
 
     @abstractmethod
     def inputs(self) -> tuple[Linear, ...]:
-        """The matrices whose products with a normed row go to the layer's cache."""
+        """Returns the matrices whose products with a normed row go to the layer's cache."""
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
@@ -57,7 +50,7 @@ class LayerWeights(ABC):
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """All matrices in the order of their use, without a router's and those of ``input``."""
+        """Returns the matrices in the order of their use, without a router and ``input``."""
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
@@ -68,18 +61,15 @@ class LayerWeights(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(LayerWeights):
-    """A layer with attention.
-
-    q_norm, k_norm: f32 (head_dim,). v_norm: ones f32 (value_dim,). sinks: f32 (n_head,), for each
-    head a score without a value in the softmax. An architecture may lack each of these. kv: the
-    projections of keys and values, or none in a layer that reads another layer's rows.
-    """
+    """A layer with attention. An architecture may lack the norms and the sinks."""
 
     q: Linear
+    # projections of keys and values; empty in a layer that reads another layer's rows
     kv: tuple[Linear, ...]
-    q_norm: np.ndarray | None
-    k_norm: np.ndarray | None
-    v_norm: np.ndarray | None = None
+    q_norm: np.ndarray | None  # f32 (head_dim,)
+    k_norm: np.ndarray | None  # f32 (head_dim,)
+    v_norm: np.ndarray | None = None  # ones f32 (value_dim,)
+    # f32 (n_head,): for each head a score without a value in the softmax
     sinks: np.ndarray | None = None
 
     @property
@@ -120,25 +110,15 @@ class StateWeights(LayerWeights):
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors. output is token_embd if the file has no output tensor (tied embeddings).
-
-    output_norm: divided by the architecture's logit_scale, which divides the logits.
-    rope_freqs: f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE). inputs: the weights that
-    make the layers' own inputs, None: layers have none.
-    """
+    """All tensors."""
 
     file: GGUFFile
     token_embd: Linear
     layers: tuple[LayerWeights, ...]
-    output_norm: np.ndarray
-    output: Linear
-    rope_freqs: np.ndarray | None
-    inputs: InputEmbedding | None = None
-
-    @property
-    def n_bytes(self) -> int:
-        """The bytes that decoding one token reads."""
-        return self.bytes_a_step(1)
+    output_norm: np.ndarray  # divided by the architecture's logit_scale
+    output: Linear  # token_embd if the file has no output tensor (tied embeddings)
+    rope_freqs: np.ndarray | None  # f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE)
+    inputs: InputEmbedding | None = None  # makes the layers' own inputs, if they have any
 
     def bytes_a_step(self, n_rows: int) -> int:
         """Returns the bytes that a decode step of n_rows reads: layers, chosen experts, head."""

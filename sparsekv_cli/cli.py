@@ -235,7 +235,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    # torch has a class of its own for a GPU's memory.
+    # torch has another class for a GPU's memory.
     is_lack = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return is_lack or any(words in str(error) for words in MEMORY_WORDS)
 

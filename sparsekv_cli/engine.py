@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Generator
 from collections.abc import Sequence as Ids
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,7 @@ from sparsekv_cli.cache.layer import LayerCache, bytes_to_come, reserve
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.models.forward import Forward, OnHidden, Progress
+from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
@@ -112,11 +113,11 @@ class DecoderEngine(ABC):
             release_code()
         try:
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
-            of_block = [] if sequence.next_rows is None else [sequence.next_rows.cache]
+            block = sequence.next_rows
             of_model, more = None if sequence.drafts is None else sequence.drafts.sequence, 0
             if of_model is not None:  # it reads the prompt later
                 more = bytes_to_come(of_model.caches, min(n_room, of_model.n_ctx))
-            caches = [*sequence.caches, *of_block]
+            caches = [*sequence.caches, *([] if block is None else [block.cache])]
             reserve(caches, n_room, is_checked=self.shares_prefill, more_bytes=more)
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
@@ -124,7 +125,7 @@ class DecoderEngine(ABC):
             logits = yield from self.decoder.forward_steps(
                 ids[n_loaded:], n_past + n_loaded, sequence.caches,
                 all_logits=all_logits, on_rows=None if rows is None else rows.take,
-                on_hidden=taker(sequence.next_rows, ids, n_past),
+                on_hidden=None if block is None else partial(block.take_prompt, ids, n_past),
             )  # fmt: skip
         except BaseException:
             if rows is not None:
@@ -245,16 +246,3 @@ class HostEngine(DecoderEngine):
                     sequence.next_rows.take(len(sequence.tokens), new, taken)
                 at += len(new)
         return [[next(left) for _ in new] for new in rows]
-
-
-def taker(rows: NextTokenRows | None, ids: Ids[int], n_past: int) -> OnHidden | None:
-    """Returns a function that gives a prefill's hidden rows to a next-token block."""
-    if rows is None:
-        return None
-
-    def take(pos: int, hidden: np.ndarray) -> None:
-        first = pos - n_past
-        rows.take(pos, ids[first : first + len(hidden)], hidden)
-        rows.compute_many()
-
-    return take

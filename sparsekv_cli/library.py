@@ -45,7 +45,7 @@ class Reply:
     """A whole answer. ``str(reply)`` is its text."""
 
     text: str  # without the thinking
-    thinking: str  # what the model thought ahead of the text
+    thinking: str  # the model's thinking before the text
     tokens: list[int]  # without the token that ended the answer
     stop_reason: str  # "eos", "length" or "stop"
     usage: dict[str, int]  # prompt_tokens, cached_tokens, completion_tokens, total_tokens

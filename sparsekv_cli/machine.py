@@ -1,7 +1,6 @@
 """Where a model runs: on the CPU or on a GPU, and the engine that is opened there."""
 
 from collections.abc import Callable, Container
-from pathlib import Path
 from typing import Any
 
 from sparsekv_cli import warmup
@@ -52,13 +51,11 @@ def open_engine(
     ends: Callable[[], Container[int]] = frozenset,
     draft_bytes: int = 0,
     on_load: OnLoad | None = None,
-    path: Path | None = None,
 ) -> DecoderEngine:
     """Returns the engine that ``config.device`` names; for auto the CPU's if the GPU has no room.
 
     ends: returns the tokens that end a message. draft_bytes: bytes of the rows of a draft model.
-    on_load: as load_model takes it. path: the model's file, for compile_for_gpus_host.
-    Raises SparseKVError if there is no such device or no room.
+    on_load: as load_model takes it. Raises SparseKVError if there is no such device or no room.
     """
     host_only = hparams.host_only or architecture.host_only
     if config.device == "auto" and host_only:
@@ -69,8 +66,8 @@ def open_engine(
         if config.speculate not in ("auto", "off") or config.draft_model:
             what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
             raise OptionError(f"{what} works on the CPU only so far: take --device cpu")
-        if path is not None and device.type == "cuda" and not host_only:
-            warmup.compile_for_gpus_host(path, method, config.kv == "host")
+        if device.type == "cuda" and not host_only:
+            warmup.compile_for_gpus_host(weights.file.path, method, config.kv == "host")
         from sparsekv_cli.device.engine import open_device_engine
 
         try:
@@ -121,9 +118,8 @@ def _check_context(hparams: HParams, method: Method, n_ctx: int, more: int) -> N
     """
     if not method.holds_all_rows:
         return
-    types = method.cache_type_k, method.cache_type_v
-    size = token_bytes(hparams.layers, *types) + more
+    size = token_bytes(hparams.layers, *method.kv_types) + more
     mend = f"take at most {fitting_context(available_memory() or 0, size)} tokens"
-    if types == ("f16", "f16") and "q4_0" in method.cache_types:
+    if method.kv_types == ("f16", "f16") and "q4_0" in method.cache_types:
         mend += ", or smaller rows: --cache-type-k q8_0 --cache-type-v q8_0, or q4_0"
     check_memory(f"K and V of {n_ctx} tokens", n_ctx * size, mend)

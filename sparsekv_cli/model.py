@@ -92,8 +92,7 @@ class Model:
 
     def row_bytes(self, n: int) -> int:
         """Returns the bytes of K and V of n tokens, at most those of the context."""
-        types = self.method.cache_type_k, self.method.cache_type_v
-        return min(n, self.n_ctx) * token_bytes(self.hparams.layers, *types)
+        return min(n, self.n_ctx) * token_bytes(self.hparams.layers, *self.method.kv_types)
 
     def close(self) -> None:
         """Closes the files of the model and of its draft model."""
@@ -191,7 +190,7 @@ def load_model(
         tokenizer = cache(lambda: load_tokenizer(file.metadata))
         engine = open_engine(
             hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
-            lambda: tokenizer().eog_ids, draft_bytes, on_load, path,
+            lambda: tokenizer().eog_ids, draft_bytes, on_load,
         )  # fmt: skip
         decoder: Any = engine.decoder
         calibrations = Calibrations(

@@ -26,7 +26,7 @@ Sample = Callable[[np.ndarray, Ids[int]], int]
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
 # The ledger entries that begin so hold the current memory. The others count finished work.
 LEDGER_STATES = ("bytes_host", "bytes_device", "index_bytes")
-N_HEADROOM = 512  # rows that a prefill makes room for after its own, so that an answer fits
+N_HEADROOM = 512  # further rows that a prefill makes room for, so that an answer fits
 # Tokens that are prefilled again after a cut: a method begins its index with the last queries of a
 # prefill (32 by default). A cut at the end of the last prefill needs none.
 N_REFRESH = 64

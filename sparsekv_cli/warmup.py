@@ -21,6 +21,7 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, STATE, AttnInput, Budget, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.methods.full import Full
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
@@ -180,7 +181,7 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
     marker = f"method-{type(method).__name__}-{_kind(decoder)}"
     if decoder.hparams.has_experts:
         for n in prompt_lengths(decoder):
-            tokens, dense = [0] * n, trial_caches(build_full(), first_layers(specs))
+            tokens, dense = [0] * n, trial_caches(Full(), first_layers(specs))
             yield CompileTask(marker, "prefill", partial(decoder.forward, tokens, 0, dense))
     yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
     yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
@@ -211,7 +212,7 @@ def compile_few_rows(decoder: Decoder, report: OnCompile | None) -> int:
 
     Returns how many tasks were not done yet.
     """
-    caches = trial_caches(build_full(), first_layers(decoder.layer_specs()))
+    caches = trial_caches(Full(), first_layers(decoder.layer_specs()))
     marker = f"few-rows-{_kind(decoder)}"
     task = CompileTask(marker, "prefill", lambda: decoder.forward([0], 0, caches))
     n_missing = _run([task], report)
@@ -227,18 +228,11 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
     with the fewest rows of a long prefill. This costs a fraction of a step.
     """
     for n in prompt_lengths(decoder):
-        dense = trial_caches(build_full(), first_layers(specs))
+        dense = trial_caches(Full(), first_layers(specs))
         prompt = [token % decoder.hparams.n_vocab for token in range(n)]
         decoder.forward(prompt, 0, dense)
     decoder.decode(0, n, dense)
     load_method_kernels(method, full_layers(specs)[-1:], decoder.rows_dtype)
-
-
-def build_full() -> Method:
-    """Returns the method of dense attention, which every method uses."""
-    from sparsekv_cli.methods import build_method
-
-    return build_method("full", {})
 
 
 def load_method_kernels(method: Method, specs: Sequence[LayerSpec], rows_dtype: str) -> None:

@@ -25,23 +25,20 @@ class Thought(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call of a function. arguments: a JSON text."""
+    """A call of a function."""
 
     name: str
-    arguments: str
+    arguments: str  # a JSON text
 
 
 Part = Text | Thought | ToolCall
 
 
 class ReadCalls(NamedTuple):
-    """The calls that were read in a text.
+    """The calls that were read in a text."""
 
-    calls: none: it is no call. doubt: 0 if the text is whole, 1 if its last tags are missing.
-    MAYBE: the text ends within a value, and the next text may be a part of it.
-    """
-
-    calls: list[Part]
+    calls: list[Part]  # empty: the text is no call
+    # 0: the text is whole; 1: its last tags are missing; MAYBE: it ends within a value
     doubt: int = 0
 
 
@@ -78,7 +75,7 @@ def read_json(text: str) -> Any:
 
 
 def call_of(name: str, arguments: Any) -> ToolCall | None:
-    """A call; None where the arguments are no object that JSON can say, or are nested too deeply.
+    """Returns a call; None: the arguments are no JSON object, or are nested too deeply.
 
     arguments: an object, or its JSON text.
     """
@@ -107,7 +104,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def in_string(text: str) -> bool:
-    """Whether a JSON text ends within a string."""
+    """Returns whether a JSON text ends within a string."""
     return '"' in STRING.sub("", text)
 
 

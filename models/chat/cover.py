@@ -94,7 +94,7 @@ class Cover:
         return "".join(parts) + replaced(text[end:], self._firsts)
 
     def _completes(self, text: str) -> bool:
-        """Whether ``text`` goes on with a control token that the template only begins."""
+        """Returns whether ``text`` goes on with a control token that the template only begins."""
         text = text.strip()
         return text.startswith(self._rests) or text in self._parts
 
@@ -116,7 +116,7 @@ def replaced(text: str, new: Mapping[str, str]) -> str:
 
 
 def words_of(source: str) -> tuple[set[str], set[str]]:
-    """The names by which a template may ask for keys, and what it writes or compares with."""
+    """Returns the names of keys that a template may read, and the texts that it writes."""
     names, written = set(), set()
     with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # whoever renders it says so
         for token in jinja2.Environment().lexer.tokenize(source):

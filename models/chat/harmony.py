@@ -58,7 +58,7 @@ class HarmonyReader:
             yield Thought(text) if "analysis" in self._header else Text(text)
 
     def _end(self) -> Iterator[Part]:
-        """A message ends."""
+        """Ends a message."""
         if self._recipient is not None and self._body:
             body = self._body.strip()
             yield call_of(self._recipient, body) or Text(body)

@@ -25,17 +25,12 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "", "parame
 
 
 class CallForm(NamedTuple):
-    """How a template takes the calls of an assistant's message.
+    """How a template takes the calls of an assistant's message."""
 
-    are_texts: arguments are JSON texts, not objects. is_null: the content of a message without text
-    is None, not empty. has_short_ids: ids are nine letters and digits. is_alone: a message has one
-    call.
-    """
-
-    are_texts: bool = False
-    is_null: bool = False
-    has_short_ids: bool = False
-    is_alone: bool = False
+    are_texts: bool = False  # arguments are JSON texts, not objects
+    is_null: bool = False  # the content of a message without text is None, not empty
+    has_short_ids: bool = False  # ids are nine letters and digits
+    is_alone: bool = False  # a message has one call
 
 
 def new_call_id() -> str:
@@ -63,7 +58,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Whether a template writes system messages that follow each other, or other messages."""
+    """Returns whether a template writes several system messages, also after others."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -74,7 +69,7 @@ def takes_systems(template: str | None) -> bool:
 
 @lru_cache(16)
 def call_form(template: str | None) -> CallForm:
-    """The form in which a template takes calls; the plain one where it takes none in any."""
+    """Returns the form in which a template takes calls; the plain form if it takes no calls."""
     for are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=4):
         form = CallForm(are_texts, is_null, has_short_ids, is_alone)
         calls = [
@@ -89,7 +84,7 @@ def call_form(template: str | None) -> CallForm:
 
 
 def _writes(template: str | None, messages: Messages) -> bool:
-    """Whether a template takes a conversation and writes the probes in it."""
+    """Returns whether a template takes a conversation and writes the probes in it."""
     try:
         text = render(template, messages, tools=[TOOL])
     except SparseKVError:
@@ -164,7 +159,7 @@ def _id(given: str, form: CallForm) -> str:
 
 
 def _short(data: bytes) -> str:
-    """Nine letters and digits that stand for bytes."""
+    """Returns nine letters and digits that stand for bytes."""
     number, digits = int.from_bytes(data[:8], "little"), ""
     for _ in range(ID_LENGTH):
         number, digit = divmod(number, len(DIGITS))

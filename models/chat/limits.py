@@ -15,7 +15,7 @@ MAX_SHOWN_BITS = 4096  # of a number that the conversation brings
 MAX_WIDTH = 1000  # of a field in a format
 MAX_PATTERN = 100  # characters, where a search takes the product of text and pattern
 MAX_JSON_INDENT = 16
-NODE_WEIGHT = 8  # what an element of a container counts, in characters
+NODE_WEIGHT = 8  # characters that an element of a container counts as
 MAX_COPIES = 64  # of the largest text, that may be made in all
 
 SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
@@ -29,8 +29,8 @@ class Limits:
     """The work and the sizes of one rendering.
 
     max_chars: of the output, and of any text or container on the way. A container counts with all
-    that it holds, as often as it holds it. Nothing is then exponentially larger than it looks.
-    Texts that are made and thrown away count too, ``MAX_COPIES`` times as much.
+    that it holds, as often as it holds it. So no container can be exponentially larger than its
+    text. Texts that are made and thrown away count too, ``MAX_COPIES`` times as much.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -179,7 +179,7 @@ class Limits:
         return text % values
 
     def check_brace_format(self, text: str, values: list[Any]) -> None:
-        """Bounds what ``text.format`` makes of ``values``."""
+        """Checks the size of ``text.format(values)``."""
         if re.search(r"\{[^{}:!]*[.[]", text):
             raise LimitError("it formats a part of a value, which is not allowed")
         self.check_format(text, r"\{[^{}]*\{|\d{4}", values, text.count("{"))

@@ -182,13 +182,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def measured(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter of jinja2's that counts as a step, each element of its input too.
+        """Returns a filter of jinja2 that counts as a step, as does each element of its input.
 
         A new text or container is measured, and a text made of another value before it is made.
         """
         place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
 
-        @functools.wraps(function)  # with jinja2's mark of what it wants passed first
+        @functools.wraps(function)  # keeps jinja2's mark of its first argument
         def run(*args: Any, **kwargs: Any) -> Any:
             limits = self.limits
             limits.step()
@@ -242,7 +242,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return limits.number(self.computed(result))
 
     def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call in a template: our functions, macros, and methods of a list."""
+        """Runs a call in a template: of our functions, macros, and methods of a list."""
         limits = __self.limits
         limits.step()
         limits.makes(NODE_WEIGHT * len(args))  # *args may be any number

@@ -94,7 +94,7 @@ def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
 
 
 def is_of(value: Any, name: str) -> bool:
-    """Whether a value is of a JSON type."""
+    """Returns whether a value is of a JSON type."""
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
@@ -103,7 +103,7 @@ def is_of(value: Any, name: str) -> bool:
 
 
 def typed(text: str, types: set[str] | None) -> Any:
-    """The value that a text stands for. types: that may be; None: any, the text says which."""
+    """Returns the value of a text. types: the types that it may have; None: as the text looks."""
     if types is not None and "string" in types:
         return None if "null" in types and text in ("null", "None") else text
     word = text.strip()

@@ -17,7 +17,7 @@ from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
 from sparsekv_cli.models.chat.watchdog import watched
 
 MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
-SPARE_CHARS = 1 << 20  # of output, on top of a multiple of what the conversation holds
+SPARE_CHARS = 1 << 20  # characters of output, in addition to a multiple of the conversation's
 CHARS_PER_INPUT_CHAR = 16
 MAX_MESSAGE_CHARS = 300
 
@@ -86,7 +86,7 @@ def render(
 
 
 def source_of(template: str | None) -> str:
-    """The template, or ChatML for None.  Raises SparseKVError for one that is far too long."""
+    """Returns the template, or ChatML for None. Raises SparseKVError if it is far too long."""
     source = CHATML if template is None else template
     if len(source) > MAX_TEMPLATE_CHARS:
         raise SparseKVError(
@@ -96,7 +96,7 @@ def source_of(template: str | None) -> str:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Every text in a conversation, the keys of dicts too."""
+    """Yields every text in a conversation, the keys of dicts too."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -32,26 +32,21 @@ MARKERS = (
 SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
 # Variables of a template that are no user's.
 SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-N_TAIL_BYTES = 256  # at the end of what was thought, in which the end marker may be
+N_TAIL_BYTES = 256  # at the end of the thinking, which may hold the end marker
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
 class Thinking(NamedTuple):
-    """How a model thinks. control_ids: tokens of the markers that are no text otherwise."""
+    """How a model marks its thinking in a text."""
 
     start: str
     end: str
-    control_ids: frozenset[int]
+    control_ids: frozenset[int]  # tokens of the markers that are no text otherwise
 
     @property
     def is_channel(self) -> bool:
-        """Whether all of an answer is on channels (gpt-oss), of which one is the answer proper."""
+        """Whether answers are on channels (gpt-oss). One channel is the answer proper."""
         return self[:2] == CHANNELS
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether templates take no message with the thinking in it."""
-        return self.is_channel
 
     def closing(self, thought: bytes) -> str:
         """Returns the text that ends the thinking after ``thought`` and begins the answer."""
@@ -85,15 +80,13 @@ class Thinking(NamedTuple):
         return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
 
     def end_of(self, thought: bytes) -> bytes:
-        """The last bytes of what was thought, which say as much as all of them to ``is_closed``,
-        ``closing`` and ``rests_of_header``.
-        """
+        """Returns the last bytes of the thinking, which are enough for the methods around."""
         end = thought[-N_TAIL_BYTES:]
         is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
         return b"<|message|>" + end if is_cut_body else end
 
     def is_closed(self, thought: bytes) -> bool:
-        """Whether the thinking has ended with its last bytes, and the answer begins."""
+        """Returns whether the thinking has ended with its last bytes, and the answer begins."""
         if self.is_channel:
             return FINAL_BEGINS.search(thought) is not None
         return thought.rstrip().endswith(self.end.encode())
@@ -128,7 +121,7 @@ class Thinking(NamedTuple):
         return ""
 
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the end marker, so that nothing is thought."""
+        """Returns whether a prompt ends with the end marker. The answer then has no thinking."""
         return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
 
 
@@ -181,7 +174,7 @@ def variables_of(template: str | None) -> frozenset[str]:
 
 
 def overlap(text: str, word: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``word`` and not all of it."""
+    """Returns the length of the longest end of ``text`` that is a beginning of ``word``."""
     for length in range(min(len(text), len(word) - 1), 0, -1):
         if word.startswith(text[-length:]):
             return length

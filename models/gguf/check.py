@@ -1,6 +1,5 @@
 """Looks for NaN and infinity where a tensor keeps its floats: values, or the scales of blocks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +33,15 @@ class TensorCheck:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """bad: tensors with NaN or infinity; unchecked: types whose scales were not looked at."""
+    """The result of a check of all tensors."""
 
     n_tensors: int
-    bad: tuple[TensorCheck, ...]
-    unchecked: tuple[GGMLType, ...]
+    bad: tuple[TensorCheck, ...]  # tensors with NaN or infinity
+    unchecked: tuple[GGMLType, ...]  # types whose scales were not looked at
 
 
-def find_non_finite(
-    file: GGUFFile, progress: Callable[[int], None] = lambda n_bytes: None
-) -> CheckResult:
-    """Scan all tensors.  ``progress`` is called with the bytes of each step done."""
+def find_non_finite(file: GGUFFile) -> CheckResult:
+    """Scans all tensors."""
     bad: list[TensorCheck] = []
     unchecked: set[GGMLType] = set()
     for info in file.tensors.values():
@@ -61,7 +58,6 @@ def find_non_finite(
                 if not n_bad:
                     first_block = start + int(flags.argmax())
                 n_bad += int(flags.sum())
-            progress(min(step, len(blocks) - start) * info.type.block_bytes)
         if n_bad:
             row = first_block * info.type.block // info.shape[-1]
             bad.append(TensorCheck(info, n_bad, row))

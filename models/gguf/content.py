@@ -107,7 +107,7 @@ def _joined(digests: Sequence[str]) -> str:
 
 
 def _remembered() -> dict[str, str]:
-    """The hashes of files by their marks, the oldest first; nothing of a file that is damaged."""
+    """Returns the hashes of files by their marks, the oldest first; none from a damaged cache."""
     path = user_cache("hashes.json")
     if path is None:
         return {}

@@ -26,7 +26,7 @@ _STARTS: tuple[tuple[bytes, str], ...] = (
 
 
 def describe_foreign(start: bytes) -> str:
-    """One phrase about a file that begins with ``start`` (512 bytes will do)."""
+    """Returns one phrase about a file that begins with ``start`` (512 bytes will do)."""
     for magic, description in _STARTS:
         if start.startswith(magic):
             return f"it looks like {description}"

@@ -1,7 +1,7 @@
 """The header of a GGUF file, read front to back; a length is checked before it is believed.
 
-Source of the layout: ggml's GGUF specification. Nothing is allocated before the bytes that it needs
-are known to lie within the file and within ``MAX_HEADER_BYTES``.
+Source of the layout: ggml's GGUF specification. It allocates memory only for bytes that lie within
+the file and within ``MAX_HEADER_BYTES``.
 """
 
 import mmap
@@ -41,7 +41,7 @@ _U64 = struct.Struct("<Q")
 
 
 def show(text: str) -> str:
-    """Text from a file, quoted and short enough for one line."""
+    """Returns text from a file, quoted and short enough for one line."""
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
@@ -72,7 +72,7 @@ class StringArray(Sequence[str]):
         return str(self.raw[self.starts[index] : self.ends[index]], "utf-8")
 
     def tolist(self) -> list[str]:
-        """All elements, decoded (0.2 s a million)."""
+        """Returns all elements, decoded (0.2 s a million)."""
         raw = self.raw
         pairs = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
         return [str(raw[start:end], "utf-8") for start, end in pairs]

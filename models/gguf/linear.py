@@ -10,18 +10,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Linear:
-    """y = W x + b. data: uint8 (rows, bytes a row) in ggml type ``code``; bias f32 (rows,).
+    """y = W x + b."""
 
-    repacked: the data have the layout of cpu/weights/interleaved.py, which only its dot products
-    read. n_matrices: the number of matrices of one shape that follow one another, such as the
-    experts of a layer.
-    """
-
-    code: int
-    data: np.ndarray
+    code: int  # ggml's type number
+    data: np.ndarray  # uint8 (rows, bytes a row)
     n_columns: int
-    bias: np.ndarray | None = None
+    bias: np.ndarray | None = None  # f32 (rows,)
+    # ``data`` has the layout of cpu/weights/interleaved.py, which only its dot products read
     repacked: bool = False
+    # matrices of one shape that follow one another, such as the experts of a layer
     n_matrices: int = 1
 
     @property
@@ -29,7 +26,7 @@ class Linear:
         return self.data.shape[0]
 
     def matrix(self, i: int) -> Linear:
-        """One of its matrices; no copy."""
+        """Returns one of its matrices, not copied."""
         n = self.n_rows // self.n_matrices
         return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
 
@@ -60,7 +57,7 @@ class GatedWeights:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """The same of experts whose gate and up are one matrix, the rows of the gate first."""
+    """A gated feed-forward with gate and up in one matrix. The gate's rows come first."""
 
     fused: Linear
     down: Linear

@@ -1,8 +1,8 @@
 """One GGUF file, v2 or v3, little-endian, mapped into memory; every size is checked before its use.
 
 Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
-tensor count, key count, key/value pairs, tensor table, padding, tensor data. Nothing in it is
-trusted. A count is compared with the bytes that remain before anything is allocated. The header may
+tensor count, key count, key/value pairs, tensor table, padding, tensor data. The file may be
+damaged. A count is compared with the bytes that remain before anything is allocated. The header may
 take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
 """
 
@@ -38,19 +38,14 @@ DEFAULT_ALIGNMENT = 32  # GGUF specification, general.alignment
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
-
-    shape: numpy order (GGUF's dimensions reversed): a weight is (rows, row length).
-    offset: of its first byte from the start of the file.
-    part: which file of a split model that is, from 0.
-    """
+    """Where one tensor lies."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # numpy order, GGUF's reversed: a weight is (rows, row length)
     type: GGMLType
     n_bytes: int
-    offset: int
-    part: int = 0
+    offset: int  # bytes from the start of the file to the tensor
+    part: int = 0  # the number of its file in a split model, from 0
 
     @property
     def n_elements(self) -> int:
@@ -104,7 +99,7 @@ class GGUFPart:
         self._bytes = np.frombuffer(self._map, np.uint8)  # read-only, as the map is
 
     def data(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of a tensor: (rows, bytes a row) uint8, read-only, on the memory map."""
+        """Returns a tensor's bytes, uint8 (rows, bytes a row), read-only, on the memory map."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         row_bytes = info.type.row_bytes(info.shape[-1])
@@ -132,14 +127,14 @@ class GGUFPart:
             )
 
     def is_unchanged(self) -> bool:
-        """Whether the file is open, and nothing has been written to it since it was opened."""
+        """Returns whether the file is open and unchanged since it was opened."""
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
     def is_current(self) -> bool:
-        """Whether its path does not name another file now, nor the same one with other bytes."""
+        """Returns whether the path still names this file, with the same bytes."""
         try:
             return _mark(os.stat(self.path)) == self.mark
-        except OSError:  # its path is gone: what is open is all there is
+        except OSError:  # the path is gone: the open file is the only one
             return True
 
     def reopened(self) -> FileIO:
@@ -251,7 +246,7 @@ def _read_tensors(
 
 
 def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
-    """One line of the tensor table; its offset still counts from the start of the data."""
+    """Returns a line of the tensor table. Its offset counts from the start of the data."""
     name = cursor.text(f"the name of {what}", MAX_NAME_BYTES)
     if not name:
         raise cursor.fail(f"{what} has an empty name")

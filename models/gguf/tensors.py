@@ -1,4 +1,4 @@
-"""Reading tensors of a file by name, with their shapes checked against what is expected."""
+"""Reads tensors of a file by name, and checks their shapes."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ class TensorReader:
         self.used: set[str] = set()
 
     def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """The tensor of this name. Raises SparseKVError if it is missing or of another shape."""
+        """Returns a tensor. Raises SparseKVError if it is missing or of another shape."""
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
@@ -55,7 +55,7 @@ class TensorReader:
         )
 
     def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool | None = None) -> Linear:
-        """A matrix and its bias. bias: True: must be there, False: may be there, None: must not.
+        """Returns a matrix. Its bias must (True), may (False) or must not (None) be there.
 
         With None a file that has one is refused, because that tensor would not be used.
         """

@@ -13,25 +13,20 @@ SOFTMAX_WEIGHT = 3  # a softmax of the chosen, which is one of all, normalised
 
 @dataclass(frozen=True)
 class ExpertParams:
-    """The experts of a layer.
-
-    n_expert_used: of n_expert, how many a token takes. n_ff_expert, n_ff_shared: lengths of one
-    expert and of the one that all tokens take (0: none). shared_gate, normalised
-    and gating: see Mixture.
-    """
+    """The experts of a layer."""
 
     n_expert: int
-    n_expert_used: int
-    n_ff_expert: int
-    n_ff_shared: int
-    shared_gate: bool
+    n_expert_used: int  # experts that a token takes
+    n_ff_expert: int  # length of one expert
+    n_ff_shared: int  # length of the expert that all tokens take; 0: none
+    shared_gate: bool  # see Mixture, here and below
     normalised: bool
     gating: str = "softmax"
     normed: bool = False
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
-    """The architecture's mixture where the file has experts; what else it may ask for is refused.
+    """Returns the architecture's mixture if the file has experts. It refuses all other kinds.
 
     Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
     """

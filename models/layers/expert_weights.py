@@ -15,39 +15,29 @@ from sparsekv_cli.models.layers.expert_params import ExpertParams
 
 @dataclass(frozen=True)
 class ExpertNorms:
-    """RMS norms, f32 (n_embd,), of experts next to a layer's own feed-forward (Gemma 4).
+    """RMS norms, f32 (n_embd,), of experts next to a layer's own feed-forward (Gemma 4)."""
 
-    router, experts: of the residual stream, for the router and for the experts. after, shared: of
-    what the experts give together, and of what the feed-forward gives.
-    """
-
-    router: np.ndarray
-    experts: np.ndarray
-    after: np.ndarray
-    shared: np.ndarray
+    router: np.ndarray  # of the residual stream, for the router
+    experts: np.ndarray  # of the residual stream, for the experts
+    after: np.ndarray  # of the experts' sum
+    shared: np.ndarray  # of the feed-forward's output
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Experts that a router chooses from (models/experts.py).
-
-    router: (experts, n_embd). experts: their matrices, of each kind all in one Linear. shared: the
-    expert of all tokens, or None. shared_gate: f32 (n_embd,); the sigmoid of its product with a
-    token weighs the shared expert. None: the shared expert has the weight 1. biases: f32 (experts,
-    2 n_ff), of gate and up, and (experts, n_embd), of down; None: there are none. choice_bias: f32
-    (experts,), of sigmoids that route. norms: where they are not those of the layer. scales: f32
-    (experts,), of what each gives.
-    """
+    """Experts that a router chooses from (models/experts.py)."""
 
     params: ExpertParams
-    router: Linear
-    experts: GatedWeights | FusedWeights
-    shared: GatedWeights | None
+    router: Linear  # (experts, n_embd)
+    experts: GatedWeights | FusedWeights  # one Linear holds the matrices of all experts
+    shared: GatedWeights | None  # the expert that all tokens take
+    # f32 (n_embd,): its product with a token weighs ``shared`` by a sigmoid; None: weight 1
     shared_gate: np.ndarray | None
+    # f32 (experts, 2 n_ff) of gate and up, and (experts, n_embd) of down
     biases: tuple[np.ndarray, np.ndarray] | None = None
-    choice_bias: np.ndarray | None = None
-    norms: ExpertNorms | None = None
-    scales: np.ndarray | None = None
+    choice_bias: np.ndarray | None = None  # f32 (experts,), for sigmoids
+    norms: ExpertNorms | None = None  # None: those of the layer
+    scales: np.ndarray | None = None  # f32 (experts,): factors of the outputs
 
     def linears(self) -> tuple[Linear, ...]:
         """Returns the matrices that decode reads as they are or repacked, without the router's."""
@@ -55,10 +45,10 @@ class ExpertWeights:
         return (*self.experts.linears(), *shared)
 
     def bytes_a_step(self, n_rows: int) -> int:
-        """Bytes that a step of so many rows reads: of the experts those that are chosen.
+        """Returns the bytes that a step of n_rows reads. Only chosen experts count.
 
-        An expert that several rows choose is read once. Counted are those that n_rows choose
-        between them on average, if they choose independently.
+        An expert that several rows choose is read once. The count is the mean for rows that choose
+        independently.
         """
         left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
         shared = 0 if self.shared is None else self.shared.n_bytes
@@ -72,7 +62,7 @@ class ExpertWeights:
 def read_mixture(
     reader: TensorReader, at: str, n_embd: int, params: ExpertParams, has_biases: bool
 ) -> ExpertWeights:
-    """A router, its experts and what all tokens share, of the layer whose tensors begin with at."""
+    """Returns the router and experts of a layer whose tensors begin with ``at``."""
     prefix, tensors = f"{at}ffn_", reader.file.tensors
     old = f"{prefix}gate.0.weight"
     if old in tensors:
@@ -116,7 +106,7 @@ def read_mixture(
 
 
 def _read_norms(reader: TensorReader, at: str, n_embd: int) -> ExpertNorms:
-    """The router's is that of its input over the root of its length, times a scale."""
+    """Reads the norms. The router's is a scale divided by the root of its length."""
     scale = reader.floats(f"{at}ffn_gate_inp.scale", (n_embd,))
     experts, after, shared = (
         reader.floats(f"{at}{name}.weight", (n_embd,))

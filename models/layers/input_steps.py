@@ -26,7 +26,7 @@ class PromptInputs:
     def gated(
         self, i: int, products: Mapping[str, Any], gate: Any, activation: int, pos: int, n: int
     ) -> Any:
-        """act(gate) times layer i's input of the rows from ``pos`` on; of gate's type."""
+        """Returns act(gate) times layer i's input of the rows from ``pos`` on, of gate's type."""
         at = slice(pos - self._pos, pos - self._pos + len(gate))
         projected = products["input_projection"](self._x[at])
         embedded = self._embedding.rows(self._ids[at], i)
@@ -50,7 +50,7 @@ class InputSteps:
     ) -> None:
         self.records = np.zeros(len(layers), kernels.INPUT)
         self._embedding = embedding
-        self._kept: list[np.ndarray] = []  # what the records have addresses of
+        self._kept: list[np.ndarray] = []  # keeps arrays alive: the records have their addresses
         self.are_any = embedding is not None or any(scale != 1.0 for _, scale in layers)
         self.records["scale"] = [scale for _, scale in layers]
         if embedding is None:
@@ -81,7 +81,7 @@ class InputSteps:
     def begin(
         self, tokens: Sequence[int], x: np.ndarray, quantized: np.ndarray, n_threads: int
     ) -> None:
-        """The inputs of all layers for a step's tokens, whose embeddings x has."""
+        """Computes the inputs of all layers for a step's tokens. x has their embeddings."""
         if self._embedding is None:
             return
         n_all = self._embedding.projection.n_rows

@@ -17,16 +17,15 @@ from sparsekv_cli.models.gguf.tensors import TensorReader
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The weights of a layer's own input of P elements. norm: f32 (n_embd,), of what it adds.
+    """The weights of a layer's own input of P elements.
 
-    projection (P, n_embd): of the token's embedding. gate (P, n_embd): of the residual stream; its
-    activation times the input goes through ``output`` (n_embd, P).
+    The activation of the gate's product, times the input, goes through ``output``.
     """
 
-    projection: Linear
-    gate: Linear
-    output: Linear
-    norm: np.ndarray
+    projection: Linear  # (P, n_embd), of the token's embedding
+    gate: Linear  # (P, n_embd), of the residual stream
+    output: Linear  # (n_embd, P)
+    norm: np.ndarray  # f32 (n_embd,), of the output
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.projection, self.gate, self.output)
@@ -38,16 +37,14 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class InputEmbedding:
-    """The tensors for all layers: table (n_vocab, layers P), projection (layers P, n_embd), norm
-    f32 (P,).
-    """
+    """The tensors for all layers' own inputs of P elements."""
 
-    table: Linear
-    projection: Linear
-    norm: np.ndarray
+    table: Linear  # (n_vocab, layers P)
+    projection: Linear  # (layers P, n_embd)
+    norm: np.ndarray  # f32 (P,)
 
     def rows(self, ids: Sequence[int] | np.ndarray, layer: int | None = None) -> np.ndarray:
-        """The tokens' embeddings for one layer f32 (T, P), or for all (T, layers P); scaled."""
+        """Returns scaled embeddings f32 (T, P) for one layer, or (T, layers P) for all."""
         table, n = self.table, len(self.norm)
         data, n_columns = table.data[np.asarray(ids)], table.n_columns
         if layer is not None:

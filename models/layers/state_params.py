@@ -15,17 +15,13 @@ FULL_ATTENTION_INTERVAL = 4  # qwen35's, where the file says nothing
 
 @dataclass(frozen=True)
 class StateParams:
-    """The sizes of the recurrent part of a layer, which replaces attention.
+    """The sizes of the recurrent part of a layer, which replaces attention."""
 
-    length: rows that its convolution sees. n_out: elements of its output. n_key, n_value: key and
-    value heads of a gated delta net, of head_dim elements each; 0: a gated convolution alone.
-    """
-
-    length: int
-    n_out: int
-    n_key: int = 0
-    n_value: int = 0
-    head_dim: int = 0
+    length: int  # rows that its convolution sees
+    n_out: int  # elements of its output
+    n_key: int = 0  # key heads of a gated delta net; 0: a gated convolution alone
+    n_value: int = 0  # value heads of a gated delta net
+    head_dim: int = 0  # elements of a head
 
     @property
     def n_mixed(self) -> int:

@@ -9,8 +9,8 @@ from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
     """Returns the window of each layer, 0 for one that attends to all tokens.
 
-    The file may say of each layer whether it has a window. It may instead state a period, the last
-    layer of which has none.
+    The file may say of each layer whether it has a window. It may instead state a period, whose
+    last layer has no window.
     """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)
@@ -29,9 +29,9 @@ def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tupl
 def read_sources(
     keys: ModelKeys, architecture: Architecture, windows: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """For each layer the one whose rows it reads, -1 for its own.
+    """Returns for each layer the layer whose rows it reads; -1: its own.
 
-    The last layers read those of the last one of their kind that has rows, which are the last two.
+    The last layers have no rows. They read the rows of the last layer of their kind before them.
     """
     n_layer, n_shared, name = len(windows), 0, "attention.shared_kv_layers"
     if architecture.layer_inputs:

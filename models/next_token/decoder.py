@@ -14,7 +14,7 @@ from sparsekv_cli.models.repack import repack_weights
 
 
 class NextTokenDecoder(Decoder):
-    """Where Decoder takes the ids of tokens, this one takes their rows, from ``inputs``."""
+    """A decoder of one layer. It takes rows from ``inputs`` instead of token ids."""
 
     def __init__(self, main: Decoder, block: NextTokenWeights) -> None:
         """main: the model's decoder. The block is computed as its layers are."""

@@ -1,4 +1,4 @@
-"""The rows that one sequence has of a next-token block: in its cache, and those that wait."""
+"""One sequence's rows of a next-token block: cached rows, and rows that wait."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,15 +10,14 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.models.decoder import FEW_ROWS
 from sparsekv_cli.models.next_token.decoder import NextTokenDecoder
 
-NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass whose logits nobody reads
+NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass without a use for logits
 
 
 class NextTokenRows:
     """The rows of K and V of a block. Row p comes from the hidden row p and the token p + 1.
 
-    The hidden row of the last token waits until the next token is known. Rows of tokens that the
-    model has not computed here are missing: they were loaded, or taken over. The block does
-    without them.
+    The hidden row of the last token waits until the next token is known. Tokens whose rows were
+    loaded or taken over have no rows here. The block works without them.
     """
 
     def __init__(self, decoder: NextTokenDecoder) -> None:
@@ -36,6 +35,12 @@ class NextTokenRows:
             self._first, self._tokens, self._hidden = pos, [], self._hidden[:0]
         self._tokens += tokens
         self._hidden = np.concatenate([self._hidden, hidden])
+
+    def take_prompt(self, ids: Sequence[int], n_past: int, pos: int, hidden: np.ndarray) -> None:
+        """Takes hidden rows of the prompt ``ids``, which begins at position ``n_past``."""
+        first = pos - n_past
+        self.take(pos, ids[first : first + len(hidden)], hidden)
+        self.compute_many()
 
     def compute_many(self) -> None:
         """Computes the rows whose next token is known, if more wait than a step takes."""
@@ -68,7 +73,7 @@ class NextTokenRows:
         return draft
 
     def truncate(self, n: int) -> None:
-        """Forgets what came of other tokens than the first n of the sequence."""
+        """Forgets all rows except those of the sequence's first n tokens."""
         del self._positions[bisect_left(self._positions, n - 1) :]
         self.cache.truncate(len(self._positions))
         n_waiting = max(0, n - self._first)
@@ -86,7 +91,7 @@ class NextTokenRows:
         return logits[-1], self._decoder.hidden(n)[-1:]
 
     def _add(self, n: int) -> None:
-        """The first n rows that wait are in the cache."""
+        """Moves the first n waiting rows to the cache's positions."""
         self._positions += range(self._first, self._first + n)
         self._first += n
         del self._tokens[:n]

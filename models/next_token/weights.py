@@ -1,4 +1,4 @@
-"""The tensors of a next-token block: those of a layer with attention, and what is around it."""
+"""The tensors of a next-token block: a layer with attention, two norms and a projection."""
 
 from dataclasses import dataclass, replace
 
@@ -12,24 +12,19 @@ from sparsekv_cli.models.weights import Weights, WeightsReader
 
 @dataclass(frozen=True)
 class NextTokenWeights:
-    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same.
+    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same."""
 
-    embedding_norm: f32 (n_embd,), enorm.
-    hidden_norm: f32 (n_embd,), hnorm.
-    projection: eh_proj (n_embd, 2 n_embd). The columns of the embedding come first.
-    model: a model of one layer, with the embeddings and the output head that the block takes.
-    """
-
-    embedding_norm: np.ndarray
-    hidden_norm: np.ndarray
-    projection: Linear
+    embedding_norm: np.ndarray  # f32 (n_embd,), enorm
+    hidden_norm: np.ndarray  # f32 (n_embd,), hnorm
+    projection: Linear  # eh_proj (n_embd, 2 n_embd); the columns of the embedding come first
+    # a model of one layer, with the embeddings and the output head that the block takes
     model: Weights
 
 
 def read_next_token(
     weights: Weights, hparams: HParams, architecture: Architecture
 ) -> NextTokenWeights:
-    """Returns the first next-token block of a file. It takes from the model what it does not have.
+    """Returns the first next-token block of a file. Tensors that it lacks are the model's.
 
     Raises SparseKVError as ``read_weights`` does.
     """

@@ -23,7 +23,7 @@ def models_folder() -> Path | None:
 
 
 def models_by_name() -> dict[str, Path]:
-    """The models of the folder by their names: without suffix, and split ones without the part.
+    """Returns the folder's models by name, without suffix and without the number of a part.
 
     A split model is the first of its parts that is there. Empty if there is no such folder.
     """
@@ -42,7 +42,7 @@ def models_by_name() -> dict[str, Path]:
 
 
 def find_by_name(name: str) -> Path | None:
-    """The model of the folder that is called ``name``, whose case and suffix make no difference."""
+    """Returns the folder's model of this name, if any. Case and suffix do not matter."""
     models = models_by_name()
     wanted = split_name(name)[0]
     if wanted in models:

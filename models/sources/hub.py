@@ -36,7 +36,7 @@ class CachedModel(NamedTuple):
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether ``-m name``, of which there is no file, can mean a repository."""
+    """Returns whether ``-m name``, of which there is no file, can mean a repository."""
     return NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
 
 
@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 
 
 def fetch(name: str, say: Say) -> Path:
-    """The file of ``owner/repo[:quant]``, or its first part; downloaded unless it is in the cache.
+    """Returns the first file of ``owner/repo[:quant]``, from the cache or downloaded.
 
     say: told of a download in a line. Raises SparseKVError, in one line, for everything that fails.
     """
@@ -85,7 +85,7 @@ def fetch(name: str, say: Say) -> Path:
 
 
 def find_cached(repo: str, quant: str | None) -> Path | None:
-    """A model of ``repo`` in the cache of which all parts are there, as ``choose`` chooses it."""
+    """Returns a whole model of ``repo`` in the cache, as ``choose`` chooses it."""
     for snapshot in snapshots(cache_folder() / f"models--{repo.replace('/', '--')}"):
         files = choose(files_of(snapshot), quant)
         if files:
@@ -100,13 +100,13 @@ def snapshots(folder: Path) -> list[Path]:
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """GGUF files of a revision by their names in the repository."""
+    """Returns GGUF files of a revision by their names in the repository."""
     paths = (path for path in snapshot.rglob("*.gguf") if path.is_file())
     return sorted(path.relative_to(snapshot).as_posix() for path in paths)
 
 
 def cached_models() -> list[CachedModel]:
-    """All models in the cache, each once, from the newest revision that has it."""
+    """Returns all models in the cache, each once, from the newest revision that has it."""
     models: dict[str, Path] = {}
     for folder in sorted(cache_folder().glob("models--*--*/")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
@@ -191,7 +191,7 @@ def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
 
 
 def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
-    """Why no file of a repository was chosen, and what there is."""
+    """Returns a line: why no file of a repository was chosen, and the files that it has."""
     models = whole_models(files)
     if not models:
         return (
@@ -240,7 +240,7 @@ def explained(repo: str, endpoint: str) -> Iterator[None]:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether the network is at fault, whichever HTTP library huggingface_hub has."""
+    """Returns whether the network is at fault, whichever HTTP library huggingface_hub has."""
     from huggingface_hub import errors
 
     kinds: tuple[Any, ...] = (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
@@ -249,6 +249,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an exception's first line, or its kind if it says nothing."""
+    """Returns an exception's first line, or its class if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -14,22 +14,18 @@ from sparsekv_cli.models.sources.locate import SOURCES
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that -m takes by ``name``.
-
-    where: ``folder``, ``hub cache`` or ``package``.  n_bytes: of all its files.  problem: why it
-    cannot be run, None if it can; what could not be read is None.
-    """
+    """A model that -m takes by ``name``. A value that could not be read is None."""
 
     name: str
-    where: str
+    where: str  # ``folder``, ``hub cache`` or ``package``
     path: Path
     architecture: str | None = None
     n_parameters: int | None = None
     weight_type: str | None = None
-    n_bytes: int | None = None
+    n_bytes: int | None = None  # of all its files
     n_files: int = 1
     context_length: int | None = None
-    problem: str | None = None
+    problem: str | None = None  # why it cannot be run; None: it can
 
 
 def list_models() -> Iterator[ListedModel]:

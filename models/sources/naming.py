@@ -21,20 +21,20 @@ def split_name(file: str) -> tuple[str, int, int]:
 
 
 def quant_of(file: str) -> str:
-    """The quantisation that a file's name ends in, such as ``Q4_K_M``; empty if it has none."""
+    """Returns the quantisation at the end of a file's name, such as ``Q4_K_M``; or nothing."""
     stem = split_name(file)[0]
     found = TAG.search(stem)
     return found[1].upper() if found else ""
 
 
 def is_model(file: str) -> bool:
-    """Whether a GGUF file is a language model by its name."""
+    """Returns whether a GGUF file is a language model by its name."""
     name = file.rpartition("/")[2]
     return name.endswith(SUFFIX) and not any(word in name for word in NOT_MODELS)
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """All parts of the model that ``file`` is a part of, in order."""
+    """Returns all parts of the model that ``file`` is a part of, in order."""
     prefix, _, count = split_name(file)
     if count < 2:
         return [file]

@@ -27,11 +27,11 @@ INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
 PIECE = 1 << 20  # bytes
 WHEEL = re.compile(r'href="([^"]+\.whl)#sha256=([0-9a-f]{64})"')
-OnBytes = Callable[[int, int], None]  # told bytes that are here, and bytes in all
+OnBytes = Callable[[int, int], None]  # called with bytes that are here, and all bytes
 
 
 def index_url() -> str:
-    """The package index: the one that the environment names for uv or pip, or PyPI."""
+    """Returns the package index: the one that the environment names for uv or pip, or PyPI."""
     for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
         if value := os.environ.get(variable):
             return value.rstrip("/")

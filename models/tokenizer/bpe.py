@@ -93,7 +93,7 @@ def make_line_encoder(
 
 
 def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merge rules in order of rank, each checked: both parts and the result are tokens."""
+    """Returns the merge rules by rank. In each, both parts and the result must be tokens."""
     merges = string_list(metadata, "merges")
     ids = vocabulary.ids
     if len(set(merges)) != len(merges):

@@ -2,8 +2,8 @@
 
 The regular expressions and settings are those of llama.cpp's llama-vocab.cpp. They run one after
 the other, each on the pieces that the one before left. Text between matches stays as pieces.
-llama.cpp's own matcher reads some expressions in its own way. The expression here then says what
-that matcher does; every such line has a comment.
+llama.cpp's own matcher reads some expressions in its own way. The expression here then follows that
+matcher, with a comment.
 """
 
 import re
@@ -66,17 +66,14 @@ def class_of(ranges: str) -> str:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """regexes: in sequence.
+    """The rules by which a text is cut into words before the merges."""
 
-    ignore_merges: a word that is a token stays whole. add_bos: the setting when the file has none.
-    """
-
-    regexes: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
+    regexes: tuple[str, ...]  # applied one after the other
+    ignore_merges: bool = False  # a word that is a token stays whole
+    add_bos: bool = False  # the setting when the file has none
 
     def oniguruma(self) -> list[str]:
-        """The expressions for the tokenizers library, with llama.cpp's idea of the categories."""
+        """Returns the expressions for the tokenizers library, with llama.cpp's categories."""
         category = re.compile(r"\\p\{\w\}")
         return [category.sub(lambda m: f"[{m[0]}&&[^{LATER}]]", regex) for regex in self.regexes]
 
@@ -214,7 +211,7 @@ same(
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """The pre-tokenizer called ``name``; None (not in the file) is ``default``, as in llama.cpp.
+    """Returns the pre-tokenizer ``name``; for None the one called default, as in llama.cpp.
 
     Raises SparseKVError that names what is not known.
     """

@@ -38,7 +38,7 @@ def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 
 
 def model_proto(vocabulary: Vocabulary) -> bytes:
-    """The vocabulary as a serialized ModelProto (field numbers of sentencepiece_model.proto).
+    """Returns the vocabulary as a serialized ModelProto (sentencepiece_model.proto).
 
     Written by hand: the protobuf package would take longer to import than this takes to run.
     """
@@ -71,7 +71,7 @@ def model_proto(vocabulary: Vocabulary) -> bytes:
 
 
 def piece(text: str, score: float, kind: int) -> bytes:
-    """One vocabulary entry: ModelProto.pieces."""
+    """Returns one vocabulary entry: ModelProto.pieces."""
     score_bytes = b"\x15" + struct.pack("<f", score)  # field 2, 32 bits
     return field(1, field(1, text.encode()) + score_bytes + number(3, kind))
 

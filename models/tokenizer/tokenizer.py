@@ -31,15 +31,12 @@ ASCII_SPACES = " \t\n\v\f\r"
 
 
 class SpecialToken(NamedTuple):
-    """A token that is cut out of the text before the rest is tokenized.
-
-    parsed_only: only where special tokens are parsed.  eats_spaces: white space after it is lost.
-    """
+    """A token that is cut out of the text before the rest is tokenized."""
 
     text: str
     id: int
-    parsed_only: bool
-    eats_spaces: bool
+    parsed_only: bool  # only where special tokens are parsed
+    eats_spaces: bool  # white space after it is lost
 
 
 class Tokenizer:
@@ -141,7 +138,7 @@ class Tokenizer:
                 yield from split_special(plain(fragment), self._specials, parse_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Returns the text of ``ids``; what is not UTF-8 becomes U+FFFD.
+        """Returns the text of ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
         The space that SentencePiece puts before a text is removed from the first token.
         skip_special: control and unknown tokens give nothing.
@@ -157,18 +154,18 @@ class Tokenizer:
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary spells it.  Raises ValueError for an id out of range."""
+        """Returns a token as the vocabulary has it. Raises ValueError for an id out of range."""
         if not 0 <= token_id < self.n_vocab:
             raise ValueError(f"token id {token_id}: must be 0 to {self.n_vocab - 1}")
         return self._vocabulary.texts[token_id]
 
     def is_control(self, token_id: int) -> bool:
-        """Whether a token steers the model and is not part of the text."""
+        """Returns whether a token steers the model and is not part of the text."""
         self.token_text(token_id)
         return bool(self._vocabulary.kinds[token_id] & CONTROL)
 
     def is_shown(self, token_id: int) -> bool:
-        """Whether a token belongs to the text: neither control nor unknown."""
+        """Returns whether a token belongs to the text: neither control nor unknown."""
         self.token_text(token_id)
         return not self._vocabulary.kinds[token_id] & SPECIAL
 
@@ -250,7 +247,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
         vocabulary = read_vocabulary(metadata, model)
         encode_plain = make_line_encoder(metadata, vocabulary)
-        add_bos, space_prefix = True, False  # whatever the file says, as in llama.cpp
+        add_bos, space_prefix = True, False  # also against the file, as in llama.cpp
     else:
         from sparsekv_cli.models.tokenizer.spm import make_spm_encoder
 

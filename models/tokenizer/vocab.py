@@ -60,16 +60,13 @@ ALWAYS_SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token texts by id, their kinds (n,) as bits, and what the file says about special tokens.
-
-    ids: text -> id.  scores: (n,) float32 for SentencePiece, else None.
-    """
+    """The tokens of a model, and what the file says about special tokens."""
 
     model: str
-    texts: list[str]
-    ids: dict[str, int]
-    kinds: np.ndarray
-    scores: np.ndarray | None
+    texts: list[str]  # by id
+    ids: dict[str, int]  # by text
+    kinds: np.ndarray  # (n,), bits
+    scores: np.ndarray | None  # f32 (n,) for SentencePiece, else None
     bos_id: int | None
     eos_id: int | None
     eot_id: int | None

@@ -52,21 +52,7 @@ class StateInput(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The sizes of one layer, and how many threads its kernels may use.
-
-    theta: the rotation of each RoPE pair (i, i + n_rot/2) in radians a position, f64 (n_rot/2,). It
-    is empty in a layer without rotation. rope_scale: factor of the rotated dims (YaRN's magnitude).
-    attention_scale: the softmax's factor; 0: 1/sqrt(d). softcap: c of scores c tanh(score / c), 0:
-    none.
-    sinks: f32 (H,), each head's score without a value in the softmax, or empty. calibration: this
-    layer's arrays of the method's sidecar by name, empty for methods without a calibration.
-    cache_type_k, cache_type_v: types of the rows (cache/store.py). kind: the kind of the layer's
-    cache (cache/kinds.py). window: how many last rows a query attends to, its own included; 0: all.
-    recurrence: what a recurrent layer computes (cache/state.py). n_checkpoints: the most copies
-    kept of its state. source: the earlier layer whose rows this one reads; -1: it has its own.
-    n_full: the number of full layers of the model. full_place: how many of them come before this
-    one.
-    """
+    """The sizes of one layer, and how many threads its kernels may use."""
 
     layer: int
     n_layer: int
@@ -75,21 +61,25 @@ class LayerSpec:
     head_dim: int
     value_dim: int
     n_threads: int
+    # f64 (n_rot/2,): radians a position of each RoPE pair (i, i + n_rot/2); empty: no rotation
     theta: np.ndarray = field(default_factory=lambda: np.empty(0), compare=False)
-    rope_scale: float = 1.0
+    rope_scale: float = 1.0  # factor of the rotated dims (YaRN's magnitude)
+    # this layer's arrays of the method's sidecar, by name; empty: the method has none
     calibration: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    attention_scale: float = 0.0
-    softcap: np.float32 = np.float32(0)
+    cache_type_k: str = "f16"  # type of the rows of K (cache/store.py)
+    cache_type_v: str = "f16"  # type of the rows of V
+    attention_scale: float = 0.0  # the softmax's factor; 0: 1/sqrt(d)
+    softcap: np.float32 = np.float32(0)  # c of scores c tanh(score / c); 0: none
+    # f32 (H,): for each head a score without a value in the softmax; or empty
     sinks: np.ndarray = field(default_factory=lambda: NO_SINKS, compare=False)
-    kind: str = FULL
-    window: int = 0
+    kind: str = FULL  # the kind of the layer's cache (cache/kinds.py)
+    window: int = 0  # last rows that a query attends to, its own included; 0: all
+    # what a recurrent layer computes (cache/state.py)
     recurrence: Any = field(default=None, compare=False)
-    n_checkpoints: int = N_CHECKPOINTS
-    source: int = -1
-    n_full: int = 0
-    full_place: int = 0
+    n_checkpoints: int = N_CHECKPOINTS  # the most copies kept of its state
+    source: int = -1  # the earlier layer whose rows this one reads; -1: it has its own
+    n_full: int = 0  # full layers of the model
+    full_place: int = 0  # full layers before this one
 
     @property
     def group(self) -> int:
@@ -120,17 +110,15 @@ class Memory:
 class Budget:
     """Rows attended a step: a number, ``512``, or a share of the context, ``5%``.
 
-    floor, ceiling: least and most rows of a share. Default budgets have both. With them short chats
-    stay coherent, and the work of a step stops growing with the context. A share that the user
-    states has neither. sparse_from: the rows up to which a step attends to all of them
-    (methods/depth.py).
+    Default budgets have a floor and a ceiling. With them short chats stay coherent, and the work of
+    a step stops growing with the context. A share that the user states has neither.
     """
 
-    tokens: int | None = None
-    share: float | None = None
-    floor: int = 1
-    ceiling: int = 1 << 62
-    sparse_from: int = 0
+    tokens: int | None = None  # rows, if the budget is a number
+    share: float | None = None  # of the context, above 0 to 1
+    floor: int = 1  # least rows of a share
+    ceiling: int = 1 << 62  # most rows of a share
+    sparse_from: int = 0  # rows up to which a step attends to all of them (methods/depth.py)
 
     @staticmethod
     def parse(text: str) -> Budget:

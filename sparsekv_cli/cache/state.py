@@ -55,14 +55,14 @@ class GatedConvolution:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta net; cpu/recurrent/delta_net.py has its weights. d_k: size of a key head."""
+    """The gated delta net. cpu/recurrent/delta_net.py describes its weights."""
 
     weight: np.ndarray
     dt: np.ndarray
     a: np.ndarray
     norm: np.ndarray
     eps: float
-    d_k: int
+    d_k: int  # elements of a key head
 
     @property
     def n_out(self) -> int:

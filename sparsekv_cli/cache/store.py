@@ -228,7 +228,7 @@ class KVStore:
         self.n += len(k)
 
     def keys(self) -> np.ndarray:
-        """Rows of K as they are read, f16 or f32 (G, n, padded d)."""
+        """Returns the rows of K as they are read, f16 or f32 (G, n, padded d)."""
         return self.k_type.read(self.k[:, : self.n])
 
     def values(self) -> np.ndarray:

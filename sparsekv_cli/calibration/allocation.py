@@ -42,12 +42,12 @@ def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -
 
 
 def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
-    """A layer's share of the model's ``budget``; budgets: its row of ``budgets_of_levels``."""
+    """Returns a layer's share of ``budget``. budgets: its row of ``budgets_of_levels``."""
     return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))
 
 
 def even_budgets(shares: Sequence[float]) -> np.ndarray:
-    """The row of ``budgets_of_levels`` of a layer whose share is always the mean: (shares, 2)."""
+    """Returns the row (shares, 2) of ``budgets_of_levels`` of a layer with the mean share."""
     return np.repeat(np.array(shares, np.float32), 2).reshape(-1, 2)
 
 

@@ -65,7 +65,7 @@ def built_in_text() -> CalibrationText:
 
 
 def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
-    """Rows of forward passes that a calibration takes: a minute's, or with 8B parameters five.
+    """Returns the rows of forward passes of a calibration: a minute's, or five with 8B parameters.
 
     These are minutes of two cores. A small model is done with all rows sooner. It follows from the
     model alone, so that a calibration is the same on a slow machine.
@@ -74,7 +74,7 @@ def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
 
 
 def layer_products(file: GGUFFile, hparams: HParams) -> float:
-    """Products of one row with the weights of all layers, of experts with those that are chosen."""
+    """Returns the products of one row with the weights of all layers and chosen experts."""
     share = min(
         (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
         default=1.0,
@@ -89,8 +89,8 @@ def layer_products(file: GGUFFile, hparams: HParams) -> float:
 class Calibrations:
     """The calibrations of one open model, found, or made and stored, when a method asks.
 
-    decoder: None finds what is stored, and nothing else. encode: text -> ids. sidecar: the one file
-    to read instead of the usual ones; a method that it lacks is refused, not calibrated.
+    decoder: None only finds stored calibrations. encode: text -> ids. sidecar: the one file to read
+    instead of the usual ones; a method that it lacks is refused, not calibrated.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Calibrations:
         return identify(self._file, self._hparams)
 
     def places(self) -> tuple[Path, Path]:
-        """Next to the model; in the user's cache, or the same place again if there is none."""
+        """Returns the file next to the model, and the user's (without a cache the first again)."""
         path = Path(self._file.path)
         beside = path.with_name(f"{path.stem}{SUFFIX}")
         folder = user_cache("calibration")
         return beside, folder / f"{self.identity.model_hash}.npz" if folder else beside
 
     def place_to_write(self) -> Path:
-        """Beside the model, unless that folder cannot be written or belongs to pip or the hub."""
+        """Returns the file next to the model, or the user's if that folder is not the user's."""
         beside, cached = self.places()
         folder = beside.parent.resolve()
         foreign = any(
@@ -140,7 +140,7 @@ class Calibrations:
         ]
 
     def has(self, method: Calibrated) -> bool:
-        """Whether ``specs`` measures nothing: the method needs nothing, or that is stored."""
+        """Returns whether the method needs no calibration, or has a stored one."""
         name = method.name
         if method.needs != CALIBRATION or name in self._loaded:
             return True

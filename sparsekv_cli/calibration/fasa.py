@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun, budgets_array
 from sparsekv_cli.calibration.study import Study, TextCache, study_shares
@@ -21,34 +21,31 @@ from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 
 METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
 SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
+N_RECENT = 16  # last rows that are always attended
+N_QUERIES, TOP_K = 16, 64  # queries of the text that judge the chunks; K of CA
 N_CHOSEN = 128  # of the thousand rows of a trial; fewer are measured with more noise
 
 
 def study_chunks(
-    run: CalibrationRun,
-    is_dense: Callable[[LayerSpec], bool],
-    n_query: int,
-    top_k: int,
-    n_sinks: int,
-    n_recent: int,
+    run: CalibrationRun, is_dense: Callable[[LayerSpec], bool]
 ) -> dict[str, np.ndarray]:
     """Measures the value of each chunk, and the loss of a layer with a share of its chunks.
 
     tip_kld f32 (L, shares): KLD(full || one layer that attends to the best N_CHOSEN rows by its
     first chunks, var); tip_budget f32 (L, shares, 2); see ``study_shares``. The others:
-    see ``rank_all``. n_sinks, n_recent: rows that are always attended.
+    see ``rank_all``.
     """
     specs = [spec for spec in run.specs if not is_dense(spec)]
     layers = [spec.layer for spec in specs for _ in SHARES[:-1]]
-    study = Study(run, n_sinks, n_recent, layers, len(run.statistics_ids))
-    tensors = rank_all(study, n_query, top_k)
+    study = Study(run, N_SINKS, N_RECENT, layers, len(run.statistics_ids))
+    tensors = rank_all(study)
 
     def choose(spec: LayerSpec, share: float) -> Trial:
         n_chunk = spec.n_chunk
         rank = tensors["dom_var"][spec.layer, : spec.n_head_kv, :n_chunk]
         dims = dominance.order_dims(rank, max(1, round(share * n_chunk)), spec.head_dim)
         dims = dims[:, : 2 * max(1, round(share * n_chunk))]
-        return Trial(spec.layer, unchanged, _attend_best(dims, n_sinks, n_recent))
+        return Trial(spec.layer, unchanged, _attend_best(dims, N_SINKS, N_RECENT))
 
     tensors["tip_kld"], tensors["tip_budget"] = study_shares(study, specs, choose, SHARES)
     return tensors
@@ -76,7 +73,7 @@ def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
 
 
 def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
-    """Attention to the first and last rows, and the best of the others by ``dims`` (G, m)."""
+    """Returns attention to the first, the last and the best other rows by ``dims`` (G, m)."""
 
     def attend(q_new: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
         n, n_new = store.n, q_new.shape[1]
@@ -106,22 +103,21 @@ def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
     return attend
 
 
-def rank_all(study: Study, n_query: int, top_k: int) -> dict[str, np.ndarray]:
-    """Both metrics of every chunk, and each kv head's chunks by rank, the best first.
+def rank_all(study: Study) -> dict[str, np.ndarray]:
+    """Returns both metrics of every chunk, and each kv head's chunks by rank, the best first.
 
-    n_query: how many queries of the text judge; top_k: K of CA. score_var, score_ca f32 (L, H, C);
-    dom_var, dom_ca u8 (L, G, C), C as LayerSpec.n_chunk. Layers with fewer heads or chunks than
-    others end in zeros.
+    score_var, score_ca f32 (L, H, C); dom_var, dom_ca u8 (L, G, C), C as LayerSpec.n_chunk. Layers
+    with fewer heads or chunks than others end in zeros.
     """
     specs = study.run.specs
-    positions = dominance.query_positions(len(study.run.statistics_ids), n_query)
+    positions = dominance.query_positions(len(study.run.statistics_ids), N_QUERIES)
     n_head, n_kv, n_chunk = _most(specs)
     tensors = {}
     for metric in METRICS:
         tensors[f"score_{metric}"] = np.zeros((len(specs), n_head, n_chunk), np.float32)
         tensors[f"dom_{metric}"] = np.zeros((len(specs), n_kv, n_chunk), np.uint8)
 
-    study.pass_over_text(lambda spec: _JudgingCache(spec, positions, top_k, tensors))
+    study.pass_over_text(lambda spec: _JudgingCache(spec, positions, tensors))
     return tensors
 
 
@@ -129,14 +125,10 @@ class _JudgingCache(TextCache):
     """Judges a layer's chunks at the end of the calibration's prefill."""
 
     def __init__(
-        self,
-        spec: LayerSpec,
-        positions: Sequence[int],
-        top_k: int,
-        tensors: dict[str, np.ndarray],
+        self, spec: LayerSpec, positions: Sequence[int], tensors: dict[str, np.ndarray]
     ) -> None:
         super().__init__(spec)
-        self._positions, self._top_k, self._tensors = positions, top_k, tensors
+        self._positions, self._tensors = positions, tensors
         self._queries: list[np.ndarray] = []  # f32 (H, d), one a position
 
     def extend(self, x: AttnInput) -> Any:
@@ -149,7 +141,7 @@ class _JudgingCache(TextCache):
         keys = store.k[:, : store.n, : spec.head_dim].astype(np.float32)
         keys = np.ascontiguousarray(keys.swapaxes(1, 2))  # (G, d, n)
         judged = [
-            dominance.judge_chunks(q, t, keys, spec.n_chunk, self._top_k)
+            dominance.judge_chunks(q, t, keys, spec.n_chunk, TOP_K)
             for q, t in zip(self._queries, self._positions, strict=True)
         ]
         self._queries = []

@@ -15,17 +15,13 @@ LEAST_TEXT = 1024  # tokens of the text that it takes at least
 
 
 class CalibrationArray(NamedTuple):
-    """The shape, type and values that one array of a calibration must have.
-
-    shape: (n_layer, ...). least, most: of its values. is_rising: whether the values of a layer
-    never fall, in the order in which they are stored.
-    """
+    """The shape, type and values that one array of a calibration must have."""
 
     dtype: str
-    shape: tuple[int, ...]
-    least: float = -math.inf
-    most: float = math.inf
-    is_rising: bool = False
+    shape: tuple[int, ...]  # (n_layer, ...)
+    least: float = -math.inf  # the least value allowed
+    most: float = math.inf  # the largest value allowed
+    is_rising: bool = False  # the stored values of a layer never fall
 
     def problem(self, array: np.ndarray) -> str:
         """Returns the fault of an array; empty if there is none."""
@@ -48,18 +44,15 @@ def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """The inputs of a method's calibration: a model, a text, and a forward pass over it.
+    """The inputs of a method's calibration: a model, a text, and a forward pass over it."""
 
-    specs: one a layer, ``calibration`` empty. ids: the text. forward: see ``Forward.forward``
-    (models/forward.py), through one LayerCache a layer. The method may pass caches of its own that
-    keep what they need. progress: called with the share that is done, 0 to 1. n_rows: about as many
-    rows as may go through all layers, in all forward passes together.
-    """
-
-    specs: Sequence[LayerSpec]
-    ids: Sequence[int]
+    specs: Sequence[LayerSpec]  # one a layer, with empty ``calibration``
+    ids: Sequence[int]  # the text
+    # Forward.forward (models/forward.py), with one LayerCache a layer. The method may pass its own
+    # caches, which keep what they need.
     forward: Callable[..., np.ndarray]
-    progress: Callable[[float], None]
+    progress: Callable[[float], None]  # called with the share that is done, 0 to 1
+    # about as many rows may go through all layers, in all forward passes together
     n_rows: int = 1 << 30
 
     @property

@@ -25,7 +25,7 @@ SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which la
 def study_keys(
     run: CalibrationRun, is_dense: Callable[[LayerSpec], bool], n_sinks: int, n_recent: int
 ) -> dict[str, np.ndarray]:
-    """Both bases of every layer, from the text's pre-RoPE keys and queries, and the cost of ranks.
+    """Returns both bases of every layer, by pre-RoPE keys and queries, and the cost of ranks.
 
     rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of its latents' columns),
     the last one not measured. rank_budget f32 (L, shares, 2): see
@@ -79,7 +79,7 @@ def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: 
 
 
 def study_directions(study: Study) -> dict[str, np.ndarray]:
-    """Both bases of every layer.
+    """Returns both bases of every layer.
 
     weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
     and of C. All columns are there by falling eigenvalue, so that any rank is a prefix.

@@ -69,15 +69,12 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Entry:
-    """One method's calibration: arrays (n_layer, ...), and the text they were measured on.
+    """One method's calibration."""
 
-    text_hash: sha256 of the text in UTF-8; n_tokens: of its first tokens, how many were used.
-    """
-
-    tensors: Mapping[str, np.ndarray]
-    n_tokens: int
+    tensors: Mapping[str, np.ndarray]  # arrays (n_layer, ...)
+    n_tokens: int  # tokens of the text that were used, from its start
     text_name: str
-    text_hash: str
+    text_hash: str  # sha256 of the text in UTF-8
     program: str = __version__
 
 
@@ -90,7 +87,7 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """The identity of an open model. Raises SparseKVError if its file is unreadable or changed."""
+    """Returns a model's identity. Raises SparseKVError if its file is unreadable or changed."""
     return ModelIdentity(
         n_layer=hparams.n_layer,
         n_head=tuple(layer.n_head for layer in hparams.layers),
@@ -120,10 +117,10 @@ def read_entry(
     identity: ModelIdentity,
     arrays: Mapping[str, CalibrationArray] | None = None,
 ) -> Entry | None:
-    """The calibration of ``method``; None if there is no such file or it has none of this method.
+    """Returns the calibration of ``method``; None: the file is missing or lacks the method.
 
-    arrays: what its arrays must be; None: anything. Raises SparseKVError for a file that is damaged
-    or of another model or format. Raises OutdatedError for a file of an older format.
+    arrays: what its arrays must be; None: any. Raises SparseKVError for a file that is damaged or
+    of another model or format. Raises OutdatedError for a file of an older format.
     """
     if not os.path.lexists(path):
         return None
@@ -138,7 +135,7 @@ def read_entry(
             return entry
     except SparseKVError:
         raise
-    except Exception as error:  # whatever damage makes zipfile, numpy and json raise
+    except Exception as error:  # zipfile, numpy and json raise many for damage
         detail = " ".join(str(error).split())[:80] or type(error).__name__
         raise _unusable(path, method, f"cannot be read ({detail})") from None
 
@@ -180,7 +177,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """A member of the npz file. Raises ValueError unless it holds one array of the stated size."""
+    """Returns an array of the npz file. Raises ValueError if it has another size than stated."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     file = io.BytesIO(archive.read(f"{name}.npy"))

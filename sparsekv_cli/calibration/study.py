@@ -73,12 +73,12 @@ class Study:
         self._windows: list[Window] = []
 
     def _affordable(self, n_text: int, n_windows: int, depths: float) -> int:
-        """Rows that each trial can score in a window; half continue the text, half repeat it."""
+        """Returns the rows that each trial can score in a window, an even number."""
         left = self.run.n_rows - self._rows(n_text, n_windows, 0)
         return int(left / (2 * n_windows * (depths + 1))) * 2
 
     def _rows(self, n_text: int, n_windows: int, depths: float) -> float:
-        """Rows of all passes with so many windows."""
+        """Returns the rows of all passes with so many windows."""
         n_prefixes = n_windows - (1 if n_text and n_windows else 0)
         return n_text + n_prefixes * self.n_prefix + n_windows * (depths + 1) * self.n_scored
 

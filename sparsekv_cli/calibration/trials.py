@@ -26,7 +26,7 @@ from sparsekv_cli.models.forward import Copies
 from sparsekv_cli.models.rope import rotate_heads
 
 ROWS_AT_ONCE = 512  # rows of a forward pass
-# Tokens of the vocabulary, the most likely ones after each scored row, whose logits are compared.
+# Only the logits of the most likely tokens after each scored row are compared.
 # They have 98 to 99.9% of the probability of a window on models with 152K tokens.
 TOKENS_A_ROW = 4096
 MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
@@ -38,11 +38,11 @@ Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
 class Trial(NamedTuple):
-    """A change of one layer (-1: none), and how its scored rows attend, if not to everything."""
+    """A change of one layer."""
 
-    layer: int
+    layer: int  # -1: no layer
     change: Change
-    attend: Attend = attend_causal
+    attend: Attend = attend_causal  # how the scored rows attend
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
@@ -50,7 +50,7 @@ def unchanged(k: np.ndarray, v: np.ndarray) -> None:
 
 
 def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
-    """The layer at which a trial's copy joins a pass: 0 where layers read the rows of others."""
+    """Returns the layer at which a trial's copy joins a pass; 0 if layers share rows."""
     return 0 if any(spec.source >= 0 for spec in specs) else max(0, trial.layer)
 
 
@@ -135,7 +135,7 @@ class Window:
         return logits.reshape(len(trials), len(self._rows), -1)
 
     def _compare(self, logits: np.ndarray) -> tuple[float, float]:
-        """KLD and negative log-likelihood of a trial's logits (rows, tokens), which are used up.
+        """Returns KLD and -ln likelihood of a trial's logits (rows, tokens). It overwrites them.
 
         Let p be the full model's probabilities and D the change of the logits. The normaliser rises
         by log sum p e^D, and KLD is that less sum p D. This is exact for small changes too. It
@@ -188,14 +188,14 @@ class _TrialCache(LayerCache):
         return np.concatenate(out, axis=1)
 
     def _n_equal(self, trial: int, most: int) -> int:
-        """How many trials from this one on change later layers only; their rows are equal here."""
+        """Returns how many trials from this one on change later layers only."""
         n = 0
         while n < most and self._trials[trial + n].layer > self.spec.layer:
             n += 1
         return max(1, n)
 
     def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> np.ndarray:
-        """Attention of a trial's rows, from row ``first`` on, over its own prefix."""
+        """Returns attention of a trial's rows, from row ``first`` on, over its own prefix."""
         changed = self._trials[trial]
         if first == 0:
             self.store = self._prefix_of(changed)

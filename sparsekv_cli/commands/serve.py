@@ -284,7 +284,7 @@ def is_loopback(host: str) -> bool:
 def draining(config: Any, drain: int, pool: ModelPool) -> Any:
     """Returns uvicorn's server.
 
-    When it is told to end, it lets answers finish for so many seconds, and then ends the others.
+    On a request to end, it lets answers finish for so many seconds. Then it ends the rest.
     """
     import asyncio
 

@@ -1,4 +1,4 @@
-"""A Ray cluster that is there: found, checked, and left; what goes wrong is one line."""
+"""Connects to a Ray cluster, checks it and leaves it. Every failure is one line."""
 
 import atexit
 import contextlib
@@ -31,7 +31,7 @@ class RayCluster:
         self.is_lost = False
 
     def room_for(self, room: Room) -> int:
-        """How many sessions the nodes hold that are alive, whatever else they do."""
+        """Returns how many models fit all live nodes, without regard to their other work."""
         found = 0
         for node in self.ray.nodes():
             if node["Alive"]:
@@ -56,10 +56,10 @@ class RayCluster:
 
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[RayCluster]:
-    """A connection to the cluster at ``HOST:PORT``; ``auto`` finds one that this machine is in.
+    """Connects to the cluster at ``HOST:PORT``. ``auto`` finds the cluster of this machine.
 
-    Meanwhile ``sys.stdout`` leads nowhere, since Ray prints there what it notices; whoever writes
-    results keeps the stream. Raises SparseKVError if Ray is missing, or no cluster is there.
+    Ray prints its remarks to ``sys.stdout``, so this discards them in the block. A caller that
+    writes results keeps the stream. Raises SparseKVError if Ray is missing, or no cluster is there.
     """
     check_address(address)
     import ray
@@ -101,7 +101,7 @@ def _leave_at_exit(ray: Any) -> None:
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:
-    """Returns the result of ``call`` from a thread that nobody waits for: Ray's calls may hang."""
+    """Runs ``call`` in a thread and returns its future. Ray's calls may hang."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -115,7 +115,7 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 
 
 def check_address(address: str) -> None:
-    """Raises SparseKVError if Ray is missing, for what is no address, or where nobody answers."""
+    """Raises SparseKVError if Ray is missing, the address is wrong, or nothing answers there."""
     if find_spec("ray") is None:
         raise SparseKVError(f"--ray needs Ray: {install_command('ray')}")
     if address == "auto":

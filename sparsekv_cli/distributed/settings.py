@@ -1,7 +1,7 @@
-"""The settings from which every machine opens the model, so that all of them compute alike.
+"""The settings that make every machine open and compute the model in the same way.
 
-Whatever a model works out on its machine (threads, types of products, copies of weights, where a
-method begins to be sparse, calibrations) is worked out once and sent along.
+A model chooses threads, types of products, copies of weights, the depth of sparse steps and
+calibrations by its machine. The first machine chooses them once, and sends them to the others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROOM_CONTEXT = 8192  # tokens of K and V that a model is given memory for, if -c
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A model to open, without a machine's decisions. sidecar: a file with calibrations."""
+    """A model to open, without decisions of its own machine."""
 
     path: Path
     model_hash: str
     version: str
     method: Method
     config: SessionConfig
-    sidecar: bytes
+    sidecar: bytes  # a file with calibrations; empty: none are needed
 
     def open(self, others: Iterable[Method] = ()) -> Model:
         """Returns the model, with ``others`` prepared.
@@ -46,20 +46,19 @@ class SessionSettings:
         if not self.path.exists():
             raise SparseKVError(f"{self.path} is missing: every node needs the model at that path")
         config = self.config
-        if not self.sidecar:
-            return self._ready(load_model(self.path, self.method, config), others)
         with tempfile.TemporaryDirectory() as folder:
-            sidecar = Path(folder) / "sent.npz"
-            sidecar.write_bytes(self.sidecar)
-            config = replace(config, calibration=str(sidecar))
-            return self._ready(load_model(self.path, self.method, config), others)
-
-    def _ready(self, model: Model, others: Iterable[Method]) -> Model:
-        if model.calibrations.identity.model_hash != self.model_hash:
-            raise SparseKVError(f"{self.path} is another model there: copy the file to every node")
-        for method in others:
-            model.prepare(method)
-        return model
+            if self.sidecar:
+                sidecar = Path(folder) / "sent.npz"
+                sidecar.write_bytes(self.sidecar)
+                config = replace(config, calibration=str(sidecar))
+            model = load_model(self.path, self.method, config)
+            if model.calibrations.identity.model_hash != self.model_hash:
+                raise SparseKVError(
+                    f"{self.path} is another model there: copy the file to every node"
+                )
+            for method in others:
+                model.prepare(method)
+            return model
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Shards of work for actors that each hold a model, and what becomes of those that are lost.
+"""Gives shards of work to actors, which each hold a model.
 
 Ray places the actors and starts their processes; a shard goes to whichever is idle. If an actor is
 lost, its shard goes to another one. A new actor takes its place if a node has room.
@@ -16,18 +16,18 @@ from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
 SECONDS_BETWEEN_CHECKS = 2.0
-MOST_LOSSES = 3  # of actors over one shard, which may be what ends them
-Open = Callable[[Any], Callable[[Any], Any]]  # settings -> what answers shards
+MOST_LOSSES = 3  # lost actors, after which a shard is taken for the cause
+Open = Callable[[Any], Callable[[Any], Any]]  # settings -> a function that answers shards
 
 
 class Worker:
-    """An actor. It opens its model when it is asked to, and tells what is wrong."""
+    """An actor, which opens a model and works on shards. It returns errors as text."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None
 
     def open(self, open_work: Open, settings: Any) -> tuple[str, str]:
-        """Returns the name of the node, and why it cannot work, empty if it can."""
+        """Returns the name of the node and its error, which is empty if it can work."""
         import socket
 
         try:
@@ -37,7 +37,7 @@ class Worker:
         return socket.gethostname(), ""
 
     def work(self, shard: Any) -> tuple[Any, str]:
-        """Returns the result of the shard, and the reason if there is none."""
+        """Returns the result of the shard and its error, which is empty if there is a result."""
         assert self._work is not None
         try:
             return self._work(shard), ""
@@ -57,7 +57,7 @@ class Shard:
 class Workers:
     """Actors of a cluster. ``map`` hands them shards.
 
-    tell: gets what a user should know. SparseKVError ends everything where a node cannot work.
+    tell: called with remarks for the user. Raises SparseKVError if a node cannot work.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Workers:
             num_cpus=room.n_cpus, num_gpus=room.n_gpus, memory=room.n_bytes, max_restarts=0,
             scheduling_strategy="SPREAD",
         )(Worker)  # fmt: skip
-        self._starting: dict[Any, Any] = {}  # what ``open`` will tell -> actor
+        self._starting: dict[Any, Any] = {}  # actors by the future of ``open``
         self._busy: dict[Any, tuple[Any, Shard]] = {}
         self._idle: list[Any] = []
         self._again: deque[Shard] = deque()

@@ -39,7 +39,7 @@ def folders(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def describe(name: str, path: Path | None) -> dict[str, Any]:
-    """A folder. ``files`` and ``bytes`` count the regular files directly in it.
+    """Returns a folder's fields. ``files`` and ``bytes`` count its regular files.
 
     ``writable``: whether files can be made there; of a folder that is missing, whether it can be
     made.
@@ -72,7 +72,7 @@ def describe(name: str, path: Path | None) -> dict[str, Any]:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Whether the nearest parent that exists is a folder that can be written."""
+    """Returns whether the nearest parent that exists is a folder that can be written."""
     for parent in path.absolute().parents:
         try:
             status = os.stat(parent)

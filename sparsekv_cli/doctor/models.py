@@ -10,7 +10,7 @@ MOST_READ = 8  # headers; a large vocabulary takes a tenth of a second
 
 
 def models(problems: list[str]) -> list[dict[str, Any]]:
-    """Every model: name, where, path, architecture, bytes, problem.
+    """Returns every model: name, where, path, architecture, bytes, problem.
 
     Only the first MOST_READ headers are read. The other models have None for architecture and
     bytes.

@@ -1,6 +1,6 @@
-"""The report of ``doctor``: its sections, each of which survives what the others do not.
+"""The report of ``doctor``. A section that fails does not stop the others.
 
-A section that fails is None in the report, and the reason is among the problems.
+It is None in the report, and the list of problems has the reason.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv_cli import __version__
 from sparsekv_cli.doctor import folders, machine, models
 
-#: Name -> what makes the section. It gets the list of problems and adds its own.
+#: Makers of sections by name. Each gets the list of problems and adds to it.
 SECTIONS: dict[str, Callable[[list[str]], Any]] = {
     "python": machine.python,
     "packages": machine.packages,
@@ -30,7 +30,7 @@ def examine() -> dict[str, Any]:
     for name, section in SECTIONS.items():
         try:
             report[name] = section(problems)
-        except Exception as error:  # whatever a broken library raises; the others are still told
+        except Exception as error:  # of a broken library; the other sections follow
             report[name] = None
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return report | {"problems": problems}

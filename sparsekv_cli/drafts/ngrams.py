@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sparsekv_cli.models.tokenizer.ids import n_common
 
 LEAST = 3  # tokens of the shortest match
-LONGEST = 64  # tokens of the longest match that is told from a longer one
+LONGEST = 64  # tokens; longer matches count as this long
 N_PLACES = 64  # places that are compared: newer ones first
 
 
@@ -21,7 +21,7 @@ class NgramDrafts:
     sequence = None
 
     def __init__(self) -> None:
-        self.n_matched = 0  # tokens of the match that was found last
+        self.n_matched = 0  # tokens of the last match
         self._tokens: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # by the last LEAST tokens: where they end
         self._before: list[int] = []  # of each place: an older one with the same tokens, or -1

@@ -17,7 +17,7 @@ import numpy as np
 
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.layer import LayerCache, total_counters
+from sparsekv_cli.cache.layer import total_counters
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer
 from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefill_each
@@ -133,7 +133,7 @@ def decode_tokens(
 def greedy_tokens(
     first: np.ndarray, seen: Ids[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
-    """``n`` greedy tokens after the logits ``first``; ``seen`` receives the logits of each step.
+    """Yields n greedy tokens after the logits ``first``. ``seen`` receives the logits of each step.
 
     banned: tokens that are never chosen, because they would end the text.
     """
@@ -146,7 +146,7 @@ def greedy_tokens(
 
 
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
-    """Which of n decode steps are watched and which are timed; the first is neither.
+    """Returns the watched and the timed steps of n decode steps. The first is in neither.
 
     n_between: how many steps between the two parts should be neither, if enough are left to watch.
     """
@@ -188,8 +188,12 @@ def compare(
         model, methods, ids, n_steps=n_steps, progress=on_prefill
     ):
         i, result, layers = len(rows), Measured(), sequence.caches
-        if i == 0:
-            keys = exact_keys(layers, len(ids)) if shared else _device_keys(layers, len(ids))
+        if i == 0 and shared:
+            keys = exact_keys(layers, len(ids))
+        elif i == 0:
+            from sparsekv_cli.evaluation import device_observer
+
+            keys = device_observer.exact_keys(layers, len(ids))
 
         def see(logits: np.ndarray, i: int = i, result: Measured = result) -> None:
             if i == 0:
@@ -205,14 +209,8 @@ def compare(
             following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
         decode_tokens(sequence, following, result, keys, watched, see)
         rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
-        del layers, sequence  # gone before the next method has its own
+        del layers, sequence  # frees it before the next method
     return rows
-
-
-def _device_keys(layers: Ids[LayerCache], n: int) -> Keys:
-    from sparsekv_cli.evaluation import device_observer
-
-    return device_observer.exact_keys(layers, n)
 
 
 def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:

@@ -31,7 +31,7 @@ def interval(means: np.ndarray) -> tuple[float, float]:
 
 
 def equal_groups(means: Mapping[str, np.ndarray]) -> list[list[str]]:
-    """The names whose figures do not differ by more than noise, in groups, least figure first.
+    """Returns groups of names whose figures differ only by noise, the least figure first.
 
     means: what ``drawn_means`` gives, by name. Any two of a group have an interval of their
     difference that holds 0.
@@ -58,6 +58,6 @@ def groups_of(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
 
 
 def is_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether 0 lies in the interval of the difference of two means over the same draws."""
+    """Returns whether the interval of the difference of two drawn means contains 0."""
     low, high = interval(a - b)
     return low <= 0 <= high

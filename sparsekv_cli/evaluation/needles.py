@@ -25,25 +25,22 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Planted:
-    """A prompt with a fact at a depth of the document; length: tokens asked for."""
+    """A prompt with a fact at a depth of the document."""
 
-    length: int
-    depth: float
-    value: str
+    length: int  # tokens asked for
+    depth: float  # 0: at the start of the document; 1: at its end
+    value: str  # what the answer must name
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """The result of a fact. found: whether a method's answer named it, by the method's text.
+    """The result of a fact."""
 
-    length: the tokens that were asked for. tokens: those of the prompt, hardly fewer.
-    """
-
-    length: int
-    tokens: int
+    length: int  # tokens asked for
+    tokens: int  # tokens of the prompt, hardly fewer
     depth: float
-    found: Mapping[str, bool]
+    found: Mapping[str, bool]  # whether a method's answer named it, by the method's text
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
@@ -117,9 +114,9 @@ def find_needles(
 def greedy_answers(
     model: Model, methods: Mapping[str, Method], ids: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
-    """Every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
+    """Yields every method's greedy answer to a prompt, of at most MAX_ANSWER_TOKENS tokens."""
     tokenizer, n = model.tokenizer, MAX_ANSWER_TOKENS
     for spec, (logits, sequence, _) in prefill_each(model, methods, ids, n_steps=n):
         answer = greedy_answer(sequence, logits, tokenizer.eog_ids, n)
         yield spec, tokenizer.decode(list(answer), skip_special=True)
-        del sequence, answer  # gone before the next method has its own
+        del sequence, answer  # frees it before the next method

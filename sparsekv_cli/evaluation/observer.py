@@ -19,21 +19,19 @@ MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
 
 @dataclass
 class Measured:
-    """Measurements of one method: a value a step, or a value a head and watched step.
-
-    oracle: the mass that exact top-k of the same size has. by_step: the means of ``overlap``,
-    ``mass`` and ``oracle`` in each watched step, and what each step added to each count.
-    by_layer: the mass f64 (H,) in each watched step, by layer.
-    """
+    """Measurements of one method: a value a step, or a value a head and watched step."""
 
     kld: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)
     overlap: list[float] = field(default_factory=list)
     mass: list[float] = field(default_factory=list)
-    oracle: list[float] = field(default_factory=list)
+    oracle: list[float] = field(default_factory=list)  # the mass of exact top-k with as many rows
     step_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    # For each watched step the means of ``overlap``, ``mass`` and ``oracle``, and what it added to
+    # each count.
     by_step: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    # the mass f64 (H,) in each watched step
     by_layer: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     _n_rated: Counter[str] = field(default_factory=Counter)  # values in steps that have ended
 
@@ -45,7 +43,7 @@ class Measured:
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
 
     def rate(self, layer: int, overlap: list[float], mass: np.ndarray, oracle: np.ndarray) -> None:
-        """Adds what ``compare_rows`` says of a step of a layer."""
+        """Adds the results of ``compare_rows`` for a layer's step."""
         self.overlap.extend(overlap)
         self.mass.extend(mass.tolist())
         self.oracle.extend(oracle.tolist())
@@ -136,7 +134,7 @@ def compare_rows(
     n_threads: int = 1,
     softcap: float = 0.0,
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Overlap with exact top-k, softmax mass, and top-k's mass, of each head's attended rows.
+    """Returns overlap with exact top-k, mass, and top-k's mass of each head's attended rows.
 
     q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): the rows after those of k. attended: rows
     int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head

@@ -46,7 +46,7 @@ class FanOut:
         return out
 
     def extend(self, x: AttnInput) -> Any:
-        """Adds the rows to all caches; returns the first one's, whatever types the others store."""
+        """Adds the rows to all caches. Returns the store of the first one. Types may differ."""
         rows = [self._timed(i, partial(cache.extend, x)) for i, cache in enumerate(self._caches)]
         return rows[0]
 
@@ -98,7 +98,7 @@ def new_sequence(model: Model, method: Method) -> Sequence:
 def prefill_alone(
     model: Model, method: Method, ids: Ids[int], n_steps: int, progress: OnProgress | None
 ) -> MethodPrefill:
-    """A prefill for one method on a GPU, where its kernels are tried first."""
+    """Runs a prefill for one method on a GPU, after a trial of its kernels."""
     trial = new_sequence(model, method)
     trial.prefill(ids[:N_TRIAL])
     for _ in range(N_TRIAL_STEPS):
@@ -128,7 +128,7 @@ def greedy_answer(
 def batches(
     model: Model, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
 ) -> Iterator[dict[str, Method]]:
-    """``methods`` in groups that take at most ``most_bytes`` of K and V, each led by the first."""
+    """Yields groups of methods that fit ``most_bytes`` of K and V. The first leads each group."""
     row_bytes = sum(
         2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
         for layer in model.hparams.layers
@@ -143,7 +143,7 @@ def batches(
 
 
 def exact_keys(layers: Ids[LayerCache], n: int) -> Keys:
-    """The keys of the first ``n`` rows in the caches of ``full``; valid when those are gone."""
+    """Returns the keys of the first n rows of ``full``'s caches. They outlive the caches."""
     return [cache.store.k[:, :n] for cache in layers]
 
 
@@ -155,7 +155,7 @@ def prefill_each(
     n_steps: int,
     progress: OnProgress | None = None,
 ) -> Iterator[tuple[str, MethodPrefill]]:
-    """A prefill by the name of each method, for as many methods at once as half the memory holds.
+    """Yields a prefill by the name of each method. One pass serves as many as fit half the memory.
 
     A method's result does not depend on the others. ``full`` leads every prefill, so that prompts
     attend to rows in f16. It is among the results only if it is asked for. On a GPU each method has

@@ -1,6 +1,6 @@
 """A JSONL file of records, one a line, after a line that describes all of them.
 
-A record is written as soon as it is there, so that what was interrupted goes on where it ends.
+Each record is written at once, so that an interrupted run can continue.
 """
 
 import json
@@ -20,13 +20,13 @@ CALIBRATION = "calibration"  # the field of a record with the hash of its method
 class Records(ExitStack, ABC):
     """The records by key: those of the file and new ones, which are written at once.
 
-    configuration: what all records have in common; None as a path: no file. calibrations: hashes by
-    the name of a method; records of another calibration do not count. Raises SparseKVError
-    for a file of another configuration, or of something else, or that another process writes to.
-    Half a line at its end is cut off. A with block closes the file.
+    path: None keeps no file. configuration: the common fields of all records. calibrations: hashes
+    by the method's name. Records with another hash are ignored. Raises SparseKVError for a file of
+    another configuration, or of something else, or that another process writes to. Half a line at
+    its end is cut off. A with block closes the file.
     """
 
-    command: ClassVar[str]  # whose file it is
+    command: ClassVar[str]  # the command of the file
 
     def __init__(
         self,

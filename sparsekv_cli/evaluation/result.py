@@ -22,10 +22,8 @@ COMPARED = ("kld_mean", "top1_agreement", "decode_tps")
 class MethodResult:
     """One method of a comparison, in the words of the JSON contract.
 
-    rows_*_mean: rows a query head, full layer and step, dense layers included. mass and overlap:
-    None for methods that do not choose rows, or never had to. oracle_mass_recall: the mass of as
-    many rows that exact top-k takes. recall: the mass of each head, by layer. samples: a value a
-    token, by figure; seconds for decode_tps.
+    Rows are a query head, full layer and step, dense layers included. Mass and overlap are None if
+    the method chooses no rows, or never had to.
     """
 
     spec: str
@@ -34,7 +32,7 @@ class MethodResult:
     kld_mean: float
     top1_agreement: float
     attn_mass_recall: float | None = None
-    oracle_mass_recall: float | None = None
+    oracle_mass_recall: float | None = None  # the mass of exact top-k with as many rows
     topk_overlap: float | None = None
     rows_attended_mean: float = 0.0
     rows_scored_mean: float = 0.0
@@ -43,7 +41,9 @@ class MethodResult:
     index_bytes: int
     decode_tps: float
     ttft_s: float
+    # the mass of each head, by layer
     recall: Mapping[int, list[float]] = field(default_factory=dict)
+    # a value a token, by figure; seconds for decode_tps
     samples: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
@@ -113,7 +113,7 @@ def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
 
 
 def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
-    """The texts of the methods than which no other is as near to full and as fast, fastest last."""
+    """Returns the methods that no other beats in both speed and nearness, the fastest last."""
     front: list[MethodResult] = []
     for row in sorted(rows, key=lambda row: (-row.decode_tps, row.kld_mean)):
         if not front or row.kld_mean < front[-1].kld_mean:

@@ -38,7 +38,7 @@ class Roofline:
         return self.bandwidth / max(self.n_bytes, 1)
 
     def fraction(self, rate: float) -> float:
-        """Part of the bound that ``rate``, in tokens a second, reaches."""
+        """Returns the part of the bound that ``rate``, in tokens a second, reaches."""
         return rate / self.bound_ts
 
     def line(self, what: str, rate: float) -> str:
@@ -53,7 +53,7 @@ class Roofline:
 def decode_roofline(
     weight_bytes: int, ledger: Mapping[str, Any], n_tokens: int, bandwidth: float
 ) -> Roofline:
-    """Roofline of ``n_tokens`` decode steps whose counts are in ``ledger``.
+    """Returns the roofline of ``n_tokens`` decode steps, by the counts of ``ledger``.
 
     ledger: ``bytes_read`` is what all steps together read of K and V.
     """
@@ -62,7 +62,7 @@ def decode_roofline(
 
 
 def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
-    """Bytes a second that ``n_threads`` threads read together: the best of several passes.
+    """Returns the bytes a second that ``n_threads`` threads read: the best of several passes.
 
     numba's thread count must be set already, as load_model does it.
     """

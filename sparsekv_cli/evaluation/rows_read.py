@@ -16,7 +16,7 @@ class RowsRead:
 
     @property
     def mean(self) -> float | None:
-        """Rows a head, full layer and step; None where there is none of them."""
+        """Rows a head, full layer and step; None: there was no such step."""
         return self.rows / self.head_steps if self.head_steps else None
 
 

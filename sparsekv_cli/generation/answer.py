@@ -11,22 +11,16 @@ STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "int
 
 @dataclass
 class Answer:
-    """A generated answer.
+    """A generated answer."""
 
-    text: the answer; a stop string and what follows it is not part of it.
-    tokens: the sampled ids, without the end-of-generation token that ended them.
-    stop_reason: ``eos``, ``length``, ``stop`` or ``interrupt``. stopped_by: the stop string.
-    thinking: the thinking before the answer. written: both as they came, with the markers.
-    is_cut: whether it ended because the context is full. logprobs: of each token, if they are kept.
-    """
-
-    text: str
-    tokens: list[int]
-    stop_reason: str
-    thinking: str = ""
-    written: str = ""
-    stopped_by: str = ""
-    is_cut: bool = False
+    text: str  # without a stop string and what follows it
+    tokens: list[int]  # the sampled ids, without the end-of-generation token
+    stop_reason: str  # ``eos``, ``length``, ``stop`` or ``interrupt``
+    thinking: str = ""  # the thinking before the answer
+    written: str = ""  # thinking and text as they came, with the markers
+    stopped_by: str = ""  # the stop string
+    is_cut: bool = False  # it ended because the context is full
+    # one entry a token, if they are kept
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -40,7 +34,7 @@ class StopStrings:
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty")
         self.stops = tuple(stops)
-        self.found = ""  # the one that was found
+        self.found = ""  # the stop string that was found
         self._held = ""
 
     def push(self, text: str) -> str:

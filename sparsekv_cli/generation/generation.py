@@ -47,7 +47,7 @@ class LogProbs:
         return token
 
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
-        """``bytes`` are the token's own; its text replaces a part of a character."""
+        """Returns an entry. ``bytes`` are exact. ``token`` replaces a part of a character."""
         data = self._tokenizer.token_bytes(token)
         text = data.decode("utf-8", errors="replace")
         logprob = float(logits[token]) - total
@@ -55,7 +55,7 @@ class LogProbs:
 
 
 def _ignore(_text: str) -> None:
-    """Writes nothing, for an answer whose text is read at its end."""
+    """Discards a text. The caller reads the answer at its end."""
 
 
 class Generation:
@@ -95,7 +95,7 @@ class Generation:
         self.logprobs: LogProbs | None = None
         if logprobs is not None:
             self.sample = self.logprobs = LogProbs(sample, logprobs, tokenizer)
-        self.token = -1  # the token that was chosen last
+        self.token = -1  # the last chosen token
         self.answer = Answer("", [], STOP_LENGTH)
         self._n_predict = n_predict
         self._tokenizer = tokenizer

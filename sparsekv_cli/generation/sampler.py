@@ -26,17 +26,12 @@ N_BREAKERS = 32  # lists of DRY's sequence breakers that are kept
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The user's settings. A missing one comes from the model file or from llama.cpp's defaults.
+    """The user's settings. A missing one comes from the model file or from llama.cpp's defaults."""
 
-    explicit: field of SamplingParams -> value. ignore_eos: never choose a token that ends the text.
-    grammar: the grammar of every answer, from the first token after the thinking. think_budget:
-    most tokens of thinking before an answer; None: see AnswerConstraint.
-    """
-
-    explicit: Mapping[str, Any]
-    ignore_eos: bool = False
-    grammar: Grammar | None = None
-    think_budget: int | None = None
+    explicit: Mapping[str, Any]  # values of SamplingParams by field
+    ignore_eos: bool = False  # never choose a token that ends the text
+    grammar: Grammar | None = None  # of every answer, from the first token after the thinking
+    think_budget: int | None = None  # most tokens of thinking; None: see AnswerConstraint
 
 
 def new_constraint(

@@ -45,16 +45,10 @@ def calibrated_methods() -> list[str]:
     return [name for name in METHODS if method_class(name).needs == CALIBRATION]
 
 
-def build_method(
-    name: str,
-    options: Mapping[str, str],
-    *,
-    budget: str | None = None,
-    dense_layers: str | None = None,
-    cache_type_k: str | None = None,
-    cache_type_v: str | None = None,
-) -> Method:
+def build_method(name: str, options: Mapping[str, str], **named: str | None) -> Method:
     """Returns a method from command-line text.
+
+    options: by name, as ``-o`` has them. named: options with their own flag, such as ``budget``.
 
     ``preset`` is applied first, so that other options change it. An option may have its old name: a
     FutureWarning says the name that it has now. Raises ValueError, which says what is wrong and
@@ -62,12 +56,6 @@ def build_method(
     """
     cls = method_class(name)
     given = dict(options)
-    named = {
-        "budget": budget,
-        "dense_layers": dense_layers,
-        "cache_type_k": cache_type_k,
-        "cache_type_v": cache_type_v,
-    }
     for key, value in named.items():
         if value is not None:
             if key in given:

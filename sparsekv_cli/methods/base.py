@@ -35,7 +35,7 @@ class Method(ABC):
     paper: ClassVar[str]
     description: ClassVar[str]
     use: ClassVar[str]  # when to take it, by the tables of docs/benchmarks.md
-    needs: ClassVar[str] = ""  # what must exist before it runs, such as a calibration
+    needs: ClassVar[str] = ""  # a requirement, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # types of K and V that it reads
     holds_all_rows: ClassVar[bool] = True  # whether it keeps all rows unchanged
     # module:class of its cache on a GPU, in device/. A method without one keeps its rows on the
@@ -74,6 +74,11 @@ class Method(ABC):
     def name(self) -> str:
         """The name on the command line. It is also the name of the method's file in methods/."""
         return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def kv_types(self) -> tuple[str, str]:
+        """The types of the rows of K and of V."""
+        return self.cache_type_k, self.cache_type_v
 
     def layer_spec(self, spec: LayerSpec) -> LayerSpec:
         """Returns ``spec`` with this method's types of rows."""

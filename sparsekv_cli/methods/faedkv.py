@@ -103,17 +103,13 @@ class FAEDKV(Method):
 
 
 class _Start(NamedTuple):
-    """The state of a cache at the end of a prefill of n rows.
-
-    rows: a copy of the exact rows. None means that they still lie in ``store``, because no row has
-    been transformed since. mark: the spectrum's; None if there was no spectrum.
-    """
+    """The state of a cache at the end of a prefill of n rows."""
 
     n: int
     n_exact: int
     share: float
-    rows: KVStore | None = None
-    mark: Mark | None = None
+    rows: KVStore | None = None  # a copy of the exact rows; None: they still lie in ``store``
+    mark: Mark | None = None  # of the spectrum, if there was one
 
 
 class FAEDKVCache(LayerCache):

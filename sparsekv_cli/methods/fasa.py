@@ -33,7 +33,13 @@ from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
 from sparsekv_cli.calibration.allocation import layer_count
-from sparsekv_cli.calibration.fasa import METRICS, SHARES, arrays_of_chunks, study_chunks
+from sparsekv_cli.calibration.fasa import (
+    METRICS,
+    N_RECENT,
+    SHARES,
+    arrays_of_chunks,
+    study_chunks,
+)
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
 from sparsekv_cli.cpu.fasa.step import FASAStep
@@ -42,8 +48,6 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.option import option
 
 N_FAC = Budget(tokens=256)  # paper, section 5.1
-N_RECENT = 16  # last rows that are always attended
-N_QUERIES, TOP_K = 16, 64  # queries that judge the chunks; K of CA
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class FASA(Method):
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
         """Returns the worth of chunks and a layer's loss with few of them, for any options."""
-        return study_chunks(run, FASA().is_dense, N_QUERIES, TOP_K, N_SINKS, N_RECENT)
+        return study_chunks(run, FASA().is_dense)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
         return arrays_of_chunks(specs)

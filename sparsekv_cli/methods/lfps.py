@@ -227,7 +227,7 @@ class LFPSCache(LayerCache):
     def _index(self, queries: np.ndarray) -> None:
         """Makes tables and constants from all rows and queries f32 (H, s, d) of the last s."""
         self._marked = 0
-        self._step.pending.sizes[:] = 0  # of a step that was taken back ahead of its update
+        self._step.pending.sizes[:] = 0  # drops the update of a step that was taken back
         store, spec, constants = self.store, self.spec, self._constants
         means = constants.mean_k, constants.mean_v
         self._sums.extend(store.layout, store.n, means, constants.covariance, spec.n_threads)
@@ -242,15 +242,16 @@ class LFPSCache(LayerCache):
         q = store.k_type.rotated(q)
         if self._scout:
             self._scout.aim(q, constants.mean_k, constants.covariance)
-            self._code(self._scout)
+            self._code_rows()
         lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
         self._n_indexed = store.n
 
-    def _code(self, codes: scout.Scout) -> None:
-        """Codes the rows that have none."""
-        codes.code(self.store.layout, self.store.n, self.spec.n_threads)
-        self._step.use_scout(codes, self.method.scout)
+    def _code_rows(self) -> None:
+        """Makes the scout's codes of the rows that have none."""
+        assert self._scout is not None
+        self._scout.code(self.store.layout, self.store.n, self.spec.n_threads)
+        self._step.use_scout(self._scout, self.method.scout)
 
     def _is_dense_at(self, n: int) -> bool:
         """Returns whether the budget covers a context of n rows, so that attention is dense."""
@@ -307,7 +308,7 @@ class LFPSCache(LayerCache):
         """Prepares a step to n rows, of which a head attends to k. Makes room for new entries."""
         self.store.reserve(n)
         if self._scout and self._scout.n_parts < self.store.n // scout.PART:
-            self._code(self._scout)
+            self._code_rows()
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)

@@ -141,16 +141,12 @@ def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
 
 
 class _Start(NamedTuple):
-    """The state of a cache at the end of a prefill of n rows.
-
-    n_latent: rows that are latents; None: all n rows are in ``store``. rows: a copy of the exact
-    rows; None if n_latent is None and they still lie in ``store``.
-    """
+    """The state of a cache at the end of a prefill of n rows."""
 
     n: int
-    n_latent: int | None = None
+    n_latent: int | None = None  # rows that are latents; None: all n rows are in ``store``
     ring_from: int = 0
-    rows: KVStore | None = None
+    rows: KVStore | None = None  # a copy of the exact rows; None: they still lie in ``store``
 
 
 NO_START = _Start(0)
@@ -362,7 +358,7 @@ class SALSCache(LayerCache):
         return n
 
     def _restart(self, rows: KVStore) -> None:
-        """Goes back to the end of the last prefill; ``rows`` are what it kept."""
+        """Goes back to the end of the last prefill, whose rows are ``rows``."""
         start = self._start
         if start.n_latent is None or self._latents is None:
             self._forget()

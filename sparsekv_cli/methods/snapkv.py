@@ -1,7 +1,7 @@
 """SnapKV: "LLM Knows What You are Looking for Before Generation" (Li et al., arXiv:2404.14469).
 
 After a prompt each kv head keeps the rows to which the prompt's last queries attended most. It
-drops the others for good. Decoding stores and reads only what is left.
+drops the others for good. Decode steps store and read only the kept rows.
 
 | paper | here |
 |---|---|

@@ -8,7 +8,7 @@ from sparsekv_cli.evaluation.intervals import drawn_means, groups_of, is_equal
 from sparsekv_cli.methods import spec_of
 from sparsekv_cli.planning.trial import MethodTrial
 
-N_BEST = 3  # methods that are told next to ``full``
+N_BEST = 3  # methods in the report next to ``full``
 MISSED = 1  # facts that ``full`` finds and an advised method may miss
 
 
@@ -20,7 +20,7 @@ class Advice:
     full_step_s: float  # seconds of a step of ``full``; all speeds refer to it
     trials: Sequence[MethodTrial]
     max_loss: float  # mean KLD up to which a method loses little
-    left_out: Mapping[str, str]  # reasons, by the names of methods that are not told
+    left_out: Mapping[str, str]  # reasons, by the names of methods that are not in the report
     is_uneven: bool  # whether the machine was busy at times
     n_facts: int
     facts_from: int  # tokens ahead of the first fact
@@ -30,7 +30,7 @@ class Advice:
         return is_near and trial.found >= self.full.found - MISSED
 
     def gains(self, trial: MethodTrial) -> bool:
-        """Whether a method is faster than ``full``, or as fast with less memory."""
+        """Returns whether a method is faster than ``full``, or as fast with less memory."""
         saves = trial.saves_memory(self.full.n_bytes) and not trial.is_slower
         return trial.is_faster or saves
 
@@ -104,12 +104,12 @@ class Advice:
         return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
 
     def losses(self, trial: MethodTrial) -> str:
-        """Says what a method loses."""
+        """Returns in words what a method loses."""
         same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 
     def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
-        """A told method, for ``--json``."""
+        """Returns a method of the report, for ``--json``."""
         speedup, ends = (
             (1.0, (1.0, 1.0)) if trial is self.full else (trial.speedup, trial.interval())
         )

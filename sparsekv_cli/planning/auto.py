@@ -39,20 +39,18 @@ N_TEXT = 4096  # tokens of the text
 N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
 # In addition to the default of each method, which is 5% of 4096 tokens for most.
 BUDGETS = ("2%", "10%")
-LEAST_TEXT = 1024  # below, methods leave too little out to tell what they lose
+LEAST_TEXT = 1024  # tokens; in shorter texts methods drop too little for a measurable loss
 GAIN = 1.02  # times as fast as ``full`` that a method must be
 
 
 @dataclass(frozen=True)
 class Losses:
-    """KLD to dense attention of methods by ``method_key``.
-
-    calibrations: hashes of those that the methods had, by the method's name.
-    """
+    """KLD of methods to dense attention."""
 
     machine: str
     date: str
-    kld: Mapping[str, float]
+    kld: Mapping[str, float]  # by ``method_key``
+    # hashes of the methods' calibrations, by the method's name
     calibrations: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
@@ -104,10 +102,10 @@ class Rated:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method for a context of n tokens. sparse_from: rows up to which it attends to all."""
+    """The method for a context of n tokens."""
 
     chosen: Rated
-    sparse_from: int
+    sparse_from: int  # rows up to which it attends to all of them
     full_tps: float
     n: int
     max_loss: float
@@ -232,7 +230,7 @@ def measure_losses(
 
 
 def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A prompt and what follows on it: a passage from the middle, repeated, and the text's end."""
+    """Returns a prompt and its continuation: a passage from its middle, then the text's end."""
     end, middle = len(ids) - N_HALF - N_BEGUN - N_HALF, len(ids) // 2
     passage = ids[middle : middle + N_BEGUN + N_HALF]
     prompt = [*ids[:end], *passage[:N_BEGUN]]

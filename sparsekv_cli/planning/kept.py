@@ -29,16 +29,16 @@ from sparsekv_cli.system.work import load_beyond_cores
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 7  # raised when what is measured changes
+FORMAT = 7  # increased when the measurement changes
 # Each method is measured so often, the others in between, and medians count.
 N_PASSES = 3
-OnMeasure = Callable[[str, int, int], None]  # what is measured now, how many are done, of how many
+OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
 # Metadata that decide nothing of a step's time.
 NAMES = ("general.", "tokenizer.")
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
-    """32 hex digits over all that a step's time depends on: shapes and types, settings, machine."""
+    """Returns a hash of all that a step's time depends on: shapes, types, settings, machine."""
     shapes = [(i.name, i.shape, int(i.type)) for i in file.tensors.values()]
     metadata = [
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
@@ -50,7 +50,7 @@ def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: in
 
 
 def method_key(method: Method) -> str:
-    """A method with all of its options."""
+    """Returns a text of a method with all of its options."""
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
@@ -72,7 +72,7 @@ def write_speeds(path: Path, speeds: Speeds) -> None:
 
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
-    """Why a method has no speeds of this model; empty if it can have them."""
+    """Returns why a method has no speeds of this model; empty if it can have them."""
     if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
         return "not calibrated: sparsekv-cli calibrate"
     return ""
@@ -109,7 +109,7 @@ def speeds_of(
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
-    """Returns the speeds of a model's shape with ``methods``; what is missing is measured and kept.
+    """Returns the speeds of a model's shape with ``methods``. It measures and keeps missing ones.
 
     Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
     and after it. All are told at the median pace of the first measurement. Methods that cannot have

@@ -150,7 +150,7 @@ class Measurement:
         return seconds, n_bytes, other_bytes
 
     def pace(self) -> float:
-        """Seconds of a step of ``full`` in the middle of DEPTHS, the same one at each call.
+        """Returns the seconds of a step of ``full`` at a fixed depth in the middle of DEPTHS.
 
         They tell how fast the machine is now. Other work changes that by half, for minutes.
         """
@@ -199,7 +199,7 @@ class Measurement:
             tracemalloc.stop()
 
     def speeds(self, machine: str) -> Speeds:
-        """All but the methods' curves; ``pace`` is what it was meanwhile."""
+        """Returns the speeds without curves of methods. ``pace`` is the mean of two results."""
         pace = self.pace()
         seconds, n_bytes, other_bytes = self.step()
         return Speeds(
@@ -216,7 +216,7 @@ class Measurement:
         )
 
     def curve(self, method: Method, calibration: Mapping[str, np.ndarray]) -> MethodCurve:
-        """The method at those of DEPTHS whose rows have room, at least the first two.
+        """Returns the method's curve at the depths whose rows have room, at least the first two.
 
         calibration: its arrays (n_layer, ...), if it needs them.
         """
@@ -239,7 +239,7 @@ class Measurement:
         return 2 * size <= (available_memory() or 1 << 40)
 
     def layers_of(self, method: Method) -> tuple[int, int]:
-        """Dense and sparse layers, of the model's full ones, with this method."""
+        """Returns how many of the model's full layers the method leaves dense, and the others."""
         layers = self.whole.hparams.layers
         full = [i for i, layer in enumerate(layers) if layer.kind == FULL]
         of_all = replace(self.specs[0], kind=FULL, n_layer=len(layers), n_full=len(full))
@@ -324,7 +324,7 @@ class Measurement:
         return self._rows[shape]
 
     def _new_rows(self, spec: LayerSpec) -> _Inputs:
-        """Normal rows; of steps, a common half and one of their own."""
+        """Returns normal rows. The rows of steps have a common half."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
         prompt = tuple(self._rng.standard_normal((h, N_ROWS, d), np.float32) for h, d in sizes)

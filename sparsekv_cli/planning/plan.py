@@ -28,12 +28,7 @@ LOW = 1.5  # a ceiling below which sparse attention changes little
 
 @dataclass(frozen=True)
 class PlannedMethod:
-    """One method at the context. Bytes; None where a method could not be measured (``note``).
-
-    pays_from: tokens from which on a step is faster than a dense one; None: nowhere. sparse_from:
-    tokens up to which ``run`` attends to all rows with it. fitting_context: tokens that fit the
-    memory, None if the system does not tell.
-    """
+    """One method at the context. A figure is None if it could not be measured (``note``)."""
 
     name: str
     options: Mapping[str, Any]
@@ -42,20 +37,17 @@ class PlannedMethod:
     index_bytes: int | None = None
     scratch_bytes: int | None = None
     fits: bool | None = None
-    fitting_context: int | None = None
+    fitting_context: int | None = None  # tokens that fit the memory; None: the system does not tell
     decode_tps: float | None = None
-    sparse_from: int = 0
+    sparse_from: int = 0  # tokens up to which ``run`` attends to all rows
+    # tokens from which a step is faster than a dense one; None: nowhere
     pays_from: int | None = None
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The forecast of a model at a context.
-
-    ceiling: how many times as fast as ``full`` a step without any attention in full layers would
-    be. is_quick, is_busy: see ``Speeds``.
-    """
+    """The forecast of a model at a context."""
 
     model: str
     context: int
@@ -67,9 +59,10 @@ class Plan:
     memory_available: int | None
     full_layers: int
     layers: int
+    # how many times faster than ``full`` a step without attention in full layers would be
     ceiling: float
     methods: Sequence[PlannedMethod]
-    is_quick: bool = False
+    is_quick: bool = False  # see ``Speeds``, as below
     is_busy: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,7 +93,7 @@ class Forecast:
         self.full = speeds.methods[method_key(build_method("full", {}))]
 
     def sparse_from(self, method: Method) -> int:
-        """Rows up to which a sequence attends to all of them."""
+        """Returns the rows up to which a sequence attends to all of them."""
         if not method.work_of_a_head:
             return 0
         if self._sparse_from >= 0:
@@ -122,11 +115,11 @@ class Forecast:
         return self._step_bytes * curve.byte_seconds(n) + curve.seconds(n)
 
     def ceiling(self, n: int) -> float:
-        """How many times as fast as ``full`` a step without attention in full layers is."""
+        """Returns how many times faster than ``full`` a step without full attention is."""
         return self._step(self.full, n) / (self._step_bytes * self.speeds.byte_seconds)
 
     def pays_from(self, method: Method) -> int | None:
-        """Tokens from which on the method's step is faster than a dense one, as far as searched."""
+        """Returns the tokens from which a step is faster than a dense one; None: it never is."""
         curve, found = self.curve(method), None
         for n in range(FITTING, SEARCHED + 1, FITTING):
             if self._step(curve, n) >= self._step(self.full, n):
@@ -136,7 +129,7 @@ class Forecast:
         return found
 
     def kv_bytes(self, method: Method, n: int) -> int:
-        """Rows that several layers read count once, unless the method drops or changes them."""
+        """Returns the bytes of n tokens. Shared rows count once if the method keeps them."""
         n_bytes = self.curve(method).host(n)
         if method.holds_all_rows:
             layers = self.hparams.layers
@@ -158,12 +151,12 @@ class Forecast:
         return self.speeds.scratch_bytes + residual + more
 
     def total(self, method: Method, n: int) -> int:
-        """Bytes of everything at a context of n tokens."""
+        """Returns the bytes of everything at a context of n tokens."""
         index = self.curve(method).index(n)
         return self.weights_bytes + self.kv_bytes(method, n) + index + self.scratch(method, n)
 
     def fitting_context(self, method: Method, available: int) -> int:
-        """Tokens that fit the memory, by FITTING; what takes no memory a token fits SEARCHED."""
+        """Returns the most tokens that fit ``available`` bytes, a multiple of FITTING."""
         lengths = range(FITTING, SEARCHED * 16 + 1, FITTING)
         return FITTING * bisect_right(lengths, available, key=partial(self.total, method))
 

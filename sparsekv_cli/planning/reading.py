@@ -1,4 +1,4 @@
-"""How long a document takes to read, and the task that shows what methods lose on its rows.
+"""The time to read a document, and a task that measures the loss of methods on its rows.
 
 The task is the document with some facts planted in it. Methods then decode given tokens. They
 repeat a passage of the document, go on with its end, and name each fact. All of it is text of the
@@ -33,13 +33,13 @@ FACTS = (  # each is followed by a number; no two begin alike
     "Inside the ship's bell someone had scratched",
 )
 N_WORDS = 2 * N_HALF  # steps that tell how often a method chooses the word that full chooses
-PART = 512  # tokens; the length of a reading is a multiple of it
+PART = 512  # tokens; a reading's length is a multiple of this
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
 SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
 
 
 def prefill_work(file: GGUFFile, hparams: HParams, n: int) -> float:
-    """Products of a prefill of n tokens: of weights, and of attention, which grows with n²."""
+    """Returns the products of a prefill of n tokens: of weights, and of attention (n²)."""
     full = [layer for layer in hparams.layers if layer.kind == FULL]
     row = sum(layer.n_head * (layer.head_dim + layer.value_dim) for layer in full)
     return n * layer_products(file, hparams) + n * n / 2 * row
@@ -71,17 +71,14 @@ def fitting_text(
 
 @dataclass(frozen=True)
 class LossTask:
-    """A document with planted facts, and what every method decodes after it.
-
-    following: N_WORDS tokens of the document, and a sentence for each fact. facts: of each fact,
-    the steps whose logits must name ``following[step + 1]`` for the method to have found it. first:
-    the position of the first fact in ``prompt``.
-    """
+    """A document with planted facts, and what every method decodes after it."""
 
     prompt: list[int]
-    following: list[int]
+    following: list[int]  # N_WORDS tokens of the document, then a sentence for each fact
+    # For each fact its steps. A method has found the fact if the logits of each step name
+    # ``following[step + 1]``.
     facts: Sequence[range]
-    first: int
+    first: int  # the position of the first fact in ``prompt``
 
 
 def make_task(
@@ -124,7 +121,7 @@ def make_task(
 def _end_of_sentence(
     ids: Sequence[int], at: int, end: int, decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """The next place after ``at`` where a sentence ends; ``at`` itself if there is none near."""
+    """Returns the next end of a sentence after ``at``, or ``at`` if there is none near."""
     for place in range(at, min(at + SEARCHED, end)):
         if END_OF_SENTENCE.search(decode(ids[max(0, place - 4) : place])):
             return place

@@ -24,16 +24,14 @@ class LayerPoint:
 
 @dataclass(frozen=True)
 class DepthPoint:
-    """A method at a depth of n rows. dense: of its layers that attend to all rows, None: none.
-
-    byte_seconds: the seconds of a step without the attention of full layers, a byte of weights. It
-    depends on how much of the weights the attention leaves in the CPU's caches.
-    """
+    """A method at a depth of n rows."""
 
     n: int
+    # Seconds of a step without the attention of full layers, a byte of weights. They depend on how
+    # much of the weights the attention leaves in the CPU's caches.
     byte_seconds: float
     sparse: LayerPoint
-    dense: LayerPoint | None
+    dense: LayerPoint | None  # of its layers that attend to all rows, if it has any
 
 
 @dataclass(frozen=True)
@@ -50,20 +48,20 @@ class MethodCurve:
         return self._sum(n, lambda point: point.seconds)
 
     def byte_seconds(self, n: int) -> float:
-        """Seconds a byte of weights, of a step at depth n without the attention of full layers."""
+        """Returns the seconds a byte of weights, without attention in full layers, at depth n."""
         n = min(max(n, self.points[0].n), self.points[-1].n)
         return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
     def host(self, n: int) -> int:
-        """Bytes of rows in all full layers at depth n."""
+        """Returns the bytes of rows in all full layers at depth n."""
         return round(self._sum(n, lambda point: point.host))
 
     def index(self, n: int) -> int:
-        """Bytes that the method adds to the rows."""
+        """Returns the bytes that the method adds to the rows."""
         return round(self._sum(n, lambda point: point.index))
 
     def times(self, factor: float) -> MethodCurve:
-        """Returns the same, where all takes ``factor`` times as long."""
+        """Returns the curve with all times multiplied by ``factor``."""
 
         def layer(point: LayerPoint) -> LayerPoint:
             return replace(point, seconds=factor * point.seconds)
@@ -80,7 +78,7 @@ class MethodCurve:
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
-        """Returns the same, with what ``full`` takes for the layers that attend to all rows."""
+        """Returns the curve with the figures of ``full`` for the dense layers."""
         of_full = {point.n: point.sparse for point in full.points}
         points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
         return replace(self, points=points)
@@ -93,7 +91,7 @@ class MethodCurve:
 
 
 def middle(curves: Sequence[MethodCurve]) -> MethodCurve:
-    """A method that was measured several times: medians, at the depths that all have."""
+    """Returns the medians of several curves of a method, at the depths that all of them have."""
     together = zip(*(curve.points for curve in curves), strict=False)
     return replace(curves[-1], points=[_middle_point(points) for points in together])
 
@@ -113,28 +111,20 @@ def _middle_point(points: Sequence[DepthPoint]) -> DepthPoint:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of one model's shape on one machine.
-
-    bandwidth: bytes a second that threads read from memory. pace: seconds of a step of ``full``
-    when the machine was as fast as all figures mean it (Measurement.pace). step_seconds: the
-    seconds of a step without the attention of full layers, for a stand-in that reads ``step_bytes``
-    of weights. other_bytes: what layers of other kinds hold. scratch_bytes: of a prefill's chunk.
-    methods: by ``method_key``, ``full`` among them. is_quick: measured in seconds, less exactly.
-    is_busy: measured while the machine had more work than cores.
-    """
+    """The speeds of one model's shape on one machine."""
 
     machine: str
     threads: int
     date: str
-    bandwidth: float
-    pace: float
-    step_seconds: float
-    step_bytes: int
-    other_bytes: int
-    scratch_bytes: int
-    methods: Mapping[str, MethodCurve]
-    is_quick: bool = False
-    is_busy: bool = False
+    bandwidth: float  # bytes a second that threads read from memory
+    pace: float  # seconds of a step of ``full`` at the machine's pace to which all figures refer
+    step_seconds: float  # of a step without the attention of full layers, of the stand-in
+    step_bytes: int  # bytes of weights that this step reads
+    other_bytes: int  # bytes that layers of other kinds hold
+    scratch_bytes: int  # of a prefill's chunk
+    methods: Mapping[str, MethodCurve]  # by ``method_key``, ``full`` among them
+    is_quick: bool = False  # measured in seconds, less exactly
+    is_busy: bool = False  # measured while the machine had more work than cores
 
     @property
     def byte_seconds(self) -> float:

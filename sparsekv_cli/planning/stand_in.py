@@ -16,7 +16,7 @@ from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
 SMALL = 1 << 20  # bytes; a float tensor up to this size has values
-TABLE = "per_layer_token_embd.weight"  # of which a step reads a row: zeros that take no memory
+TABLE = "per_layer_token_embd.weight"  # a step reads one row of it; its zeros take no memory
 OF_TOKENS = (TABLE, "token_embd.weight", "output.weight")  # a row a token
 NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
 
@@ -73,7 +73,7 @@ class StandIn(NamedTuple):
 
 
 def _layer_of(name: str) -> int:
-    """Returns the number of the layer that a tensor belongs to; -1 for those of none."""
+    """Returns the layer of a tensor; -1: it is of no layer."""
     prefix, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if prefix == "blk" and number.isdecimal() else -1
@@ -88,7 +88,7 @@ def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
 def read_stand_in(
     file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
 ) -> StandIn:
-    """Returns the model with its first ``n_layer`` layers; None: all, whose weights take no memory.
+    """Returns the model with its first ``n_layer`` layers; None: all, with weights without memory.
 
     n_vocab: the most tokens that its vocabulary keeps; None: all.
 

@@ -22,7 +22,7 @@ from sparsekv_cli.sequence import held_bytes
 if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence
 
-N_COLD, N_TIMED = 2, 22  # first steps of a method, which are slower; those that are timed
+N_COLD, N_TIMED = 2, 22  # steps of a method: the first ones are slower, the next ones are timed
 N_COLD_PACE, N_PACE = 1, 6  # of ``full``, ahead of each method and after it
 N_AT_ONCE = 8  # rows of a step that is not timed
 NOISE = 1.05  # ratio of two speeds below which they are not called different
@@ -66,7 +66,7 @@ class MethodTrial:
         return self.speedup <= 1 / NOISE and self.interval()[1] < 1
 
     def is_as_fast_as(self, other: MethodTrial) -> bool:
-        """Whether the two speeds differ by no more than noise."""
+        """Returns whether the two speeds differ by no more than noise."""
         ratio = self.speedup / other.speedup
         return 1 / NOISE < ratio < NOISE or is_equal(self._draws(), other._draws())
 
@@ -145,7 +145,7 @@ class Trials:
 
 
 def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:
-    """Medians of values drawn anew, as ``drawn_means``; a step that others delay hardly counts."""
+    """Returns medians of bootstrap draws. A step that other work delays hardly counts."""
     drawn = np.random.RandomState(seed).randint(0, len(values), (N_DRAWS, len(values)))
     return np.median(values[drawn], axis=1)
 

@@ -53,22 +53,17 @@ class DamagedError(ValueError):
 
 @dataclass(frozen=True)
 class BlockHeader:
-    """The header of a file of rows.
+    """The header of a file of rows."""
 
-    model: the file's name. first: position of the first token. types: of K and of V. layers: for
-    each layer its kv heads and the bytes of a row of K and of V. 0 heads: there is no piece. rows:
-    of a snapshot's pieces; empty: they have one for each token. sums: the pieces' checksums, eight
-    hex digits each.
-    """
-
-    model: str
+    model: str  # the name of the model's file
     parent: str
-    first: int
+    first: int  # position of the first token
     tokens: tuple[int, ...]
-    types: tuple[str, str]
+    types: tuple[str, str]  # of K and of V
+    # for each layer its kv heads (0: no piece), and the bytes of a row of K and of V
     layers: tuple[tuple[int, int, int], ...]
-    rows: tuple[int, ...] = ()
-    sums: str = ""
+    rows: tuple[int, ...] = ()  # of each piece of a snapshot; empty: a row for each token
+    sums: str = ""  # checksums of the pieces, eight hex digits each
 
     @property
     def name(self) -> str:
@@ -114,7 +109,7 @@ def own_hash(name: str) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file has a name that only this program gives, and begins as its files do.
+    """Returns whether a file has a name that only this program gives, and begins as its files do.
 
     A shorter file is what a writer leaves that is killed at once.
     """
@@ -191,14 +186,14 @@ def _header_of(values: Any) -> BlockHeader:
 
 
 def _are_counts(values: Any) -> bool:
-    """Whether it is a list of whole numbers, none of them negative or too large."""
+    """Returns whether it is a list of whole numbers from 0 to MOST."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
 
 
 def read_piece(file: FileIO, header: BlockHeader, layer: int, piece: Piece) -> None:
     """Reads a layer's first rows into arrays whose heads are contiguous. Raises DamagedError.
 
-    All rows are read and have to fit the checksum, those that find no place in ``piece`` too.
+    It reads all rows to verify the checksum, also those beyond ``piece``.
     """
     file.seek(header.n_packed + sum(header.piece_bytes[:layer]))
     checksum, n_heads, n_rows = 0, header.layers[layer][0], header.layer_rows[layer]
@@ -223,7 +218,7 @@ class BlockWriter:
         self._temporary = folder / f"{TEMPORARY_START}{secrets.token_hex(4)}{TEMPORARY}"
         try:
             with BufferedWriter(open_written(self._temporary)) as file:
-                file.write(MAGIC)  # tells whose file it is
+                file.write(MAGIC)  # marks it as the program's file
         except BaseException:
             self.abandon()
             raise

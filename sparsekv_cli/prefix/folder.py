@@ -1,4 +1,4 @@
-"""The folder of the prefix cache: who may read it, what lies in it, what goes when it is full.
+"""The folder of the prefix cache: its permissions, its files, and what is removed when it is full.
 
 Prompts are private: the folder has mode 0700 and its files 0600. A fault of the disk is a line and
 never stops a run. Files of others may lie in the folder. They are neither read nor removed.
@@ -28,7 +28,7 @@ HOUR = 3600  # seconds after which a file that is being written has been left be
 
 
 def default_prefix_folder() -> Path | None:
-    """Where the user's prompts are kept; None where there is no home folder."""
+    """Returns the folder of the user's prompts; None: there is no home folder."""
     return user_cache("prefixes")
 
 
@@ -37,7 +37,7 @@ def check_folder(path: Path) -> None:
     try:
         found = sorted(path.iterdir())
     except OSError:
-        return  # what cannot be read is told when it is used
+        return  # an error is reported at the first use
     if found and not any(map(is_own, found)):
         raise SparseKVError(
             f"--cache-dir {path}: holds files that are not the prefix cache's, such as "
@@ -56,14 +56,14 @@ class KeptFile(NamedTuple):
 class PrefixFolder:
     """Files by name in one folder, which is made when something is first kept.
 
-    limit: bytes of all files. warn: told of what is wrong, a line each.
+    limit: bytes of all files. warn: called with a line for each problem.
     """
 
     def __init__(self, path: Path, limit: int, warn: Callable[[str], None]) -> None:
         self.path, self.limit, self.warn = path, limit, warn
 
     def is_usable(self) -> bool:
-        """Whether the folder exists, belongs to the user, and nobody else may write to it."""
+        """Returns whether the folder exists, is the user's, and only the user may write to it."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -136,7 +136,7 @@ class PrefixFolder:
                 os.utime(self.path / name)
 
     def entries(self) -> list[KeptFile]:
-        """All files of the program, the ones that were used last first.
+        """Returns all files of the program, the last used first.
 
         A file of the future is the last one: the clock went back, and nobody knows when it was
         used.

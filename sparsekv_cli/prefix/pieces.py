@@ -22,9 +22,9 @@ def row_types(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowTy
 def block_layers(
     caches: Sequence[LayerCache], types: tuple[str, str]
 ) -> tuple[tuple[int, int, int], ...]:
-    """For each layer its kv heads, and the bytes of a row of K and of V of these types.
+    """Returns for each layer its kv heads, and the bytes of a row of K and of V in these types.
 
-    Blocks have all rows of the layers that keep them all, but for those that are another layer's.
+    A layer has no piece in a block if it drops rows, or reads another layer's rows.
     """
     layers = []
     for cache in caches:
@@ -37,14 +37,14 @@ def block_layers(
 
 
 def empty_piece(cache: LayerCache, types: tuple[str, str], n: int) -> Piece:
-    """Memory for a layer's rows of n tokens in these types."""
+    """Returns memory for a layer's rows of n tokens in these types."""
     k, v = row_types(cache, types)
     heads = cache.spec.n_head_kv
     return np.empty((heads, n, k.n_items), k.dtype), np.empty((heads, n, v.n_items), v.dtype)
 
 
 def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
-    """Rows (G, T, items) of one type as rows of another; themselves if it is the same."""
+    """Converts rows (G, T, items). Returns them unchanged if both types are the same."""
     if source.kind == target.kind:
         return rows
     x = target.rotated(source.read(rows).astype(np.float32))

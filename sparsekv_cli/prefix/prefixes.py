@@ -1,9 +1,9 @@
-"""The prefix cache on disk: finds the rows of a prompt's beginning on disk, keeps new ones.
+"""The prefix cache on disk: it finds the rows of a prompt's beginning, and keeps new rows.
 
-Rows depend on the model, on the tokens up to theirs and on how a prefill computes. The method has
-no part in them. Whatever it makes of rows, it makes of those from disk when the prefill ends.
-Methods that need queries take those of the last tokens, which are computed again
-(Method.n_queried).
+A row depends on the model, on the tokens up to its own, and on the prefill's products. It does not
+depend on the method. A method builds its index from loaded rows as from computed ones, at the end
+of the prefill. Some methods need the queries of the last tokens (Method.n_queried). These tokens
+are computed again.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Root:
         self._facts = {"program": __version__, "rope": turns, **facts}
 
     def known(self) -> str | None:
-        """None while the model's hash is not known, and for ever once its file has changed."""
+        """Returns the root; None: the model's hash is not known yet, or its file has changed."""
         model = self._content.known()
         if model is None:
             return None
@@ -68,9 +68,9 @@ class Prefixes:
     """Blocks of one model's prompts in a folder, for sequences whose caches are on the host.
 
     model: its file's name. types: of the sequence's rows. n_queried: last tokens of a prompt that
-    are always computed. tell: told, under -v, what is done. is_bounded: whether the model has
-    layers that need snapshots. While ``root`` is not known, nothing is found. A prompt is kept if
-    it is known when the answer is out.
+    are always computed. tell: called with remarks for -v. is_bounded: whether the model has layers
+    that need snapshots. While ``root`` is not known, no rows are found. A prompt is kept if
+    ``root`` is known at the end of its answer.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Prefixes:
         return self._found(headers, n, ids, LEAST)
 
     def known_root(self, what: str) -> str | None:
-        """Returns the root, or None; then it says that the prompt is not ``what``."""
+        """Returns the root, or None with a remark that the prompt is not ``what``."""
         root = self.root.known()
         if root is None:
             reason = "the model is still being read, or its file has changed"
@@ -122,7 +122,7 @@ class Prefixes:
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
-        """Returns what to reuse of blocks that share n tokens with ``ids``, and says it."""
+        """Returns how much to reuse of blocks that share n tokens with ``ids``, with a remark."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
@@ -136,8 +136,8 @@ class Prefixes:
     def _closest(
         self, names: Sequence[str], parent: str, ids: Sequence[int]
     ) -> tuple[BlockHeader | None, int]:
-        """Returns the block, of those with one parent, that begins with most of ``ids``, and how
-        many these are.
+        """Returns the child of ``parent`` that shares most first tokens with ``ids``, and their
+        number.
         """
         exact = block_name(parent, ids)
         best: BlockHeader | None = None
@@ -149,7 +149,7 @@ class Prefixes:
         return best, most
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
-        """Puts the rows of ``found`` into caches that are empty; how many tokens' there are.
+        """Loads the rows of ``found`` into empty caches. Returns how many tokens have rows.
 
         n_room: rows in all that the caches will hold.
         """
@@ -205,7 +205,7 @@ class Prefixes:
                         to[:] = converted(rows, *of)
 
     def _drop(self, header: BlockHeader, error: Exception) -> None:
-        """The file is damaged, or has gone."""
+        """Removes a damaged file, with a remark."""
         self.folder.remove_damaged(header.name, error)
 
     def _path(self, header: BlockHeader) -> Path:
@@ -216,7 +216,7 @@ class Prefixes:
     def begin(
         self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
     ) -> None:
-        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
+        """See PromptRows."""
         self.finish()
         self._begun, types = self.root.known() or UNKNOWN, self.types
         row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
@@ -224,7 +224,7 @@ class Prefixes:
             k, v = ("q8_0" if each == "f16" else each for each in types)
             types = k, v
         n_kept, n_known = n_loaded, n_loaded
-        if self._is_bounded:  # what was computed again is not new, if no snapshot was missing
+        if self._is_bounded:  # without a missing snapshot, rows computed again are not new
             has_last = n_loaded >= found.n_common // BLOCK * BLOCK
             n_known = found.n_common if has_last else n_loaded
         elif n_loaded == found.n:
@@ -265,7 +265,7 @@ class Prefixes:
         return headers
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
-        """Whether there is a folder for the blocks. Raises OSError if it cannot be made."""
+        """Returns whether the folder can keep the blocks. Raises OSError if it cannot be made."""
         folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
         limit = f"{folder.limit / 2**30:g} GiB"
         if size > folder.limit:
@@ -280,7 +280,7 @@ class Prefixes:
         return folder.is_usable()
 
     def take(self, layer: int, cache: LayerCache) -> None:
-        """A layer has all rows of the prefill, and the method has not touched them."""
+        """See PromptRows."""
         if self._storing is not None:
             try:
                 self._storing.take(layer, cache)
@@ -288,7 +288,7 @@ class Prefixes:
                 self._not_kept(error)
 
     def finish(self) -> None:
-        """Writes what is left of the prompt's rows; the answer is out."""
+        """Writes the rest of the prompt's rows. Called when the answer is finished."""
         if self._storing is None:
             return
         root = self.known_root("kept")
@@ -306,7 +306,7 @@ class Prefixes:
         self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
 
     def _settle(self, new: BlockHeader) -> None:
-        """Removes blocks with which the first new one begins, and those beyond the limit."""
+        """Removes blocks that the new first block contains, and blocks beyond the limit."""
         for name in self.folder.children().get(new.parent, ()):
             old = None if name == new.name else self.folder.header(name)
             if old is not None and n_common(old.tokens, new.tokens) == len(old.tokens):
@@ -318,7 +318,7 @@ class Prefixes:
         return self.folder.path
 
     def abandon(self) -> None:
-        """The prefill has failed."""
+        """See PromptRows."""
         if self._storing is not None:
             self._storing.abandon()
             self._storing = None

@@ -16,24 +16,24 @@ class Found(NamedTuple):
 
 
 class PromptRows(Protocol):
-    """Where an engine looks for rows of a prompt, and puts those that it computes."""
+    """A store of prompts' rows: an engine looks there for rows, and puts new ones there."""
 
     def find(self, ids: Sequence[int]) -> Found:
         """Returns the longest beginning of ``ids`` that there is."""
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
-        """Puts the rows of ``found`` into caches that are empty; how many tokens' there are."""
+        """Loads the rows of ``found`` into empty caches. Returns how many tokens have rows."""
 
     def begin(
         self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
     ) -> None:
-        """A prefill of ``ids`` begins, of which the caches hold ``n_loaded``."""
+        """Called when a prefill of ``ids`` begins. The caches hold the first ``n_loaded`` rows."""
 
     def take(self, layer: int, cache: LayerCache) -> None:
-        """A layer has all rows of the prefill, and the method has not touched them."""
+        """Called when a layer has all rows of the prefill. The method has not changed them yet."""
 
     def abandon(self) -> None:
-        """The prefill has failed."""
+        """Called when the prefill has failed."""
 
     def finish(self) -> None:
-        """The answer is out."""
+        """Called when the answer is finished."""

@@ -9,7 +9,7 @@ from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
 from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, block_hash
 from sparsekv_cli.prefix.pieces import converted, row_types
 
-N_PENDING = 2  # layers whose rows wait for being written
+N_PENDING = 2  # layers with rows that wait for the disk
 
 
 class RowsWriter:
@@ -19,8 +19,7 @@ class RowsWriter:
     thread writes a copy of them while the next layers are computed. A layer's snapshot is written
     when it is there.
 
-    ids: of the whole prompt. path_of: a header's file. failed: told what the disk says of a
-    snapshot.
+    ids: of the whole prompt. path_of: a header's file. failed: called with the error of a snapshot.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class RowsWriter:
             self._failed(error)
 
     def finish(self, parents: Mapping[str, str]) -> int:
-        """How many tokens the folder has of the prompt. Raises OSError. parents: by ``parents``."""
+        """Finishes the files and returns how many tokens they hold."""
         for layer, cache in self._keeping:
             self._write(layer, (cache.store.k, cache.store.v), 0, cache)
         for future in self._pending:

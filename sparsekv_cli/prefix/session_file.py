@@ -91,5 +91,5 @@ class SessionFile(Prefixes):
         return True
 
     def _settle(self, new: BlockHeader) -> None:
-        """The folder is the user's: nothing in it is touched but what a killed process left."""
+        """Removes leftovers of killed processes. All other files in the folder are the user's."""
         self.folder.remove_leftovers()

@@ -1,8 +1,8 @@
-"""Snapshots of prompts: what windows and states hold where some of a prompt's blocks end.
+"""Snapshots of prompts: the memory of windows and states at the end of some blocks.
 
-A model with such layers goes on from a prompt on disk only where there is one. They are taken at
-ends of blocks. Chunks and the delta net's groups begin there too. The rows after them then have the
-bits of a whole prefill. The last block has one, and those before it, ever farther apart.
+A model with such layers can continue a prompt from disk only at a snapshot. Snapshots are taken at
+ends of blocks, because chunks and the delta net's groups begin there too. The later rows then have
+the bits of a whole prefill. The last block has a snapshot. Earlier ones are ever farther apart.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ SPREAD = 4  # ratio of the distances of two snapshots from the last one
 
 
 def snapshot_lengths(n: int, most: int) -> list[int]:
-    """Where a prompt of n tokens has snapshots, at most so many: the last first."""
+    """Returns the lengths at which a prompt of n tokens has a snapshot, the last first."""
     last, distance = n // BLOCK, 0
     lengths: list[int] = []
     while distance < last and len(lengths) < most:
@@ -58,7 +58,7 @@ def snapshot_headers(
 
 
 def latest_snapshot(folder: PrefixFolder, headers: Sequence[BlockHeader], n: int) -> int:
-    """The largest length of at most n, of a prompt with these blocks, that has one; or 0."""
+    """Returns the largest length, at most n, at which these blocks have a snapshot; or 0."""
     for header in reversed(headers):
         is_whole = len(header.tokens) == BLOCK and header.first + BLOCK <= n
         if is_whole and (folder.path / _name_of(header)).exists():
@@ -69,7 +69,7 @@ def latest_snapshot(folder: PrefixFolder, headers: Sequence[BlockHeader], n: int
 def restore_snapshot(
     folder: PrefixFolder, headers: Sequence[BlockHeader], n: int, caches: Sequence[LayerCache]
 ) -> int:
-    """Makes empty caches those of the latest snapshot of at most n tokens; of how many, or 0.
+    """Fills empty caches from the latest snapshot of at most n tokens. Returns its length, or 0.
 
     A damaged one is removed, and the one before it is taken.
     """
@@ -106,7 +106,7 @@ def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Sn
 def _sizes(
     caches: Sequence[LayerCache], length: int
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[int, ...]]:
-    """For each layer the sizes of its piece and its rows; of those with other layers' rows none."""
+    """Returns for each layer the sizes of its piece, and its rows; 0 if it has no own rows."""
     layers, rows = [NONE] * len(caches), [0] * len(caches)
     for i, cache in enumerate(caches):
         if isinstance(cache, BoundedCache) and cache.spec.source < 0:

@@ -7,7 +7,7 @@ logits comes first. Tokens of probability zero take no part in typ_p. Draws come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,17 +22,13 @@ FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
 
 
 class Candidates(NamedTuple):
-    """Tokens that may still be chosen.
+    """Tokens that may still be chosen."""
 
-    ids: (n,) i64. logits: (n,) f32. n_vocab: tokens that there are, chosen from or not.
-    is_sorted: logits descend. is_full: ids are 0..n-1 in order.
-    """
-
-    ids: np.ndarray
-    logits: np.ndarray
-    n_vocab: int
-    is_sorted: bool = False
-    is_full: bool = False
+    ids: np.ndarray  # i64 (n,)
+    logits: np.ndarray  # f32 (n,)
+    n_vocab: int  # tokens of the vocabulary
+    is_sorted: bool = False  # the logits descend
+    is_full: bool = False  # ``ids`` are 0 .. n - 1 in order
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
         """Returns the candidates at `index`, in its order."""
@@ -53,10 +49,10 @@ class Follows(Protocol):
     """The tokens that may follow in an answer, token by token."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
-        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64; None: all."""
+        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab; None: all."""
 
     def accept(self, token: int) -> None:
-        """``token`` follows, which is an allowed one."""
+        """Adds an allowed token to the answer."""
 
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -69,14 +65,14 @@ def make_sampler(
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None = None,
     constraint: Follows | None = None,
 ) -> Sample:
-    """A function (logits (V,) f32, history) -> token id; history holds prompt and answer so far.
+    """Returns a function (logits f32 (V,), history) -> token id. history: prompt and answer.
 
     find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
-    if DRY is on and has breakers. constraint: what the answer has to match, which is told every
-    token that is chosen. Tokens that cannot follow take no part in the chain. The same parameters
-    and the same calls give the same tokens, unless params.seed is -1. Raises ValueError when DRY
-    needs what was not given. The function raises SparseKVError when the logits hold NaN or nothing
-    that may be chosen. The logits are not changed.
+    if DRY is on and has breakers. constraint: the form of the answer. It gets every chosen token.
+    Tokens that cannot follow take no part in the chain. The same parameters and the same calls give
+    the same tokens, unless params.seed is -1. Raises ValueError when DRY needs what was not given.
+    The function raises SparseKVError when the logits hold NaN or nothing that may be chosen. The
+    logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -86,14 +82,15 @@ def make_sampler(
     while takes_best and active and active[-1].keeps_best:
         active.pop()
     steps = [chain_step(sampler, params, rng, find_breakers) for sampler in active]
-    ids, bias = np.arange(0), bias_of(params.logit_bias)
+    ids, biased = np.arange(0), np.fromiter(params.logit_bias, np.int64)
+    amounts = np.fromiter(params.logit_bias.values(), np.float32)
 
     def sample(logits: np.ndarray, history: Sequence[int]) -> int:
         nonlocal ids
         if len(ids) != len(logits):
             ids = np.arange(len(logits))
         candidates = Candidates(ids, np.asarray(logits, np.float32), len(logits), is_full=True)
-        candidates = add_bias(candidates, *bias)
+        candidates = add_bias(candidates, biased, amounts)
         if constraint is not None:
             allowed = constraint.allowed(len(logits))
         if constraint is not None and allowed is not None:
@@ -118,7 +115,7 @@ def chain_step(
     rng: np.random.Generator,
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None,
 ) -> ChainStep:
-    """One sampler of the chain with its parameters bound."""
+    """Returns one sampler of the chain with its parameters bound."""
     function, values = FUNCTIONS[sampler.name], sampler.values(params)
     if sampler.takes == "vocabulary":
         n_last, *others = values
@@ -142,14 +139,8 @@ def last(history: Sequence[int], n_last: int) -> np.ndarray:
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
-def bias_of(bias: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens i64 (m,) and what is added to the logit of each f32 (m,)."""
-    n = len(bias)
-    return np.fromiter(bias.keys(), np.int64, n), np.fromiter(bias.values(), np.float32, n)
-
-
 def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """logit += amount of each token. Raises SparseKVError for a token outside the vocabulary."""
+    """Adds amounts f32 (m,) to the logits of tokens i64 (m,). Raises SparseKVError for a bad id."""
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)
@@ -188,7 +179,7 @@ def dry(
     allowed_length: int,
     breakers: Breakers,
 ) -> Candidates:
-    """Lower the logits of tokens that would repeat what stands before (sampling/dry.py)."""
+    """Lowers the logits of tokens that would repeat earlier text (sampling/dry.py)."""
     return subtract(candidates, *dry_penalties(recent, multiplier, base, allowed_length, breakers))
 
 
@@ -239,7 +230,7 @@ def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Softmax in f32, (n,) -> (n,)."""
+    """Returns softmax in f32, (n,) -> (n,)."""
     powers = np.exp(logits - logits.max())
     return powers / powers.sum()
 
@@ -280,7 +271,7 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def first_reaching(mass: np.ndarray, p: float) -> int:
-    """Index of the first cumulative mass >= p; len(mass) when there is none."""
+    """Returns the index of the first cumulative mass >= p; len(mass) if there is none."""
     return int(np.searchsorted(mass, np.float32(p), side="left"))
 
 

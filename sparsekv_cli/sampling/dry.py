@@ -24,15 +24,11 @@ MOST_COMPARED = 64  # tokens of the context, times its length: compared before Z
 
 
 class VocabularyBytes(NamedTuple):
-    """The bytes of all tokens of a vocabulary.
+    """The bytes of all tokens of a vocabulary."""
 
-    text: u8, one token after another, and one byte more. token_of: i32, the token of each byte.
-    ends: i64 (n_vocab,), where each token's bytes end.
-    """
-
-    text: np.ndarray
-    token_of: np.ndarray
-    ends: np.ndarray
+    text: np.ndarray  # u8, one token after another, and one byte more
+    token_of: np.ndarray  # i32, the token of each byte
+    ends: np.ndarray  # i64 (n_vocab,), where each token's bytes end
 
 
 def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
@@ -48,7 +44,7 @@ def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
 def find_breakers(
     texts: Sequence[str], pieces: VocabularyBytes, tokenize: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Every token in which a breaker occurs or begins.
+    """Returns every token in which a breaker occurs or begins.
 
     A token that ends in the first bytes of a breaker is paired with the tokens of its other bytes.
     A split inside a character is left out: its rest is no text that could be tokenised.
@@ -67,7 +63,7 @@ def find_breakers(
 def occurrences(
     breaker: bytes, pieces: VocabularyBytes
 ) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
-    """The tokens that contain a breaker; and by its other bytes, those that end in its first ones.
+    """Returns the tokens that contain a breaker; and by its rest, tokens that end with its start.
 
     Follows all places where it may begin at once, one byte further at each step.
     """
@@ -85,7 +81,7 @@ def occurrences(
 
 
 def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[int, ...] | None:
-    """Tokens of the end of a breaker; None when it does not begin with a whole character."""
+    """Returns the tokens of a breaker's end; None: it begins within a character."""
     try:
         return tuple(tokenize(rest.decode()))[:MAX_TAIL_TOKENS]
     except UnicodeDecodeError:
@@ -128,7 +124,7 @@ def dry_penalties(
 
 
 def repetition_limit(backwards: np.ndarray, breakers: Breakers) -> int:
-    """Tokens after the last sequence breaker; all when there is none. backwards: newest first."""
+    """Returns the tokens after the last breaker; all if there is none. backwards: newest first."""
     last, longest = len(backwards), 0  # where the last breaker begins, and its longest tail
     for tail, heads in breakers.items():
         # Places of a breaker's first token that are as new as the last one found, or newer.

@@ -29,7 +29,7 @@ ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a line break, too, which a regular expressio
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar defines its rules with ``::=``, as no Lark grammar does, or is neither."""
+    """Returns whether a text is GBNF, which has ``::=``. A text that is not Lark counts too."""
     return RULE.search(text) is not None or LARK.search(text) is None
 
 
@@ -48,7 +48,7 @@ def lark_of(text: str) -> str:
 
 
 def _rewritten(text: str, number: Callable[[str], str]) -> str:
-    """The grammar in the converter's words. number: gives the name that stands for a rule's."""
+    """Returns the grammar in the converter's words. number: returns a rule's new name."""
     parts: list[str] = []
     groups: list[int] = []  # where the groups begin that are open
     atom = 0  # where the last thing begins that may be repeated
@@ -122,7 +122,7 @@ def _class_character(found: re.Match[str]) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """The character that a code or itself stands for. Raises ValueError for a code of none."""
+    """Returns the character of a code, or itself. Raises ValueError for a code without one."""
     code = found[1] or found[2] or found[3]
     if not code:
         return found[5]

@@ -32,29 +32,21 @@ FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 
 @dataclass(frozen=True)
 class Grammar:
-    """The grammar that answers have to match. ``read_grammar`` makes it.
+    """The grammar that answers have to match. ``read_grammar`` makes it."""
 
-    kind: ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``.
-    definition: what llguidance reads.
-    """
-
-    kind: str
-    definition: str
+    kind: str  # ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``
+    definition: str  # in llguidance's form
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """A vocabulary, as llguidance asks for it (the names are its).
+    """A vocabulary, as llguidance asks for it. The names are llguidance's."""
 
-    tokens: the bytes of every token. special_token_ids: those that are no part of a text.
-    encode: the ids of a text within a text.
-    """
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
+    tokens: list[bytes]  # the bytes of every token
+    special_token_ids: list[int]  # tokens that are no part of a text
     eos_token_id: int
     bos_token_id: int | None
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[str], Sequence[int]]  # returns the ids of a text within a text
     is_tokenizer_wrapper: ClassVar[bool] = True
 
     def __call__(self, text: str) -> list[int]:
@@ -62,12 +54,12 @@ class TokenBytes:
 
 
 def read_grammar(kind: str, text: str) -> Grammar:
-    """The grammar that a text describes; a GBNF grammar (llama.cpp's) or a Lark one for "grammar".
+    """Returns the grammar of a text. For "grammar" the text is GBNF (llama.cpp's) or Lark.
 
     For "tool_choice" it is a Lark one, in whose schemas white space is that of JSON answers.
 
-    Raises SparseKVError for what cannot be compiled and for what nothing can match, in llguidance's
-    words, and without llguidance.
+    Raises SparseKVError, in llguidance's words, for a grammar that cannot be compiled or matched.
+    It also raises it if llguidance is missing.
     """
     llguidance = _llguidance()
     matcher = llguidance.LLMatcher
@@ -103,7 +95,7 @@ class Constraint:
         self._kind = grammar.kind
         self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
-        for _ in range(2):  # some grammars are too large only with what the first time has built
+        for _ in range(2):  # some grammars are too large only at the second time
             self.restart()
             self.allowed(tokenizer.vocab_size)
 
@@ -115,11 +107,11 @@ class Constraint:
         return new
 
     def restart(self) -> None:
-        """An answer begins."""
+        """Begins another answer."""
         self._matcher = self._at_start.deep_copy()
 
     def allowed(self, n_vocab: int) -> np.ndarray:
-        """Ids of the tokens that may follow, ascending, all below n_vocab: (n,) i64.
+        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab.
 
         Raises SparseKVError when there are none, and when parsing takes too much.
         """
@@ -130,13 +122,13 @@ class Constraint:
         return np.flatnonzero(flags.view(np.bool_))
 
     def accept(self, token: int) -> None:
-        """``token`` follows, which is an allowed one."""
+        """Adds an allowed token to the answer."""
         self._matcher.consume_token(token)
         self._check()
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer matches and nothing can follow but its end."""
+        """Whether the answer matches, and must end now."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
@@ -147,7 +139,7 @@ class Constraint:
 
 
 def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
-    """llguidance's tokenizer, which takes a second for a quarter of a million tokens.
+    """Returns llguidance's tokenizer. It takes a second for 250,000 tokens.
 
     end_ids: the tokens that end an answer.
     """

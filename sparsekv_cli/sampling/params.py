@@ -16,21 +16,17 @@ MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sampler of the chain. chain.py has its function by name.
-
-    is_on: whether it can change anything. fields: the parameters that its function is called with,
-    in their order; empty: the one with its name. takes: the function's further arguments. They are
-    the last tokens of the ``history``, a ``chance`` in [0, 1), or the texts of the ``vocabulary``.
-    aliases: other spellings that llama.cpp accepts in a sequence (common/sampling.cpp). keeps_best:
-    the most likely token stays the most likely.
-    """
+    """One sampler of the chain. chain.py has its function by name."""
 
     name: str
-    is_on: Callable[[SamplingParams], bool]
+    is_on: Callable[[SamplingParams], bool]  # whether it can change anything
+    # the parameters of its function, in order; empty: the one with its name
     fields: tuple[str, ...] = ()
+    # The function's further argument: the last tokens of the ``history``, a ``chance`` in [0, 1),
+    # or the texts of the ``vocabulary``.
     takes: str = ""
-    aliases: tuple[str, ...] = ()
-    keeps_best: bool = False
+    aliases: tuple[str, ...] = ()  # other spellings that llama.cpp accepts (common/sampling.cpp)
+    keeps_best: bool = False  # the most likely token stays the most likely
 
     def values(self, params: SamplingParams) -> list[Any]:
         """Returns the values of ``fields``."""
@@ -187,7 +183,7 @@ METADATA_FIELDS = {
 def params_from_metadata(
     metadata: Mapping[str, Any], explicit: Mapping[str, Any]
 ) -> SamplingParams:
-    """The parameters of a run: what the user set, else what the file sets, else the defaults.
+    """Returns the parameters: the user's, else the file's, else the defaults.
 
     metadata: a model's key-value pairs. explicit: field -> value as the user gave it; None counts
     as not given. Raises ValueError for a value of the user's, SparseKVError for one of the file's.

@@ -14,16 +14,13 @@ Outcome = np.ndarray | int
 
 
 class PlainChain(NamedTuple):
-    """The parameters of such a chain. top_k = 0, top_p = 1, min_p = 0, temp = 1: nothing.
+    """The parameters of a plain chain."""
 
-    is_greedy: the most likely token is taken, and nothing is drawn.
-    """
-
-    is_greedy: bool
-    top_k: int
-    top_p: float
-    min_p: float
-    temp: float
+    is_greedy: bool  # the most likely token is taken, and nothing is drawn
+    top_k: int  # 0: off
+    top_p: float  # 1: off
+    min_p: float  # 0: off
+    temp: float  # 1: off
 
 
 def plain_chain(
@@ -65,7 +62,7 @@ class PlainSampler:
         return self.sample(logits, history)
 
     def chance(self) -> float:
-        """The number at which a device draws the next token; the same until it is ``drawn``."""
+        """Returns the number at which a device draws the next token. ``drawn`` ends its use."""
         if self._ahead is None:
             self._ahead = self._draw()
         return self._ahead

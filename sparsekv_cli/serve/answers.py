@@ -20,17 +20,17 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.requests import Service
 
-PING_S = 10.0  # of silence, after which a client is told that the server lives
+PING_S = 10.0  # seconds of silence before a sign of life
 
 
 class Ping(NamedTuple):
-    """Nothing has happened for a while. why: what the answer waits for, if that is known."""
+    """Nothing has happened for a while."""
 
-    why: str = ""
+    why: str = ""  # what the answer waits for, if that is known
 
 
 class Told(NamedTuple):
-    """Something of a choice: parts of the answer, and what came with them."""
+    """News of a choice: parts of the answer and their data."""
 
     choice: int
     parts: list[Part]
@@ -44,7 +44,7 @@ class Told(NamedTuple):
 class Answers:
     """The answers to one request, one a choice, as they grow; use it in an ``async with``.
 
-    Leaving it aborts what is not done. ``readers``: of the choices.
+    Its exit aborts unfinished answers. ``readers``: of the choices.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Answers:
             self._service.scheduler.abort(job)
 
     async def parts(self) -> AsyncIterator[Told | PromptProgress | Ping]:
-        """Yields what the client can be told. Raises the error of an answer that fails."""
+        """Yields the news for the client. Raises the error of an answer that fails."""
         while self._n_open:
             try:
                 index, event = await asyncio.wait_for(self._events.get(), PING_S)
@@ -102,7 +102,7 @@ class Answers:
         return Told(index, [*joined(parts)], event.logprobs, rows, end, *counts)
 
     async def whole(self) -> list[Told]:
-        """All of each choice, when all are done."""
+        """Returns every choice as a whole, when all are finished."""
         parts: list[list[Part]] = [[] for _ in self._jobs]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in self._jobs]
         ends: list[Finished | None] = [None] * len(self._jobs)

@@ -160,7 +160,7 @@ _KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_us
 
 
 def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
-    """How many tokens a request's prompt has."""
+    """Returns how many tokens a request's prompt has."""
     tools = _tools(fields)
     is_forced = _forced(service, fields, tools) is not None
     ids = _prompt_ids(service, fields, _conversation(fields), tools, is_forced=is_forced)
@@ -182,7 +182,7 @@ def _prompt_ids(
 ) -> list[int]:
     """Returns the ids of a request's conversation (of ``_conversation``) and tools.
 
-    is_forced: the answer is a call, ahead of which nothing is thought.
+    is_forced: the answer is a call without thinking.
     """
     wanted = False if is_forced else _thinking(fields)[0]
     think = wanted if service.thinking_switch else None
@@ -204,7 +204,7 @@ def _conversation(fields: CountFields) -> list[dict[str, Any]]:
 
 
 def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
-    """Whether the model is to think, None: as its template has it; and the most tokens for it."""
+    """Returns whether the model thinks (None: as its template says), and the most tokens of it."""
     thinking = fields.thinking
     if thinking is None:
         return None, None
@@ -264,7 +264,7 @@ def _result_text(where: str, content: Any) -> str:
 
 
 def _reference(where: str, block: Mapping[str, Any]) -> str:
-    """A line about a tool that was searched for; the prompt describes all of them."""
+    """Returns a line about a found tool. The prompt describes all tools."""
     name = block.get("tool_name")
     if not isinstance(name, str):
         raise FieldError(where, ": expected a tool_reference with a tool_name")
@@ -301,7 +301,7 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _stop(end: Finished, has_called: bool) -> dict[str, str | None]:
-    """Why the answer ended, in Anthropic's words, and the stop sequence that ended it."""
+    """Returns why the answer ended, in Anthropic's words, and the stop sequence that ended it."""
     is_stopped = end.stop_reason == STOP_TEXT and not has_called
     reason = "tool_use" if has_called else "stop_sequence" if is_stopped else "end_turn"
     reason = "max_tokens" if end.stop_reason == STOP_LENGTH else reason
@@ -309,7 +309,7 @@ def _stop(end: Finished, has_called: bool) -> dict[str, str | None]:
 
 
 def _usage(end: Finished) -> dict[str, int]:
-    """Input tokens are those that were computed, as Anthropic counts them."""
+    """Returns the tokens as Anthropic counts them: input tokens are the computed ones."""
     return {
         "input_tokens": end.n_prompt - end.n_cached,
         "cache_read_input_tokens": end.n_cached,

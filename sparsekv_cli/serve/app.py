@@ -47,7 +47,7 @@ N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITI
 RETRY_S = 2  # after which a client may ask again
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-# Paths of OpenAI's that a model which writes text cannot have, by what they are for.
+# OpenAI's paths that a text model cannot serve, by their purpose.
 OTHERS = {"embeddings": "embeddings", "images": "pictures", "audio": "sounds", "videos": "videos"}
 OTHERS |= {"moderations": "moderations", "rerank": "rankings"}
 
@@ -246,7 +246,7 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an error, in the shape of the protocol that has ``path``."""
+    """Returns an error's status and body, in the form of the protocol of ``path``."""
     status, kind, code = status_of(error)
     if isinstance(error, HTTPException):
         message = str(error.detail)

@@ -1,4 +1,4 @@
-"""One answer that a client waits for: what it asks for, and what it is told as it grows."""
+"""One answer that a client waits for: its request, and the events that are sent to the client."""
 
 from __future__ import annotations
 
@@ -53,39 +53,30 @@ class Compiling(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """A token was chosen; after a draft, several.
+    """A token was chosen; after a draft, several."""
 
-    text, thinking: that are certain now, maybe none. logprobs: the entries of new tokens, if they
-    were asked for. rows: for the last row before the last token, by layer, the percentage of the
-    rows attended to in each bin. n_tokens: how many are new in the answer. n_accepted: how many
-    tokens of a draft are.
-    """
-
-    text: str
-    thinking: str
-    logprobs: list[dict[str, Any]]
+    text: str  # certain text that is new, maybe none
+    thinking: str  # certain thinking that is new, maybe none
+    logprobs: list[dict[str, Any]]  # the entries of new tokens, if they were asked for
+    # The rows that the last step attended to: for each layer the percentage in each bin.
     rows: list[list[int]] | None = None
-    n_tokens: int = 1
-    n_accepted: int = 0
+    n_tokens: int = 1  # new tokens of the answer
+    n_accepted: int = 0  # new tokens that were in a draft
 
 
 class Finished(NamedTuple):
-    """The answer is whole. text, thinking and logprobs are those after the last piece.
+    """The answer is whole."""
 
-    stop_reason, stopped_by: of generation/answer.py. n_cached: of the prompt's
-    tokens, those whose rows were there. ledger: as ``run --json`` has it.
-    """
-
-    text: str
+    text: str  # after the last piece, as are ``thinking`` and ``logprobs``
     thinking: str
     logprobs: list[dict[str, Any]]
-    stop_reason: str
+    stop_reason: str  # of generation/answer.py
     stopped_by: str
     n_prompt: int
-    n_cached: int
+    n_cached: int  # tokens of the prompt whose rows were there
     n_generated: int
     timings: dict[str, float]
-    ledger: dict[str, int]
+    ledger: dict[str, int]  # as ``run --json`` has it
 
 
 class Failed(NamedTuple):
@@ -117,28 +108,25 @@ class Request:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler, whose thread alone works on it.
-
-    emit: told all events, the last one is Finished or Failed. seconds: that it may take.
-    """
+    """A request on its way through the scheduler, whose thread alone works on it."""
 
     request: Request
-    emit: Callable[[Event], None]
-    seconds: float
+    emit: Callable[[Event], None]  # called with all events; the last one is Finished or Failed
+    seconds: float  # the most that it may take
     created: float = field(default_factory=time.monotonic)
     generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0
     n_bytes: int = 0  # that are set aside for it
     prefill_s: float = 0.0
     first_token: float = 0.0
-    text: str = ""  # that was not told yet, as ``thinking``
+    text: str = ""  # not sent yet, as is ``thinking``
     thinking: str = ""
     counted: dict[str, int] = field(default_factory=dict)  # ledger of the caches at the start
-    n_told: int = 0  # tokens whose log probabilities were told
+    n_told: int = 0  # tokens whose log probabilities were sent
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     def abort(self) -> None:
-        """Nobody waits any more; from any thread."""
+        """Marks the job as aborted. Any thread may call this."""
         self._aborted.set()
 
     @property
@@ -156,11 +144,11 @@ class Job:
         return generation.sequence
 
     def write(self, text: str) -> None:
-        """Text of the answer that is certain."""
+        """Adds certain text of the answer."""
         self.text += text
 
     def write_thinking(self, text: str) -> None:
-        """The same of what is thought ahead of it."""
+        """Adds certain text of the thinking."""
         self.thinking += text
 
     def told(self) -> tuple[str, str, list[dict[str, Any]]]:
@@ -182,11 +170,11 @@ class Prefilling:
     steps: Generator[Progress, None, Any]
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
-    told: float = 0.0  # when the client was told how far it is
+    told: float = 0.0  # time of the last news about the prefill
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:
-    """The percentage of n rows that a layer's step attended to, in each of ``n_bins`` equal parts.
+    """Returns the percentage of attended rows in each of ``n_bins`` equal parts of n rows.
 
     attended: as LayerCache has it, None: all rows.
     """

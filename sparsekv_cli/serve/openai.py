@@ -223,7 +223,7 @@ class Completion:
         return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
     def answers(self) -> Answers:
-        """The answers as they grow, one a choice."""
+        """Returns the answers as they grow, one a choice."""
         return Answers(self._service, self._requests, self._readers)
 
     def failure(self, error: Mapping[str, Any]) -> str:
@@ -260,7 +260,7 @@ class _Places:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def next(self, entry: Mapping[str, Any]) -> int:
-        """Where the next token begins; within a character: where that begins."""
+        """Returns the place of the next token, or of the character that it continues."""
         place = self._n
         if self._is_shown(entry["id"]):
             self._n += len(self._decoder.decode(bytes(entry["bytes"])))
@@ -296,7 +296,7 @@ def _progress(head: Mapping[str, Any], told: PromptProgress) -> str:
 
 
 def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
-    """The tokens of a request. ends: by choice; each prompt has n of them and counts once."""
+    """Returns the tokens of a request. ends: by choice. A prompt has n choices and counts once."""
     prompts = [[ends[i] for i in range(first, first + n)] for first in range(0, len(ends), n)]
     n_prompt = sum(same[0].n_prompt for same in prompts)
     n_answer = sum(end.n_generated for end in ends.values())
@@ -310,7 +310,7 @@ def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
 
 
 def finish_reason(end: Finished, has_called: bool) -> str:
-    """In OpenAI's words."""
+    """Returns why the answer ended, in OpenAI's words."""
     if end.stop_reason == STOP_LENGTH:
         return "length"
     return "tool_calls" if has_called else "stop"
@@ -339,7 +339,7 @@ def _token(entry: Mapping[str, Any]) -> str:
 
 
 def _by_token(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Log probabilities by token; of tokens with the same text, that of the most likely one."""
+    """Returns log probabilities by text. The most likely token of a text counts."""
     found: dict[str, float] = {}
     for entry in entries:
         found.setdefault(_token(entry), entry["logprob"])

@@ -45,24 +45,21 @@ class Loaded:
 
     @property
     def is_current(self) -> bool:
-        """Whether it works, and its files are still those that were opened."""
+        """Whether it works and its files are unchanged."""
         parts = self.service.model.gguf.parts
         return self.service.scheduler.failure is None and all(part.is_current() for part in parts)
 
 
 @dataclass(eq=False)
 class HostedModel:
-    """A model that requests may name.
+    """A model that requests may name."""
 
-    names: that requests may give it; the first one is told. about: what its header says: context,
-    methods, and the variable that switches thinking. stats: of all the time, loaded or not.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names that requests may use; responses have the first one
     path: Path
     n_bytes: int = 0  # of its files
+    # of its header: context, methods, and the variable that switches thinking
     about: dict[str, Any] = field(default_factory=dict)
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = field(default_factory=Stats)  # since the start of the server, loaded or not
     loaded: Loaded | None = None
     n_loads: int = 0
     problem: str = ""  # why it could not be loaded the last time
@@ -95,8 +92,8 @@ class ModelPool:
     """The models that a server has, the default one first.
 
     load: opens a model and starts its scheduler; it is called in a thread. most: bytes of the
-    models that are loaded at once; the last one stays, whatever it takes. tell: told a line of
-    what happens.
+    models that are loaded at once; the last one stays, whatever it takes. tell: called with a line
+    for each event.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class ModelPool:
         self._released = asyncio.Event()
         self._lacks_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ends: list[Callable[[], None]] = []  # what else ends with the jobs
+        self.ends: list[Callable[[], None]] = []  # called at the end of all jobs
 
     @property
     def method(self) -> str:
@@ -178,7 +175,7 @@ class ModelPool:
         return [each.loaded for each in self.models if each.loaded is not None]
 
     def _is_ready(self, model: HostedModel) -> bool:
-        """Whether a request may use what is loaded. A changed file waits until nobody reads it."""
+        """Returns whether requests may use the loaded model: it is current, or others use it."""
         loaded = model.loaded
         return loaded is not None and (loaded.is_current or loaded.n_held > 0)
 
@@ -302,7 +299,7 @@ def about(service: Service) -> dict[str, Any]:
 def free_memory() -> None:
     """Returns the memory of what was unloaded to the system."""
     forget_vocabularies()
-    gc.unfreeze()  # loading has frozen what was there
+    gc.unfreeze()  # loading froze all objects
     gc.collect()
     give_back_memory()
 

@@ -40,11 +40,11 @@ class RequestError(SparseKVError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """tokens: of an answer; seconds, body_bytes: of a request."""
+    """The limits of a request."""
 
-    tokens: int
-    seconds: float
-    body_bytes: int
+    tokens: int  # of an answer
+    seconds: float  # of a request
+    body_bytes: int  # of a request
 
 
 class Service:
@@ -133,7 +133,7 @@ class Service:
             )
 
     def defaults(self) -> dict[str, Any]:
-        """The sampling of requests that say nothing of it, under llama-server's names."""
+        """Returns the default sampling of requests, under llama-server's names."""
         values = asdict(params_from_metadata(self.model.gguf.metadata, self._sampling.explicit))
         values["temperature"], values["typical_p"] = values.pop("temp"), values.pop("typ_p")
         values["seed"] = -1 if self._seed is None else self._seed
@@ -141,7 +141,7 @@ class Service:
         return {**values, "n_predict": self.limits.tokens, "method": self._method}
 
     def methods(self) -> list[str]:
-        """The names of the methods that requests may ask for."""
+        """Returns the names of the methods that requests may ask for."""
         return usable_methods(self.kinds, self._method, self.model.calibrations.has)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Service:
         self.model.close()
 
     def format_for(self, has_tools: bool) -> ToolFormat | None:
-        """The format for which an answer is read; gpt-oss writes on channels without tools, too."""
+        """Returns the format of an answer. gpt-oss writes on channels without tools, too."""
         kind = self.tool_format
         return kind if has_tools or kind == HARMONY else None
 
@@ -232,7 +232,7 @@ class Service:
         return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
-        """The call that a request's ``tool_choice`` asks for, of the function ``name`` or of any.
+        """Returns the call for a request's ``tool_choice``: of the function ``name``, or of any.
 
         functions: the schemas of their arguments. Raises RequestError where there is no such
         function.
@@ -288,7 +288,7 @@ class Service:
         continues: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a conversation. Raises RequestError where the template does not take it.
+        """Returns a conversation's ids. Raises RequestError if the template does not take it.
 
         variables: of the template.
         """

@@ -22,7 +22,7 @@ from sparsekv_cli.serve.requests import RequestError, Service
 
 MAX_KEPT = 64 << 20  # bytes of all responses that are kept
 MAX_ONE = 4 << 20  # bytes of one with its conversation
-# Fields of a request that are told in its response.
+# Fields of a request that its response repeats.
 TOLD = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
 TOLD |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
 TOLD |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}

@@ -32,7 +32,7 @@ from sparsekv_cli.system.memory import available_memory
 
 N_METHODS = 64  # methods with their options that are remembered
 FALLBACK = 4 << 30  # bytes for rows where the system does not tell
-LEAST_SEEN = 512  # tokens; shorter prompts say little of what an index grows by
+LEAST_SEEN = 512  # tokens; shorter prompts say little about the growth of an index
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
@@ -44,9 +44,9 @@ class Parked(NamedTuple):
 
 
 def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
-    """How many of the prompt's rows at the beginning of ``ids`` a sequence can give to it.
+    """Returns how many first rows of ``ids`` a sequence can give to the prompt ``ids``.
 
-    None where a method has changed them, or needs queries that are not there.
+    0 if a method has changed the rows, or needs the queries of all tokens.
     """
     at, n_queried = sequence.checkpoint, method.n_queried
     if at is None or n_queried is None or not keeps_rows(sequence):
@@ -56,15 +56,15 @@ def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
 
 
 def keeps_rows(sequence: Sequence) -> bool:
-    """Whether all layers have the rows of all of the sequence's tokens."""
+    """Returns whether all layers have the rows of all of the sequence's tokens."""
     return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in sequence.caches)
 
 
 class SharedRows:
     """Finds a prompt's rows in other sequences first, then on disk (a PromptRows).
 
-    donors: sequences that may give rows. disk_of: what there is on disk for a method; None: nothing
-    is found there, and nothing kept.
+    donors: sequences that may give rows. disk_of: returns the store on disk for a method; None: the
+    disk is not used.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SharedRows:
         self._writing: Future[None] | None = None
 
     def use(self, method: Method) -> None:
-        """The next prompt's sequence attends with ``method``."""
+        """Sets the method of the next prompt."""
         self._method = method
 
     def find(self, ids: Ids[int]) -> Found:
@@ -90,13 +90,13 @@ class SharedRows:
         method = self._method
         assert method is not None
         if self._disk is not None:
-            self._disk.finish()  # what an answer that failed has left; it may be forgotten now
+            self._disk.finish()  # the rest of a failed answer, before it is forgotten
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n
-        types, self._donor = types_of(method), None
+        self._donor = None
         for sequence in self._donors():
-            if types_of(sequence.method) == types:
+            if sequence.method.kv_types == method.kv_types:
                 n = reusable(sequence, ids, method)
                 if n > best:
                     best, self._donor = n, sequence
@@ -127,7 +127,7 @@ class SharedRows:
             self._writing = self._writer.submit(self._disk.finish)
 
     def wait(self) -> None:
-        """Until nothing is written: then the sequence may change."""
+        """Waits for the writer. The sequence may then change."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -137,17 +137,11 @@ class SharedRows:
         self._writer.shutdown()
 
 
-def types_of(method: Method) -> tuple[str, str]:
-    """Returns the types of the rows of K and V."""
-    return method.cache_type_k, method.cache_type_v
-
-
 def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool) -> int:
-    """Returns for how many tokens ``parked`` keeps the rows if ``ids`` go on in its place; 0: it
-    does not.
+    """Returns how many rows of ``parked`` stay if ``ids`` continue it; 0: they do not continue it.
 
-    It does if ``ids`` end at the end of its prompt: then nothing is left to be computed. Where
-    sequences cannot share rows, it also does if nearly all of its prompt is a beginning of ``ids``.
+    They do if ``ids`` end where its prompt ends: no row is left to compute. If sequences cannot
+    share rows, they also do if ``ids`` begin with nearly all of its prompt.
     """
     at = parked.checkpoint
     if at is None:
@@ -159,7 +153,7 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool)
 
 
 def replaces(new: Sequence, old: Sequence) -> bool:
-    """Whether a sequence can do all that an older one can: its prompt begins with the other's."""
+    """Returns whether ``new`` can replace ``old``: its prompt begins with that of ``old``."""
     at, before = new.checkpoint, old.checkpoint
     if at is None or before is None or not attend_alike(new.attention, old.attention):
         return False
@@ -177,10 +171,11 @@ def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
 
 
 def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) -> int:
-    """Bytes of rows of ``ids`` that are in memory already, in the sequence that has most."""
+    """Returns the most bytes of rows of ``ids`` that one of the sequences holds."""
     most = 0
     for sequence in sequences:
-        n = reusable(sequence, ids, method) if types_of(sequence.method) == types_of(method) else 0
+        is_alike = sequence.method.kv_types == method.kv_types
+        n = reusable(sequence, ids, method) if is_alike else 0
         if memory_file.is_available() and n >= LEAST_SHARED:
             stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
             most = max(most, sum(of.prefix_bytes(n_shared(of, n)) for of in stores))
@@ -207,17 +202,17 @@ def give_up(
 
 
 def default_limit() -> int:
-    """Half of the memory that is available, to this process in its container."""
+    """Returns half of the memory that this process can still take in its container."""
     available = available_memory()
     return FALLBACK if available is None else available // 2
 
 
 def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
-    """Bytes that the rows of n tokens take, in all layers."""
+    """Returns the bytes that the rows of n tokens take, in all layers."""
     total = 0
     n = int((n + N_HEADROOM) * GROWTH)
     for spec in specs:
-        row = layer_bytes(spec, method.cache_type_k, method.cache_type_v)
+        row = layer_bytes(spec, *method.kv_types)
         total += row * (min(n, spec.window) if spec.window else n)
     return total
 
@@ -246,18 +241,18 @@ class IndexSizes:
             self._seen[method.name] = n, sum(cache.memory().index for cache in caches)
 
     def bytes_of(self, method: Method, n: int) -> int:
-        """Returns an index of n tokens: as that of the longest prompt, and larger by the tokens."""
+        """Returns the bytes of an index of n tokens, in proportion to the longest prompt's."""
         n_seen, n_bytes = self._seen.get(method.name, (0, 0))
         return int(n_bytes * max(1.0, n / max(n_seen, LEAST_SEEN)))
 
 
 def bytes_of_sequence(sequence: Sequence) -> int:
-    """Bytes that a sequence's caches take, and those of what makes its drafts."""
+    """Returns the bytes of a sequence's caches, with the caches that make drafts."""
     return held_bytes([*sequence.caches, *sequence.draft_caches])
 
 
 def whole_bytes(sequence: Sequence) -> int:
-    """Bytes that a sequence would take if it shared no rows."""
+    """Returns the bytes that a sequence would take if it shared no rows."""
     return bytes_of_sequence(sequence) + sum(cache.n_spared for cache in sequence.caches)
 
 

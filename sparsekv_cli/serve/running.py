@@ -1,4 +1,4 @@
-"""The answers that are decoded together: choosing of tokens, steps, and what clients are told."""
+"""The answers that are decoded together: choice of tokens, decode steps, and events for clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stats:
     kv_limit: int = 0
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
-    cached_tokens: int = 0  # of prompts, whose rows were there
+    cached_tokens: int = 0  # tokens of prompts that had rows already
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0
@@ -57,16 +57,16 @@ class Stats:
 
 
 class Running:
-    """Jobs whose prompts are prefilled. park: what becomes of the sequence of one that has left."""
+    """Jobs whose prompts are prefilled. park: called with the sequence of a job that leaves."""
 
     def __init__(self, model: Model, stats: Stats, park: Callable[[Sequence], None]) -> None:
         self.jobs: list[Job] = []
         self._model, self._stats, self._park = model, stats, park
 
     def begin(self, job: Job, sequence: Sequence) -> None:
-        """A job runs from now on, whose prompt is prefilled in ``sequence``.
+        """Adds a job. ``sequence`` holds its prefilled prompt.
 
-        Raises SparseKVError for a sampler or a grammar that cannot be.
+        Raises SparseKVError for a wrong sampler or grammar.
         """
         request, model = job.request, self._model
         sample = new_sampler(model, request.sampling, request.seed, request.constraint)
@@ -90,7 +90,7 @@ class Running:
         self.jobs.append(job)
 
     def step(self) -> None:
-        """The next token of every answer; those that are done leave."""
+        """Decodes the next token of every answer. Finished answers leave."""
         started = time.monotonic()
         for job in list(self.jobs):
             self._choose(job)
@@ -99,26 +99,26 @@ class Running:
             self._stats.add_step(len(self.jobs), time.monotonic() - started)
 
     def fail(self, job: Job, error: Exception) -> None:
-        """There is no answer, or no more of it."""
+        """Ends the answer with an error."""
         self._stats.n_failed += 1
         job.emit(Failed(error))
 
     def leave(self, job: Job) -> None:
-        """A job runs no more. Its sequence is kept for later prompts."""
+        """Removes a job. Its sequence is kept for later prompts."""
         self.jobs.remove(job)
         sequence = job.end()
-        sequence.rewind(len(sequence.tokens))  # nobody takes back the draft of an aborted job
+        sequence.rewind(len(sequence.tokens))  # takes back the draft of an aborted job
         for cache in sequence.caches:
             cache.records_attended = False
         self._stats.add_drafts(sequence.timings.speculation)
         self._park(sequence)
 
     def _tells_rows(self, job: Job) -> bool:
-        """Whether the client is told which rows a step has attended to."""
+        """Returns whether the client is told which rows a step has attended to."""
         return job.request.n_bins > 0 and self._model.engine.records_attended
 
     def _choose(self, job: Job) -> None:
-        """Chooses the next tokens of an answer, which ends with them or has the last decoded."""
+        """Chooses the next tokens of an answer. The last one is not decoded yet."""
         generation = job.generation
         assert generation is not None
         try:
@@ -147,7 +147,7 @@ class Running:
         return [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
 
     def _decode(self, jobs: Ids[Job]) -> None:
-        """Decodes the tokens that were chosen, together; each alone where that fails."""
+        """Decodes the chosen tokens together. If that fails, it decodes each of them alone."""
         generations = [job.generation for job in jobs if job.generation is not None]
         lengths = [len(each.sequence.tokens) for each in generations]
         try:

@@ -1,4 +1,4 @@
-"""The thread that owns the model: sequences join and leave its decode steps at any of them.
+"""The thread that owns the model. A sequence can join or leave before every decode step.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
 layers a much shorter prompt may be prefilled first. Texts are therefore those of sequences that run
@@ -146,7 +146,7 @@ class Scheduler:
         self._thread.join()
 
     def bytes_of(self, request: Request) -> tuple[int, int]:
-        """The memory that a job's rows take at most; and with an index, which is an estimate."""
+        """Returns the most bytes of a job's rows, and the same with an estimate of the index."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
@@ -239,7 +239,7 @@ class Scheduler:
         return None
 
     def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
-        """Whether so much memory is free, parked sequences given up from the oldest on.
+        """Returns whether so much memory is free. It removes parked sequences, the oldest first.
 
         request: needs less if it shares the rows of another sequence.
         """
@@ -256,7 +256,7 @@ class Scheduler:
         return True
 
     def _drop_aborted(self) -> None:
-        """Frees the places of jobs that nobody waits for, and of those that take too long."""
+        """Removes aborted jobs, and jobs that take too long."""
         with self._changed:
             for job in [job for job in self._queue if job.is_aborted or job.is_late]:
                 self._queue.remove(job)
@@ -273,7 +273,7 @@ class Scheduler:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _new_attention(self, method: Method, sparse_from: int) -> Attention:
-        """How a sequence attends; everybody is told if kernels are compiled for it."""
+        """Returns how a sequence attends. All clients are told if kernels are compiled for it."""
 
         def tell(*_: object) -> None:
             for job in self._all_jobs():
@@ -282,7 +282,7 @@ class Scheduler:
         return self.model.attention_of(method, sparse_from, tell)
 
     def _begin(self, job: Job, rows: SharedRows | None) -> None:
-        """The prompt of a job is prefilled from now on. rows: finds and keeps its rows."""
+        """Begins the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
         ids, engine = job.request.ids, self.model.engine
         started, self._starting = time.monotonic(), [job]
         try:
@@ -339,7 +339,7 @@ class Scheduler:
                 return
 
     def _run(self, now: Prefilling) -> None:
-        """A job whose prompt is prefilled runs."""
+        """Moves a job with a finished prefill to the running ones."""
         job, sequence, request = now.job, now.sequence, now.job.request
         n_prompt = len(request.ids)
         job.prefill_s = time.monotonic() - now.started
@@ -357,7 +357,7 @@ class Scheduler:
             now.rows.finish()
 
     def _has_turn(self, now: Prefilling, at: Progress) -> bool:
-        """A chunk of a prefill is done: whether the others have their turn."""
+        """Returns, after a chunk of a prefill, whether it is the others' turn."""
         job, n_prompt = now.job, len(now.job.request.ids)
         job.n_cached = n_prompt - at.total
         if job.is_aborted or job.is_late:
@@ -374,7 +374,7 @@ class Scheduler:
         return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:
-        """A layer of a prefill of n tokens is done: a much shorter prompt may go first."""
+        """Begins a much shorter prompt, if one waits, after a layer of a prefill of n tokens."""
         if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
         if (other := self._next(n // SHORTER)) is not None:
@@ -383,7 +383,7 @@ class Scheduler:
     # --- decode -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """The next token of every answer that runs; those that are done leave."""
+        """Decodes the next token of every running answer. Finished answers leave."""
         started = time.monotonic()
         self._running.step()
         self._step_ended = time.monotonic()

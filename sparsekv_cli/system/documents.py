@@ -51,7 +51,7 @@ def _pdf_text(data: bytes) -> str:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
 
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it logs is in the error
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # its log is in the error
     reader = PdfReader(BytesIO(data))
     try:
         is_open = not reader.is_encrypted or bool(reader.decrypt(""))

@@ -61,7 +61,7 @@ def open_written(path: str | os.PathLike[str], flags: int = NEW, mode: int = 0o6
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to the user and nobody else may write to it."""
+    """Returns whether a file or folder belongs to the user and nobody else may write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 

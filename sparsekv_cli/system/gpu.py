@@ -14,7 +14,7 @@ GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its board
 
 
 def may_have_device() -> bool:
-    """Whether there is a GPU's driver; without one torch, slow to import, is not asked."""
+    """Returns whether there is a GPU's driver; without one torch, slow to import, is not asked."""
     if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
         return True
     try:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-MAPS = Path("/proc/self/maps")  # Linux: what is mapped, and where
+MAPS = Path("/proc/self/maps")  # Linux: the process's memory maps
 LARGE = 8 << 20  # bytes; LLVM, BLAS, torch: nothing that others would patch
 
 
@@ -48,7 +48,7 @@ GROUP_FILES = (
 
 
 def physical_memory() -> int | None:
-    """Bytes of memory that the machine has; None if the system does not tell."""
+    """Returns the bytes of memory that the machine has; None if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -56,7 +56,7 @@ def physical_memory() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take without swapping; None if the system does not tell.
+    """Returns the bytes that this process can still take without swapping, None if unknown.
 
     On Linux this is the memory that is free or can be freed. It counts the machine and the control
     groups of the process. Elsewhere it is all memory.
@@ -68,7 +68,7 @@ def available_memory() -> int | None:
 
 
 def container_limit() -> int | None:
-    """Bytes that the control groups of the process allow it; None if they allow all there is."""
+    """Returns the bytes that the process's control groups allow it; None: they set no limit."""
     least = min((most for most, _, _ in _groups()), default=None)
     physical = physical_memory()
     return None if least is None or (physical is not None and least >= physical) else least
@@ -77,7 +77,7 @@ def container_limit() -> int | None:
 def _groups() -> Iterator[tuple[int, int | None, int]]:
     """Yields the control groups of the process that have a limit, from its own up to the root.
 
-    Bytes that a group allows, bytes that it uses, and of those what can be dropped.
+    Each has the bytes that the group allows, uses, and could drop of these.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
@@ -101,7 +101,7 @@ def _groups() -> Iterator[tuple[int, int | None, int]]:
 
 
 def _number_in(file: Path) -> int | None:
-    """The number that a file holds; None for the word ``max``, or if there is no such file."""
+    """Returns the number in a file; None for the word ``max`` or for a missing file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def _number_in(file: Path) -> int | None:
 
 
 def _counts(file: Path, unit: int = 1) -> dict[str, int]:
-    """A file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
+    """Returns a file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
     try:
         words = [line.split() for line in file.read_text().splitlines()]
     except OSError:

@@ -22,7 +22,7 @@ MAP_FIXED = 0x10  # which Python's mmap does not name
 
 @cache
 def is_available() -> bool:
-    """Whether this system has files in memory, and lets this process make one."""
+    """Returns whether this system has files in memory, and lets this process make one."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return False
     try:

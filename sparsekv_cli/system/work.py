@@ -1,4 +1,4 @@
-"""How much work the machine has, and how much a process that reads what others sent may do."""
+"""The machine's load, and limits for a process that reads data of other people."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ def load_beyond_cores() -> tuple[float, int] | None:
 
 
 def limit_work(seconds: int, n_bytes: int) -> None:
-    """From now on the process may compute for so many seconds more, in so many bytes."""
+    """Limits this process to ``seconds`` more of computing, and to ``n_bytes`` of memory."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -37,14 +37,13 @@ def test_full_attention_reads_all_rows(tmp_path):
     sequence = open_sequence(path, build_method("full", {}), config)
     sequence.prefill(list(range(3, 23)))
     sequence.decode(5)
-    roofline = decode_roofline(sequence.model.decoder.weights.n_bytes, sequence.ledger(), 1, 1e9)
+    weights = sequence.model.decoder.weights
+    roofline = decode_roofline(weights.bytes_a_step(1), sequence.ledger(), 1, 1e9)
     h = sequence.model.hparams
     row = sum(x.n_head_kv * 2 * (x.head_dim + x.value_dim) for x in h.layers)
     assert roofline.kv_bytes == 21 * row  # 20 prefilled and the token's own
-    n_linear = sum(
-        w.data.nbytes for layer in sequence.model.decoder.weights.layers for w in layer.linears()
-    )
-    assert roofline.weight_bytes == n_linear + sequence.model.decoder.weights.output.data.nbytes
+    n_linear = sum(w.data.nbytes for layer in weights.layers for w in layer.linears())
+    assert roofline.weight_bytes == n_linear + weights.output.data.nbytes
     sequence.model.gguf.close()
 
 

@@ -61,8 +61,8 @@ def test_auto_repacks_what_is_small_beside_the_memory(tmp_path, monkeypatch):
     weights = open_model(path, "off").model.decoder.weights
     for memory, wanted in (
         (None, True),
-        (4 * weights.n_bytes, True),
-        (4 * weights.n_bytes - 1, False),
+        (4 * weights.bytes_a_step(1), True),
+        (4 * weights.bytes_a_step(1) - 1, False),
     ):
         monkeypatch.setattr(repack, "physical_memory", lambda memory=memory: memory)
         assert repack.wants_repacking(weights, "auto") == wanted

@@ -52,14 +52,14 @@ def test_tied_output_is_the_embedding(tmp_path):
     assert tied.output is tied.token_embd
     untied = read(make_model(tmp_path / "untied.gguf", tied=False))
     assert untied.output is not untied.token_embd
-    assert untied.n_bytes == tied.n_bytes
+    assert untied.bytes_a_step(1) == tied.bytes_a_step(1)
 
 
 def test_bytes_a_token(tmp_path):
     weights = read(make_model(tmp_path / "model.gguf", n_layer=1, wtype="Q8_0"))
     rows = {"q": 256, "k": 128, "v": 128, "o": 256, "gate": 512, "up": 512}
     expected = sum(rows.values()) * 256 + 256 * 512 + 512 * 256
-    assert weights.n_bytes == expected * 34 // 32
+    assert weights.bytes_a_step(1) == expected * 34 // 32
 
 
 def test_weights_stay_as_the_file_has_them(tmp_path):

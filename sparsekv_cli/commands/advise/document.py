@@ -13,24 +13,18 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import kind_of
 
 BOM = b"\xef\xbb\xbf"
+BUILT_IN = "built-in"  # the source of a text of the program
 ASKED = "What is this text about?"  # in the last line, if the user has no question
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text. source: a file's name, stdin or built-in. n_skipped: bytes before the text.
+    """The text that ``advise`` reads."""
 
-    is_text: whether the file's bytes are the text, so that a command can cut it.
-    """
-
-    source: str
+    source: str  # a file's name, stdin or built-in
     text: str
-    n_skipped: int = 0
-    is_text: bool = True
-
-    @property
-    def is_built_in(self) -> bool:
-        return self.source == "built-in"
+    n_skipped: int = 0  # bytes before the text
+    is_text: bool = True  # the file's bytes are the text, so that a command can cut it
 
     def reading(self, text: str) -> tuple[str, list[str]]:
         """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
@@ -96,7 +90,7 @@ def _built_in() -> Document:
     from sparsekv_cli.calibration.calibrations import built_in_text
 
     say("no document is given: what follows is of a built-in text; -f FILE measures yours")
-    return Document("built-in", built_in_text().text)
+    return Document(BUILT_IN, built_in_text().text)
 
 
 def command_line(
@@ -106,7 +100,7 @@ def command_line(
 
     model, rest: options before those of the prompt, and after them.
     """
-    if document.is_built_in:
+    if document.source == BUILT_IN:
         return shlex.join(["sparsekv-cli", "chat", *model, *rest])
     pipe, options = document.reading(text)
     asked = ["-p", question or ASKED]

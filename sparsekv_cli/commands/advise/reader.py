@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.sequence import Sequence
 
-N_PROBE = 512  # tokens whose prefill tells how fast this machine reads
+N_PROBE = 512  # tokens of the prefill that measures the speed of reading
 
 
 class Reader:

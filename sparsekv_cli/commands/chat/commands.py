@@ -40,19 +40,15 @@ KEYS = (
 
 @dataclass
 class Chat:
-    """A conversation and the settings of its program.
-
-    shows_stats: whether statistics follow every answer. read: texts that come before the next
-    message. draft: the text of the next input line, for editing.
-    """
+    """A conversation and the settings of its program."""
 
     conversation: Conversation
     options: ModelOptions
     prefix: PrefixOptions
-    shows_stats: bool = False
+    shows_stats: bool = False  # whether statistics follow every answer
     method: str = ""
-    read: list[str] = field(default_factory=list)
-    draft: str = ""
+    read: list[str] = field(default_factory=list)  # texts to put before the next message
+    draft: str = ""  # the text of the next input line, for editing
 
     def __post_init__(self) -> None:
         self.method = self.options.method
@@ -60,9 +56,9 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """takes: the argument after the name, in brackets if it may be missing; empty: none."""
+    """A command such as ``/save``."""
 
-    takes: str
+    takes: str  # the argument after the name, in brackets if it may be missing; empty: none
     help: str
     run: Callable[[Chat, str], None]
 

@@ -38,23 +38,17 @@ CHOICES = (
 
 @dataclass
 class ChatSettings:
-    """The settings that ``/set`` changes.
-
-    seed: None takes a random one. n_predict: most tokens of an answer, -1: all that fit. stop:
-    texts that end an answer. think: whether the model thinks first, None: the template's default.
-    drop_thinking: whether later prompts leave out the thinking. context_shift: whether a full
-    context drops the oldest turns. keep: tokens at the start whose turns stay.
-    """
+    """The settings that ``/set`` changes."""
 
     sampling: SamplingOptions
-    seed: int | None = None
-    n_predict: int = -1
-    stop: tuple[str, ...] = ()
+    seed: int | None = None  # None: a random one
+    n_predict: int = -1  # most tokens of an answer; -1: all that fit
+    stop: tuple[str, ...] = ()  # texts that end an answer
     parse_special: bool = False
-    think: bool | None = None
-    drop_thinking: bool = False
-    context_shift: bool = False
-    keep: int = 0
+    think: bool | None = None  # whether the model thinks first; None: as its template says
+    drop_thinking: bool = False  # whether later prompts leave out the thinking
+    context_shift: bool = False  # whether a full context drops the oldest turns
+    keep: int = 0  # tokens at the start whose turns stay
 
 
 def gather_settings(values: dict[str, Any]) -> ChatSettings:
@@ -127,7 +121,8 @@ class Conversation:
 
     def encode(self, messages: Messages) -> list[int]:
         """Returns the ids of a conversation for the model to continue."""
-        if self.settings.drop_thinking or (self.thinking and self.thinking.is_dropped):
+        # Templates with channels take no thinking in a message.
+        if self.settings.drop_thinking or (self.thinking and self.thinking.is_channel):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
             self.model.tokenizer,

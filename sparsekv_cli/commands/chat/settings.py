@@ -23,16 +23,13 @@ SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
 
 @dataclass(frozen=True)
 class Setting:
-    """One name of ``/set``.
-
-    show: its value as text. change: takes a value as text. Raises ValueError or SparseKVError for a
-    bad value. values: words that it takes, for completion.
-    """
+    """One name of ``/set``."""
 
     help: str
-    show: Callable[[Conversation], str]
+    show: Callable[[Conversation], str]  # returns the value as text
+    # Sets the value from a text. It raises ValueError or SparseKVError for a bad value.
     change: Callable[[Conversation, str], None]
-    values: Sequence[str] = ()
+    values: Sequence[str] = ()  # words that it takes, for completion
 
 
 def show_settings(conversation: Conversation) -> str:

@@ -92,7 +92,7 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
     rope: dict[str, Any] | None = None
     kv_cache: dict[str, Any] | None = None
     layers: list[dict[str, Any]] | None = None
-    with contextlib.suppress(SparseKVError):  # `problem` says what is wrong with them
+    with contextlib.suppress(SparseKVError):  # `problem` has the reason
         hparams = read_hparams(gguf)
         kv_cache = _kv_cache(hparams.layers, sum(info.n_bytes for info in gguf.tensors.values()))
         hyperparameters = dataclasses.asdict(hparams)

@@ -40,16 +40,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Habit:
-    """A flag without an option of its own.
-
-    takes: the name of its value; empty: no value; in brackets: the value may be missing. why: the
-    reason why it has no effect. change: sets the values of other options, and returns a line for
-    the user; empty: no line. It raises click.UsageError for an impossible value.
-    """
+    """A flag without an option of its own."""
 
     names: tuple[str, ...]
-    takes: str = ""
-    why: str = ""
+    takes: str = ""  # the name of its value, in brackets if it may be missing; empty: no value
+    why: str = ""  # the reason why it has no effect
+    # Sets the values of other options. Returns a line for the user, or an empty text. It raises
+    # click.UsageError for an impossible value.
     change: Callable[[dict[str, Any], str], str] | None = None
     commands: tuple[str, ...] = ()  # commands that have it; empty: all
 

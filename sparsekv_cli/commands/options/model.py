@@ -50,7 +50,7 @@ class ModelOptions:
     method_options: Mapping[str, str] = field(default_factory=dict)
     named: Mapping[str, str | None] = field(default_factory=dict)  # by NAMED, as they were given
     max_loss: float = 0.0
-    choice: Mapping[str, Any] | None = None  # what ``auto`` chose, and why (planning/auto.py)
+    choice: Mapping[str, Any] | None = None  # of ``auto``, with its reasons (planning/auto.py)
 
     @property
     def is_auto(self) -> bool:

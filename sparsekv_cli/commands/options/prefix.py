@@ -49,12 +49,12 @@ OPTIONS: list[Callable[[Any], Any]] = [
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """directory: None takes the user's folder. limit: GiB. session: a file to use instead."""
+    """Where prompts are kept on disk."""
 
-    directory: Path | None
-    limit: float
+    directory: Path | None  # None: the user's folder
+    limit: float  # GiB
     is_off: bool
-    session: Path | None
+    session: Path | None  # a file to use instead
 
 
 def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
@@ -122,7 +122,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         size = f"{model.gguf.size / 2**30:.1f} GiB"
         _warn(f"--session: the {size} of the model are read once, to know which model it is")
         model.gguf.content.wait()
-    types, name = (method.cache_type_k, method.cache_type_v), model.gguf.path.name
+    name, types = model.gguf.path.name, method.kv_types
     return SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
 
 
@@ -143,8 +143,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
         if reason or n_queried is None or directory is None:
             tell(f"prefix cache: off, {reason}")
             return None
-        types = method.cache_type_k, method.cache_type_v
-        decoder = model.decoder  # few rows take decode's products
+        types, decoder = method.kv_types, model.decoder  # few rows take decode's products
         products = [decoder.prefill_dtype, decoder.rows_dtype, model.config.activations]
         root = Root(model.gguf, model.decoder, types=types, products=products)
         root.known()  # begins to read the model

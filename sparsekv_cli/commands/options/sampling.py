@@ -136,7 +136,7 @@ def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
 
 
 sampling_options = gathered("sampling", _gather_sampling, [*SAMPLING_OPTIONS, *GRAMMAR_OPTIONS])
-# The options of a server. A request brings its own grammar.
+# The options of a server. Only requests have grammars.
 server_sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 
 

@@ -8,13 +8,9 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 
 @dataclass(frozen=True)
 class Task:
-    """The request of one line. The command line's options are the defaults.
+    """The request of one line. The command line's options are the defaults."""
 
-    prompt: a text, or a conversation for the assistant to continue. continue_final_message: its
-    last message is the beginning of the answer. add_generation_prompt: whether the template adds
-    the beginning of an answer. thinks: whether the model may think before the answer.
-    """
-
+    # a text, or a conversation for the assistant to continue
     prompt: str | list[dict[str, Any]] = ""
     id: Any = None
     system: str | None = None
@@ -23,7 +19,8 @@ class Task:
     special: bool = False
     think: bool | None = None
     inline_thinking: bool = False
-    continue_final_message: bool | None = None
+    continue_final_message: bool | None = None  # the last message is the beginning of the answer
+    # whether the template adds the beginning of an answer
     add_generation_prompt: bool | None = None
     n_predict: int = -1
     stop: tuple[str, ...] = ()

@@ -94,7 +94,7 @@ def stream_answer(
                 step(sequence.engine, [generation])
             elif make_room is not None and generation.is_cut:
                 if rows is not None:
-                    rows.finish()  # it reads the caches, whose rows change now
+                    rows.finish()  # it reads rows that change below
                 going_on = make_room(answer.tokens)
                 if going_on is None:
                     break

@@ -1,7 +1,7 @@
-"""The chunks of a text as llama-perplexity cuts it, of which the second halves are scored.
+"""The chunks of a text as llama-perplexity cuts it. The second half of each is scored.
 
-A text is cut into chunks of n_ctx tokens. The first of each gives way to BOS if the model adds one.
-The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
+A text is cut into chunks of n_ctx tokens. BOS replaces the first token of each, if the model adds
+BOS. The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
 """
 
 from __future__ import annotations
@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The inputs to score one chunk, on any machine.
-
-    ids: the tokens that the model is given. targets (n_scored,): those that are to be predicted,
-    the last of which it is not given. base: the rows of these in a file of log-probabilities.
-    """
+    """The inputs to score one chunk, on any machine."""
 
     number: int
-    ids: list[int]
+    ids: list[int]  # the tokens that the model is given
+    # int (n_scored,): the tokens to predict; the model is not given the last one
     targets: np.ndarray
-    base: np.ndarray | None = None
+    base: np.ndarray | None = None  # u16 (n_scored, row_length): their rows in a KLDFile
 
     @property
     def first(self) -> int:
@@ -39,14 +36,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunks:
-    """tokens i32 (n_chunk, n_ctx); bos: what the first of each gives way to, None if it stays.
+    """All chunks of a text."""
 
-    base: a file of log-probabilities that has the same tokens.
-    """
-
-    tokens: np.ndarray
-    bos: int | None
-    base: KLDFile | None = None
+    tokens: np.ndarray  # i32 (n_chunk, n_ctx)
+    bos: int | None  # replaces the first token of each chunk; None: it stays
+    base: KLDFile | None = None  # log-probabilities of the same tokens
 
     @property
     def n_scored(self) -> int:

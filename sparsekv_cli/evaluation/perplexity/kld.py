@@ -23,14 +23,14 @@ class Statistic(NamedTuple):
 
 
 def log_probs_of(logits: np.ndarray) -> np.ndarray:
-    """Logits f32 (T, n_vocab) -> log-probabilities f32 of the same shape."""
+    """Returns log-probabilities f32 (T, n_vocab) of logits f32 (T, n_vocab)."""
     best = logits.max(axis=-1, keepdims=True)
     total = np.exp(logits - best).sum(axis=-1, keepdims=True, dtype=np.float64)
     return logits - (best + np.log(total).astype(np.float32))
 
 
 def negative_log_probs(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """f64 (T,): of the targets (T,) after logits f32 (T, n_vocab)."""
+    """Returns -ln p f64 (T,) of the targets int (T,) by logits f32 (T, n_vocab)."""
     best = logits.max(axis=-1)
     total = np.exp(logits - best[:, None]).sum(axis=-1, dtype=np.float64)
     return np.log(total) - (logits[np.arange(len(targets)), targets] - best)
@@ -39,9 +39,9 @@ def negative_log_probs(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def token_scores(
     logits: np.ndarray, targets: np.ndarray, base: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """By token (T,): ``nll`` of the targets (T,) after logits f32 (T, n_vocab).
+    """Returns columns (T,) by name: ``nll`` of the targets int (T,) by logits f32 (T, n_vocab).
 
-    base f32 (T, n_vocab): log-probabilities; with them ``nll_base``, ``kld``, ``same_top``, too.
+    base: log-probabilities f32 (T, n_vocab). With them: ``nll_base``, ``kld``, ``same_top`` too.
     """
     nll = negative_log_probs(logits, targets)
     if base is None:
@@ -80,7 +80,7 @@ class Divergence:
     same_top: np.ndarray
 
     def statistics(self) -> dict[str, Statistic]:
-        """By llama-perplexity's names; Δp and same top are shares, not per cent."""
+        """Returns the statistics by llama-perplexity's names. Δp and same top are from 0 to 1."""
         p_diff = np.exp(-self.nll) - np.exp(-self.nll_base)
         log_ppl, log_base = mean(self.nll), mean(self.nll_base)
         (var, cov), (_, var_base) = covariance(self.nll, self.nll_base)
@@ -114,7 +114,7 @@ class Divergence:
 
 
 def error_of(variance: float) -> float:
-    """Its square root; 0 for one that rounding made negative."""
+    """Returns the square root of a variance. Rounding may have made it negative: that gives 0."""
     return float(max(0.0, variance)) ** 0.5
 
 
@@ -123,14 +123,14 @@ def mean(values: np.ndarray) -> Statistic:
 
 
 def covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """(2, 2): of the means of two series; zeros for few values."""
+    """Returns the covariance (2, 2) of the means of two series; zeros for few values."""
     if len(one) <= LEAST_COUNT:
         return np.zeros((2, 2))
     return np.cov(one, other, ddof=0) / (len(one) - 1)
 
 
 def quantiles(of: str, values: np.ndarray, shares: tuple[float, ...]) -> dict[str, Statistic]:
-    """``Maximum``, the shares from above, ``Minimum``; between two values in proportion."""
+    """Returns maximum, quantiles at ``shares`` (interpolated) and minimum, by name."""
     found = {f"Maximum {of}": Statistic(values.max())}
     for share in shares:
         name = "Median" if share == 0.5 else f"{100 * share:.1f}%"

@@ -27,12 +27,12 @@ WriteRows = Callable[[np.ndarray], None]
 
 
 def row_length(n_vocab: int) -> int:
-    """Numbers of 16 bits that a scored token takes."""
+    """Returns how many numbers of 16 bits a scored token takes."""
     return N_HEAD + 2 * ((n_vocab + 1) // 2)
 
 
 def encode(logits: np.ndarray) -> np.ndarray:
-    """Logits f32 (T, n_vocab) -> rows of the file, u16 (T, row_length)."""
+    """Returns the rows of the file, u16 (T, row_length), of logits f32 (T, n_vocab)."""
     best = logits.max(axis=-1, keepdims=True)
     least = np.maximum(logits.min(axis=-1, keepdims=True), best - DEPTH)
     total = np.exp(logits - best).sum(axis=-1, keepdims=True, dtype=np.float64)
@@ -48,7 +48,7 @@ def encode(logits: np.ndarray) -> np.ndarray:
 
 
 def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
-    """Rows of the file -> log-probabilities f32 (T, n_vocab)."""
+    """Returns log-probabilities f32 (T, n_vocab) of rows of the file, u16 (T, row_length)."""
     head = np.ascontiguousarray(rows[:, :N_HEAD]).view(np.float32)
     return head[:, :1] * rows[:, N_HEAD : N_HEAD + n_vocab].astype(np.float32) + head[:, 1:]
 

@@ -42,7 +42,7 @@ class PerplexityRecords(Records):
         return [self.by_key[self.key_of({"chunk": i, **what})] for i in range(n_chunks)]
 
     def scores(self, method: Method | None, n_chunks: int) -> dict[str, np.ndarray]:
-        """By name of the column f64 (n_tokens,): the scored tokens of the first chunks."""
+        """Returns the columns f64 (n_tokens,) of the first chunks' scored tokens, by name."""
         records = self.of(method, n_chunks)
         return {
             name: np.concatenate([np.array(each[name], np.float64) for each in records])
@@ -57,7 +57,7 @@ class PerplexityRecords(Records):
 
 
 class DivergenceRecords(PerplexityRecords):
-    """With what each scored token is in the base, too."""
+    """The same, with the columns of each scored token that compare it with the base."""
 
     command = "eval kld"
     columns = ("nll", "nll_base", "kld", "same_top")

@@ -22,7 +22,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-PREFILL = "prefill"  # stands for no method: what the dense prefill of a whole chunk gives
+PREFILL = "prefill"  # the name of the way without a method: a dense prefill of the whole chunk
 PIECE = 256  # rows of logits at once
 
 Ways = Mapping[str, Method | None]  # how to score, by the text that names it; None is a prefill
@@ -39,10 +39,10 @@ def setting_of(method: Method | None) -> dict[str, Any]:
 def score_chunk(
     model: Model, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
 ) -> list[dict[str, Any]]:
-    """The records of a chunk, one a way, prefills first, then ``full``; without effect on others.
+    """Returns the records of a chunk, one a way: prefills first, then ``full``, then the others.
 
-    base: the way that the others are compared with. It must be one of those that come first.
-    Otherwise the chunk's part of a file is the base. see: gets all logits that are scored.
+    base: the way that the others are compared with, a prefill or ``full``. If it is empty, the base
+    is ``chunk.base``. see: called with all scored logits.
     """
     ids, first = chunk.ids, chunk.first
     records: list[dict[str, Any]] = []
@@ -83,5 +83,5 @@ def score_chunk(
         for name, (_, sequence, _) in prefill_each(model, methods, ids[:first], n_steps=n_steps):
             steps = (sequence.decode(token)[None] for token in ids[first:])
             add(name, steps, partial(rows_read, sequence.caches, n_steps))
-            del steps, sequence  # gone before the next method has its own
+            del steps, sequence  # frees it before the next method
     return records

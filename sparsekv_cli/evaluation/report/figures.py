@@ -162,12 +162,12 @@ def parts(found: Contents) -> dict[str, tuple[Draw, float]]:
 
 
 def svg_pictures(found: Contents) -> dict[str, str]:
-    """Each picture as SVG, without a background; marks of methods say what they are."""
+    """Returns each picture as SVG, without a background. Marks of methods have titles."""
     return {name: _svg(draw, height, found) for name, (draw, height) in parts(found).items()}
 
 
 def png_picture(found: Contents, title: str) -> bytes:
-    """All pictures below each other, as a PNG."""
+    """Returns all pictures below each other, as a PNG."""
     import matplotlib
     from matplotlib.figure import Figure
 

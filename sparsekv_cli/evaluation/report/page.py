@@ -35,7 +35,7 @@ def columns_of(found: Contents) -> list[tuple[str, str, str]]:
 
 
 def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    """The figures of a method and their intervals, as text; an empty one where there is none."""
+    """Returns a method's figures and their intervals as text; empty ones if there are none."""
     found = []
     for figure, _, form in columns:
         value = row[figure]

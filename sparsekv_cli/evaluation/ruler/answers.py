@@ -67,7 +67,7 @@ def answer_sample(
     for spec, start in started:
         method = settings[spec]
         told = answer(model, prompt, n_read, start, n_answer)
-        del start  # gone before the next method has its own
+        del start  # frees it before the next method
         what = {"name": method.name, "options": method.options()}
         records.append({**_place(sample), **what, **told})
     return records

@@ -33,7 +33,7 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """The functions of the modules at the top of the library, one a body, in order of the files."""
+    """Returns the functions of the library's top modules, one a body, in order of the files."""
     found: dict[str, Function] = {}
     for path in sorted(LIBRARY.glob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
 
 
 def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
-    """A file of about ``n`` lines: its text, the name and body of one function, and its place.
+    """Returns a file of about n lines: its text, and one function's name, body and place.
 
     The last function can end early, so that a file can have any length. In a file longer than the
     library, functions come again with other names. The place is 0 to 1.

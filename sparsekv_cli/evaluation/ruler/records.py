@@ -71,7 +71,7 @@ class RulerRecords(Records):
         return mean_score([each["score"] for each in self.of(method, plan, length, tasks)])
 
     def rows(self, method: Method, plan: RulerPlan, length: int) -> float | None:
-        """Rows that a head read in a step, in the mean of the samples that had steps."""
+        """Returns the mean rows a head and step, over the samples with steps."""
         told = [each["rows_attended_mean"] for each in self.of(method, plan, length, plan.tasks)]
         found = [each for each in told if each is not None]
         return sum(found) / len(found) if found else None

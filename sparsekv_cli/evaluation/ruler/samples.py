@@ -23,22 +23,17 @@ class RulerPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerPlan:
-    """The questions of a run.
-
-    question_by_decode: questions enter token by token, after the prefill.
-
-    n_answer: tokens of an answer at most, if less than the task's.
-    """
+    """The questions of a run."""
 
     tasks: Sequence[str]
     lengths: Sequence[int]
     n_samples: int
     seed: int
-    question_by_decode: bool = False
-    n_answer: int | None = None
+    question_by_decode: bool = False  # questions enter token by token, after the prefill
+    n_answer: int | None = None  # most tokens of an answer, if fewer than the task's
 
     def room(self, task: str) -> int:
-        """Tokens of an answer at most."""
+        """Returns the tokens of an answer at most."""
         return min(TASKS[task].n_answer, self.n_answer or TASKS[task].n_answer)
 
     def samples(self) -> Iterator[tuple[int, str, int]]:
@@ -57,7 +52,7 @@ class RulerPlan:
 def shortest_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> tuple[RulerSample, list[int]]:
-    """A sample with the shortest text, and its ids. Raises SparseKVError if it does not fit."""
+    """Returns the shortest sample and its ids. Raises SparseKVError if it does not fit."""
     sample, ids = _prompt(task, length, number, seed, encode, TASKS[task].least)
     if len(ids) > length - n_answer:
         raise SparseKVError(
@@ -70,7 +65,7 @@ def shortest_prompt(
 def _prompt(
     task: str, length: int, number: int, seed: int, encode: Encode, n: int
 ) -> tuple[RulerSample, list[int]]:
-    """A sample with n units of text, and its ids."""
+    """Returns a sample with n units of text, and its ids."""
     sample = TASKS[task].make(Random(f"{seed} {task} {length} {number}"), n, length)
     return sample, encode(message(sample), sample.answer)
 
@@ -78,7 +73,7 @@ def _prompt(
 def make_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> RulerPrompt:
-    """The ``number``-th sample of a task: as long a text as leaves room for the answer in length.
+    """Returns sample ``number`` of a task, with the longest text that leaves room for the answer.
 
     It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
     """

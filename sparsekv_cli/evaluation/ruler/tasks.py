@@ -24,44 +24,35 @@ DOTS = "...."
 
 
 class RulerSample(NamedTuple):
-    """A text, a question about it, the beginning of the answer, and what the answer must hold.
-
-    depths: where in the text needles stand, 0 to 1.
-    """
+    """A text, and a question about it."""
 
     context: str
     question: str
-    answer: str
-    references: list[str]
-    depths: list[float]
+    answer: str  # the beginning of the answer
+    references: list[str]  # texts that the answer must hold
+    depths: list[float]  # where in the text needles stand, 0 to 1
 
 
 @dataclass(frozen=True)
 class RulerTask:
-    """make: the sample of a random generator, some units of text, and a length in tokens.
+    """A kind of question."""
 
-    n_answer: tokens of an answer at most; least: units of the shortest text.
-    """
-
+    # Takes a random generator, units of text, and a length in tokens. Returns a sample.
     make: Callable[[Random, int, int], RulerSample]
-    n_answer: int
-    least: int = 1
+    n_answer: int  # most tokens of an answer
+    least: int = 1  # units of the shortest text
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Needles in a haystack: facts of the form "the magic number for this key is that value".
+    """Facts in a haystack: "the magic number for this key is that value"."""
 
-    haystack: ``noise``, ``essay`` or ``needles``. keys and values: their kinds. n_keys: facts in
-    the text. n_values: values of each key. n_asked: keys that are asked for.
-    """
-
-    haystack: str
-    keys: str = "words"
-    values: str = "numbers"
-    n_keys: int = 1
-    n_values: int = 1
-    n_asked: int = 1
+    haystack: str  # ``noise``, ``essay`` or ``needles``
+    keys: str = "words"  # the kind of the keys
+    values: str = "numbers"  # the kind of the values
+    n_keys: int = 1  # facts in the text
+    n_values: int = 1  # values of each key
+    n_asked: int = 1  # keys that are asked for
 
     def __call__(self, random: Random, n: int, _length: int) -> RulerSample:
         n_others = n if self.haystack == "needles" else 0
@@ -158,12 +149,12 @@ def common_words(random: Random, n: int, length: int) -> RulerSample:
 
 
 def frequent_words(random: Random, n: int, length: int) -> RulerSample:
-    """fwe: coded words, of which the k-th comes as often as 1/k^2 says; dots come most often."""
+    """fwe: coded words. The k-th comes in proportion to 1/k^2, and dots come most often."""
     words: dict[str, None] = {DOTS: None}
     while len(words) < max(2 * N_FREQUENT, length // 50):
         words["".join(random.choices(string.ascii_lowercase, k=6))] = None
     counts = [int(n / ZETA_2 / k**2) for k in range(1, len(words) + 1)]
-    for k in range(N_FREQUENT, -1, -1):  # no ties among those that are asked for
+    for k in range(N_FREQUENT, -1, -1):  # no ties among the asked words
         counts[k] = max(counts[k], counts[k + 1] + 1)
     text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     random.shuffle(text)

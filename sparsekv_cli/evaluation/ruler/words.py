@@ -151,7 +151,7 @@ def noise() -> Iterator[str]:
 
 
 def listed_words(random: Random) -> Iterator[str]:
-    """Different words without end: single ones in any order, then compounds."""
+    """Yields different words without end: single ones in any order, then compounds."""
     single = sorted({*ADJECTIVES, *NOUNS})
     random.shuffle(single)
     yield from single

@@ -15,15 +15,11 @@ FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or never, att
 
 @dataclass
 class Choice:
-    """The rows to which a query head, a kv head or the whole layer attends in a step.
+    """The rows to which a query head, a kv head or the whole layer attends in a step."""
 
-    rows: positions, ascending.
-    scores: f64 (n,), by which the rows were chosen.
-    margin: the least relative distance of a value from a threshold that it was compared with.
-    """
-
-    rows: np.ndarray
-    scores: np.ndarray
+    rows: np.ndarray  # positions, ascending
+    scores: np.ndarray  # f64 (n,), by which the rows were chosen
+    # the least relative distance of a value from the threshold that it was compared with
     margin: float = np.inf
 
 

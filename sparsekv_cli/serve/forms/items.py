@@ -94,7 +94,7 @@ def _text(where: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
-    """Returns what was thought: as it was told, from base64, or its summary."""
+    """Returns the thinking: as text, from base64, or its summary."""
     told = content_text(where, item.get("content"), ("reasoning_text",))
     hidden = item.get(ENCRYPTED)
     if told or not hidden:

@@ -72,7 +72,7 @@ class MarkedReader:
             yield from self._said(held)
 
     def _end_of_call(self) -> int | None:
-        """Where the mark is that ends the call; None: it has not come, or what follows decides."""
+        """Returns the place of the mark that ends the call; None: more text must come first."""
         first = self._held.find(self._end)
         while (at := self._held.find(self._end, self._seen)) >= 0:
             body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()

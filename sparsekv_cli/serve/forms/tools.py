@@ -199,16 +199,12 @@ Reader = ForcedReader | PlainReader | FormatReader | SingleReader
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A format of calls.
+    """A format of calls."""
 
-    signs: words of a chat template, by which it is known. reader: makes its reader. special:
-    whether control tokens must be seen to read it. form: what opens a call that is forced, the key
-    of its arguments, what is around the object.
-    """
-
-    signs: tuple[str, ...]
-    reader: Callable[[Functions], FormatReader]
-    special: bool = True
+    signs: tuple[str, ...]  # words of a chat template by which the format is known
+    reader: Callable[[Functions], FormatReader]  # makes its reader
+    special: bool = True  # whether the reader must see control tokens
+    # of a forced call: its opening, the key of its arguments, what is around the object
     form: tuple[str, str, str, str] = PLAIN_FORM
 
 
@@ -275,14 +271,11 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be. lark: the grammar of the rest. name: of ForcedReader.
+    """A call that the answer has to be."""
 
-    prompt: the text that is written after the prompt, in the words of the format.
-    """
-
-    prompt: str
-    lark: str
-    name: str = ""
+    prompt: str  # the text, in the words of the format, that is added to the prompt
+    lark: str  # the grammar of the rest
+    name: str = ""  # the name for ForcedReader
 
 
 def forced_call(

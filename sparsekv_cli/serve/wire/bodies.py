@@ -1,4 +1,4 @@
-"""Bodies of requests: limits of bytes and time, and what becomes of one that nobody reads."""
+"""Bodies of requests: limits of bytes and time. An unread body is discarded."""
 
 from __future__ import annotations
 

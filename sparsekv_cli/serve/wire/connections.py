@@ -20,7 +20,7 @@ BACKLOG = 64  # connections that the system accepts ahead of the server
 SPARE = 64  # connections in addition to those whose requests run or wait
 FILES = 128 + BACKLOG  # open files of other kinds, and connections just accepted
 HEAD_S = 10.0  # that the head of a request may take
-WRITE_S = 60.0  # that a client may read nothing of what it is sent
+WRITE_S = 60.0  # seconds in which a client may read nothing
 BUSY = json.dumps({"error": {"message": "too many connections", "type": "rate_limit_error"}})
 
 

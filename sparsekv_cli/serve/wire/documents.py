@@ -61,7 +61,7 @@ class Documents:
         return answer["text"]
 
     async def _ask(self, question: bytes) -> bytes:
-        """Returns what a process says. It is empty if the process did not end well."""
+        """Returns the output of a process, or nothing if the process failed."""
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name, str(self._most)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

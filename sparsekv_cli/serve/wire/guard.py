@@ -18,13 +18,11 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask: api_key: empty: everyone. origins: of pages elsewhere that may, none by default.
+    """Who may send requests."""
 
-    only_local: requests must name this machine, so that no page elsewhere can pass for it.
-    """
-
-    api_key: str = ""
-    origins: tuple[str, ...] = ()
+    api_key: str = ""  # the key that a request must carry; empty: every request is accepted
+    origins: tuple[str, ...] = ()  # of pages on other machines that may send requests
+    # requests must name this machine, so that no page elsewhere can pass for it
     only_local: bool = True
 
 

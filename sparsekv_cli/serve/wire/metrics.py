@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 ValueOf = Callable[[Any], float]  # of a HostedModel (serve/pool.py)
 PREFIX = "sparsekv_"
 BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds
-# Paths that are told apart; clients may ask for any other.
+# Paths with their own counts; all other paths share one.
 PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 PATHS |= {"/v1/models", "/health"}
 

@@ -33,7 +33,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. They end, and what makes them is told, when the client goes."""
+    """Server-sent events. They end when the client leaves, and their source is closed."""
 
     def __init__(
         self,

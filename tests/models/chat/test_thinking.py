@@ -113,7 +113,7 @@ CHANNELS = (
 def test_the_channel_of_analysis_is_thinking(n):
     template = (TEMPLATES / "openai-gpt-oss-120b.jinja").read_text()
     thinking = thinking_of(template, Characters())  # type: ignore[arg-type]
-    assert thinking is not None and thinking.is_dropped
+    assert thinking is not None and thinking.is_channel
     splitter = thinking.splitter(is_open=False)
     pieces = [CHANNELS[i : i + n] for i in range(0, len(CHANNELS), n)]
     parts = [splitter.push(piece) for piece in pieces] + [splitter.flush()]

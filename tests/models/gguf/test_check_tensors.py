@@ -106,12 +106,10 @@ def test_file(tmp_path, monkeypatch, chunk):
         Tensor("other", (256,), int(GGMLType.Q8_K), b"\xff" * 292),
     ]
     file = open_gguf(Builder(tensors=tensors).write(tmp_path))
-    done: list[int] = []
-    result = find_non_finite(file, done.append)
+    result = find_non_finite(file)
     assert [(c.tensor.name, c.n_bad, c.first_row) for c in result.bad] == [("bad", 2, 4)]
     assert result.unchecked == (GGMLType.Q8_K,)
     assert result.n_tensors == 4
-    assert sum(done) == 6 * 8 * 4 * 2 + 16
     with pytest.raises(
         SparseKVError,
         match=r"1 of 4 tensors hold .*; first 'bad' \(F32\): 2 of 48 values, from row 4",
