@@ -133,9 +133,9 @@ def weigh(typingctx, scores, count, scale, peak, top, mass, old, weights):
             return new
 
         sums = llvm.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
-        olds = [  # not by fma: its product is not rounded, and LOWEST minus LOWEST must be 0
-            _exp2_lanes(b, b.fadd(b.fmul(x, scales), lift))
-            for x, lift in zip(_load_tile(b, peak), lifts, strict=True)
+        olds = [  # exactly 1 if the peak stays: other rows of the tile then change no bit
+            _exp2_lanes(b, b.fmul(b.fsub(x, new), scales))
+            for x, new in zip(_load_tile(b, peak), tops, strict=True)
         ]
         masses = [llvm.fma(b, *each) for each in zip(_load_tile(b, mass), olds, sums, strict=True)]
         for vectors, place in ((olds, old), (masses, mass), (tops, peak)):

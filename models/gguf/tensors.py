@@ -26,7 +26,8 @@ class TensorReader:
                 f"{self.file.path}: tensor {name} is missing; the file is incomplete or its "
                 "architecture is another one"
             )
-        if info.shape != expected:
+        # leading dimensions of 1 do not count, as in llama.cpp
+        if info.shape != (1,) * (len(info.shape) - len(expected)) + expected:
             found, wanted = (" x ".join(map(str, shape)) for shape in (info.shape, expected))
             raise SparseKVError(
                 f"{self.file.path}: tensor {name} is {found}, but the hyper-parameters say {wanted}"
@@ -81,10 +82,10 @@ class TensorReader:
         info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
         return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
 
-    def table(self, name: str, n_rows: int, n_columns: int) -> np.ndarray:
-        """Returns a small tensor of two dimensions, such as the biases of experts, as f32."""
-        info = self.info(name, (n_rows, n_columns))
-        return dot.dequantize(int(info.type), self.file.data(info), n_columns)
+    def table(self, name: str, *shape: int) -> np.ndarray:
+        """Returns a small tensor of any type, such as the biases of experts, as f32."""
+        info = self.info(name, shape)
+        return dot.dequantize(int(info.type), self.file.data(info), shape[-1]).reshape(shape)
 
     def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
         """Returns a gated feed-forward from three tensors."""

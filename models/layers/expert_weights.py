@@ -95,7 +95,7 @@ def read_mixture(
         router=reader.linear(f"{prefix}gate_inp", n_expert, n_embd, bias=has_biases or None),
         experts=experts,
         shared=reader.gated(at, n_embd, n_shared, suffix) if n_shared else None,
-        shared_gate=reader.vector(shared_gate, n_embd) if params.shared_gate else None,
+        shared_gate=reader.table(shared_gate, n_embd) if params.shared_gate else None,
         biases=biases,
         choice_bias=reader.vector(f"{at}exp_probs_b.bias", n_expert)
         if params.gating == "sigmoid"

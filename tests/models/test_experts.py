@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from opened import open_sequence
 from test_weights import copy_with, read
 from tiny_architectures import TRAITS, Experts
@@ -40,42 +42,41 @@ def test_an_expert_is_a_view_of_the_file(tmp_path):
     assert np.shares_memory(gate.data, ffn.experts.gate.data)
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_a_gate_as_the_converter_writes_it(kind, tmp_path):
+    """It keeps the dimension of 1, and quantises the gate as a matrix."""
+    source, target = make_model(tmp_path / "model.gguf", **SIZES), tmp_path / "converted.gguf"
+    name, kind = "blk.0.ffn_gate_inp_shexp.weight", GGMLQuantizationType[kind]
+    copy_with(source, target, lambda t: t.update({name: (quantize(t[name][0][None], kind), kind)}))
+    gate, wanted = (read(path).layers[0].ffn.shared_gate for path in (target, source))
+    np.testing.assert_allclose(gate, wanted, atol=2e-3)
+
+
 @pytest.mark.parametrize(
-    ("edit", "found"),
+    ("name", "to", "change", "found"),
     [
-        (lambda t: t.pop("blk.0.ffn_up_exps.weight"), "blk.0.ffn_up_exps.weight is missing"),
-        (lambda t: t.pop("blk.0.ffn_gate_inp.weight"), "blk.0.ffn_gate_inp.weight is missing"),
-        (lambda t: t.pop("blk.0.ffn_gate_inp_shexp.weight"), "gate_inp_shexp.weight is missing"),
-        (
-            lambda t: t.update({"blk.0.ffn_gate_exps.weight": cut(t, "blk.0.ffn_gate_exps")}),
-            "blk.0.ffn_gate_exps.weight is 7 x 96 x 64, but the hyper-parameters say 8 x 96 x 64",
-        ),
-        (
-            lambda t: t.update({"blk.0.ffn_down_exps.weight": flat(t, "blk.0.ffn_down_exps")}),
-            "blk.0.ffn_down_exps.weight is 512 x 96, but the hyper-parameters say 8 x 64 x 96",
-        ),
-        (
-            lambda t: t.update({"blk.0.ffn_gate.0.weight": flat(t, "blk.0.ffn_gate_exps")}),
-            "blk.0.ffn_gate.0.weight: its experts are separate tensors, an old form",
-        ),
+        ("ffn_up_exps", "", None, "blk.0.ffn_up_exps.weight is missing"),
+        ("ffn_gate_inp", "", None, "blk.0.ffn_gate_inp.weight is missing"),
+        ("ffn_gate_inp_shexp", "", None, "gate_inp_shexp.weight is missing"),
+        ("ffn_gate_exps", "ffn_gate_exps", lambda data: data[:7],
+         "blk.0.ffn_gate_exps.weight is 7 x 96 x 64, but the hyper-parameters say 8 x 96 x 64"),
+        ("ffn_down_exps", "ffn_down_exps", np.concatenate,
+         "blk.0.ffn_down_exps.weight is 512 x 96, but the hyper-parameters say 8 x 64 x 96"),
+        ("ffn_gate_exps", "ffn_gate.0", np.concatenate,
+         "blk.0.ffn_gate.0.weight: its experts are separate tensors, an old form"),
     ],
-)
-def test_broken_experts_are_refused_in_one_line(edit, found, tmp_path):
+)  # fmt: skip
+def test_broken_experts_are_refused_in_one_line(name, to, change, found, tmp_path):
+    def edit(tensors):
+        data, kind = tensors.pop(f"blk.0.{name}.weight")
+        if to:
+            tensors[f"blk.0.{to}.weight"] = change(data), kind
+
     source = make_model(tmp_path / "model.gguf", **SIZES)
     broken = copy_with(source, tmp_path / "broken.gguf", edit)
     with pytest.raises(SparseKVError) as caught:
         read(broken)
     assert found in str(caught.value) and "\n" not in str(caught.value)
-
-
-def cut(tensors, name):
-    data, kind = tensors[f"{name}.weight"]
-    return data[:7], kind
-
-
-def flat(tensors, name):
-    data, kind = tensors[f"{name}.weight"]
-    return data.reshape(-1, data.shape[-1]), kind
 
 
 @pytest.mark.parametrize(
@@ -111,8 +112,7 @@ def test_experts_that_must_be_there(tmp_path, monkeypatch):
 
 def test_a_granite_without_a_logit_scale_is_refused(tmp_path):
     for value, found in ((0.0, "logit_scale is 0; it must be above 0"), (-1.0, "must be at least")):
-        keys = {"granite.logit_scale": value}
-        path = make_model(tmp_path / "m.gguf", arch="granite", metadata=keys)
+        path = make_model(tmp_path / "m", arch="granite", metadata={"granite.logit_scale": value})
         with pytest.raises(SparseKVError, match=found):
             read(path)
 

@@ -94,22 +94,20 @@ def test_large_scores_and_a_late_peak():
 def test_small_weights_are_not_lost():
     """Many keys far below one peak: together they outweigh it."""
     n, d = 4000, 16
-    q, k, v = (
-        np.zeros((1, 1, d), np.float32),
-        np.zeros((1, n, d), np.float32),
-        np.ones((1, n, d), np.float32),
-    )
-    q[..., 0], k[0, 5, 0], v[0, 5] = 1, 7, -1
+    q, k, v = (np.zeros((1, rows, d), np.float32) for rows in (1, n, n))
+    q[..., 0], k[0, 5, 0], v[:], v[0, 5] = 1, 7, 1, -1
     out = attend(q, stored(k, v), 1.0)
     rest = (n - 1) * np.exp(-7.0)
     np.testing.assert_allclose(out, (rest - 1) / (rest + 1), rtol=1e-5)
 
 
-def test_threads_change_no_bit():
-    q, store = random(0, 6, 300, 64), stored(random(1, 2, 700, 64), random(2, 2, 700, 64))
-    one = attend(q, store, 0.1, 1)
-    for n_threads in (2, 64):
-        np.testing.assert_array_equal(attend(q, store, 0.1, n_threads), one)
+def test_threads_and_chunks_change_no_bit():
+    """Blocks of keys end at 384 and 576. In another chunk other rows share a row's tile."""
+    q, k, v = random(0, 6, 600, 64), random(1, 2, 600, 64), random(2, 2, 600, 64)
+    whole = attend(q, stored(k, v), 0.5, 1)
+    for first, n, n_threads in ((0, 600, 2), (0, 600, 64), (16, 576, 2), (368, 385, 1)):
+        part = attend(q[:, first:n], stored(k[:, :n], v[:, :n]), 0.5, n_threads)
+        np.testing.assert_array_equal(part, whole[:, first:n])
 
 
 def test_no_row_sees_a_later_key():
