@@ -148,8 +148,7 @@ def test_ctrl_c_exits_with_130(invoke, monkeypatch):
 def test_ctrl_c_is_quiet_before_and_after_the_command(hook):
     program = textwrap.dedent(f"""
         import atexit, os, signal, sys
-        def stop():
-            os.kill(os.getpid(), signal.SIGINT)
+        stop = lambda: os.kill(os.getpid(), signal.SIGINT)
         {hook}
         from sparsekv_cli.__main__ import main
         sys.argv[1:] = ["--version"]
