@@ -135,13 +135,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if sys.platform == "win32":
         say("error: Windows is not supported: run sparsekv-cli in WSL, Windows' own Linux")
         sys.exit(EXIT_FAILED)
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     answered = answer_shell(cli, PROGRAM)
     if answered is not None:
         sys.exit(answered)
     with warnings.catch_warnings():
         warnings.showwarning = _say_warning
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # __main__ has set that
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             code = _invoke(sys.argv[1:] if arguments is None else list(arguments))
         except BrokenPipeError:
             code = 0  # the reader of stdout has gone (``| head``)
@@ -242,12 +246,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _repair_standard_streams() -> None:
     """Gives a closed standard stream (``>&-``) a null device; all are UTF-8 in every locale."""
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream, errors in (
         (sys.stdin, "surrogateescape"),
         (sys.stdout, "replace"),

@@ -33,12 +33,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy)
-    subprocess.run(
-        [sys.executable, "-c", BUILD, folder],
-        cwd=folder / "source",
-        capture_output=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", BUILD, folder]
+    subprocess.run(command, cwd=folder / "source", capture_output=True, check=True)
     (found,) = folder.glob("*.whl")
     return found
 

@@ -41,13 +41,17 @@ def is_hub_name(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """huggingface_hub's cache, where its environment variables put it."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
+    """huggingface_hub's cache, where its environment variables put it.
+
+    Raises SparseKVError where there is no home folder.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(home).expanduser() / "hub"
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    try:
+        return Path(named or os.path.join(home, "hub")).expanduser()
+    except RuntimeError:
+        raise SparseKVError("there is no home folder: set HF_HOME to a folder") from None
 
 
 def fetch(name: str, say: Say) -> Path:
@@ -108,7 +112,11 @@ def files_of(snapshot: Path) -> list[str]:
 def cached_models() -> list[CachedModel]:
     """Returns all models in the cache, each once, from the newest revision that has it."""
     models: dict[str, Path] = {}
-    for folder in sorted(cache_folder().glob("models--*--*/")):
+    try:
+        cache = cache_folder()
+    except SparseKVError:
+        return []
+    for folder in sorted(cache.glob("models--*--*/")):
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
         for snapshot in snapshots(folder):
             for file in whole_models(files_of(snapshot)):

@@ -113,18 +113,11 @@ def row(method: PlannedMethod) -> list[str]:
     if method.decode_tps is None:
         return [method.name, size(method.weights_bytes), method.note, *[""] * 6]
     fits = {None: "", True: "yes", False: "no"}[method.fits]
+    sizes = method.weights_bytes, method.kv_bytes, method.index_bytes, method.scratch_bytes
     pays = "" if method.name == "full" else str(method.pays_from or "nowhere")
     return [
         method.name,
-        *(
-            size(n or 0)
-            for n in (
-                method.weights_bytes,
-                method.kv_bytes,
-                method.index_bytes,
-                method.scratch_bytes,
-            )
-        ),
+        *(size(n or 0) for n in sizes),
         fits,
         str(method.fitting_context or ""),
         f"{method.decode_tps:.1f}",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.folder import models_folder
 from sparsekv_cli.models.sources.hub import cache_folder
 from sparsekv_cli.system.files import is_private, user_cache
@@ -29,7 +30,7 @@ def folders(problems: list[str]) -> list[dict[str, Any]]:
     for name, locate in FOLDERS.items():
         try:
             path = locate()
-        except RuntimeError:  # of Path.expanduser, where there is no home folder
+        except (RuntimeError, SparseKVError):  # where there is no home folder
             path = None
         folder = describe(name, path)
         found.append(folder)

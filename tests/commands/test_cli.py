@@ -138,14 +138,37 @@ def test_ctrl_c_exits_with_130(invoke, monkeypatch):
     assert (result.code, result.out, result.err) == (130, "", "")
 
 
-@pytest.mark.parametrize(("place", "code"), [("a.py", 143), ("llvmlite/a.py", -signal.SIGTERM)])
-def test_sigterm_leaves_no_half_file(place, code, tmp_path):
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "sys.addaudithook(lambda event, told: (event, told[0]) == ('import', 'click') and stop())",
+        "atexit.register(stop)",
+    ],
+)
+def test_ctrl_c_is_quiet_before_and_after_the_command(hook):
+    program = textwrap.dedent(f"""
+        import atexit, os, signal, sys
+        stop = lambda: os.kill(os.getpid(), signal.SIGINT)
+        {hook}
+        from sparsekv_cli.__main__ import main
+        sys.argv[1:] = ["--version"]
+        main()
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "code"),
+    [("TERM", "a.py", 143), ("TERM", "llvmlite/a.py", -signal.SIGTERM), ("HUP", "a.py", 129)],
+)
+def test_a_signal_to_end_leaves_no_half_file(name, place, code, tmp_path):
     """Unless LLVM runs, in whose callbacks an exception would be lost."""
-    program = textwrap.dedent("""
+    program = textwrap.dedent(f"""
         import os, pathlib, signal, sys, time
         from sparsekv_cli import cli
         from sparsekv_cli.system.files import replacing
-        stop = compile("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", sys.argv[1], "exec")
+        stop = compile("os.kill(os.getpid(), signal.SIG{name}); time.sleep(9)", sys.argv[1], "exec")
         def write(_):
             with replacing(pathlib.Path(sys.argv[2])):
                 exec(stop)
@@ -162,28 +185,18 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal():
     assert one_line("bad \x1b[31mname\x07\nnext") == "bad \\x1b[31mname\\x07 next"
 
 
-def test_closed_stdout_ends_quietly():
-    command = " ".join(PROGRAM)
-    done = subprocess.run(
-        ["bash", "-c", f"{{ sleep 0.5; {command} run --help; echo $? >&2; }} | true"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == "0\n"
-
-
-def test_stdout_closed_from_the_start():
-    command = " ".join(PROGRAM)
-    done = subprocess.run(
-        ["bash", "-c", f"{command} --version >&-"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_a_line():
-    done = subprocess.run(
-        ["bash", "-c", f"{' '.join(PROGRAM)} run --help >/dev/full"], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert done.stderr == "error: No space left on device\n"
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("{ sleep 0.5; PROGRAM run --help; echo $? >&2; } | true", 0, "0\n"),
+        ("PROGRAM --version >&-", 0, ""),
+        ("PROGRAM run --help >/dev/full", 1, "error: No space left on device\n"),
+        ("PROGRAM run --nonsense 2>/dev/full", 2, ""),
+    ],
+)
+def test_a_closed_or_full_output_is_quiet_or_a_line(line, code, said):
+    if "/dev/full" in line and not Path("/dev/full").exists():
+        pytest.skip("needs a device that is always full")
+    command = ["bash", "-c", line.replace("PROGRAM", " ".join(PROGRAM))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)

@@ -17,13 +17,8 @@ LONG = "3 ** 10 ** 8"  # a C call of minutes, which holds the GIL
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", HEADER + code],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-        timeout=60,
-    )
+    command = [sys.executable, "-c", HEADER + code]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
 
 
 @pytest.mark.parametrize(

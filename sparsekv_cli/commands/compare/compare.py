@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sparsekv_cli.commands.compare.report import about, check_outputs, print_table, write_reports
+from sparsekv_cli.commands.compare.report import about, check_outputs, print_report, write_reports
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
@@ -146,7 +146,7 @@ def command(
         if as_json:
             write_json(found)
         else:
-            print_table(found)
+            print_report(found)
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:

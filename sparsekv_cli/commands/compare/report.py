@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
+from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
@@ -18,8 +19,6 @@ from sparsekv_cli.system.files import naming, replacing
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
-
-PIPE_WIDTH = 170  # columns of a table that no terminal limits
 
 
 def about(model: Model) -> dict[str, Any]:
@@ -62,32 +61,20 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
             file.write(figures.png_picture(found, page.headline(found)))
 
 
-def print_table(found: Mapping[str, Any]) -> None:
+def print_report(found: Mapping[str, Any]) -> None:
     """Prints a table with intervals, and the methods that differ only by noise."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     from sparsekv_cli.evaluation.report.page import cells, columns_of, equal_sentences
 
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    title = f"{found['context']} tokens, {found['steps']} steps"
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("method", overflow="fold")
     columns = columns_of(found)
-    for _, heading, _ in columns:
-        table.add_column(heading, justify="right")
+    rows = []
     for row in found["methods"]:
         values = cells(row, columns)
-        table.add_row(row["spec"], *(value for value, _ in values))
-        table.add_row("", *(interval for _, interval in values), style="dim")
-    console = Console(highlight=False, markup=False, width=width)
+        rows.append([row["spec"], *(value for value, _ in values)])
+        rows.append(["", *(interval for _, interval in values)])
+    heads = ["method", *(heading for _, heading, _ in columns)]
+    print_table(f"{found['context']} tokens, {found['steps']} steps", heads, rows)
     lines = [f"{name}, equal within noise: {methods}" for name, methods in equal_sentences(found)]
-    with console.capture() as capture:  # rich ends the process by itself where a pipe is closed
-        console.print(table)
-        for line in [*lines, *_needle_lines(found)]:
-            console.print(f"  {line}", soft_wrap=True)
-    write_text(capture.get())
+    write_text("".join(f"  {line}\n" for line in [*lines, *_needle_lines(found)]))
 
 
 def _needle_lines(found: Mapping[str, Any]) -> list[str]:
@@ -95,9 +82,6 @@ def _needle_lines(found: Mapping[str, Any]) -> list[str]:
     needles = found["needles"]
     if not needles:
         return []
-    counts = {
-        row["spec"]: sum(needle["found"][row["spec"]] for needle in needles)
-        for row in found["methods"]
-    }
-    told = ", ".join(f"{spec} {n}" for spec, n in counts.items())
+    specs = [row["spec"] for row in found["methods"]]
+    told = ", ".join(f"{spec} {sum(each['found'][spec] for each in needles)}" for spec in specs)
     return [f"needles found: {told} of {len(needles)}"]

@@ -222,20 +222,11 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
         first = {key: rows[0][key] for key in ("ppl", "ppl_stderr", "n_tokens")}
         write_json({**first, **sizes(chunks), "methods": rows}, ensure_ascii=False)
     else:
-        print_table(
-            title(chunks),
-            ("method", "PPL", "+/-", "tokens", "attended"),
-            [
-                (
-                    row["spec"],
-                    f"{row['ppl']:.4f}",
-                    f"{row['ppl_stderr']:.5f}",
-                    row["n_tokens"],
-                    shown(row["rows_attended_mean"], ".0f"),
-                )
-                for row in rows
-            ],
-        )
+        cells = []
+        for row in rows:
+            figures = f"{row['ppl']:.4f}", f"{row['ppl_stderr']:.5f}", row["n_tokens"]
+            cells.append([row["spec"], *figures, shown(row["rows_attended_mean"], ".0f")])
+        print_table(title(chunks), ("method", "PPL", "+/-", "tokens", "attended"), cells)
 
 
 @click.command(cls=GroupedCommand, short_help="Distance to a base, on a text.")

@@ -1,7 +1,7 @@
 """Tables on stdout, of texts that come from files.
 
-A terminal gets rich's tables, folded to its width. In a narrow terminal the last cell of a row
-stands below the others. Other outputs get lines of columns, which are never folded.
+A terminal gets rich's tables. Columns that it has no room for follow in further tables, and long
+texts are folded. Other outputs get lines of columns, which are never folded.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-NARROW = 72  # characters of a line that is too short for three columns
+LONG = 30  # characters of a text that may be folded; figures are shorter
 
 
 def print_pairs(title: str, rows: Sequence[tuple[str, Any]]) -> None:
@@ -43,36 +43,37 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.text import Text
 
     console = Console(highlight=False, markup=False)
-    table = Table(
-        title=Text(title, "bold") if title else None,
-        title_justify="left",
-        box=SIMPLE_HEAD if columns else None,
-        show_header=bool(columns),
-    )
     heads = columns or [""] * max(map(len, rows), default=0)
-    for i, head in enumerate(heads):
-        table.add_column(Text(head), style="cyan" if i == 0 else "", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    natural = sum(max(map(len, column)) + 3 for column in zip(heads, *rows, strict=True))
-    is_narrow = len(columns) > 2 and natural > console.width < NARROW
+    parts = _split([heads, *rows], console.width) if columns else [range(len(heads))]
     with console.capture() as capture:  # made first, then written in one piece
-        console.print(_stacked(title, rows) if is_narrow else table)
+        for part in parts:
+            table = Table(
+                title=Text(title, "bold") if title and part is parts[0] else None,
+                title_justify="left",
+                box=SIMPLE_HEAD if columns else None,
+                show_header=bool(columns),
+            )
+            for i in part:
+                table.add_column(Text(heads[i]), style="" if i else "cyan", overflow="fold")
+            for row in rows:
+                if len(parts) == 1 or any(row[i] for i in part[1:]):
+                    table.add_row(*(Text(row[i]) for i in part))
+            console.print(table)
     lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
     click.echo("\n".join([*lines, ""] if columns else lines))
 
 
-def _stacked(title: str, rows: Sequence[Sequence[str]]) -> Any:
-    """Returns a table of rows whose last cells stand below the others."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
-    lines: list[Any] = [Text(title, "bold")] if title else []
-    for first, *middle, last in rows:
-        lines.append(Text("  ").join([Text(first, "cyan"), *map(Text, middle)]))
-        lines.append(Padding(Text(last), (0, 0, 0, 4)))
-    return Group(*lines)
+def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """Returns the columns of each table. The first column stands in all of them."""
+    first, *widths = (3 + max(map(len, column)) for column in zip(*lines, strict=True))
+    parts, left = [[0]], width - first
+    for i, each in enumerate(widths, 1):
+        needed = min(each, LONG)
+        if needed > left and len(parts[-1]) > 1:
+            parts, left = [*parts, [0]], width - first
+        parts[-1].append(i)
+        left -= needed
+    return parts
 
 
 def printable(cell: Any) -> str:

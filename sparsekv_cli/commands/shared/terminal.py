@@ -21,8 +21,8 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a remark of the program on stderr, unless stderr is closed."""
-    with contextlib.suppress(BrokenPipeError):
+    """Prints a remark of the program on stderr, unless stderr takes none."""
+    with contextlib.suppress(OSError):  # a closed pipe, a full disk
         click.echo(text, err=True)
 
 
@@ -82,9 +82,8 @@ class ShownAnswer:
             self._say(self._wrap(space if self._is_styled else f"\n{self._markers[1]}{space}"))
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.write(text)
-            self._stream.flush()
+        with contextlib.suppress(OSError):
+            write_text(text, self._stream)
 
 
 def explain_faults(model: Path | str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 import sys
 
+import click
+
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table
 from sparsekv_cli.methods import METHODS
 
@@ -30,12 +32,17 @@ def test_a_terminal_gets_richs(capsys, monkeypatch):
     assert not any("[2J" in line and "\x1b[2J" in line for line in lines)
     assert lines[-1].split() == ["file", "f"] and max(map(len, lines)) <= 80
 
-    monkeypatch.setenv("TERM", "xterm")  # a dumb one has 80 columns
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "50")
-    print_table("things", ("name", "n", "value"), ROWS[1:])
-    lines = capsys.readouterr().out.splitlines()
-    assert r"long name\x1b[2J\n" in lines[1] and lines[2] == "    " + "x" * 46
+
+def test_a_narrow_terminal_gets_whole_figures_in_further_tables(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for name, value in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "50"}.items():
+        monkeypatch.setenv(name, value)
+    figures = [("full", "0.0000–0.0001", "4194304", "3139.6–3658.1"), ("topk", "1", "2", "")]
+    print_table("", ("method", "KLD", "rows", "tokens/s"), figures)
+    shown = click.unstyle(capsys.readouterr().out).splitlines()
+    lines = [line.split() for line in shown if "─" not in line]
+    assert lines[:3] == [["method", "KLD", "rows"], [*figures[0][:3]], [*figures[1][:3]]]
+    assert lines[3:] == [["method", "tokens/s"], ["full", "3139.6–3658.1"], []]
 
 
 def test_methods(invoke):

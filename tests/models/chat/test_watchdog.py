@@ -16,9 +16,8 @@ HANGING = "('a' * 1000000).rfind('a' * 250000 + 'b' + 'a' * 250000)"  # a minute
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     program = f"from sparsekv_cli.models.chat.watchdog import watched\n{program}"
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_a_hanging_call_ends_the_process_with_one_line():

@@ -172,6 +172,13 @@ def test_what_is_in_the_cache(hub):
         assert resolve_model(name) == path and SHA in path.parts
 
 
+def test_without_a_home_folder_no_models_are_in_the_cache(monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", "~nobody-has-this-name/hub")
+    assert cached_models() == []
+    with pytest.raises(SparseKVError, match="no home folder: set HF_HOME"):
+        resolve_model("owner/repo:Q8_0", print)
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -189,15 +196,9 @@ def test_the_cache_is_where_the_library_has_it(variables):
         "from huggingface_hub import constants; from sparsekv_cli.models.sources import hub; "
         "print(constants.HF_HUB_CACHE); print(hub.cache_folder())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**kept, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    theirs, ours = done.stdout.splitlines()
+    command = [sys.executable, "-c", program]
+    told = subprocess.check_output(command, env={**kept, **variables}, text=True, timeout=60)
+    theirs, ours = told.splitlines()
     assert ours == theirs
 
 
