@@ -28,9 +28,9 @@ from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat, s
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.recurrent import MAX_HEAD
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 
-MAX_HEAD = 256  # elements of a head
 ROW = MAX_HEAD + LANES  # floats from a row of scratch to the next; no power of two, for L1's sets
 STRETCH = 64  # rows that go through all steps of a head together
 # Rows a group: two sums and a correction each; 32 registers of AVX-512 hold those of eight.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsekv_cli.cpu.recurrent.delta_net import MAX_HEAD
+from sparsekv_cli.cpu.recurrent import MAX_HEAD
 from sparsekv_cli.models.gguf.keys import ModelKeys
 
 MAX_LENGTH = 64  # of a convolution
