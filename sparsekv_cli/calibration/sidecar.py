@@ -233,6 +233,7 @@ def _show(value: Any) -> str:
     if isinstance(value, tuple) and len(set(value)) == 1:
         value = f"{value[0]} x {len(value)}"
     text = "missing" if value is None else str(value)
+    text = text if text.isprintable() else repr(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
