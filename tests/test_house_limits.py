@@ -35,7 +35,8 @@ def files_of(*folders: str) -> list[Path]:
         path
         for folder in folders
         for path in sorted((root() / folder).rglob("*"))
-        if path.is_file() and path.suffix in (".py", "") and "__pycache__" not in path.parts
+        if path.is_file() and path.suffix in (".py", "")
+        if not {"__pycache__", "data"} & set(path.relative_to(root()).parts)
     ]
 
 
