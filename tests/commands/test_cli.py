@@ -166,6 +166,7 @@ def test_a_signal_to_end_leaves_no_half_file(name, place, code, tmp_path):
     """Unless LLVM runs, in whose callbacks an exception would be lost."""
     program = textwrap.dedent(f"""
         import os, pathlib, signal, sys, time
+        signal.signal(signal.SIG{name}, signal.SIG_DFL)  # under nohup it would be ignored
         from sparsekv_cli import cli
         from sparsekv_cli.system.files import replacing
         stop = compile("os.kill(os.getpid(), signal.SIG{name}); time.sleep(9)", sys.argv[1], "exec")

@@ -35,7 +35,7 @@ def ask(serve: Callable[..., Any]) -> Callable[..., Any]:
     url = serve(template=TEMPLATE).url
 
     def post(path: str = "chat/completions", status: int = 200, **fields: Any) -> Any:
-        most = {} if path.endswith("count_tokens") else {"max_tokens": 60}
+        most = {} if path.endswith("count_tokens") else {"max_tokens": 150}
         body = {"messages": ASKED, **most, **fields}
         response = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
         assert response.status_code == status, response.text
