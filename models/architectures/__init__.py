@@ -84,8 +84,8 @@ class Architecture:
     # In a model with so many layers the softmax scale follows n_embd / n_head, not the heads' size.
     # 0: there is no such model.
     wide_scale_layers: int = 0
-    # What layers without attention have: ``short_convolution`` or ``delta_net``; empty: all layers
-    # have attention.
+    # Layers without attention have ``short_convolution`` or ``delta_net`` in its place; empty: all
+    # layers have attention.
     recurrence: str = ""
     # attn_q holds each head's query rows, then its gate rows. The gate's sigmoid multiplies the
     # head's attention.

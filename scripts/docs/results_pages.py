@@ -106,6 +106,12 @@ def provenance(told: Mapping[str, Any]) -> str:
     return f"{line}; {when}.\n\n```sh\n{commands}\n```"
 
 
+def tables_of(name: str, data: Data) -> str:
+    """A part's table with its provenance, and below it those of other machines."""
+    files = [told for key, told in data.items() if key.partition("@")[0] == name]
+    return "\n\n".join(f"{body(PARTS[name], told['rows'])}\n\n{provenance(told)}" for told in files)
+
+
 def benchmarks(data: Data) -> str:
     """docs/benchmarks.md."""
     parts = [INTRO]
@@ -113,13 +119,8 @@ def benchmarks(data: Data) -> str:
     drawn = results_plots.drawn_from(data)
     parts += [f"![{title}]({file})\n" for file, title in pictures.items() if file in drawn]
     for name, part in PARTS.items():
-        of_part = [] if part.page else [data[key] for key in data if key.partition("@")[0] == name]
-        if of_part:
-            parts.append(f"## {part.title}\n")
-            parts += [f"{part.about}\n"] * bool(part.about)
-        for told in of_part:
-            parts.append(body(part, told["rows"]) + "\n")
-            parts.append(provenance(told) + "\n")
+        if not part.page and (tables := tables_of(name, data)):
+            parts += [f"{text}\n" for text in (f"## {part.title}", part.about, tables) if text]
     return "\n".join(parts)
 
 
@@ -213,10 +214,9 @@ def together_remark(rows: Sequence[Row]) -> str:
 
 
 def with_part(page: str, name: str, data: Data) -> str:
-    """A page with a part's table, and with what it was until that is measured."""
-    if told := data.get(name):
-        return between(page, name, f"{body(PARTS[name], told['rows'])}\n\n{provenance(told)}")
-    return page
+    """A page with a part's tables, or as it was until the part is measured."""
+    tables = tables_of(name, data)
+    return between(page, name, tables) if tables else page
 
 
 def between(page: str, marker: str, body: str) -> str:
