@@ -43,7 +43,7 @@ from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_pointer
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
 # The record of attention over one layer's blocks. Addresses are of contiguous arrays.
@@ -339,7 +339,8 @@ class BlockSpectrum:
         group, lane = np.divmod(self.n_tokens // length + np.arange(m // length), LANES)
         for target, inverse, x in zip((self.k, self.v), self._inverse, (k, v), strict=True):
             blocks = x.reshape(len(x), -1, length, x.shape[2])
-            found = np.matmul(self._matrix, blocks)  # (G, blocks, rows, d)
+            with blas_threads(1):  # small matrices: threads of BLAS would mostly wait
+                found = np.matmul(self._matrix, blocks)  # (G, blocks, rows, d)
             # To a largest value between 2^13 and 2^14: f16 ends at 2^16.
             largest = np.maximum(np.abs(found).max((0, 2, 3)), 1e-30)
             gains = np.exp2(14 - np.frexp(largest)[1]).astype(np.float32)

@@ -22,7 +22,7 @@ from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import I32, I64, LANES, VI, const, keep
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.lfps.history import SINKS
 
 PART = 128  # rows; the scout finds the best one of each part
@@ -68,7 +68,8 @@ class Scout:
         """
         n_kv, d = mean.shape
         of_heads = queries.reshape(n_kv, -1, d)
-        encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
+        with blas_threads(1):  # small matrices: threads of BLAS would mostly wait for each other
+            encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
         decode /= np.abs(decode).max((1, 2), keepdims=True)  # the size of scores does not matter
         self.encode[:], self.directions[:] = encode.swapaxes(1, 2), decode.swapaxes(1, 2)
         self.zero[:] = np.einsum("gd,gdr->gr", mean, encode)

@@ -38,7 +38,6 @@ N_WARM, N_STEPS = 4, 10
 QUICK_DEPTHS, QUICK_VOCABULARY = (4096, 12288, 32768), 4096
 QUICK_WARM, QUICK_STEPS = 4, 5
 N_START = 64  # tokens of a prompt ahead of the first step
-IDLE_S = 0.1  # after a prefill, until idle threads of BLAS sleep and leave the cores to the steps
 N_QUERIES = 16  # different ones; half of their length is common, as of a text's
 CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different ones
 SEED = 0
@@ -258,7 +257,6 @@ class Measurement:
         caches = [method.layer(spec) for spec in specs[: last + 1]]
         share_rows(caches)
         self._fill(caches, depth)
-        time.sleep(IDLE_S)
         weights = self.decoder.weights
         return caches, replace(weights, layers=weights.layers[: last + 1]).bytes_a_step(1)
 
