@@ -1,10 +1,10 @@
 """Sequences of a step whose caches launch each kernel once for all of them.
 
 Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
-sequences at one stride, but each cache has tensors of its own. So caches of a layer that are about
-to launch the same are moved into common tensors, (B, ...), as wide as the widest of them. Each
-keeps its part as a view, until it outgrows its part or leaves. Sequences that are much longer than
-others launch for themselves: nobody is given more than twice the rows that it needs, if it is many.
+sequences at one stride, but each cache has tensors of its own. Caches of a layer that will launch
+the same kernels are therefore moved into common tensors (B, ...), as wide as the widest cache. Each
+cache keeps its part as a view, until it outgrows the part or leaves. Much longer sequences launch
+their own kernels: a long sequence gets at most twice the rows that it needs.
 
 A captured step has a fixed number of rows, so a step has 1, 2, 4, 8, or a multiple of 8 rows. Rows
 after those of the sequences are padding. A padded row has parts of common tensors too, in which it

@@ -94,7 +94,7 @@ class DeviceDecoder(Forward):
         self._planner = Planner()
         self._steps = Steps(self.device)
         self._buffers = StepBuffers(hparams, 1, self.device)
-        # Of the step that runs: of each sequence, the position and the caches.
+        # Position and caches of each sequence in the step that runs.
         self._positions: Sequence[int] = ()
         self._caches: Sequence[Sequence[LayerCache]] = ()
 

@@ -32,7 +32,7 @@ class Steps:
     def __init__(self, device: torch.device) -> None:
         self._capture = device.type == "cuda"
         self._device = device
-        # Not kept alive: a cache that is let go of frees its memory before the next step.
+        # Weak references: a cache without users frees its memory before the next step.
         self._owners: list[ref[object]] = []
         self._pool: Any = None
         self._seen: set[Hashable] = set()

@@ -1,8 +1,8 @@
 """A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
-This is the LFPS paper's setting, and used for every method without a cache of its own on the
-device. In prefill the rows go to page-locked memory on a second stream while the device goes on,
-and a thread hands them to the cache.
+The LFPS paper works in this way. Every method without a cache class for the device does so here. In
+prefill a second stream copies the rows to page-locked memory while the device computes. A thread
+appends them to the cache.
 """
 
 from collections import deque

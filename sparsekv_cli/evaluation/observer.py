@@ -38,7 +38,7 @@ class Measured:
     def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
         """KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
         expected, actual = log_softmax(reference), log_softmax(logits)
-        # Not as a dot product: BLAS' threads would wait for each other far longer than it takes.
+        # No dot product: threads of BLAS would wait for each other for longer than they work.
         self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
 

@@ -100,7 +100,7 @@ class Generation:
         self._n_predict = n_predict
         self._tokenizer = tokenizer
         self._end_ids = frozenset(tokenizer.eog_ids)
-        # Not StreamDecoder: a completion keeps the space before its first word.
+        # StreamDecoder would drop the space before the first word. A completion keeps it.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matcher = StopStrings(stops)
         self._constraint = constraint

@@ -48,5 +48,5 @@ def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
     if source.kind == target.kind:
         return rows
     x = target.rotated(source.read(rows).astype(np.float32))
-    # Not by kernels: threads convert rows while others compute.
+    # numpy converts: threads do this while the kernels of others compute.
     return x.astype(np.float16) if target.kind == F16 else quantize_rows_ref(x, target.kind)

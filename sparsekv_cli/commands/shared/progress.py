@@ -89,8 +89,9 @@ class PrefillProgress(_Bar):
 
 
 class _LateBar(_Bar):
-    """A bar that its first figures bring. If stderr is no terminal, it is a line every LINE_S
-    seconds, from 1 % on. Both show the time for the rest.
+    """A bar that appears with its first figures, and shows the remaining time.
+
+    If stderr is no terminal, it is a line every LINE_S seconds, from 1 % on.
     """
 
     def __init__(self) -> None:

@@ -179,7 +179,7 @@ class DeviceFASAM(DeviceFASA):
         self._is_split = False
         self._n_made = 0  # how often buffers were made: they are other ones each time
         self._slots: row_cache.Resident | None = None
-        # Of all steps, whatever becomes of the slots: see kernels/fasa/row_cache.py.
+        # Counts of all steps (kernels/fasa/row_cache.py). They survive new slots.
         self._statistics = torch.zeros(
             1, spec.n_head_kv, row_cache.N_STATISTICS.value, dtype=torch.int64, device=self.device
         )

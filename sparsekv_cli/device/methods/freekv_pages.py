@@ -104,10 +104,10 @@ class DevicePages:
     def _pooled(
         self, store: DeviceStore, offloaded: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The pages in the pool, some at a time, as views.
+        """Yields the pages in the pool as views, some pages at a time.
 
-        K in the store (G, pages, p d), V in the store (G, pages, p d_v), and both here (pages, G, p
-        (d + d_v)), which is contiguous.
+        A view has K of the store (G, pages, p d), V of the store (G, pages, p d_v), and both in the
+        pool (pages, G, p (d + d_v)), contiguous.
         """
         p, n_sink, pool = self.page, self.layout.n_sink, self.arrays.pool[0]
         n_kv = pool.shape[1]
