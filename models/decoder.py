@@ -150,10 +150,6 @@ class Decoder(Forward):
 
     # --- a row a sequence, fused ----------------------------------------------------------------
 
-    def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
-        """Adds ``token`` at position ``pos`` to all caches; returns logits f32 (n_vocab,)."""
-        return self.decode_batch([token], [pos], [caches])[0]
-
     def decode_batch(
         self,
         tokens: Sequence[int],

@@ -184,8 +184,8 @@ def _trial(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -> Iter
             tokens, dense = [0] * n, trial_caches(Full(), first_layers(specs))
             yield CompileTask(marker, "prefill", partial(decoder.forward, tokens, 0, dense))
     yield CompileTask(marker, "prefill", lambda: decoder.forward(prompt, 0, caches))
-    yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT, caches))
-    yield CompileTask(marker, "decode", lambda: decoder.decode(0, N_PROMPT + 1, caches))
+    yield CompileTask(marker, "decode", lambda: decoder.decode_batch([0], [N_PROMPT], [caches]))
+    yield CompileTask(marker, "decode", lambda: decoder.decode_batch([0], [N_PROMPT + 1], [caches]))
 
 
 def _kind(decoder: Decoder) -> str:
@@ -231,7 +231,7 @@ def load_kernels(decoder: Decoder, method: Method, specs: Sequence[LayerSpec]) -
         dense = trial_caches(Full(), first_layers(specs))
         prompt = [token % decoder.hparams.n_vocab for token in range(n)]
         decoder.forward(prompt, 0, dense)
-    decoder.decode(0, n, dense)
+    decoder.decode_batch([0], [n], [dense])
     load_method_kernels(method, full_layers(specs)[-1:], decoder.rows_dtype)
 
 

@@ -82,7 +82,7 @@ def counter(model: Model) -> Callable[[str], int]:
 
 def prompt_ids(model: Model, prompt: str) -> list[int]:
     """The tokens of a conversation in which the user has said ``prompt``."""
-    template = chat_template(model.gguf.metadata)
+    template = chat_template(model.gguf)
     return list(encode_messages(model.tokenizer, template, messages_of(None, prompt)))
 
 

@@ -250,7 +250,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
             hosted.about = {
                 "context_length": config.ctx_size or hparams.n_ctx_train,
                 "methods": usable_methods(kinds, options.method, calibrations.has),
-                "thinking_switch": switch_of(chat_template(file.metadata)),
+                "thinking_switch": switch_of(chat_template(file)),
             }
     except SparseKVError as error:
         hosted.problem = str(error)

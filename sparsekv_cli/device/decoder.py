@@ -155,17 +155,13 @@ class DeviceDecoder(Forward):
 
     # --- a row a sequence -------------------------------------------------------------------------
 
-    def decode(self, token: int, pos: int, caches: Sequence[LayerCache]) -> np.ndarray:
-        """Adds ``token`` at position ``pos`` to every cache; logits f32 (n_vocab,) after it."""
-        return self.decode_batch([token], [pos], [caches])[0]
-
     def decode_batch(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """``decode`` of B sequences, which share every load of a weight: logits (B, n_vocab)."""
+        """Decoder.decode_batch: a token a sequence -> logits (B, n_vocab)."""
         none, known = [None] * len(tokens), [self._known(layers) for layers in caches]
         return self._run_step(tokens, positions, known, none, StepBuffers.logits)
 

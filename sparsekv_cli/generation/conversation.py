@@ -11,17 +11,19 @@ from sparsekv_cli.errors import SparseKVError
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.models.chat.thinking import Thinking
+    from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
 
 
-def chat_template(metadata: Mapping[str, Any]) -> str | None:
+def chat_template(file: GGUFFile) -> str | None:
     """Returns the model's chat template, None if it has none."""
-    template = metadata.get(TEMPLATE_KEY)
+    template = file.metadata.get(TEMPLATE_KEY)
     if template is not None and not isinstance(template, str):
-        raise SparseKVError(f"{TEMPLATE_KEY} is {type(template).__name__}, not a string")
+        kind = file.value_types[TEMPLATE_KEY]
+        raise SparseKVError(f"{file.path}: {TEMPLATE_KEY} is of type {kind}, not string")
     return template or None
 
 
@@ -90,7 +92,7 @@ def model_thinking(model: Model) -> Thinking | None:
     """Returns the markers of the model's thinking; None if its template has none."""
     from sparsekv_cli.models.chat.thinking import thinking_of
 
-    return thinking_of(chat_template(model.gguf.metadata), model.tokenizer)
+    return thinking_of(chat_template(model.gguf), model.tokenizer)
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
@@ -125,7 +127,7 @@ def prompt_ids(
     message needs a template and there is none. The other arguments are those of
     ``encode_messages``.
     """
-    template = chat_template(model.gguf.metadata)
+    template = chat_template(model.gguf)
     if template is None:
         thinking_switch(None, think)
     if template is None or (raw and isinstance(prompt, str)):

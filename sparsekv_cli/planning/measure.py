@@ -179,7 +179,7 @@ class Measurement:
         seconds = []
         for _ in range(self._n_warm + n_steps):
             started = time.perf_counter()
-            self.decoder.decode(0, self._pos, caches)
+            self.decoder.decode_batch([0], [self._pos], [caches])
             seconds.append(time.perf_counter() - started)
             self._pos += 1
         return seconds

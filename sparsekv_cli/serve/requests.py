@@ -68,7 +68,7 @@ class Service:
         self.model, self.scheduler, self.limits = model, scheduler, limits
         self.tokenizer = model.tokenizer
         self.name = name or model.gguf.path.stem
-        self.template = chat_template(model.gguf.metadata)
+        self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
         self.thinking_switch = switch_of(self.template)
         self.variables = variables_of(self.template)

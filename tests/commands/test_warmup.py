@@ -194,7 +194,7 @@ def test_a_trial_reaches_the_sparse_kernels(model, name):
     caches = warmup.trial_caches(method, specs)
     loaded.decoder.forward(list(range(warmup.N_PROMPT)), 0, caches)
     for step in range(2):
-        loaded.decoder.decode(0, warmup.N_PROMPT + step, caches)
+        loaded.decoder.decode_batch([0], [warmup.N_PROMPT + step], [caches])
     loaded.gguf.close()
     counts = caches[-1].counters()
     assert counts["rows_total"] == counts["sparse_rows_total"] > 0

@@ -109,7 +109,7 @@ def test_nothing_is_compiled_in_mid_generation(name, tmp_path, monkeypatch):
         sequence.reset()
         for cache in sequence.caches:
             fill(cache, n_rows)
-        sequence.model.decoder.decode(5, n_rows, sequence.caches)
+        sequence.model.decoder.decode_batch([5], [n_rows], [sequence.caches])
         long[n_rows] = compiled - warm
     assert len(warm) > 8 and {n: x for n, x in long.items() if x} == {}
 

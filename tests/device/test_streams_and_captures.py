@@ -93,7 +93,7 @@ def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(type(decoder), "_output", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    decoder.decode(5, N_PROMPT, caches)
+                    decoder.decode_batch([5], [N_PROMPT], [caches])
         logits.append(decoder.forward([7, 8, 9], N_PROMPT, caches))
     np.testing.assert_array_equal(*logits)
     assert not engine.cuda.found

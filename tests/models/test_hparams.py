@@ -22,6 +22,7 @@ from gguf_bytes import (
 )
 
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
+from sparsekv_cli.generation.conversation import chat_template
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.models.hparams import HParams, LayerParams, read_architecture, read_hparams
@@ -176,15 +177,14 @@ def test_yarn(tmp_path):
 
 
 def test_architecture(tmp_path):
-    file = open_gguf(Builder([string("general.name", "x")]).write(tmp_path))
-    with pytest.raises(SparseKVError, match=r"has no general\.architecture"):
-        read_architecture(file)
-    file = open_gguf(Builder([uint32("general.architecture", 1)]).write(tmp_path))
-    with pytest.raises(SparseKVError, match="is of type uint32, not string"):
-        read_architecture(file)
-    file = open_gguf(Builder([string("general.architecture", "")]).write(tmp_path))
-    with pytest.raises(SparseKVError, match="is empty"):
-        read_architecture(file)
+    for read, value, says in (
+        (read_architecture, string("general.name", "x"), r"has no general\.architecture"),
+        (read_architecture, uint32("general.architecture", 1), "is of type uint32, not string"),
+        (read_architecture, string("general.architecture", ""), "is empty"),
+        (chat_template, strings("tokenizer.chat_template", ["x"]), "is of type array, not string"),
+    ):
+        with pytest.raises(SparseKVError, match=f"{tmp_path}.*{says}"):
+            read(open_gguf(Builder([value]).write(tmp_path)))
     file = open_gguf(Builder([string("general.architecture", "mamba")]).write(tmp_path))
     assert read_architecture(file) == "mamba"
     assert architecture_of("qwen2").name == "qwen2"

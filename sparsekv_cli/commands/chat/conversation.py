@@ -74,7 +74,7 @@ class Conversation:
         self.model, self.rows = model, rows
         self.sequence = model.sequence()
         self.settings = settings
-        self.template = chat_template(model.gguf.metadata)
+        self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
         self.messages: Messages = []
         self.n_used = 0  # tokens of the context that the conversation takes

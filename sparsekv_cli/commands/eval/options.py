@@ -120,7 +120,7 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
 
 def encoder(model: Model, raw: bool) -> Encode:
     """Returns a function: message, start of the answer -> ids, in the chat template if any."""
-    template = None if raw else chat_template(model.gguf.metadata)
+    template = None if raw else chat_template(model.gguf)
     tokenizer = model.tokenizer
 
     def encode(text: str, answer: str) -> list[int]:
