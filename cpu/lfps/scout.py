@@ -99,8 +99,8 @@ class Scout:
 
 
 def n_directions(d: int) -> int:
-    """Returns the number of directions for heads of d dims: 16, and more for large heads."""
-    return 4 * max(4, -(-d // 32))
+    """Returns the number of directions for heads of d dims: a fourth of d, but at least 16."""
+    return 4 * max(4, -(-d // 16))
 
 
 def choose_directions(

@@ -19,10 +19,10 @@ Departures; docs/methods.md has their reasons and figures:
 (3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
 (4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
 (5) a is .3 (paper: .2), and epsilon is .95 (paper: .85). (6) Layer 0 is dense; beyond
-``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The budget is at most 256
-rows. The mean of eq 8 is over at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv
-group score each other's candidates (``scored_by``). (9) A scout makes candidates of rows that
-history does not know, by codes of their keys. ``preset=paper`` undoes 3 to 9.
+``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The mean of eq 8 is over
+at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv group score each other's
+candidates (``scored_by``). (9) A scout makes candidates of rows that history does not know, by
+codes of their keys. ``preset=paper`` undoes 3 to 9.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,6 @@ ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
 NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
-BUDGET = replace(DEFAULT_BUDGET, ceiling=256)
 GROUP_ROWS = 8192  # rows beyond which the heads of a kv group score candidates together
 SHARED = 0.855, 2  # added to the factor of a for each other head of the group; most heads
 
@@ -71,7 +70,6 @@ class LFPS(Method):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {
-            "budget": DEFAULT_BUDGET,
             "pages_from": 0,
             "scored_by": "head",
             "expand": "filtered",
@@ -91,7 +89,7 @@ class LFPS(Method):
         4096, "rows beyond which dense layers on the host choose pages; 0 = never", at_least=0
     )
     preset: str = option("tuned", "other options change it", choices=tuple(presets))
-    budget: Budget = option(BUDGET, "rows attended a head, k: N or P%")
+    budget: Budget = option(DEFAULT_BUDGET, "rows attended a head, k: N or P%")
     scored_by: str = option(
         "auto", "who scores candidates: their head, its kv group, auto: the group beyond 8192 rows",
         choices=("auto", "head", "group"),

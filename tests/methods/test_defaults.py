@@ -9,17 +9,17 @@ import pytest
 
 from sparsekv_cli.methods import METHODS, build_method, method_class
 
-SHARE, SMALL = "5% (64 to 512 rows)", "5% (64 to 256 rows)"
-BUDGETS = dict.fromkeys(("topk", "streaming", "snapkv", "h2o"), SHARE) | {
-    "quest": "1024", "lfps": SMALL, "fasa": "256", "sals": "432", "faedkv": "25%", "freekv": "512",
+SHARE = "5% (64 to 512 rows)"
+BUDGETS = dict.fromkeys(("topk", "streaming", "snapkv", "h2o", "lfps"), SHARE) | {
+    "quest": "1024", "fasa": "256", "sals": "432", "faedkv": "25%", "freekv": "512",
 }  # fmt: skip
 PRESETS = {
     "lfps": {
         "tuned": {},
         "paper": {
-            "dense_layers": [], "pages_from": 0, "preset": "paper", "budget": "5% (64 to 512 rows)",
-            "scored_by": "head", "expand": "filtered", "recent": 8, "candidates": 0, "a": 0.2,
-            "horizon": 0, "sigma": "ratio", "epsilon": 0.85, "scout": 0,
+            "dense_layers": [], "pages_from": 0, "preset": "paper", "scored_by": "head",
+            "expand": "filtered", "recent": 8, "candidates": 0, "a": 0.2, "horizon": 0,
+            "sigma": "ratio", "epsilon": 0.85, "scout": 0,
         },
     },
     "fasa": {
