@@ -21,9 +21,9 @@ def architecture() -> str:
 def cpu_features() -> dict[str, bool]:
     """Returns LLVM's features, and on ARM also sdot (dotprod) and usdot (i8mm).
 
-    LLVM does not look for these two. Its names of Apple's CPUs imply them.
+    LLVM does not detect these two. On Apple's CPUs they follow from the CPU's name.
     """
-    found = dict(binding.get_host_cpu_features())  # some milliseconds
+    found = dict(binding.get_host_cpu_features())  # takes some milliseconds
     if architecture() != "aarch64":
         return found
     if sys.platform == "linux":
@@ -37,5 +37,5 @@ def cpu_features() -> dict[str, bool]:
 
 
 def flattened() -> str:
-    """Returns the features as LLVM takes them: ``+name`` or ``-name``, with commas."""
+    """Returns the features in LLVM's notation: ``+name`` or ``-name``, separated by commas."""
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in cpu_features().items())
