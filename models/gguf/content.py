@@ -28,10 +28,7 @@ SETTLED = 2.0
 
 
 class ModelContent:
-    """The hash of all bytes of a model's parts, in order. It is valid while no part changes.
-
-    Its methods may be called from any thread.
-    """
+    """The hash of a model's bytes, valid while no part changes. Its methods are thread-safe."""
 
     def __init__(self, parts: Sequence[GGUFPart]) -> None:
         self._parts = tuple(parts)
@@ -53,10 +50,7 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """Returns the hash, if needed after a wait.
-
-        Raises SparseKVError for an unreadable or changed file.
-        """
+        """Returns the hash after a wait. Raises SparseKVError for an unreadable or changed file."""
         found = self.known()
         if found is None and self._thread is not None:
             self._thread.join()
