@@ -158,7 +158,7 @@ class ExpertSteps:
                 self.records[i][name] = value
 
     def has(self, i: int) -> bool:
-        """Whether layer i has experts."""
+        """Returns whether layer i has experts."""
         return bool(self.records[i]["n_expert"])
 
     def _address(self, array: np.ndarray) -> int:

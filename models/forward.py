@@ -140,7 +140,7 @@ class Forward(ABC):
         """Prepares ``forward`` of n_rows rows. Its time is not counted as prefill time."""
 
     def is_few(self, n_rows: int) -> bool:
-        """Whether ``forward`` of n_rows rows uses the kernels for few rows."""
+        """Returns whether ``forward`` of n_rows rows uses the kernels for few rows."""
         return False
 
     def embed(self, ids: Sequence[int]) -> Any:

@@ -284,7 +284,7 @@ class BlockSpectrum:
         columns = 0 if basis.is_mean else basis.n // 4
         self._waves = self._matrix[:, :columns].copy()
         self._record = record = np.zeros((), BLOCKS)
-        self._at = address(record)  # asked once: each time numpy describes all fields
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_kv"], record["d"], record["d_v"] = n_head_kv, width, width_v
         record["n_rows"], record["length"] = basis.n_rows, basis.n
         record["waves"], record["quarter"] = address(self._waves), columns

@@ -29,7 +29,7 @@ def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
 
 
 def is_single(n: int, bins: np.ndarray) -> np.ndarray:
-    """Whether a bin has one wave only: the mean, and the highest one of an even length."""
+    """Returns whether a bin has one wave: the mean, or the highest bin of an even length."""
     return (bins == 0) | (2 * bins == n)
 
 

@@ -165,7 +165,7 @@ class FASAStep:
     ) -> None:  # fmt: skip
         assert dims.flags.c_contiguous and sinks.flags.c_contiguous
         self._record = record = np.zeros((), FASA)
-        self._at = address(record)  # asked once: each time numpy describes all fields
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_head"], record["n_threads"] = n_head, n_threads
         record["n_kv"], record["d"] = dims.shape
         record["dims"] = address(dims)

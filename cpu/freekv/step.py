@@ -118,7 +118,7 @@ def _select(this, pages, g, query, n):
 
 @njit(cache=True, nogil=True)
 def _has_chosen(this, state):
-    """Whether a kv head has already chosen with the query of the previous step."""
+    """Returns whether a kv head has already chosen with the query of the previous step."""
     return state[QUERY] == this.n - 1 and state[END] == this.window and state[BEST] == this.n_best
 
 
@@ -220,7 +220,7 @@ class FreeKVStep:
         assert sinks.flags.c_contiguous
         self._sinks = sinks  # kept alive, because the record has only its address
         self._record = record = np.zeros((), FREEKV)
-        self._at = address(record)  # asked once: each time numpy describes all fields
+        self._at = address(record)  # cached, because numpy describes all fields each time
         self._pages: HostPages | None = None  # the pages whose addresses the record has
         record["n_head"], record["n_threads"] = n_head, n_threads
         record["scale"], record["softcap"], record["tau"] = scale, softcap, tau

@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
         return self.function.__name__
 
     def is_kept(self) -> bool:
-        """Whether its machine code is on disk."""
+        """Returns whether its machine code is on disk."""
         target = self.function.targetctx
         return STORE.has(self.function._cache.name(self.signature, target.codegen()))
 
@@ -148,7 +148,7 @@ def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
 
 
 def can_compile_ahead() -> bool:
-    """Whether this process can be copied, and what the copies compile can be kept on disk.
+    """Returns whether this process can be forked and machine code can be kept on disk.
 
     On macOS a copy of a process with threads may hang or crash in the system's own libraries.
     """

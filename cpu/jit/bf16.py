@@ -34,12 +34,12 @@ def _ask_for_tiles() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
 
 
-# Asked at import: without the permission, an instruction on tiles kills the process.
+# Requested at import: without the permission, an instruction on tiles kills the process.
 _MAY_USE_TILES = HAS_TILES and _ask_for_tiles()
 
 
 def is_available() -> bool:
-    """Whether the CPU has these instructions, and the system allows them.
+    """Returns whether the CPU has these instructions and the system allows them.
 
     LLVM 16 changed the argument types of its vdpbf16ps intrinsic. Older versions are not used.
     """
@@ -65,7 +65,7 @@ BF16 = _BFloat()
 
 
 def narrowed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """<16 x float> or float -> its bf16 bits, rounded to nearest, ties to even."""
+    """Returns the bf16 bits of a <16 x float> or float, rounded to nearest, ties to even."""
     is_vector = isinstance(value.type, ir.VectorType)
     if is_vector and llvm.has_feature("avx512bf16"):
         return b.bitcast(b.fptrunc(value, vec(BF16)), vec(I16))

@@ -17,7 +17,7 @@ from numba.core import ccallback, codegen, cpu, dispatcher, sigutils, typed_pass
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
 
-ENVIRONMENT = "_ZN08NumbaEnv"  # what the names of environments in a module begin with
+ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of the names of environments in a module
 
 
 class _Progress:
@@ -32,12 +32,12 @@ _now = _Progress()
 
 
 def is_callee() -> bool:
-    """Whether the function that is compiled now is a callee of a kernel in compilation."""
+    """Returns whether the function in compilation is a callee of a kernel in compilation."""
     return _now.n_functions > 1 or _now.n_lowered > 1
 
 
 class _Callee:
-    """Takes the place of a callee's entry point. Only kernels can call a callee."""
+    """Replaces a callee's entry point. Only kernels can call a callee."""
 
 
 @contextlib.contextmanager
@@ -207,7 +207,7 @@ def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
 
 
 def _compile_callback(self: Any) -> None:
-    """numba.cfunc has no dispatcher. Compile the functions that it calls as callees."""
+    """Compiles a numba.cfunc, which has no dispatcher. Its functions become callees."""
     alone = _alone(self._cache, self._sig, self._targetdescr.target_context)
     with global_compiler_lock, _interruptible(), alone, _one_more("n_functions"):
         _numba_compile_callback(self)

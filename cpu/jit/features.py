@@ -8,12 +8,12 @@ from functools import cache
 
 from llvmlite import binding
 
-# Where Linux tells a process which byte products an ARM CPU has: (entry of getauxval, bit).
+# getauxval of Linux reports an ARM CPU's byte products: (entry, bit).
 ARM_PRODUCTS = {"dotprod": (16, 20), "i8mm": (26, 13)}
 
 
 def architecture() -> str:
-    """``x86_64``, ``aarch64`` or another."""
+    """Returns ``x86_64``, ``aarch64`` or another name."""
     return binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
 
 

@@ -105,7 +105,7 @@ def _version() -> str:
 
 
 def is_marked(name: str) -> bool:
-    """Whether ``mark(name)`` was called with the present sources, versions and CPU."""
+    """Returns whether ``mark(name)`` was called with the present sources, versions and CPU."""
     return STORE.has(f"{name}-{_version()}")
 
 

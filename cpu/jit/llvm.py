@@ -26,7 +26,7 @@ VI = ir.VectorType(I32, LANES)
 
 
 def has_feature(name: str) -> bool:
-    """Whether this CPU has a feature, by LLVM's name for it."""
+    """Returns whether this CPU has a feature. name: LLVM's."""
     return features.cpu_features().get(name, False)
 
 
@@ -84,7 +84,7 @@ def call_named(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Valu
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c, rounded once; floats or float vectors."""
+    """Returns a * b + c, rounded once; floats or float vectors."""
     lanes = f"v{a.type.count}" if isinstance(a.type, ir.VectorType) else ""
     return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
 

@@ -160,7 +160,7 @@ def _run_task(typingctx, job, task):
             return b.load(b.inttoptr(at, I64.as_pointer()))
 
         def copied(count: ir.Value, value_of: Any) -> ir.Value:
-            """An array of ``count`` words on the stack."""
+            """Allocates an array of ``count`` words on the stack."""
             array = b.alloca(I64, count)
             head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
             before = b.block
@@ -288,7 +288,7 @@ def expect(regions):
 
 @njit(nogil=True, cache=True)
 def _work(control, worker):
-    """A worker's endless loop: takes tasks, spins for a while, sleeps."""
+    """Runs a worker's endless loop: it runs tasks, spins for a while, sleeps."""
     n_idle = 0
     while True:
         if _take_tasks(control, worker) > 0:
@@ -333,7 +333,7 @@ def _run_job(control, job, n_tasks):
 
 @njit(nogil=True, cache=True)
 def work(worker):
-    """The endless loop of worker number ``worker``, from 1 on."""
+    """Runs the endless loop of worker number ``worker`` (from 1)."""
     _work(_control(), worker)
 
 

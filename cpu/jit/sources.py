@@ -51,7 +51,7 @@ class Sources:
         return result.hexdigest()
 
     def closure(self, module: str) -> set[str]:
-        """``module`` and all modules of the package that it imports, directly or through others."""
+        """Returns ``module`` and all modules of the package that it imports, also indirectly."""
         found: set[str] = set()
         missing = [module]
         while missing:

@@ -88,14 +88,14 @@ class KernelStore:
         return self.folder / (name + SUFFIX)
 
     def may_write(self) -> bool:
-        """Whether files can be kept. A later write may still fail."""
+        """Returns whether files can be kept. A later write may still fail."""
         self._open()
         if self._may_write and self.folder is not None and not os.access(self.folder, os.W_OK):
             self._may_write = False
         return self._may_write
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name. The file may be damaged."""
+        """Returns whether there is a file of that name. The file may be damaged."""
         self._open()
         return self._may_read and self._path(name).exists()
 

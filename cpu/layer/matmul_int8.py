@@ -52,7 +52,7 @@ TASKS_A_THREAD = 6
 
 
 def can_multiply(code: int) -> bool:
-    """Whether this CPU can multiply integers of ggml type ``code``.
+    """Returns whether this CPU can multiply integers of ggml type ``code``.
 
     Without VNNI the sum of two products must fit an i16. VNNI sums in i32, which any fit.
     """

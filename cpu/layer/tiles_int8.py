@@ -30,7 +30,7 @@ LARGEST_INPUT = 127
 
 
 def is_available() -> bool:
-    """Whether the CPU has the byte products."""
+    """Returns whether the CPU has the byte products."""
     return llvm.has_feature("avx2") or vnni.is_available()
 
 

@@ -61,7 +61,7 @@ def log_mean_exp(mean, half_variance, softcap):
 
 @njit(cache=True, nogil=True)
 def may_bypass(near, n_near, sink, epsilon):
-    """Whether the test could hold if the global mass were 0. For most heads it cannot.
+    """Returns whether the test could hold for a global mass of 0. For most heads it cannot.
 
     near, sink: see ``bypass``.
     """

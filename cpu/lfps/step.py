@@ -293,7 +293,7 @@ class LFPSStep:
     ) -> None:
         self.record = record = np.zeros((), LFPS)
         self._rules, self._recent = record["rules"], rules.recent
-        self._at = address(record)  # asked once: each time numpy describes all fields
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_head"], record["n_threads"] = len(raised), n_threads
         record["k_width"] = constants.mean_k.shape[1]
         record["v_width"] = constants.mean_v.shape[1]

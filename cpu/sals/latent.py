@@ -2,8 +2,8 @@
 
 A token's latent is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use the first
 r* columns. They are stored as integers of 16 bits with one scale a token. Their high bytes lie in
-tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py says what a
-word is. The rest of a token is its record, which is read only if the token is chosen. It holds the
+tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py defines a
+word. The rest of a token is its record, which is read only if the token is chosen. It holds the
 low bytes, the other columns in f16, and the quantised values (sals/values.py).
 
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.

@@ -131,7 +131,7 @@ def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def _pack_turned(typingctx, turned, n_words, tile):
-    """Rounds turned f32 (4 words, 16), within 127, to a tile of bytes (words, 16, 4); addresses."""
+    """Rounds rotated f32 (4 words, 16) within 127 to a tile of bytes (words, 16, 4); addresses."""
 
     def codegen(context, b, signature, args):
         turned, n_words, tile = args

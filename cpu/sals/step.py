@@ -325,7 +325,7 @@ class SALSStep:
         matrices = basis[:3]
         assert all(array.flags.c_contiguous for array in (*matrices, *blocks, sinks))
         self._record = record = np.zeros((), SALS)
-        self._at = address(record)  # asked once: each time numpy describes all fields
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["basis"], record["blocks"] = addresses_of(matrices), addresses_of(blocks)
         record["n_head"], record["n_kv"], record["n_threads"] = n_head, basis.n_kv, n_threads
         record["d"], record["d_v"], record["n_pairs"] = basis.d, basis.d_v, basis.n_pairs

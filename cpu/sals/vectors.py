@@ -116,7 +116,7 @@ def multiply_ref(a, x):
 
 @intrinsic
 def cos_sin(typingctx, turns, factor, count, cosines, sines):
-    """Cosine and sine of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
+    """Writes cos, sin of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
 
     Whole circles are removed from turns[i] factor in f64, so large positions lose no precision.
     """

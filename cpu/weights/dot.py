@@ -94,7 +94,7 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
 
 @intrinsic
 def _row_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
-    """Dot products of one weight row with ``count`` inputs, x_row bytes apart, written at ``out``.
+    """Writes dot products of a weight row with ``count`` inputs, x_row bytes apart, to ``out``.
 
     code, n_planes, count: literals. w, x, out: addresses. x: f32 (n_planes 0) or quantised; out:
     f32.

@@ -67,7 +67,7 @@ def word_order(format_: BlockFormat) -> tuple[int, ...]:
 
 
 def can_repack(code: int, n_rows: int) -> bool:
-    """Whether a repacked matrix of ggml type ``code`` is faster on this CPU."""
+    """Returns whether a repacked matrix of ggml type ``code`` is faster on this CPU."""
     has_products = vnni.is_available() or llvm.has_feature("avx2")
     return FORMAT_OF_CODE[code].interleaves and n_rows % GROUP == 0 and has_products
 

@@ -28,17 +28,17 @@ ACCUMULATORS = 2  # independent sums of a row of activations; four rows' sums fi
 
 
 def is_available() -> bool:
-    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI), or sdot."""
+    """Returns whether the CPU has vpdpbusd (AVX-512 or AVX-VNNI) or sdot."""
     return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni") or takes_signed()
 
 
 def takes_signed() -> bool:
-    """Whether the products are ARM's sdot, which multiplies signed bytes only."""
+    """Returns whether the products are ARM's sdot, which multiplies signed bytes only."""
     return llvm.has_feature("dotprod")
 
 
 def has_both_forms() -> bool:
-    """Whether activations are stored both as i16 and as bytes, for CPUs with vpmaddubsw only."""
+    """Returns whether activations are stored as i16 and bytes (CPUs with only vpmaddubsw)."""
     return llvm.has_feature("avx2") and not is_available()
 
 

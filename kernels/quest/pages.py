@@ -1,6 +1,6 @@
 """Summaries of pages of the KV cache, on the GPU: of whole pages, and of pages that steps complete.
 
-cpu/quest/pages.py says what a summary is. quest/scores.py scores pages.
+cpu/quest/pages.py defines summaries. quest/scores.py scores pages.
 """
 
 import torch

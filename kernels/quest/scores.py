@@ -1,6 +1,6 @@
 """Scores of pages on the GPU, for Quest and FreeKV: the mean of a group's softmax.
 
-cpu/quest/pages.py says what a score of a page is. The first launch writes the scores of each head.
+cpu/quest/pages.py defines the scores of pages. The first launch writes the scores of each head.
 The second launch pools them.
 """
 

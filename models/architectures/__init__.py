@@ -29,7 +29,7 @@ class Mixture:
     # The size of an expert is ``expert_feed_forward_length``; False: ``feed_forward_length``. If
     # the key is missing, it is feed_forward_length / n_expert_used.
     own_length: bool = True
-    # An expert that all tokens take. ``none``: there is none. ``optional``: there is one if the
+    # An expert that all tokens use. ``none``: there is none. ``optional``: there is one if the
     # file states its length. ``gated``: there is always one; its weight is the sigmoid of a product
     # with the token. ``dense``: it is a feed-forward as in a layer without experts. Then the inputs
     # of router and experts, and the outputs of experts and feed-forward, have their own norms.

@@ -104,7 +104,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def in_string(text: str) -> bool:
-    """Whether a JSON text ends within a string."""
+    """Returns whether a JSON text ends within a string."""
     return '"' in STRING.sub("", text)
 
 

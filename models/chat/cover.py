@@ -94,7 +94,7 @@ class Cover:
         return "".join(parts) + replaced(text[end:], self._firsts)
 
     def _completes(self, text: str) -> bool:
-        """Whether ``text`` continues a control token of which the template writes the start."""
+        """Returns whether ``text`` continues a control token whose start the template writes."""
         text = text.strip()
         return text.startswith(self._rests) or text in self._parts
 

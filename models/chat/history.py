@@ -58,7 +58,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Whether a template writes several system messages, also after other messages."""
+    """Returns whether a template writes several system messages, also after other messages."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -84,7 +84,7 @@ def call_form(template: str | None) -> CallForm:
 
 
 def _writes(template: str | None, messages: Messages) -> bool:
-    """Whether a template accepts a conversation and writes its probes."""
+    """Returns whether a template accepts a conversation and writes its probes."""
     try:
         text = render(template, messages, tools=[TOOL])
     except SparseKVError:

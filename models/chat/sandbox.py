@@ -72,7 +72,7 @@ class GenerationTag(Extension):
 
 
 class Instrument(NodeTransformer):
-    """Puts our filters around the nodes that can take long or need much memory."""
+    """Wraps nodes that can take long or need much memory in this module's filters."""
 
     n_nodes = 0
 

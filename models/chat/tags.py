@@ -94,7 +94,7 @@ def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
 
 
 def is_of(value: Any, name: str) -> bool:
-    """Whether a value is of a JSON type."""
+    """Returns whether a value is of a JSON type."""
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):

@@ -86,7 +86,7 @@ class Thinking(NamedTuple):
         return b"<|message|>" + end if is_cut_body else end
 
     def is_closed(self, thought: bytes) -> bool:
-        """Whether the thinking ends with ``thought``, so that the answer follows."""
+        """Returns whether the thinking ends with ``thought``. The answer follows then."""
         if self.is_channel:
             return FINAL_BEGINS.search(thought) is not None
         return thought.rstrip().endswith(self.end.encode())
@@ -120,7 +120,7 @@ class Thinking(NamedTuple):
         return ""
 
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the end marker. The answer then has no thinking."""
+        """Returns whether a prompt ends with the end marker. The answer then has no thinking."""
         return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
 
 
