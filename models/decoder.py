@@ -45,7 +45,7 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# A prompt of at most so many rows takes decode's products, in bf16 or in int8 with formats that are
+# A prompt of at most so many rows uses decode's products, in bf16 or in int8 with formats that are
 # dequantised. Dequantising all weights would take longer.
 FEW_ROWS = 48
 DEEP = 1024  # rows of context at which a few new rows spend as long on attention as on products
@@ -74,8 +74,8 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
     """Returns the type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
-    Products in bf16 and int8 take bf16 if heads have an even size and the CPU multiplies bf16 (AMX
-    or AVX-512 BF16).
+    Products in bf16 and int8 use rows in bf16 if the head size is even and the CPU multiplies bf16
+    (AMX or AVX-512 BF16).
     """
     has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0
     return "bf16" if has_bf16 else "f32"

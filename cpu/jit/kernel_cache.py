@@ -1,9 +1,9 @@
 """Keeps the compiled kernels of this package on disk, where numba finds them.
 
-The name of a kernel's file is a hash of everything that its machine code depends on. These are the
-source files that its module imports (sources.py), its signature and the CPU, and the versions of
-Python, numba and LLVM. numba's own cache checks one source file only and trusts what it reads. It
-writes next to the sources if it finds no other place.
+The name of a kernel's file is a hash of everything that its machine code depends on. It covers the
+source files that the module imports (sources.py), the signature and the CPU. It also covers the
+versions of Python, numba and LLVM. numba's own cache covers one source file only and does not check
+a file's content. It writes next to the sources if it finds no other place.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
 projection, residual, RMS norm. ``finish_layer``: ``finish_attention``, the gated feed-forward and
-its residual. Each addition to the residual stream may have its own RMS norm. ``next_layer`` is a
-layer's second stage and the next layer's first stage in one call, because the arguments of a call
-cost microseconds. For the same reason all constant arguments are in a record of ``LAYER``.
+its residual. Each addition to the residual stream may have its own RMS norm. ``next_layer`` joins
+a layer's second stage and the next layer's first stage. One call saves microseconds for the
+arguments. For the same reason all constant arguments are in a record of ``LAYER``.
 experts/decode.py has layers with experts. A step has one or several rows (sequences), which share
 every weight that is loaded.
 """

@@ -217,7 +217,7 @@ def _panel_blocks(matrix, n, part):
 def multiply_group(matrix, first, following, tiles, n, scratch):
     """Returns rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
 
-    The products of a panel prefetch the weights of the next panel, because these lie in pieces too
+    The products of a panel prefetch the weights of the next panel. The pieces of weights are too
     short for the CPU's prefetcher. following: address of the weights to prefetch last.
     """
     span, size, row_bytes = matrix[SPAN], matrix[BLOCK_COLUMNS], matrix[ROW_BYTES]

@@ -197,8 +197,8 @@ def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, colu
 def product_address(span: int, room: int) -> int:
     """Returns the address of ``_multiply_panel`` compiled for Traits.
 
-    It is compiled separately. Inside a larger function LLVM optimises it a second time, merges the
-    loads of inputs and runs out of registers, which halves the speed.
+    It is compiled separately. Inside a larger function LLVM optimises it a second time. Then LLVM
+    merges the loads of inputs and runs out of registers, which halves the speed.
     """
     literals = (types.literal(span), types.literal(room))
     return function_address(_multiply_panel, literals + (types.int64,) * 9)

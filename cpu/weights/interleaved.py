@@ -1,8 +1,8 @@
 """Repacked weights: sixteen rows of a matrix are interleaved, so that each row has its own lane.
 
-In the file's layout a row's dot product ends with a sum over lanes, scales must be spread over
+In the file's layout a row's dot product ends with a sum over lanes. Scales must be spread over
 lanes, and vectors straddle cache lines. In rows of a few hundred columns this takes most of the
-time. With one lane a row none of it is needed. The cost is a copy of the weights of the same size.
+time. One lane per row avoids it. The cost is a copy of the weights of the same size.
 Block formats are repacked, with three exceptions. Q8_0's products already run at the speed of
 memory. The others are formats whose elements are looked up in grids or are base-3 digits.
 

@@ -22,8 +22,8 @@ DIGITS = 32
 SMALL = 16 << 20  # bytes; a smaller model is read at once, and its hash is not kept
 BUFFER = 1 << 20  # bytes
 MOST_REMEMBERED = 256  # files
-# Seconds since the last change. A file with a later change may change again within the same step of
-# the file system's clock, so its hash is not kept.
+# Seconds since the last change. The hash of a file with a later change is not kept: the file may
+# change again within the same step of the file system's clock.
 SETTLED = 2.0
 
 
