@@ -27,9 +27,9 @@ def _check_environment() -> None:
 
 _check_environment()
 os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue")
-# How long an idle worker of libgomp spins before it sleeps: some tens of microseconds bridge the
-# calls of a decode step. libgomp's own default, milliseconds, makes torch's and numba's pools wait
-# for each other in prefill, and costs a scheduler slice at every barrier when the machine is busy.
+# An idle worker of libgomp spins for some tens of microseconds before it sleeps. This covers the
+# time between the calls of a decode step. libgomp's default is milliseconds. With it torch's and
+# numba's pools wait for each other, and a busy machine costs a scheduler slice at every barrier.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-if "numba" in sys.modules:  # which has read these already
+if "numba" in sys.modules:  # numba has already read these variables
     sys.modules["numba"].config.reload_config()

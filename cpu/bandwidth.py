@@ -1,4 +1,4 @@
-"""Reads memory as fast as it goes: the probe for the roofline lines of ``bench``."""
+"""Reads memory at full speed. ``bench`` measures the bandwidth of its roofline lines with it."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ def sum_parts_ref(data: np.ndarray, n_parts: int) -> np.ndarray:
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
 def _sum(data):
-    """Sum of f32 (n,); reassociated, so that the loads are vectors."""
+    """Returns the sum of data f32 (n,). LLVM may reorder the additions, so it loads vectors."""
     total = np.float32(0)
     for i in range(data.shape[0]):
         total += data[i]
@@ -25,7 +25,7 @@ def _sum(data):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def sum_parts(data, n_parts):
-    """f32 (n_parts,): the sums of ``n_parts`` equal parts of data, f32 (n,), one a thread."""
+    """Returns f32 (n_parts,): the sums of ``n_parts`` equal parts of data f32 (n,)."""
     out = np.empty(n_parts, np.float32)
     for part in prange(n_parts):
         first, last = part * data.shape[0] // n_parts, (part + 1) * data.shape[0] // n_parts

@@ -1,7 +1,7 @@
-"""A signal that ends the process with one line, in native code: nothing waits for the GIL.
+"""Native signal handlers that write one line and end the process. They do not wait for the GIL.
 
-It serves signals that Python cannot answer. The thread that raised SIGBUS is inside compiled code.
-An alarm goes off while a C call holds the GIL.
+They serve signals that Python cannot handle. SIGBUS is raised inside compiled code. An alarm may
+come while a C call holds the GIL.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from llvmlite import binding, ir
 
 STDERR = 2
 EXIT_CODE = 1
-STATE_BYTES = 1024  # no system's struct sigaction is as large
+STATE_BYTES = 1024  # larger than any system's struct sigaction
 
 
 @contextlib.contextmanager
 def install(signal_number: int, message: bytes) -> Iterator[None]:
     """While the block runs, the signal writes ``message`` as a line to stderr and exits with 1.
 
-    Nothing is flushed or cleaned up, so stdout may end within a line. Behind the block the signal
-    does what it did, also where its handler is not Python's. Raises ValueError for a number that is
-    no signal. On Windows the block runs without a handler.
+    Nothing is flushed or cleaned up, so stdout may end within a line. After the block the signal
+    has its former handler, also if that is not Python's. Raises ValueError for a number that is no
+    signal. On Windows the block runs without a handler.
     """
     if os.name != "posix":
         yield

@@ -1,6 +1,6 @@
-"""Triton kernels for the GPU; same file and function names as ``cpu``."""
+"""Triton kernels for the GPU. Files and functions have the same names as in ``cpu``."""
 
 import os
 
-# Products and sums become one instruction; Triton 3.10 would no longer do so by itself.
+# A product and a sum become one instruction. Without this, Triton 3.10 does not fuse them.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,4 +1,4 @@
-"""The checks that launchers do on their arguments before a kernel gets bare pointers."""
+"""Checks of a launcher's arguments, before a kernel gets their pointers."""
 
 import torch
 
@@ -12,9 +12,9 @@ def check(
     *,
     strided: bool = False,
 ) -> None:
-    """Raises ValueError unless ``x`` is of the type, shape (None: any size) and place expected.
+    """Raises ValueError unless ``x`` has the expected type, shape (None: any size) and device.
 
-    strided: only the last dimension must be contiguous, otherwise all of it.
+    strided: only the last dimension must be contiguous, otherwise the whole tensor.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if x.dtype not in dtypes:
@@ -35,7 +35,7 @@ def check(
 def check_on_host(
     name: str, x: torch.Tensor, shape: tuple[int | None, ...], device: torch.device
 ) -> None:
-    """Raises ValueError unless ``x`` is f16 host memory that ``device`` reaches."""
+    """Raises ValueError unless ``x`` is f16 host memory that ``device`` can access."""
     check(name, x, torch.float16, shape, torch.device("cpu"), strided=True)
-    if device.type == "cuda" and x.numel() and not x.is_pinned():  # none is pinned that is empty
+    if device.type == "cuda" and x.numel() and not x.is_pinned():  # an empty tensor is not pinned
         raise ValueError(f"{name} is pageable: expected pinned memory")

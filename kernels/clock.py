@@ -1,4 +1,4 @@
-"""Timestamps of the GPU's own clock, taken within a stream, so also within a captured graph."""
+"""Timestamps of the GPU's own clock, taken in a stream. A captured graph can take them, too."""
 
 import torch
 import triton
@@ -21,9 +21,9 @@ def _take_time_kernel(times_ptr, STOP: tl.constexpr):
 
 
 def take_time(times: torch.Tensor, *, stop: bool) -> None:
-    """Notes when the current stream gets here; stop: adds the time since then to the total.
+    """Writes the time at this point of the current stream; stop: adds the time since to the total.
 
-    times int64 (N_TIMES,), nanoseconds. Not for the interpreter, which has no such clock.
+    times int64 (N_TIMES,), nanoseconds. Triton's interpreter has no such clock.
     """
     check("times", times, torch.int64, (N_TIMES.value,), times.device)
     _take_time_kernel[(1,)](times, STOP=stop, num_warps=1)

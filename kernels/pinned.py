@@ -1,8 +1,8 @@
-"""Page-locked memory of the host, which kernels read and write over the bus, to the byte.
+"""Page-locked memory of the host, which kernels read and write over the bus.
 
-torch rounds what it pins up to a power of two, and keeps it. This is memory of the operating system
-that is registered with CUDA. It has the asked size in whole pages, and is unregistered with its
-last tensor.
+torch rounds a pinned size up to a power of two and keeps memory that is freed. Here the operating
+system's memory is registered with CUDA. It has the requested size in whole pages. It is
+unregistered when its last tensor is freed.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and reached by kernels
+PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: for all contexts, and mapped for kernels
 
 
 class _LockedPages(mmap.mmap):
-    """Zeros that are registered from ``lock`` on for as long as they are there."""
+    """Zeros. From ``lock`` on they are registered with CUDA, until they are freed."""
 
     _address = 0
 
@@ -38,19 +38,19 @@ def cuda_runtime() -> Any:
 
 
 def zeros_on_host(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """f16 zeros in memory of the host; page-locked, where ``device`` is a GPU.
+    """Returns f16 zeros in memory of the host; page-locked if ``device`` is a GPU.
 
-    A GPU must be done with it when the last tensor of it goes.
+    The GPU must have finished with the memory before its last tensor is freed.
     """
     n = math.prod(shape)
     if device.type != "cuda" or n == 0:
         return torch.zeros(shape, dtype=torch.float16)
     n_bytes = -(-2 * n // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = _LockedPages(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel that has no large pages takes small ones
+    with contextlib.suppress(OSError):  # an operating system without large pages uses small ones
         pages.madvise(mmap.MADV_HUGEPAGE)
-    # A child that shared private pages would have them copied, and the GPU would go on with the old
-    # ones: it gets none.
+    # A forked child gets no copy of the pages: a write would move them, and the GPU would use the
+    # old ones.
     pages.madvise(mmap.MADV_DONTFORK)
     flat = torch.frombuffer(pages, dtype=torch.float16, count=n)
     pages.lock(flat.data_ptr())

@@ -1,4 +1,4 @@
-"""The steps of a prefilled chunk between its matrix products, fused (cpu/layer/prefill.py).
+"""The fused steps of a prefilled chunk between its matrix products (cpu/layer/prefill.py).
 
 ``ChunkSteps`` is the interface that a forward pass uses. device/prefill.py implements it with
 tensors.
@@ -22,7 +22,7 @@ NONE = np.empty(0, np.float32)
 
 
 class ChunkSteps(Protocol):
-    """The steps between the products, on T rows of a chunk; arrays, or tensors on a device.
+    """The steps between the products, on T rows of a chunk: arrays, or tensors on a device.
 
     x f32 (T, n_embd) is the residual stream. Products take and return rows of the compute type.
     """
@@ -52,7 +52,7 @@ class ChunkSteps(Protocol):
         """Returns attended (T, H d) times the sigmoid of the gates in ``raw`` (see ``heads``)."""
 
     def gate(self, gate_up: Any) -> Any:
-        """Returns act(gate) * up of (T, 2 n_ff), which has the gate first."""
+        """Returns act(gate) * up of gate_up (T, 2 n_ff): gate, then up."""
 
     def add(self, x: Any, y: Any, norm: Any = None, bias: Any = None) -> None:
         """Adds s y to x, s the model's residual_scale. y first gets its bias and norm, if any."""
@@ -126,12 +126,12 @@ class FusedChunkSteps:
 
 
 class FusedBF16ChunkSteps(FusedChunkSteps):
-    """The same in bf16."""
+    """FusedChunkSteps in bf16."""
 
     def _new(self, *shape: int) -> Any:
         return on_lines(shape, np.uint16)
 
 
 def given(array: np.ndarray | None) -> np.ndarray:
-    """Returns a weight, or for None the empty array that the kernels take for "there is none"."""
+    """Returns a weight, or for None the empty array, which tells a kernel that there is none."""
     return NONE if array is None else array

@@ -1,7 +1,6 @@
 """The layers' records and the buffers of the fused CPU kernels of a decode step.
 
-A step has a row for each sequence. This is the one place that fills the records of
-cpu/layer/decode.py.
+A step has a row for each sequence. Only this file fills the records of cpu/layer/decode.py.
 """
 
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ class DecodeStep:
             "quantized": self._quantized,
         }
         self.inputs: list[Sequence[LayerInputs]] = []
-        self._own: list[dict[str, np.ndarray]] = []  # of each layer, the arrays under ``inputs``
+        self._own: list[dict[str, np.ndarray]] = []  # for each layer, the arrays of ``inputs``
         self._tables = [
             expert_matrices(each, n_planes)
             if isinstance(each.ffn, ExpertWeights)
@@ -104,7 +103,7 @@ class DecodeStep:
             window_cos[b], window_sin[b] = ropes.window.cos[pos], ropes.window.sin[pos]
 
     def _fill(self, i: int, h: HParams, weights: LayerWeights, architecture: Architecture) -> None:
-        """Fills the record of layer i, and makes the arrays of its cache's inputs."""
+        """Fills the record of layer i, and allocates its ``inputs``."""
         sizes = h.layers[i]
         vectors: dict[str, np.ndarray | None] = {
             "attn_norm": weights.attn_norm,
@@ -167,14 +166,14 @@ class DecodeStep:
         }
 
     def _state_inputs(self, weights: StateWeights) -> list[LayerInputs]:
-        """Returns views (1, width) of each row's projections, which lie one after the other."""
+        """Returns views (1, width) of each row's projections, which are contiguous."""
         n_wide, n_gates = (sum(w.n_rows for w in part) for part in (weights.wide, weights.gates))
         rows = self._projected.reshape(-1)[: self.capacity * (n_wide + n_gates)]
         rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
         return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Computes all layers' own inputs, and ``inputs`` of layer 0. x has the embeddings."""
+        """Computes all per-layer inputs, and ``inputs`` of layer 0. x has the embeddings."""
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
         fused.project_qkv(self._layers, 0, len(tokens), self.n_threads)
 
@@ -199,7 +198,7 @@ class DecodeStep:
             fused.next_layer(layers, i, attended, n_rows, n)
 
     def hidden(self, n_rows: int) -> np.ndarray:
-        """Returns a copy of f32 (n_rows, n_embd), which ``logits`` gave to the output head."""
+        """Returns a copy of the output head's last input, f32 (n_rows, n_embd); see ``logits``."""
         return self._normed[:n_rows].copy()
 
     def logits(self, n_rows: int) -> np.ndarray:

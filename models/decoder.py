@@ -1,8 +1,8 @@
 """The CPU's decoder: prefill layer by layer in chunks of rows, decode in fused calls.
 
 ``forward`` (forward.py) is the prefill and, in f32, the reference; matmul.py has its products.
-``decode`` runs the kernels of cpu/layer/decode.py on the quantised weights, one row for each of one
-or several sequences. tests/models/test_decoder.py compares the two.
+``decode`` runs the kernels of cpu/layer/decode.py on the quantised weights, with one row for each
+sequence. tests/models/test_decoder.py compares the two.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# A prompt of at most so many rows takes decode's products, in bf16 or in int8 with formats that are
-# dequantised. That takes less time than to dequantise all weights.
+# A prompt of at most so many rows uses decode's products, in bf16 or in int8 with formats that are
+# dequantised. Dequantising all weights would take longer.
 FEW_ROWS = 48
-DEEP = 1024  # rows from which a few new rows spend as long on attention as on products
-# Mean rows an expert up to which a prompt's experts take decode's products, by the prefill's type.
-# With few rows, decoding weights to panels takes longer than these products. With int8 both take
-# the same time at 50 rows (Zen 5).
+DEEP = 1024  # rows of context at which a few new rows spend as long on attention as on products
+# Most mean rows of an expert for decode's products in a prompt, by the prefill's type. With few
+# rows, decoding weights to panels takes longer than these products. With int8 both take the same
+# time at 50 rows (Zen 5).
 FEW_ROWS_AN_EXPERT = {"f32": 0, "bf16": 8, "int8": 32}
 
 
 def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
     """Returns the type of a prefill's products for --prefill-dtype ``wanted``.
 
-    auto takes bf16 where the CPU has tiles of it (AMX) and heads have an even size. Otherwise it
-    takes int8 where the CPU has byte products, and f32 elsewhere. Raises SparseKVError for bf16
-    where products in bf16 do not work.
+    auto is bf16 if the CPU has tiles of it (AMX) and heads have an even size. Otherwise it is int8
+    if the CPU has byte products, else f32. Raises SparseKVError for bf16 if products in bf16 do not
+    work.
     """
     if wanted == "auto" and bf16.HAS_TILES and head_dim % 2 == 0:
         return "bf16"
@@ -74,15 +74,15 @@ def cpu_prefill_dtype(wanted: str, head_dim: int) -> str:
 def rows_dtype(prefill_dtype: str, head_dim: int) -> str:
     """Returns the type of the rows between a prefill's products, and of its attention: f32 or bf16.
 
-    Products in bf16 and int8 take bf16 if heads have an even size and the CPU multiplies bf16 (AMX
-    or AVX-512 BF16).
+    Products in bf16 and int8 use rows in bf16 if the head size is even and the CPU multiplies bf16
+    (AMX or AVX-512 BF16).
     """
     has_bf16 = prefill_dtype != "f32" and bf16.is_available() and head_dim % 2 == 0
     return "bf16" if has_bf16 else "f32"
 
 
 def give_back_memory() -> None:
-    """Returns freed memory to the system; glibc would keep some of it for later."""
+    """Returns freed memory to the system. glibc alone keeps some of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -107,8 +107,7 @@ class Decoder(Forward):
         """prefill_dtype: type of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
-        weights. n_planes: bytes to which it rounds the activations. on_load: told how far that copy
-        is.
+        weights. n_planes: bytes of an activation in decode. on_load: gets the progress of the copy.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -124,7 +123,7 @@ class Decoder(Forward):
             window = RopeTable(hparams.window_n_rot, hparams.window_rope, None, temperature)
         self.rope = RopeTables(full, window)
         self._model = (hparams, self.rope, architecture)
-        # f32 is the reference: it has the same products for any number of rows.
+        # f32 is the reference, with the same products for any number of rows.
         self._takes_few = prefill_dtype == "bf16" or (
             prefill_dtype == "int8" and not can_multiply(weights)
         )
@@ -137,12 +136,12 @@ class Decoder(Forward):
 
     @cached_property
     def _few(self) -> tuple[ChunkSteps, Any]:
-        """Returns the steps between a prefill's products, and the products, for few rows."""
+        """The steps between a prefill's products, and the products, for few rows."""
         return FusedChunkSteps(*self._model, self.n_threads), self._few_products
 
     @cached_property
     def _many(self) -> tuple[ChunkSteps, Any]:
-        """Returns the same for any number of rows."""
+        """The steps between a prefill's products, and the products, for any number of rows."""
         is_bf16 = self.rows_dtype == "bf16"
         rows = (FusedBF16ChunkSteps if is_bf16 else FusedChunkSteps)(*self._model, self.n_threads)
         products = (BF16Products if is_bf16 else F32Products)(self.n_threads)
@@ -159,8 +158,8 @@ class Decoder(Forward):
         """Decodes B rows, which share every load of a weight; returns logits f32 (B, n_vocab).
 
         caches: for each row the caches of its sequence, one a layer. Rows of one sequence follow
-        each other by position. ``keep`` can take back all of these but the first. A row's logits
-        have the same bits as when it is decoded alone.
+        each other by position. ``keep`` can undo all of these but the first. A row's logits have
+        the same bits as when it is decoded alone.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
         firsts = [b for b in range(1, n_rows) if caches[b][0] is not caches[b - 1][0]]
@@ -202,7 +201,7 @@ class Decoder(Forward):
     # --- many rows, layer by layer ----------------------------------------------------------------
 
     def prepare(self, n_rows: int) -> None:
-        """Chooses the products: those of decode for few rows."""
+        """Chooses the products for a prompt of n_rows rows."""
         self.rows, self._products = self._few if self.is_few(n_rows) else self._many
         self._has_few_an_expert = n_rows < self.least_many
 
@@ -211,14 +210,14 @@ class Decoder(Forward):
 
     @property
     def least_many(self) -> int:
-        """The fewest rows whose experts take the products for many rows; 0: no experts."""
+        """The fewest rows for which experts use the products for many rows; 0: no experts."""
         few = FEW_ROWS_AN_EXPERT[self.prefill_dtype]
         mixtures = [layer.experts for layer in self.hparams.layers if layer.experts is not None]
         return max((1 + few * m.n_expert // m.n_expert_used for m in mixtures), default=0)
 
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """Returns logits f32 (T, n_vocab); few rows take products with quantised weights."""
-        self._products.clear()  # the layers are done: a long prompt has its peak here
+        """Returns logits f32 (T, n_vocab); few rows use products with quantised weights."""
+        self._products.clear()  # the layers are done; a long prompt needs most memory here
         give_back_memory()
         head, rows = self.weights.output, np.ascontiguousarray(normed)
         if self.prefill_dtype != "f32" and len(rows) <= 4 and vocabulary is None:
@@ -236,7 +235,7 @@ class Decoder(Forward):
                 weight = dot.dequantize(head.code, part, head.n_columns)
                 with blas_threads(self.n_threads):
                     np.matmul(rows, weight.T, out=to)
-            if self._decode_weights.output.repacked and vocabulary is None:  # decode reads those
+            if self._decode_weights.output.repacked and vocabulary is None:  # decode reads the copy
                 self.weights.file.release(part)
         return out
 
@@ -283,7 +282,7 @@ class Decoder(Forward):
             x *= np.float32(layer.scale)
 
     def attend(self, cache: LayerCache, x: AttnInput) -> np.ndarray:
-        """See ``Forward``. Few rows after many attend in bf16, as many rows do."""
+        """See ``Forward``. Few rows after DEEP or more rows attend in bf16, as many rows do."""
         store = cache.extend(x)
         if x.q.dtype != np.float32 or self.rows_dtype != "bf16" or store.n < DEEP:
             return attend_causal(x.q, store, cache.spec)

@@ -20,18 +20,18 @@ from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Wei
 
 
 class StackProducts(Protocol):
-    """The products of a prefill. Results of one name may share memory."""
+    """The products of a prefill. Results of products with one name may share memory."""
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Callable[[Any], Any]:
-        """Returns the product of stacked matrices, whose rows follow one another."""
+        """Returns the product of the stacked matrices ``parts``."""
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Callable[[Any], Any]:
-        """Returns the product of all experts' matrices with the rows of an array that take them.
+        """Returns the product of all experts' matrices, each with its own rows of the inputs.
 
-        Expert e takes the inputs rows[p], offsets[e] <= p < offsets[e + 1]; results are in the
-        order of p.
+        Expert e takes the inputs rows[p], offsets[e] <= p < offsets[e + 1]. Results are ordered by
+        p.
         """
 
 
@@ -43,7 +43,7 @@ def prefill_experts(
     rows: ChunkSteps,
     n_threads: int,
 ) -> np.ndarray:
-    """Returns the output f32 (T, n_embd) of a chunk x, f32 too.
+    """Returns the output f32 (T, n_embd) of the experts for a chunk x f32 (T, n_embd).
 
     ffn_norm: the norm of the layer. rows: the steps for the type of the products.
     """
@@ -87,7 +87,7 @@ def prefill_experts(
 
 
 def expert_matrices(layer: LayerWeights, n_planes: int) -> np.ndarray:
-    """Returns the matrix table of a layer with experts, as cpu/experts/decode.py reads it."""
+    """Returns the matrix table of a layer with experts for cpu/experts/decode.py."""
     assert isinstance(layer.ffn, ExpertWeights)
     shared = layer.ffn.shared
     return np.concatenate(

@@ -1,7 +1,7 @@
-"""Faults in native code that end a process which runs a model, each with a line that says why.
+"""Explains faults in native code that end the process, in one line each.
 
-Reading a page that a mapped file no longer has raises SIGBUS, and a library that gets no memory
-aborts. Neither reaches Python as an exception.
+A read of a page that a mapped file no longer has raises SIGBUS. A library that gets no memory
+aborts. Python gets an exception for neither.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from sparsekv_cli.cpu.last_words import install
 def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
     """Ends the process with a line and code 1 if the file cannot be read while the block runs.
 
-    model: the file, as the line names it. start: written ahead of the line, for a terminal.
+    model: the file's name in the line. start: written before the line, for a terminal.
     """
     return _explain(
         "SIGBUS",
@@ -24,7 +24,7 @@ def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
 
 
 def explain_abort(start: str = "") -> AbstractContextManager[None]:
-    """Does the same for a library that aborts."""
+    """Ends the process with a line and code 1 if a library aborts while the block runs."""
     return _explain(
         "SIGABRT",
         f"{start}error: a library of this program has given up (its words are above), most often "

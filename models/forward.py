@@ -1,4 +1,4 @@
-"""The dense forward pass of a prompt, layer by layer: every prefill, on the CPU and on a device.
+"""The dense forward pass of a prompt, layer by layer. Every prefill uses it, on CPU and device.
 
 Thousands of rows go through one layer before the next layer. So each layer's matrices are
 dequantised once for all rows.
@@ -27,7 +27,7 @@ OnRows = Callable[[int, LayerCache], None]
 OnHidden = Callable[[int, np.ndarray], None]
 Product = Callable[[Any], Any]
 Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that later layers read
-ROWS_AT_ONCE = 4096  # rows that go through all layers; dequantising is 1 to 2 % of their time
+ROWS_AT_ONCE = 4096  # rows of a part; dequantising takes 1 to 2 % of their time
 
 
 class Progress(NamedTuple):
@@ -57,19 +57,19 @@ class Copies:
     """Copies of some rows. Each joins a forward pass at its layer.
 
     A first pass, without copies, records the residual stream of the rows. In a later pass a copy
-    begins ahead of its layer, with the stream that was recorded there.
+    starts before its layer, with the stream that was recorded there.
     """
 
-    # the residual stream ahead of each layer, (T, n_embd)
+    # the residual stream before each layer, (T, n_embd)
     streams: list[Any] = field(default_factory=list)
-    joining: Sequence[int] = ()  # how many copies join ahead of each layer; empty in the first pass
+    joining: Sequence[int] = ()  # number of copies that join before each layer; empty: first pass
 
     def begin(self, x: Any) -> Any:
         """Returns the rows before the first layer, from the embeddings x."""
         return x[:0] if self.joining else x
 
     def ahead(self, i: int, x: Any, rows: ChunkSteps) -> Any:
-        """Returns the rows that go through layer i. x: the rows after the layer before."""
+        """Returns the rows that go through layer i. x: the rows after layer i - 1."""
         if not self.joining:
             self.streams.append(rows.join([x]))
             return x
@@ -78,7 +78,7 @@ class Copies:
 
 
 class Forward(ABC):
-    """A model's forward pass over rows. It holds weights and scratch, but no sequence's state."""
+    """A model's forward pass over rows. It has weights and scratch, but no state of a sequence."""
 
     hparams: HParams
     weights: Weights
@@ -88,7 +88,7 @@ class Forward(ABC):
     prefill_dtype: str  # the type of the products: f32, bf16 or int8
     rows_dtype: str  # the type of the rows between the products: f32 or bf16
     rows: ChunkSteps  # the steps between the products, for arrays or for tensors
-    layers: Sequence[Any]  # for each layer the norms and biases that ``rows`` takes
+    layers: Sequence[Any]  # for each layer the norms and biases for ``rows``
     output_norm: Any  # f32 (n_embd,)
 
     @abstractmethod
@@ -112,13 +112,13 @@ class Forward(ABC):
         return products["down"](self.rows.gate(products["gate_up"](normed)))
 
     def begin_part(self, ids: Sequence[int], x: Any, pos: int) -> Any:
-        """Returns the layers' own inputs for rows from ``pos`` on with embeddings x, or None."""
+        """Returns the per-layer inputs for rows from ``pos`` on with embeddings x, or None."""
         return None
 
     def add_inputs(  # noqa: B027 - most models have none
         self, i: int, products: Mapping[str, Product], x: Any, inputs: Any, pos: int
     ) -> None:
-        """Adds the result of layer i's own inputs to x, and scales x, in place."""
+        """Adds the result of layer i's per-layer input to x, and scales x, in place."""
 
     @abstractmethod
     def end_layer(self, i: int) -> None:
@@ -126,10 +126,10 @@ class Forward(ABC):
 
     @abstractmethod
     def output(self, normed: Any, vocabulary: np.ndarray | None) -> np.ndarray:
-        """Returns logits f32 (T, n_vocab) of f32 (T, n_embd), or those of ``vocabulary`` only."""
+        """Returns logits f32 (T, n_vocab) of normed f32 (T, n_embd), or only of ``vocabulary``."""
 
     def cap(self, logits: np.ndarray) -> np.ndarray:
-        """Returns the logits with the model's softcap, in place."""
+        """Applies the model's softcap to logits, in place, and returns them."""
         softcap = np.float32(self.hparams.logit_softcap)
         if softcap:
             np.tanh(np.divide(logits, softcap, out=logits), out=logits)
@@ -137,14 +137,14 @@ class Forward(ABC):
         return logits
 
     def prepare(self, n_rows: int) -> None:  # noqa: B027 - most have all from the start
-        """Does the work before ``forward`` of n_rows rows that is not prefill time."""
+        """Prepares ``forward`` of n_rows rows. Its time is not counted as prefill time."""
 
     def is_few(self, n_rows: int) -> bool:
-        """Returns whether ``forward`` of so many rows takes the kernels for few rows."""
+        """Returns whether ``forward`` of n_rows rows uses the kernels for few rows."""
         return False
 
     def embed(self, ids: Sequence[int]) -> Any:
-        """Returns the tokens' embeddings, f32 (T, n_embd), as ``rows`` takes them."""
+        """Returns the tokens' embeddings f32 (T, n_embd) as the residual stream of ``rows``."""
         embedding = self.weights.token_embd
         rows = np.ascontiguousarray(embedding.data[np.asarray(ids)])
         values = dot.dequantize(embedding.code, rows, embedding.n_columns)
@@ -221,18 +221,17 @@ class Forward(ABC):
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
     ) -> Generator[Progress, None, np.ndarray]:
-        """Dense forward pass of T rows from position ``pos`` on. Yields after chunks and layers.
+        """Runs the forward pass of T rows from position ``pos`` on. Yields after chunks and layers.
 
-        Returns logits f32 (n_vocab,) of the last row. With ``all_logits`` it returns those of all
-        rows, (T, n_vocab). Every cache gets the rows in chunks, then ``finish_prefill``. attend:
-        how chunks attend, if not densely. on_rows: called before ``finish_prefill`` with each layer
-        and its cache, which has all rows. on_hidden: called with positions in order, and the hidden
-        rows f32 (T, n_embd) from each position on, as the output head takes them. A long prompt
-        goes through the layers in parts of ROWS_AT_ONCE rows. Its residual stream then never exists
-        as a whole. It is not cut into parts if a cache forbids that (``can_prefill_in_parts``), or
-        with ``all_logits``. copies: with ``all_logits`` only. Its rows join the pass, and ids are
-        the ids of all copies. vocabulary: the tokens whose logits are wanted, int64; None takes
-        all.
+        Returns logits f32 (n_vocab,) of the last row, or with ``all_logits`` (T, n_vocab) of all
+        rows. Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks
+        attend, if not densely. on_rows: called before ``finish_prefill`` with each layer and its
+        cache, which has all rows. on_hidden: called with ascending positions, and the output head's
+        inputs f32 (T, n_embd) from each position on. A long prompt goes through the layers in parts
+        of ROWS_AT_ONCE rows, so its residual stream never exists as a whole. It is not cut if a
+        cache forbids that (``can_prefill_in_parts``), or with ``all_logits``. copies: with
+        ``all_logits`` only. Its rows join the pass, and ids are the ids of all copies. vocabulary:
+        the tokens whose logits are returned, int64; None: all.
         """
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)

@@ -19,16 +19,16 @@ from sparsekv_cli.models.rope import RopeParams, read_rope
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
-MAX_WIDTH = 1 << 24  # the most elements of an embedding, a feed-forward or a head
+MAX_WIDTH = 1 << 24  # limit of the elements of an embedding, a feed-forward or a head
 
 # Keys that llama.cpp reads for some architectures only (Architecture.scalars).
 SCALARS = (
     "attention.scale",  # of the softmax; 0: 1/sqrt(d)
     "attention.temperature_scale",
     "attn_logit_softcapping",
-    "embedding_scale",  # 0 for none, here and below
+    "embedding_scale",  # 0: none, also in the next lines
     "final_logit_softcapping",
-    "logit_scale",  # divides the logits, and must be there
+    "logit_scale",  # divisor of the logits; required
     "residual_scale",
     "rope.scaling.finetuned",  # false: no layer is rotated
     "rope.scaling.yarn_log_multiplier",
@@ -37,7 +37,7 @@ SCALARS = (
 
 @dataclass(frozen=True)
 class LayerParams:
-    """Sizes of one layer. A recurrent layer has a ``state``, and 0 heads of size 0."""
+    """Sizes of one layer. A recurrent layer has a ``state`` and no heads (sizes 0)."""
 
     n_head: int
     n_head_kv: int
@@ -53,15 +53,18 @@ class LayerParams:
     has_sinks: bool = False  # each head has a score without a value in its softmax
     state: StateParams | None = None
     output_gate: bool = False  # see Architecture
-    source: int = -1  # the earlier layer whose rows it reads; -1: it has its own
+    source: int = -1  # the earlier layer whose K and V it reads; -1: it has its own
 
     @property
     def n_attended(self) -> int:
-        """The number of elements that the output projection takes."""
+        """The length of the output projection's input."""
         return self.state.n_out if self.state else self.n_head * self.value_dim
 
     def kv_bytes(self, n: int) -> int:
-        """Returns the bytes of n tokens' own K and V in f16, or of a state."""
+        """Returns the bytes of K and V of n tokens in f16, or of the state.
+
+        A full layer that reads the rows of another layer has 0.
+        """
         if self.state is not None:
             return self.state.n_bytes
         if self.source >= 0 and not self.window:
@@ -87,8 +90,8 @@ class HParams:
     # t of the queries' factor 1 + t ln(1 + floor(position / n_ctx_original))
     temperature_scale: float = 0.0
     logit_softcap: float = 0.0  # c of logits c tanh(logit / c); 0: none
-    window_rope: RopeParams | None = None  # RoPE of the window layers; None: as in other layers
-    n_layer_input: int = 0  # length of each layer's own input; 0: there is none
+    window_rope: RopeParams | None = None  # RoPE of the window layers; None: ``rope``
+    n_layer_input: int = 0  # length of the per-layer input; 0: none
     n_skipped: int = 0  # blocks after the layers that predict further tokens (MTP)
     # the first of these blocks, which only makes drafts (models/next_token/)
     next_block: LayerParams | None = None
@@ -103,12 +106,12 @@ class HParams:
 
     @cached_property
     def sources(self) -> frozenset[int]:
-        """The layers whose rows other layers read."""
+        """The layers whose K and V other layers read."""
         return frozenset(layer.source for layer in self.layers) - {-1}
 
     @property
     def n_rot(self) -> int:
-        """Rotated dims of the layers that are no windows, or else of the windows; 0 for none."""
+        """The rotated dims of the other layers, or else of the window layers; 0: none."""
         others = (each.n_rot for each in self.layers if each.kind != WINDOW)
         return max(others, default=0) or self.window_n_rot
 
@@ -119,7 +122,7 @@ class HParams:
 
     @property
     def head_dim(self) -> int:
-        """The head size that decides which kernels can be used: an odd size if there is one."""
+        """The first odd head size, else the first one: kernels may not support odd sizes."""
         sizes = [layer.head_dim for layer in self.layers if layer.n_head]
         return next((size for size in sizes if size % 2), sizes[0] if sizes else 2)
 
@@ -129,25 +132,25 @@ class HParams:
 
     @property
     def host_only(self) -> str:
-        """The names of the model's parts that run on the CPU only; empty if there are none."""
+        """The names of the model's parts that run on the CPU only, or an empty string."""
         return "experts" if self.has_experts else self.other_layers
 
     @property
     def other_layers(self) -> str:
-        """The kinds of layers that are not full, such as ``window layers``; empty for none."""
+        """The kinds of layers that are not full, such as ``window layers``, or an empty string."""
         kinds = sorted({layer.kind for layer in self.layers} - {FULL})
         return f"{' and '.join(kinds)} layers" if kinds else ""
 
     @property
     def n_ctx_fit(self) -> int:
-        """The tokens that the model was trained for, or to which RoPE scaling stretches them."""
+        """The context length after training, or after RoPE scaling if that is longer (tokens)."""
         scale = self.rope.freq_scale
         stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
         return max(self.n_ctx_train, stretched)
 
 
 def read_architecture(file: GGUFFile) -> str:
-    """Returns ``general.architecture``. Raises SparseKVError if missing, empty or no string."""
+    """Returns ``general.architecture``. Raises SparseKVError without a non-empty string."""
     key = "general.architecture"
     name = file.metadata.get(key)
     if name is None:
@@ -162,9 +165,9 @@ def read_architecture(file: GGUFFile) -> str:
 def read_hparams(file: GGUFFile) -> HParams:
     """Returns the hyper-parameters of any architecture that uses llama.cpp's common keys.
 
-    An unknown architecture is read as one without parts of its own. Raises SparseKVError, which
-    names key and value, for a missing, mistyped or impossible value. Raises UnsupportedModelError
-    for bidirectional attention and for other kinds of rotary scaling, experts and routing.
+    An unknown architecture is read as a plain decoder. Raises SparseKVError with key and value for
+    a missing, mistyped or impossible value. Raises UnsupportedModelError for bidirectional
+    attention and for unsupported kinds of RoPE scaling, experts and routing.
     """
     name = read_architecture(file)
     plain = Architecture(name, rope_interleaved=False)
@@ -205,7 +208,7 @@ def read_hparams(file: GGUFFile) -> HParams:
 def _read_window_rope(
     keys: ModelKeys, architecture: Architecture, rope: RopeParams
 ) -> RopeParams | None:
-    """Returns the RoPE of the window layers, or None if other layers have the same."""
+    """Returns the RoPE of the window layers, or None if it is ``rope``."""
     windows, name = architecture.windows, "rope.freq_base_swa"
     if windows is None:
         return None
@@ -216,7 +219,7 @@ def _read_window_rope(
 
 
 def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:
-    """Returns all SCALARS, 0 if the architecture or the file has none; a flag is 1 by default."""
+    """Returns all SCALARS. A missing number is 0, and a missing flag is 1."""
     values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = zip(names, architecture.softcaps, strict=True)
@@ -241,7 +244,7 @@ def _read_layers(
     n_embd: int,
     scalars: dict[str, float],
 ) -> tuple[LayerParams, ...]:
-    """Returns the sizes of all blocks. Blocks after the first ``n_own`` have attention."""
+    """Returns the sizes of all n_layer blocks. Blocks from ``n_own`` on have attention."""
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
     n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:
@@ -308,9 +311,9 @@ def _head_sizes(
     suffix: str = "",
     default: tuple[int, int, int] | None = None,
 ) -> tuple[int, int, int]:
-    """Returns the sizes of a key head and of a value head, and their rotated dims.
+    """Returns the size of a key head, the size of a value head and the rotated dims.
 
-    suffix: the suffix of the keys that state them. default: the value of missing keys.
+    suffix: ends the names of the keys. default: the values of missing keys.
     """
     head_dim, value_dim = (
         default[i]
@@ -326,7 +329,7 @@ def _head_sizes(
 
 
 def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...]) -> int:
-    """Returns the size of a key or value head: as stated, or n_embd / n_head."""
+    """Returns the size of a key or value head: the key's value, else n_embd / n_head."""
     if name in keys:
         return keys.integer(name, 1, MAX_WIDTH)
     if n_embd % n_head[0] or len(set(n_head)) > 1:
@@ -339,7 +342,7 @@ def _head_size(keys: ModelKeys, name: str, n_embd: int, n_head: tuple[int, ...])
 
 
 def _read_n_vocab(keys: ModelKeys) -> int:
-    """Returns the file's vocabulary length, else ``vocab_size``, else rows of the embedding."""
+    """Returns the number of tokens: the list's, else ``vocab_size``, else the embedding's."""
     tokens = keys.file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray) and len(tokens):
         return len(tokens)

@@ -1,4 +1,4 @@
-"""The matrix products of a prefilled layer: for few rows, and for many in bf16, f32 or integers."""
+"""The matrix products of prefill: for few rows, and for many rows in bf16, f32 or integers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, Stat
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
-    """Yields each product's name and its matrices, stacked if they share an input."""
+    """Yields each product's name and its matrices. Matrices with the same input are stacked."""
     if isinstance(layer, StateWeights):
         yield "qkv", layer.wide
         if layer.gates:
@@ -41,22 +41,22 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
 
 
 def can_multiply(weights: Weights) -> bool:
-    """Returns whether ``IntegerProducts`` knows the formats of all layers."""
+    """Returns whether ``IntegerProducts`` supports the formats of all layers."""
     linears = (linear for layer in weights.layers for linear in layer.linears())
     return all(matmul_int8.can_multiply(linear.code) for linear in linears)
 
 
 class FewRowsProducts:
-    """Products of a few f32 rows with the quantised weights, by decode's kernels.
+    """Products of a few f32 rows with the quantised weights, by the kernels of decode.
 
-    n_planes: bytes to which inputs are rounded, 0: not at all.
+    n_planes: bytes of an input element after rounding; 0: inputs are not rounded.
     """
 
     def __init__(self, n_threads: int, n_planes: int = 0) -> None:
         self._n_threads, self._n_planes = n_threads, n_planes
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        """Returns the product of stacked matrices, whose rows follow one another."""
+        """Returns the product of stacked matrices. The result joins their rows."""
         return partial(self._multiply, matrix_table(parts, self._n_planes))
 
     def of_experts(
@@ -68,7 +68,7 @@ class FewRowsProducts:
         return partial(self._multiply_experts, table, rows, offsets)
 
     def clear(self) -> None:
-        """Does nothing, because nothing is kept."""
+        """Does nothing: these products keep no memory."""
 
     def _multiply(self, table: np.ndarray, rows: Any) -> np.ndarray:
         rows = np.ascontiguousarray(rows)
@@ -92,7 +92,7 @@ class FewRowsProducts:
 def room(
     kept: dict[str, np.ndarray], name: str, n_rows: int, n_columns: int, dtype: Any
 ) -> np.ndarray:
-    """Returns an uninitialised matrix in the memory that ``kept`` has under this name."""
+    """Returns an uninitialised matrix in the memory ``kept[name]``, enlarged if necessary."""
     size = n_rows * n_columns
     if name not in kept or len(kept[name]) < size:
         kept[name] = on_lines(size, dtype)
@@ -102,23 +102,23 @@ def room(
 class ManyRowsProducts(ABC):
     """Products of any number of rows.
 
-    All results of one name share their memory. A result is valid until the next one of its name, or
-    until ``clear``. Fresh memory from the system would take a tenth of a prefill's time.
+    All results of one name share their memory. A result is valid until the next result of its name
+    or until ``clear``. New memory for each result would take a tenth of a prefill's time.
     """
 
-    dtype: Any  # of rows and results
+    dtype: Any  # type of rows and results
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
         self._results: dict[str, np.ndarray] = {}
 
     def clear(self) -> None:
-        """Frees what is kept between two layers."""
+        """Frees the memory that is kept between layers."""
         self._results = {}
 
     @abstractmethod
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        """Returns the product of stacked matrices, whose rows follow one another."""
+        """Returns the product of stacked matrices. The result joins their rows."""
 
     @abstractmethod
     def of_experts(
@@ -132,9 +132,9 @@ class ManyRowsProducts(ABC):
 
 
 class TableProducts(ManyRowsProducts):
-    """Products of kernels that take a table of matrices and decode small panels of weights."""
+    """Products by kernels that read a table of matrices and dequantise panels of weights."""
 
-    kernels: Any  # the module of the table
+    kernels: Any  # the module with ``product_table`` and ``n_rows``
     multiply: Any
     multiply_experts: Any
 
@@ -172,13 +172,13 @@ class BF16Products(TableProducts):
 
 
 class F32Products(ManyRowsProducts):
-    """Products of f32 rows by numpy's BLAS; a matrix is dequantised when it is needed."""
+    """Products of f32 rows by numpy's BLAS. ``of_stack`` dequantises the matrices."""
 
     dtype = np.float32
 
     def __init__(self, n_threads: int) -> None:
         super().__init__(n_threads)
-        self._matrices: dict[str, np.ndarray] = {}  # scratch of one layer's size
+        self._matrices: dict[str, np.ndarray] = {}  # one layer's dequantised matrices
 
     def clear(self) -> None:
         super().clear()
@@ -210,7 +210,7 @@ class F32Products(ManyRowsProducts):
         offsets: np.ndarray,
         x: np.ndarray,
     ) -> np.ndarray:
-        """Multiplies with one expert after another."""
+        """Multiplies by one expert after another."""
         width = sum(part.n_rows // part.n_matrices for part in parts)
         out = np.empty((len(rows), width), np.float32)
         for e, (first, last) in enumerate(pairwise(offsets)):
@@ -226,9 +226,9 @@ class F32Products(ManyRowsProducts):
 
 
 class IntegerProducts(TableProducts):
-    """Products by cpu/layer/matmul_int8.py, of the rows that ``others`` take.
+    """Products by cpu/layer/matmul_int8.py, with rows of the type of ``others``.
 
-    others: the products for formats that it lacks.
+    others: the products for formats that cpu/layer/matmul_int8.py lacks.
     """
 
     kernels = matmul_int8

@@ -1,4 +1,4 @@
-"""Repacks the weights that decode reads (cpu/weights/interleaved.py) where that is faster."""
+"""Repacks weights for decode into the interleaved layout of cpu/weights/interleaved.py."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +11,14 @@ from sparsekv_cli.models.weights import Linear, Weights
 from sparsekv_cli.system.memory import physical_memory
 
 OnLoad = Callable[[int, int], None]  # called with loaded bytes and all bytes
-SHARE = 4  # ``auto`` repacks weights that take at most 1 / SHARE of the machine's memory
+SHARE = 4  # ``auto`` repacks weights of at most 1 / SHARE of the machine's memory
 
 
 def wants_repacking(weights: Weights, choice: str) -> bool:
     """Returns whether to repack. choice: ``on``, ``off`` or ``auto``.
 
-    ``auto`` repacks if the copy is small compared with the machine's memory. The file's own pages
-    may stay in the system's cache.
+    ``auto`` repacks if the copy is small compared with the machine's memory. The file's pages may
+    stay in the system's page cache.
     """
     if choice != "auto":
         return choice == "on"
@@ -27,12 +27,12 @@ def wants_repacking(weights: Weights, choice: str) -> bool:
 
 
 def repack_weights(weights: Weights, on_load: OnLoad | None = None) -> Weights:
-    """Returns ``weights`` with all possible matrices repacked, except token_embd (rows are read).
+    """Returns ``weights`` with all supported matrices repacked, except token_embd.
 
     on_load: called with the progress.
 
-    The copies lie in one block, in the order of their use. Pages of the memory map that were copied
-    are released, so that the process needs no more memory.
+    The copies lie in one block in the order of their use. The copied pages of the memory map are
+    released, so the process needs no more memory.
     """
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     left = [w for w in (*linears, weights.output) if not w.repacked]

@@ -1,9 +1,9 @@
 """Rotary position embedding: angles per position, with linear, YaRN, Llama 3 and LongRoPE scaling.
 
-Sources of the formulas: RoFormer (arXiv:2104.09864), and YaRN (arXiv:2309.00071) as ggml_rope_yarn
-computes it. Names and defaults of the keys are those of llama.cpp's load_hparams and of the
-constructor of llama_context. All later code uses half-split pairs (i, i + n_rot/2). The file may
-pair otherwise.
+Sources of the formulas: RoFormer (arXiv:2104.09864), and YaRN (arXiv:2309.00071) in the form of
+ggml_rope_yarn. Names and defaults of the keys: llama.cpp's load_hparams and constructor of
+llama_context. All code after loading uses half-split pairs (i, i + n_rot/2). The file may use
+other pairs.
 """
 
 import math
@@ -21,27 +21,27 @@ ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class RopeParams:
-    """Rotary embedding as the file states it; the decoder turns this into angles."""
+    """The file's parameters of the rotary embedding."""
 
-    freq_base: float = 10000.0  # pair i turns by freq_base ** (-2 i / n_rot) before scaling
-    # One of ROPE_SCALINGS. Llama 3 and LongRoPE may say nothing here: they bring tensors that
-    # divide the angles.
+    freq_base: float = 10000.0  # unscaled angle of pair i: freq_base ** (-2 i / n_rot)
+    # One of ROPE_SCALINGS. Files of Llama 3 and LongRoPE may have tensors that divide the angles
+    # instead.
     scaling: str = "linear"
-    # how far the context was stretched; angles are multiplied by ``freq_scale``
+    # ratio of the stretched context to the original one; see ``freq_scale``
     factor: float = 1.0
-    n_ctx_original: int = 0  # tokens of the context before stretching; YaRN's ramp depends on it
-    # YaRN's blend of stretched and original angles; by default 1 for yarn, else 0
+    n_ctx_original: int = 0  # tokens of the original context; YaRN's ramp depends on it
+    # weight of YaRN's blend of stretched and original angles; by default 1 for yarn, else 0
     ext_factor: float = 0.0
     attn_factor: float = 1.0  # ``rope.scaling.attn_factor``
     yarn_attn_factor: float = 1.0  # ``rope.scaling.yarn_attn_factor``
-    beta_fast: float = 32.0  # turns within n_ctx_original where YaRN's ramp ends
-    beta_slow: float = 1.0  # turns within n_ctx_original where YaRN's ramp begins
-    # ``rope.scaling.yarn_log_multiplier``, which lessens YaRN's magnitude
+    beta_fast: float = 32.0  # rotations within n_ctx_original at the end of YaRN's ramp
+    beta_slow: float = 1.0  # rotations within n_ctx_original at the start of YaRN's ramp
+    # ``rope.scaling.yarn_log_multiplier``, which reduces YaRN's magnitude
     log_multiplier: float = 0.0
 
     @property
     def freq_scale(self) -> float:
-        """The factor of every (interpolated) angle: 1 / factor, or 1 without scaling."""
+        """The factor of each interpolated angle: 1 / factor, or 1 without scaling."""
         return 1.0 if self.scaling == "none" else 1.0 / self.factor
 
     @property
@@ -102,9 +102,9 @@ def read_rope(keys: ModelKeys, n_ctx_train: int, log_multiplier: float) -> RopeP
 def inverse_frequencies(
     n_rot: int, rope: RopeParams, freq_factors: np.ndarray | None = None
 ) -> np.ndarray:
-    """Radians a position of each pair, f64 (n_rot/2,), scaling included.
+    """Returns the scaled angle per position of each pair in radians, f64 (n_rot/2,).
 
-    freq_factors: f32 (n_rot/2,) by which the unscaled angles are divided (Llama 3).
+    freq_factors: f32 (n_rot/2,), divisors of the unscaled angles (Llama 3).
     """
     pair = np.arange(n_rot // 2, dtype=np.float64)
     theta = rope.freq_base ** (-2.0 * pair / n_rot)
@@ -126,7 +126,7 @@ def inverse_frequencies(
 
 
 class RopeTables:
-    """The tables of a model's full layers and of its window layers, which are often the same."""
+    """The tables of full layers and of window layers. Both may be one object."""
 
     def __init__(self, full: Any, window: Any) -> None:
         self.full, self.window = full, window
@@ -136,17 +136,17 @@ class RopeTables:
         return self.window if kind == WINDOW else self.full
 
     def reserve(self, n_positions: int) -> None:
-        """Makes positions 0 .. n_positions valid."""
+        """Fills both tables for at least ``n_positions`` positions."""
         self.full.reserve(n_positions)
         self.window.reserve(n_positions)
 
 
 class RopeTable:
-    """Tables by position. They grow when later positions are asked for.
+    """The cosines and sines of the positions, and the factors of the queries.
 
-    cos, sin: f32 (positions, n_rot/2). q_scale: f32 (positions,), which multiplies the queries:
-    1 + temperature ln(1 + floor(position / n_ctx_original)), as llama.cpp's
-    llm_graph_input_attn_temp.
+    cos, sin: f32 (positions, n_rot/2).
+    q_scale: f32 (positions,), 1 + temperature ln(1 + floor(position / n_ctx_original)). Source:
+    llama.cpp's llm_graph_input_attn_temp.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class RopeTable:
         self._temperature, self._n_original = temperature, rope.n_ctx_original
 
     def reserve(self, n_positions: int) -> None:
-        """Makes rows 0..n_positions valid; grows in steps of at least a quarter."""
+        """Fills at least ``n_positions`` rows. The tables grow by at least a quarter."""
         have = len(self.cos)
         if n_positions <= have:
             return
@@ -181,9 +181,9 @@ class RopeTable:
 
 
 def rotate_heads(heads: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Returns (heads, T, d), half-split and before RoPE, rotated and of the same type.
+    """Applies RoPE to half-split heads (heads, T, d). Returns rows of the same shape and type.
 
-    cos, sin: f32 (T, n_rot/2), of the rows' positions; dims from n_rot on stay.
+    cos, sin: f32 (T, n_rot/2) of the rows' positions. Dims from n_rot on stay unchanged.
     """
     half, rows = cos.shape[1], as_f32(heads)
     a, b, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]

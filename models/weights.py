@@ -1,4 +1,4 @@
-"""The tensors of a decoder: views on the memory-mapped file, named, checked, still quantised."""
+"""Reads and checks the tensors of a decoder: quantised views on the memory-mapped file."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ class LayerWeights(ABC):
     o: Linear  # the output projection of attention or of a recurrence
     ffn_norm: np.ndarray
     ffn: GatedWeights | ExpertWeights
-    attn_post_norm: np.ndarray | None = None  # f32 (n_embd,), of the attention's output
-    ffn_post_norm: np.ndarray | None = None  # f32 (n_embd,), of the feed-forward's output
-    input: LayerInput | None = None  # the weights for the layer's own input, if it has one
+    attn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the attention's output
+    ffn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the feed-forward's output
+    input: LayerInput | None = None  # the weights for the per-layer input; None: no such input
     scale: float = 1.0  # factor of the residual stream after the layer
 
     @abstractmethod
     def inputs(self) -> tuple[Linear, ...]:
-        """Returns the matrices whose products with a normed row go to the layer's cache."""
+        """Returns the matrices that are multiplied by the layer's normed input rows."""
 
     @abstractmethod
     def with_inputs(self, inputs: tuple[Linear, ...]) -> LayerWeights:
-        """Returns the layer with other matrices of ``inputs``."""
+        """Returns a copy of the layer with other matrices for ``inputs``."""
 
     def attention(self) -> tuple[Linear, ...]:
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Returns the matrices in the order of their use, without a router and ``input``."""
+        """Returns the matrices in the order of use, without the router and ``input``."""
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:
-        """Returns the layer with every matrix of ``linears`` changed."""
+        """Returns a copy of the layer with ``change`` applied to each matrix of ``linears``."""
         layer = self.with_inputs(tuple(change(linear) for linear in self.inputs()))
         return replace(layer, o=change(self.o), ffn=self.ffn.mapped(change))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWeights(LayerWeights):
-    """A layer with attention. An architecture may lack the norms and the sinks."""
+    """The weights of a layer with attention. Norms and sinks are None if the model has none."""
 
     q: Linear
-    # projections of keys and values; empty in a layer that reads another layer's rows
+    # projections of keys and values; empty in a layer that reads another layer's K and V
     kv: tuple[Linear, ...]
     q_norm: np.ndarray | None  # f32 (head_dim,)
     k_norm: np.ndarray | None  # f32 (head_dim,)
     v_norm: np.ndarray | None = None  # ones f32 (value_dim,)
-    # f32 (n_head,): for each head a score without a value in the softmax
+    # f32 (n_head,): each head's sink, a score without a value in the softmax
     sinks: np.ndarray | None = None
 
     @property
@@ -94,7 +94,7 @@ class AttentionWeights(LayerWeights):
 
 @dataclass(frozen=True, kw_only=True)
 class StateWeights(LayerWeights):
-    """A recurrent layer: the matrices of StateInput's parts, and a Recurrence (cache/state.py)."""
+    """The weights of a recurrent layer: StateInput's matrices and a Recurrence (cache/state.py)."""
 
     wide: tuple[Linear, ...]
     gates: tuple[Linear, ...]
@@ -110,7 +110,7 @@ class StateWeights(LayerWeights):
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors."""
+    """All tensors of a decoder."""
 
     file: GGUFFile
     token_embd: Linear
@@ -118,10 +118,10 @@ class Weights:
     output_norm: np.ndarray  # divided by the architecture's logit_scale
     output: Linear  # token_embd if the file has no output tensor (tied embeddings)
     rope_freqs: np.ndarray | None  # f32 (n_rot / 2,), divides the angles (Llama 3, LongRoPE)
-    inputs: InputEmbedding | None = None  # makes the layers' own inputs, if they have any
+    inputs: InputEmbedding | None = None  # makes the per-layer inputs; None: no such inputs
 
     def bytes_a_step(self, n_rows: int) -> int:
-        """Returns the bytes that a decode step of n_rows reads: layers, chosen experts, head."""
+        """Returns the expected bytes that a decode step of n_rows reads (chosen experts only)."""
         total = self.output.data.nbytes
         for layer in self.layers:
             total += sum(linear.data.nbytes for linear in layer.attention())
@@ -132,7 +132,7 @@ class Weights:
 
     @property
     def n_bytes_held(self) -> int:
-        """The bytes of all weights that decoding may read, with every expert."""
+        """The bytes of all weights that decoding may read, all experts included."""
         layers = sum(w.data.nbytes for layer in self.layers for w in layer.linears())
         return layers + self.output.data.nbytes
 
@@ -141,10 +141,7 @@ class WeightsReader(TensorReader):
     """Reads the parts of a decoder from a file."""
 
     def qkv(self, prefix: str, rows: Sequence[int], n_columns: int, bias: bool, v_is_k: bool):
-        """Returns q, k and v, from three tensors or from the fused attn_qkv.
-
-        v_is_k: whether a missing attn_v means that values are keys.
-        """
+        """Returns q, k and v. v_is_k: attn_k replaces a missing attn_v."""
         if f"{prefix}attn_qkv.weight" in self.file.tensors:
             fused = self.linear(f"{prefix}attn_qkv", sum(rows), n_columns, bias=bias)
             return self.split(fused, rows)
@@ -155,7 +152,7 @@ class WeightsReader(TensorReader):
         )
 
     def attention(self, at: str, i: int, hparams: HParams, architecture: Architecture) -> Any:
-        """Returns the fields of AttentionWeights that are the attention's own."""
+        """Returns the fields of AttentionWeights that other layers lack, and ``o``."""
         n_embd, layer, bias = hparams.n_embd, hparams.layers[i], architecture.qkv_bias
         d, d_v, has_norm = layer.head_dim, layer.value_dim, architecture.qk_norm
         n_q = layer.n_head * d * (1 + layer.output_gate)
@@ -182,7 +179,7 @@ class WeightsReader(TensorReader):
         }
 
     def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
-        """Returns a gated feed-forward with gate and up in one tensor."""
+        """Returns the weights of a gated feed-forward network with gate and up in one tensor."""
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
         gate, up = self.split(both, (n_ff, n_ff))
         return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
@@ -223,7 +220,7 @@ class WeightsReader(TensorReader):
         )
 
     def rope_freqs(self, hparams: HParams, n_ctx: int) -> np.ndarray | None:
-        """Returns the divisors of the angles: rope_freqs, or LongRoPE's factors for n_ctx."""
+        """Returns the divisors of RoPE's angles: rope_freqs, else LongRoPE's factors for n_ctx."""
         half, chosen = hparams.n_rot // 2, None
         is_long = n_ctx > hparams.rope.n_ctx_original
         names = ("rope_freqs", "rope_factors_short", "rope_factors_long")
@@ -242,11 +239,11 @@ class WeightsReader(TensorReader):
 def read_weights(
     file: GGUFFile, hparams: HParams, architecture: Architecture, n_ctx: int | None = None
 ) -> Weights:
-    """Returns views on all tensors of a decoder, with shapes checked by the hyper-parameters.
+    """Returns views on all tensors of a decoder. Checks their shapes by the hyper-parameters.
 
-    n_ctx: length of the context, which LongRoPE's factors depend on; None: as trained. Raises
-    SparseKVError naming the first tensor that is missing, misshapen or of a type that cannot be
-    computed with.
+    n_ctx: length of the context, for LongRoPE's factors; None: the trained length. Raises
+    SparseKVError with the name of a tensor that is missing, unused, misshapen or of an unsupported
+    type.
     """
     file.check_types()
     reader = WeightsReader(file)

@@ -2,8 +2,8 @@
 
 Rows lie in tiles of sixteen, (words, 16, 4). A word is four dims of a row. Each row of a tile has a
 lane of its own, and nothing is summed across lanes. Two tiles are scored at a time, for as many
-queries as have room for their sums in registers. One instruction multiplies a word of sixteen rows
-with vpdpbusd (VNNI), and of four rows with sdot or usdot (ARM). Other CPUs multiply pairs of i16.
+queries as the registers hold sums for. vpdpbusd (VNNI) multiplies a word of sixteen rows at once.
+sdot and usdot (ARM) multiply a word of four rows. Other CPUs multiply pairs of i16.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 
 PAIR = 2 * LANES  # rows of two tiles
 LINE = 4 * LANES  # bytes of a word of a tile
-MAX_QUERIES = 9 if llvm.has_feature("avx512f") else 3  # whose sums over two tiles fit registers
-ZERO = 128  # the unsigned byte that stands for 0
+MAX_QUERIES = 9 if llvm.has_feature("avx512f") else 3  # registers hold their sums over two tiles
+ZERO = 128  # the unsigned byte that means 0
 
 
 def _add_products(
@@ -61,7 +61,7 @@ def emit_products(
     *,
     seven_bits: bool = False,
 ) -> list[list[ir.Value]]:
-    """Returns each query's sums over each of ``tiles``, <16 x i32>. The sums begin at ``starts``.
+    """Returns each query's sums over each of ``tiles``, <16 x i32>, added to its start value.
 
     query: address of the first query's first word; query_row, query_word: bytes to the next query
     and word. tiles: addresses. seven_bits: no byte of the rows is above 127.
@@ -84,7 +84,7 @@ def emit_products(
 
 
 def for_each_number(b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None]) -> None:
-    """Emits the code of ``emit(number)`` for every number of queries up to MAX_QUERIES."""
+    """Emits a switch on ``number``, with the code of ``emit(n)`` for every n up to MAX_QUERIES."""
     done = b.append_basic_block("done")
     switch = b.switch(number, done)
     for n in range(1, MAX_QUERIES + 1):

@@ -1,9 +1,8 @@
 """Decode attention over a KV cache: all rows, or rows listed by index, with online softmax.
 
 K and V of one layer are arrays (kv head, capacity, row) of rows of some kind (attention/rows.py).
-Rows are padded to a multiple of 16 elements, so that a row is a few whole vectors. A scan streams
-through the rows; a subset reads only the rows that were selected. The arithmetic on rows is in
-attention/tile.py.
+Rows are padded to a multiple of 16 elements, so that a row is a few whole vectors. The arithmetic
+on rows is in attention/tile.py.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def scaled_copy(q, scale):
 
 @njit(cache=True, nogil=True)
 def begin_softmax(sinks, peak, mass):
-    """Returns the state of softmaxes without rows: peak, mass f32 (heads,).
+    """Sets peak, mass f32 (heads,) to the state of softmaxes without rows.
 
-    sinks f32 (heads,): scores without values with which they begin, or empty.
+    sinks f32 (heads,): scores without values that the softmaxes include, or empty.
     """
     for h in range(len(peak)):
         peak[h] = sinks[h] if len(sinks) else NEGATIVE_INFINITY
@@ -76,7 +75,7 @@ def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, a
     q f32 (heads, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
     ``layout_mode``. With + GATHER the rows are int32 numbers at the address idx, else 0..count.
     softcap: of the scores, 0 for none. State: peak, mass f32 (heads,), acc f32 (heads, d_v), the
-    numerators with respect to peak. scores: f32 (TILE, BLOCK + PAD).
+    numerators relative to peak. scores: scratch f32 (TILE, BLOCK + PAD).
     """
     n_head, d = q.shape
     k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
@@ -189,7 +188,7 @@ def _attend_tokens(
 def _attend_pieces(
     counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out
 ):
-    """Takes tasks until there are none. A task is a piece of a kv head's keys for one team."""
+    """Runs tasks until none is left. A task is a kv head and a row of ``tasks``."""
     group, n_task = q.shape[1] // n_kv_head, len(tasks)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
@@ -206,11 +205,11 @@ def _attend_pieces(
 
 
 @njit(cache=True, nogil=True)
-def _teams(n_split, owners, n_threads):
+def _tasks_of_kv_head(n_split, owners, n_threads):
     """Returns a kv head's tasks, int64 (n, 4): first token, token after the last, piece, pieces.
 
-    Tokens of an owner that follow each other are a team: they read the same rows. Short contexts,
-    whose keys are one piece, are spread over the threads token by token.
+    Neighbouring tokens of one owner share a task, because they read the same rows. If there are
+    several threads, each token of a short context, whose keys are one piece, is a task of its own.
     """
     tasks, n, b = np.empty((n_split.sum(), 4), np.int64), 0, 0
     while b < len(n_split):
@@ -249,7 +248,7 @@ def attend_dense(
     (B,): neighbouring tokens with the same owner read the same rows, except the last ones. window:
     the most rows to which a token attends, its own included. softcap: 0 for none; sinks f32 (H,),
     or empty. Threads share the keys evenly. The pieces are merged by their peaks and masses. Short
-    contexts stay on one thread. A token's result has the same bits with other tokens and alone.
+    contexts stay on one thread. A token's bits do not depend on the other tokens.
     """
     n_token, n_head, d_v = out.shape
     n_split, n_rows = np.empty(n_token, np.int64), 0
@@ -263,7 +262,7 @@ def attend_dense(
         for split in range(n_split[b]):
             spans[split, b, 0] = stops[b] - size + split * size // n_split[b]
             spans[split, b, 1] = stops[b] - size + (split + 1) * size // n_split[b]
-    tasks = _teams(n_split, owners, n_threads)
+    tasks = _tasks_of_kv_head(n_split, owners, n_threads)
     peak = np.empty((most, n_token, n_head), np.float32)
     mass = np.empty((most, n_token, n_head), np.float32)
     acc = np.empty((most, n_token, n_head, d_v), np.float32)

@@ -1,4 +1,4 @@
-"""Shared by the prefill attention of all types: softmax by powers of 2, and the reference."""
+"""Parts that prefill attention in bf16 and in f32 share: the softcap, constants, the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG2_E = np.float32(1.4426950408889634)  # e^x = 2^(x LOG2_E)
 
 
 def larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Returns the larger of two numbers, or y if one is NaN: one instruction; maxnum takes more."""
+    """Returns the larger of x and y, or y if one is NaN. One instruction; maxnum takes more."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 

@@ -1,4 +1,4 @@
-"""Loading of rows of K and V (attention/rows.py) in vector IR, widened to f32."""
+"""Loads rows of K and V (attention/rows.py) in vector IR and widens them to f32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RowReader:
     """Writes the code that reads rows of d elements of one kind.
 
     mode: a kind, + GATHER. d: i64, a multiple of 16. Elements are read VECTOR_LANES at a time, from
-    a multiple of that on. ``scale`` is computed once for the elements of a block.
+    a multiple of VECTOR_LANES on. Call ``scale`` once for the elements of a block.
     """
 
     def __init__(self, b: ir.IRBuilder, mode: int, d: ir.Value) -> None:
@@ -29,7 +29,7 @@ class RowReader:
         self._b, self._d = b, d
 
     def bytes_to(self, c: ir.Value) -> ir.Value:
-        """Returns the bytes from the beginning of a row to element c, or to its quant."""
+        """Returns the bytes from the start of a row to element c, or to its quant."""
         return self._b.lshr(self._b.mul(c, I64(self.bits)), I64(3))
 
     def after_quants(self, row: ir.Value) -> ir.Value:

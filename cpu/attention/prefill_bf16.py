@@ -1,12 +1,12 @@
 """Causal attention of a prefilled chunk in bf16, for CPUs that multiply bf16 (jit/bf16.py).
 
-Flash attention over the rows as they are stored (attention/rows.py), as attention/prefill_f32.py
-has it. A task is some tokens of one kv head with all query heads of its group. It reads a block of
-keys, and of values transposed, as bf16 into its own scratch, in the L2 cache. All its query rows
-attend to that block, WIDTH of them at a time. The query rows lie across the lanes of vectors. The
-layouts are: q in pairs, scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v,
-WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both matrix products have
-the stored rows on the left.
+Flash attention over the stored rows (attention/rows.py), as in attention/prefill_f32.py. A task is
+some tokens of one kv head with all query heads of its group. It converts a block of keys, and of
+values transposed, to bf16. The block stays in the task's own scratch, in the L2 cache. All query
+rows of the task attend to the block, WIDTH of them at a time, one a lane. The layouts are: q in
+pairs, scores (keys, WIDTH), weights in pairs of keys, and sums of values (d_v, WIDTH). So maximum,
+exponential and rescaling need nothing across lanes. Both matrix products have the stored rows on
+the left.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
-F32_ROWS = -1  # not in attention/rows.py: quantised rows are widened to f32
-TASK_TILES = 12  # at most: each task reads all its keys again
-TASKS_A_THREAD = 3  # at least, if rows suffice: threads end together
-UNIT = 4 * PAIRS  # bytes
+F32_ROWS = -1  # quantised rows, widened to f32; attention/rows.py has no such kind
+TASK_TILES = 12  # most tiles of a task; fewer tasks read the keys less often
+TASKS_A_THREAD = 3  # fewest, if there are enough rows: threads then end together
+UNIT = 4 * PAIRS  # bytes of a unit of pairs
 
 
 # --- a block of keys and values -------------------------------------------------------------------
@@ -85,7 +85,7 @@ def _narrow(typingctx, kind, row, width, out):
 
 @intrinsic
 def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
-    """out bf16 (width, 32) = 32 rows of floats. Rows after ``last`` are copies of it.
+    """out bf16 (width, 32) = 32 rows of floats. Rows after ``last`` are copies of row ``last``.
 
     kind: a literal, F16_ROWS or F32_ROWS. Addresses; out_row: bytes from one row of ``out`` to the
     next.
@@ -156,9 +156,9 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, 
     """Runs one task: attention of tiles of query rows to all their visible keys.
 
     queries bf16 in pairs, uint32 (tiles, pairs, WIDTH). n_visible int32 (tiles, WIDTH), ascending:
-    a row attends to the last ``window`` of so many keys. mass f32 (tiles, WIDTH); acc f32 (tiles,
-    >= d_v, WIDTH): the sums of weights and of values. scratch: keys, values, scores and weights of
-    a block, peaks and a few vectors. Peaks and mass begin with the sinks.
+    a row attends to the last ``window`` of its first n_visible keys. mass f32 (tiles, WIDTH); acc
+    f32 (tiles, >= d_v, WIDTH): the sums of weights and of values. scratch: keys, values, scores and
+    weights of a block, peaks and a few vectors. At the start, peaks and mass hold the sinks.
     """
     keys, values, scores, weights, peak, small, limits = scratch
     n_tiles, n_units, n_sums = queries.shape[0], queries.shape[1] // PAIRS, acc.shape[1]
@@ -206,7 +206,7 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, 
 def _attend_tasks(
     counter, q, layout, n_kv, n, scale, window, cap, sinks, queries, scratch, mass, acc, narrow, out
 ):
-    """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
+    """Runs tasks until none is left, the long ones first. A task is some tiles of a kv head.
 
     The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
     query head r % group of the group.
@@ -293,6 +293,6 @@ def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_thre
         ((WIDTH, _rounded_up(d_v, LANES)), np.uint16),  # narrow
     )
     scratch = tuple(on_lines((n_threads, *shape), dtype, zeros=True) for shape, dtype in shapes)
-    cap = np.float32(softcap / scale)  # scores get their scale last
+    cap = np.float32(softcap / scale)  # scores are scaled after the cap
     scale = np.float32(scale) * LOG2_E
     _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threads)

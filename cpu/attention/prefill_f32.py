@@ -1,12 +1,12 @@
 """Causal attention of a prefilled chunk in f32, for CPUs that do not multiply bf16.
 
-Flash attention over the rows as they are stored (attention/rows.py). A task is some tokens of one
-kv head with all query heads of its group. It widens a block of keys and values into its own
-scratch, in the L2 cache. All its query rows attend to that block, WIDTH of them at a time. The
-query rows lie across the lanes of a vector: q transposed, then scores (keys, WIDTH), weights, and
-sums of values (d_v, WIDTH). Maximum, exponential and rescaling then need nothing across lanes. Both
-matrix products are alike. ROWS numbers of a row of K (of V) each multiply a vector of q (of
-weights). Windows, softcaps and sinks: see attend_causal_ref.
+Flash attention over the stored rows (attention/rows.py). A task is some tokens of one kv head with
+all query heads of its group. It widens a block of keys and values to f32. The block stays in the
+task's own scratch, in the L2 cache. All query rows of the task attend to the block, WIDTH of them
+at a time, one a lane. The layouts are: q (d, WIDTH), scores and weights (keys, WIDTH), and sums of
+values (d_v, WIDTH). So maximum, exponential and rescaling need nothing across lanes. Both matrix
+products are one function: ROWS numbers of K (or V) each multiply a vector of q (or weights).
+Windows, softcaps and sinks: see attend_causal_ref.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# A product's sums fill the registers: 12 of AVX2's 16, 24 of AVX-512's 32 (NEON: 24 of 32).
+# Sums of a product take 12 of AVX2's 16 registers, 24 of AVX-512's 32, and 24 of NEON's 32.
 ROWS, WIDTH = (12, 32) if llvm.has_feature("avx512f") else (6, 16)
 BLOCK = 192  # keys between two updates of the running softmax, a multiple of ROWS
 UNROLL = 8
 TASK_FLOATS = 1 << 16  # most floats of q and of sums that a task keeps
-TASKS_A_THREAD = 8  # at least, where there are enough rows: threads end together
+TASKS_A_THREAD = 8  # fewest, if there are enough rows: threads then end together
 WIDE = vec(F32, WIDTH)
-# 2^r on [-1/2, 1/2], relative error 1.6e-7 in f32, none at 0: other rows of a tile change no bit.
+# 2^r on [-1/2, 1/2], relative error 1.6e-7 in f32. It is exact at 0, so that other rows of a tile
+# change no bit.
 EXP2 = (1.0, 0.693147004, 0.240222424, 0.0555073395, 0.00967151113, 0.00132647087)
 ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to a whole number
 
@@ -75,9 +76,9 @@ def _score(typingctx, q, d, k, row_bytes, start, low, free, count, n_visible, wi
     """out[j] = sum of k[j, c] q[c] over c < d, j < count rounded up to ROWS.
 
     q (d, WIDTH), k rows of row_bytes, out (keys, WIDTH), f32. k[j] is key start + j of the context.
-    Lane i sees the last ``window`` of the first n_visible[i] of these, int32 (WIDTH,). It scores
-    -inf for the others. All lanes see the keys from ``low`` to ``free`` here, multiples of ROWS.
-    peak (WIDTH,): raised to the largest score. Addresses.
+    Lane i sees the last ``window`` of the context's first n_visible[i] keys; int32 (WIDTH,). Other
+    keys score -inf. All lanes see the rows from ``low`` to ``free`` of k, multiples of ROWS. peak
+    (WIDTH,): raised to the largest score. Arrays are addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -150,8 +151,8 @@ def _soften(typingctx, scores, count, cap, peak, top):
 def _weigh(typingctx, scores, count, peak, top, old):
     """scores[j] = 2^(scores[j] - top), j < count; old = 2^(peak - top), peak = top.
 
-    scores (count, WIDTH), the others f32 (WIDTH,); addresses. Sums with respect to the old peak
-    shrink by ``old``.
+    scores (count, WIDTH), the others f32 (WIDTH,); addresses. The caller multiplies its earlier
+    sums by ``old``.
     """
 
     def codegen(context, b, signature, args):
@@ -271,10 +272,10 @@ def _attend_tiles(
 ):
     """Runs one task: attention of tiles of query rows to all their visible keys.
 
-    queries f32 (tiles, d, WIDTH), scaled by log2(e), as is cap. n_visible int32 (tiles, WIDTH),
-    ascending: a row attends to the last ``window`` of so many keys. peak f32 (tiles, WIDTH). acc
-    f32 (tiles, ROWS panels, WIDTH): sums of values, then the sum of the weights, whose values are
-    ones. Both begin with the sinks.
+    queries f32 (tiles, d, WIDTH) and cap are scaled by log2(e). n_visible int32 (tiles, WIDTH),
+    ascending: a row attends to the last ``window`` of its first n_visible keys. peak f32 (tiles,
+    WIDTH). acc f32 (tiles, ROWS panels, WIDTH): sums of values, then the sum of weights, whose
+    values are ones. At the start, peak and acc hold the sinks.
     """
     n_tiles, d = queries.shape[:2]
     top, old = np.empty(WIDTH, np.float32), np.empty(WIDTH, np.float32)
@@ -309,7 +310,7 @@ def _attend_tiles(
 
 @njit(cache=True, nogil=True)
 def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out):
-    """Takes tasks, (kv head, some tiles of its rows), until there are none, the long ones first.
+    """Runs tasks until none is left, the long ones first. A task is some tiles of a kv head.
 
     The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
     query head r % group of the group.
@@ -319,7 +320,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_t
     n_rows = n_new * group
     n_tiles = (n_rows + WIDTH - 1) // WIDTH
     n_parts = (n_tiles + most_tiles - 1) // most_tiles
-    n_panels = d_v // ROWS + 1  # with room for the ones
+    n_panels = d_v // ROWS + 1  # one element more than d_v: the ones that sum the weights
     row = np.zeros(ROWS * n_panels + LANES, np.float32)
     keys = np.empty((BLOCK, (d + LANES - 1) // LANES * LANES), np.float32)
     values = np.empty((n_panels, BLOCK, ROWS), np.float32)

@@ -1,8 +1,8 @@
-"""How rows of K and V lie in memory: as f16, or quantised as llama.cpp's cache types of that name.
+"""Memory layout of rows of K and V: f16, or quantised as llama.cpp's cache types of these names.
 
-A row has ``width`` elements, a multiple of 16. An f16 row has only these. Quantised rows have
-blocks of 32 elements (the last may have 16). They hold first the quants of all blocks, then the
-other numbers of all blocks:
+A row has ``width`` elements, a multiple of 16. An f16 row is only its elements. A quantised row has
+blocks of 32 elements (the last may have 16). It holds the quants of all blocks, then the other
+numbers of all blocks:
 
     q8_0   32 int8                                          then a scale
     q5_1   16 bytes: element i in the low four bits of      then a scale and a minimum, after the
@@ -10,8 +10,8 @@ other numbers of all blocks:
     q4_0   the same 16 bytes                                then a scale
 
 Scales and minima are f16. An element is q * scale in q8_0, (q - 8) * scale in q4_0 and q * scale +
-minimum in q5_1. All rows of a kv head follow each other. One array, the layout, says where they
-are.
+minimum in q5_1. The rows of a kv head are contiguous. An array called the layout has their
+addresses.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:
     """Returns f32 (..., width) as rows of a quantised kind, uint8 (..., bytes).
 
     The result is that of ggml's quantize_row_q8_0, q5_1 and q4_0, which compute with scales before
-    they are rounded to f16. A q8_0 block whose scale is 0 in f16 has quants 0. The end of q4_0's
-    range, -8, belongs to the largest magnitude. If a block has it with both signs, the positive one
-    takes the end.
+    they are rounded to f16. A q8_0 block whose scale is 0 in f16 has quants 0. In q4_0 the element
+    with the largest magnitude gets -8, the end of the range. If both signs have that magnitude, the
+    positive element gets it.
     """
     n, width = n_blocks(x.shape[-1]), x.shape[-1]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, QUANT_BLOCK * n - width)]
@@ -95,7 +95,7 @@ def _nibbles(q: np.ndarray) -> np.ndarray:
 
 
 def _joined(*parts: np.ndarray) -> np.ndarray:
-    """Returns the bytes of all parts, one after another, uint8 (..., bytes)."""
+    """Concatenates the bytes of all parts: uint8 (..., bytes)."""
     lead = parts[-1].shape[:-2]
     flat = [np.ascontiguousarray(part).reshape(*lead, -1).view(np.uint8) for part in parts]
     return np.concatenate(flat, -1)

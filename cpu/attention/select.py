@@ -13,13 +13,13 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 WORD = 64  # keys that are compared at a time
 N_GUESSES = 9  # passes of a search for a threshold that may be guesses
 LARGEST = np.float32(1e38)
-SAMPLED_FROM, SAMPLED_SHARE = 16384, 16  # keys, and the share of them that is few
+SAMPLED_FROM, SAMPLED_SHARE = 16384, 16  # a sample is used from so many keys, for 1/16 or fewer
 SAMPLE_STEP = 16  # a sample has every 16th vector of keys
 
 
 @njit(cache=True, nogil=True)
 def _ordered(bits):
-    """Turns an f32's bits into its order_keys key, or a key into bits: the same flip."""
+    """Turns an f32's bits into its key of ``order_keys``, or a key into bits: by one flip."""
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
@@ -122,9 +122,9 @@ def float_of(typingctx, bits):
 def _guess(low, high, n_low, n_high, k):
     """Returns a key in (low, high] that about k keys reach, guessed by the scores of low and high.
 
-    n_low keys reach low and n_high exceed high. The guess takes the square root of the number of
-    scores above a value as linear. This is nearly true at the upper side of a bell. If low or high
-    is no score, it returns the middle.
+    n_low keys reach low and n_high exceed high. The guess assumes that the square root of the
+    number of scores above a value is linear in the value. This is nearly true in the upper part of
+    a bell-shaped distribution. If low or high is no score, it returns the middle.
     """
     a, b = float_of(_ordered(np.int32(low))), float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:
@@ -139,9 +139,9 @@ def _guess(low, high, n_low, n_high, k):
 def threshold_of_largest(keys, n, k):
     """Returns a threshold for the k largest of keys[:n] int32, 1 <= k <= n.
 
-    At most k keys are above it, and keys equal to it fill up to k. It makes passes that only
-    compare and count; nothing is moved or allocated. Guesses take some 7 passes for bell-shaped
-    scores. The bisection after them takes 16, and at most 32.
+    At most k keys are above it, and keys equal to it fill up to k. A pass only compares and counts;
+    nothing is moved or allocated. Bell-shaped scores need about 7 passes of guesses. Other scores
+    need a bisection of some 16 passes, at most 32.
     """
     low, high = keys[0], keys[0]
     whole = n - n % LANES
@@ -153,7 +153,7 @@ def threshold_of_largest(keys, n, k):
     n_low, n_high, n_passes = n, 0, 0
     while low < high:
         middle = (low + high + 1) >> 1
-        if n_passes < N_GUESSES and n_passes % 3 != 2:  # guesses on one side only get nowhere
+        if n_passes < N_GUESSES and n_passes % 3 != 2:  # guesses may all be on the same side
             middle = _guess(low, high, n_low, n_high, k)
         n_passes += 1
         count = count_above(keys, n, np.int32(middle - 1))
@@ -189,7 +189,7 @@ def _compare(typingctx, keys, pivot, equal):
 def _positions_above(keys, n, threshold, ties, out):
     """Writes the positions of keys[:n] above the threshold and of the first ``ties`` equal to it.
 
-    They are ascending. Returns their number. If ``out`` is too small, the number is larger than it.
+    They are ascending. Returns their number, or len(out) + 1 if ``out`` is too small.
     """
     at, room = 0, len(out)
     whole = n - n % WORD
@@ -222,7 +222,7 @@ def _positions_above(keys, n, threshold, ties, out):
 
 @njit(cache=True, nogil=True)
 def _candidates(keys, n, k, out):
-    """Runs ``_positions_above`` a sample's threshold, which more than k keys probably exceed."""
+    """Runs ``_positions_above`` with a sample's threshold. Probably more than k keys exceed it."""
     sample = np.empty(n // (SAMPLE_STEP * LANES) * LANES, np.int32)
     for at in range(0, len(sample), LANES):
         sample[at : at + LANES] = keys[at * SAMPLE_STEP : at * SAMPLE_STEP + LANES]
@@ -242,7 +242,7 @@ def _select(keys, n, k, out):
 def select_largest(keys, n, k, out):
     """Writes out[:k], the positions of the k largest of keys[:n], ascending. The first win ties.
 
-    If k is few of many, it chooses among the keys above a sample's threshold, if they suffice.
+    If k is small, it selects among the keys above a sample's threshold, if there are enough.
     """
     if k <= 0:
         return
@@ -283,7 +283,7 @@ def select_rows(scores, n, n_sinks, n_recent, k, out):
 
 
 def select_rows_ref(scores, n, n_sinks, n_recent, k):
-    """Returns the same sets as one sorted array for each list. numpy reference."""
+    """numpy reference: returns each list's rows as one sorted array."""
     middle = np.arange(n_sinks, n - n_recent)
     rows = []
     for row in scores:

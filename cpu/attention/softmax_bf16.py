@@ -79,7 +79,7 @@ def _exp2_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     power = const(F32, EXP2[-1])
     for c in EXP2[-2::-1]:
         power = llvm.fma(b, power, r, const(F32, c))
-    every, rounding = ir.Constant(I16, -1), I32(4)  # as the CPU is set to
+    every, rounding = ir.Constant(I16, -1), I32(4)  # all lanes; the CPU's current rounding mode
     name = "llvm.x86.avx512.mask.scalef.ps.512"
     return llvm.call_named(b, name, VF, power, n, power, every, rounding)
 
@@ -133,7 +133,7 @@ def weigh(typingctx, scores, count, scale, peak, top, mass, old, weights):
             return new
 
         sums = llvm.loop(b, I64(0), count, 2, [const(F32, 0.0)] * len(VECTORS), pair)
-        olds = [  # exactly 1 if the peak stays: other rows of the tile then change no bit
+        olds = [  # exactly 1 if the peak is unchanged: other rows of the tile then change no bit
             _exp2_lanes(b, b.fmul(b.fsub(x, new), scales))
             for x, new in zip(_load_tile(b, peak), tops, strict=True)
         ]

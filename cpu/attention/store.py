@@ -1,4 +1,4 @@
-"""Storing of rows of K and V (attention/rows.py) in vector IR, from f32."""
+"""Stores f32 as rows of K and V (attention/rows.py), in vector IR."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ widened once for a tile of several query heads of its GQA group. The dot product
 summed across lanes together (llvm.sum_many). Rows are consecutive, or listed by int32 numbers. A
 ``mode`` is the kind of the rows, + GATHER for listed rows. 0 and 1 are the modes of f16.
 
-Sums are as wide as the CPU's vectors, and as many as its registers hold. With AVX-512 these are 16
-sums of 16 lanes, elsewhere 8 sums of 8. AVX2 has 16 registers: twice as many sums take three times
-as long there.
+Sums are as wide as the CPU's vectors, and as many as its registers hold. AVX-512 has 16 sums of 16
+lanes, other CPUs have 8 sums of 8. AVX2 has 16 registers: twice as many sums take three times as
+long there.
 
-There is code for every tile and mode, which takes long to compile. It is compiled once for each
-kind of rows, and kernels call it through a table of addresses. The entry of f16 is set when this
-file is imported. Another entry is set when a cache has rows of its kind (``install``).
+Each tile and mode has its own code, which takes long to compile. It is compiled once for each kind
+of rows, and kernels call it through a table of addresses. The entry of f16 is set when this file is
+imported. ``install`` sets the entry of another kind when a cache has such rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sparsekv_cli.cpu.jit.pointers import address, function_address
 PAD = 32  # floats that a score buffer needs after its last score
 AHEAD_SCAN, AHEAD_GATHER = 64, 40  # rows between a load and its prefetch
 NEGATIVE_INFINITY = np.float32(-np.inf)
-# Dims of a tile's values that registers sum at a time, a multiple of 16, for each size of a tile.
+# Dims of values that registers sum at a time, a multiple of 16, for each size of a tile.
 WIDE_DIMS = (
     dict.fromkeys(range(1, 8), 64) | {8: 32}
     if VECTOR_LANES == LANES
@@ -56,7 +56,7 @@ def _row_address(b, base, row_bytes, idx, j, mode):
 
 
 def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
-    """Returns addresses of n_rows rows from j + AHEAD on, in a list at most to its row ``last``."""
+    """Returns addresses of n_rows rows from j + AHEAD on; in a list, none after ``last``."""
     rows = []
     for i in range(n_rows):
         at = b.add(j, I64((AHEAD_GATHER if mode & GATHER else AHEAD_SCAN) + i))
@@ -69,7 +69,7 @@ def _rows_ahead(b, base, row_bytes, idx, j, n_rows, last, mode):
 def _add_products(b, sums, left, n_left, right, n_right):
     """Returns sums[i n_right + j] + left(i) right(j), with i < n_left and j < n_right.
 
-    left, right: functions that load a vector. The fewer vectors stay in registers.
+    left, right: functions that load a vector. The side with fewer vectors stays in registers.
     """
     few, n_few, many, n_many, to_few, to_many = left, n_left, right, n_right, n_right, 1
     if n_right <= n_left:
@@ -214,7 +214,7 @@ def _emit_values(b, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
 
 def _every_tile(emit_tile: Callable[..., None]) -> Any:
-    """Returns Numba code (literal kind, tile, mode, ...): ``emit_tile`` of all tiles and modes."""
+    """Returns an intrinsic (literal kind, tile, mode, ...) with ``emit_tile``'s code for each."""
 
     @intrinsic
     def any_tile(typingctx, kind, tile, mode, a, b, c, d, e, f, g, h):
@@ -256,7 +256,7 @@ def _values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
 
 
 def install(kind: int) -> None:
-    """Compiles the tiles of a kind of rows, or loads them from the disk, unless that was done."""
+    """Sets the table's kernels of a kind of rows: compiles them or loads them from the disk."""
     for i, function in enumerate((_scores, _values)):
         if not _TABLE[kind + i]:
             signature = (types.literal(kind),) + (types.int64,) * _N_NUMBERS
@@ -273,7 +273,7 @@ def _call(which: int) -> Any:
             table = ir.GlobalVariable(b.module, ir.ArrayType(I64, len(_TABLE)), TABLE)
         function = b.load(b.gep(table, [I64(0), b.add(kind, I64(which))]))
         type_ = ir.FunctionType(ir.VoidType(), [I64] * (1 + _N_NUMBERS))
-        b.call(b.inttoptr(function, type_.as_pointer()), [I64(0), *args])  # a literal takes a place
+        b.call(b.inttoptr(function, type_.as_pointer()), [I64(0), *args])  # 0 for the literal
         return context.get_dummy_value()
 
     return _TEN_NUMBERS, codegen

@@ -1,1 +1,1 @@
-"""SnapKV and H2O: scores by which rows are dropped."""
+"""SnapKV and H2O: the scores that decide which rows are dropped."""

@@ -1,9 +1,9 @@
-"""The attention that keys have received, by which SnapKV and H2O drop rows.
+"""Sums of the attention that keys have received. SnapKV and H2O drop rows with small sums.
 
-The sums are columns of the causal softmax over the rows that a cache holds. There is one list a kv
-head, and its query heads add to the same sums. The softmax is the attention's: a sink takes its
-part of it. f32. A thread never adds where another does, and the parts are merged in a fixed order.
-The number of threads then changes no bit.
+A sum is a column sum of the causal softmax over a cache's rows, f32. A kv head has one list of
+sums, to which all its query heads add. The softmax is the attention's, sinks included. Each part of
+the queries has its own sums, and the parts are merged in a fixed order. So the number of threads
+changes no bit.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import I64, LANES, keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-N_PART = 8  # pieces that the queries of a kv head are cut into
-ROWS_A_PART = 64  # at least
+N_PART = 8  # most parts of a kv head's queries
+ROWS_A_PART = 64  # fewest queries of a part
 ONE_THREAD_BELOW = 1 << 14  # dot products under which threads cost more than they save
 
 
@@ -41,7 +41,7 @@ def _add_weighted(target, source, n, factor):
 def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, sinks, sums):
     """Adds the softmax of the queries q[first:last] of one kv head to sums f32 (n,).
 
-    sinks: those of its query heads, or empty.
+    sinks f32 (group,): scores without values of its query heads, or empty.
     """
     if first == last:
         return
@@ -71,7 +71,7 @@ def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, 
 
 @njit(cache=True, nogil=True)
 def _add_parts(counter, q, layout, n_past, group, scale, softcap, sinks, parts):
-    """Takes (kv head, part) tasks until there are none; parts f32 (G, parts, n)."""
+    """Runs (kv head, part) tasks until none is left; parts f32 (G, parts, n)."""
     n_kv_head, n_part, _ = parts.shape
     n_row = q.shape[1]
     task = next_task(counter)
@@ -91,9 +91,9 @@ def add_attention(q, layout, n, group, scale, softcap, sinks, sums, n_threads):
     """sums[g, j] += softmax(scale q . k)[j], summed over the queries of the last positions.
 
     q f32 (G, R, d): the ``group`` query heads of the first of R / group positions, then of the next
-    one. The last position sees n rows, each one before it one row less. layout int64 (8,): see
-    attention/rows.py. softcap: 0 for none; sinks f32 (H,): scores without values, or empty. sums
-    f32 (G, >= n).
+    position. The last position sees n rows, each earlier position one row less. layout int64 (8,):
+    see attention/rows.py. softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
+    sums f32 (G, >= n).
     """
     n_kv_head, n_row, _ = q.shape
     n_past = n - n_row // group
@@ -164,7 +164,7 @@ def copy_bytes(typingctx, source, target, count):
 
 @njit(cache=True, nogil=True)
 def least_attended(positions, mass, n, first, last):
-    """The slot below n with the least mass among positions first..last - 1; of ties the oldest."""
+    """Returns the slot below n with the least mass at positions first..last - 1; oldest of ties."""
     found = -1
     for j in range(n):
         if first <= positions[j] < last and (
@@ -178,7 +178,7 @@ def least_attended(positions, mass, n, first, last):
 
 @njit(cache=True, nogil=True)
 def drop_least_attended(layout, n, first, last, positions, mass):
-    """Every kv head drops one of its n rows; the last row takes its slot.
+    """Drops one of the n rows of every kv head; the last row moves to its slot.
 
     layout int64 (8,): see attention/rows.py; positions int32, mass f32 (G, >= n). The
     row with the least mass among those at positions first..last - 1 is dropped; there must be one.
@@ -194,7 +194,7 @@ def drop_least_attended(layout, n, first, last, positions, mass):
 
 
 def drop_least_attended_ref(first, last, positions, mass):
-    """numpy reference: the slot that each kv head drops, of positions and mass (G, n)."""
+    """numpy reference: returns the slot that each kv head drops; positions, mass (G, n)."""
     slots = []
     for position, weight in zip(positions, mass, strict=True):
         among = np.flatnonzero((first <= position) & (position < last))
@@ -206,9 +206,9 @@ def drop_least_attended_ref(first, last, positions, mass):
 def heavy_hitter_step(
     q, layout, n, scale, softcap, sinks, drops, first, last, positions, mass, n_threads
 ):  # fmt: skip
-    """H2O's work after the attention of a decode step, whose row is the last of n.
+    """Runs H2O's update after the attention of a decode step. The step's row is the last of n.
 
-    q f32 (G, group, d). Adds the step's attention to mass and, if ``drops``, drops a row of every
+    q f32 (G, group, d). It adds the step's attention to mass. If ``drops``, it drops a row of every
     kv head (``drop_least_attended``).
     """
     add_attention(q, layout, n, q.shape[1], scale, softcap, sinks, mass, n_threads)

@@ -1,9 +1,9 @@
-"""A decode step's rows through the experts of a layer, over weights as they lie.
+"""Runs a decode step's rows through a layer's experts, with the weights in the file's layout.
 
 ``next_expert_layer`` replaces ``next_layer`` of layer/decode.py: one call goes from a layer's
 attention to the next layer's inputs. The rows are grouped by expert, so that an expert that several
-sequences have chosen is read once. All products of a step that can go on at once are one table of
-jobs. The threads share it by the bytes of the weights.
+sequences have chosen is read once. Products that do not depend on each other are one table of jobs.
+The threads share its cost evenly.
 """
 
 import numpy as np
@@ -53,15 +53,15 @@ EXPERTS = np.dtype(
     [
         (name, np.int64)
         for name in (
-            *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared one's length, or 0
-            "n_parts",  # matrices of an input: gate and up are two, or one
-            "normalised",  # whether the weights of the chosen sum to 1
-            "choice_bias",  # f32 (n_expert,) of sigmoids that route; 0: a softmax does
+            *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared expert's n_ff, or 0
+            "n_parts",  # matrices of gate and up: two, or one if they are merged
+            "normalised",  # whether the weights of the chosen experts sum to 1
+            "choice_bias",  # f32 (n_expert,): ``route_row`` then takes sigmoids; 0: a softmax
             "matrices",  # int64 (n_parts + 1, 6): the first expert's, down last; the others follow
             "shared_gate",  # f32 (n_embd,), or 0
             "router_bias",  # f32 (n_expert,), or 0
             *("hidden_bias", "result_bias"),  # f32 (n_expert, 2 n_ff) and (n_expert, n_embd), or 0
-            "result_scale",  # f32 (n_expert,), of what an expert gives, or 0
+            "result_scale",  # f32 (n_expert,): factors of the experts' results, or 0
             *("router_norm", "expert_norm"),  # f32 (n_embd,), of x; or 0: both take ``normed``
             *("result_norm", "shared_norm"),  # f32 (n_embd,), of both sums, or 0
             *("gathered", "gathered_row"),  # scratch (slots, bytes of a row as f32 and quantised)
@@ -72,14 +72,14 @@ EXPERTS = np.dtype(
     ]
 )
 
-# Columns of a table of jobs, int64: those of a matrix, then what it is multiplied with.
+# Columns of a table of jobs, int64: those of a matrix, then its inputs and outputs.
 SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
-DECODING = 3  # what decoding a weight costs, in products with an input
+DECODING = 3  # cost of decoding a weight, in products with one input
 
 
 @njit(cache=True, nogil=True)
 def _run_part(jobs, first, last):
-    """The rows of all jobs whose cost is between ``first`` and ``last``, in whole groups."""
+    """Runs the rows whose summed cost lies between ``first`` and ``last``, in whole groups."""
     start = 0
     for j in range(jobs.shape[0]):
         n, cost = jobs[j, ROWS], jobs[j, ROW_BYTES] * (DECODING + jobs[j, N_INPUTS])
@@ -107,9 +107,9 @@ def run_jobs(jobs, n_threads):
 
 @njit(cache=True, nogil=True)
 def _set_jobs(jobs, table, e, inputs, count, out, out_row):
-    """Jobs of expert e's matrices of a table, whose results lie side by side.
+    """Sets the jobs of expert e's matrices of a table. Their results lie side by side.
 
-    inputs: address and bytes of a row in f32, the same quantised.
+    inputs: address and bytes of a row in f32, then both for quantised rows.
     """
     x, x_row, quantized, quantized_row = inputs
     for m in range(table.shape[0]):
@@ -153,7 +153,7 @@ def multiply_experts(table, offsets, x, out, n_threads):
 
 @njit(cache=True, nogil=True)
 def _copy(source, target, n):
-    """n bytes, a multiple of 4, from an address to another."""
+    """Copies n bytes, a multiple of 4, from one address to another."""
     to, from_ = floats(target, n // 4), floats(source, n // 4)
     for c in range(n // 4):
         to[c] = from_[c]
@@ -161,7 +161,10 @@ def _copy(source, target, n):
 
 @njit(cache=True, nogil=True)
 def _expect_down(matrix, offsets):
-    """Announces the chosen experts' matrices of this kind, the first ones, as read next."""
+    """Announces the matrices of one kind of the first chosen experts, so that they are prefetched.
+
+    matrix: the matrix of expert 0.
+    """
     regions = np.zeros((N_REGIONS, 2), np.int64)
     size, n = matrix[ROWS] * matrix[ROW_BYTES], 0
     for e in range(offsets.shape[0] - 1):
@@ -181,9 +184,9 @@ def _later_matrices(layer):
 
 @njit(cache=True, nogil=True)
 def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
-    """Jobs of the chosen experts' gates and ups, and of the shared ones; returns how many.
+    """Sets the jobs of gate and up of the chosen and the shared experts; returns their number.
 
-    given: addresses of what the experts take, in f32 and quantised.
+    given: addresses of the experts' inputs, in f32 and quantised.
     """
     n_embd = layer.n_embd
     x_row, stride = 4 * n_embd, quantized_stride(n_embd)
@@ -218,7 +221,7 @@ def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
 
 @njit(cache=True, nogil=True)
 def _add_biases(slots, offsets, biases, n):
-    """Adds an expert's bias to its slots.
+    """Adds each expert's bias to its slots.
 
     slots: address and bytes of a row; biases: address of f32 (experts, n), or 0.
     """
@@ -234,7 +237,7 @@ def _add_biases(slots, offsets, biases, n):
 
 @njit(cache=True, nogil=True)
 def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
-    """act(gate) * up of some slots, in the gate's place, and quantised if n_planes is not 0."""
+    """Overwrites the gate of some slots by act(gate) * up; quantises it if n_planes is not 0."""
     row = mixture.hidden_row
     for p in range(first, first + count):
         gate = mixture.hidden + p * row
@@ -247,7 +250,7 @@ def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
 
 @njit(cache=True, nogil=True)
 def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
-    """Jobs of the chosen experts' downs and of the shared one; returns how many."""
+    """Sets the jobs of down of the chosen and the shared experts; returns their number."""
     n_parts = mixture.n_parts
     table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))[n_parts:]
     row, stride, n = mixture.hidden_row, mixture.quantized_row, 0
@@ -271,9 +274,9 @@ def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
 def add_experts(layers, mixtures, i, n_rows, n_threads):
     """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. If experts have norms of their own,
-    these are of x, and ``normed`` is for the shared expert. The results of both then have a norm
-    too.
+    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. If router and experts have their own
+    norms, these are norms of x, and only the shared expert takes ``normed``. Then both results have
+    a norm, too.
     """
     layer, mixture = layers[i], mixtures[i]
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
@@ -369,7 +372,7 @@ def experts_ref(
 ) -> np.ndarray:
     """numpy reference of the chosen experts' sum: normed (B, n_embd), f64 of the same shape.
 
-    given: what the experts take, None: normed. scale (experts,): of what each gives, None: 1.
+    given: the experts' inputs; None: normed. scale (experts,): factors of their results; None: 1.
     router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
     """
     chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised)

@@ -1,6 +1,6 @@
-"""Products in bf16 of a prefilled chunk with all experts of a layer, each with its own rows.
+"""Multiplies a prefilled chunk by the experts of a layer in bf16. Each expert has its own rows.
 
-The tasks of layer/matmul_bf16.py over the experts one after another. bf16 is a uint16 here.
+The tasks are those of layer/matmul_bf16.py, one expert after another. A bf16 is stored as a uint16.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ from sparsekv_cli.cpu.layer.matmul_bf16 import (
 def _multiply_tasks(
     counter, table, offsets, starts, tiles, n_columns, step, rows, panel, sums, out
 ):  # fmt: skip
-    """Takes (expert, panels) tasks, as many panels as there are sums, until there are none."""
+    """Runs tasks until none is left: an expert and as many panels as ``sums`` holds."""
     n_experts, most = offsets.shape[0] - 1, sums.shape[0]
     own = table.copy()
     own[:, MATRIX_ROWS] //= n_experts
@@ -54,7 +54,7 @@ def _multiply(
     for part in prange(n_threads):
         for e in range(part * n_experts // n_threads, (part + 1) * n_experts // n_threads):
             if offsets[e] < offsets[e + 1]:
-                tiles[starts[e + 1] - 1] = 0  # the last has room for more
+                tiles[starts[e + 1] - 1] = 0  # rows of the last tile may be unused
                 for p in range(offsets[e], offsets[e + 1]):
                     lay_row(x[taken[p]], tiles, starts[e] * ROWS + p - offsets[e])
     counter = np.zeros(1, np.int64)
@@ -75,8 +75,8 @@ def multiply_experts(
 ) -> None:
     """out[p] = the products of an expert's matrices with x[rows[p]], side by side.
 
-    table: of layer/matmul_bf16.py, a matrix being those of all experts, one after another. Expert e
-    has the pairs p, offsets[e] <= p < offsets[e + 1]. x, out: bf16.
+    table: as in layer/matmul_bf16.py; a matrix holds those of all experts, one after another.
+    Expert e has the pairs p, offsets[e] <= p < offsets[e + 1]. x, out: bf16.
     """
     n_tiles = -(-np.diff(offsets) // ROWS)
     starts = np.concatenate([[0], np.cumsum(n_tiles)])

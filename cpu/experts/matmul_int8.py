@@ -1,7 +1,7 @@
-"""Integer products of a prefilled chunk with all experts of a layer, each with its own rows.
+"""Multiplies a prefilled chunk by a layer's experts, in integers. Each expert has its own rows.
 
-The tasks are those of layer/matmul_int8.py over the experts one after another. A task decodes a few
-rows of an expert's weights once, for all inputs of that expert.
+The tasks are those of layer/matmul_int8.py, one expert after another. A task decodes a few rows of
+an expert's weights once, for all inputs of a span of that expert's pairs.
 """
 
 import numpy as np
@@ -21,14 +21,14 @@ from sparsekv_cli.cpu.layer.matmul_int8 import (
 )
 from sparsekv_cli.cpu.layer.tiles_int8 import GROUP, TILE, round_input, tile_bytes
 
-MOST_TILES = TASK_ROWS // TILE  # of inputs of a task
+MOST_TILES = TASK_ROWS // TILE  # tiles of inputs of a task
 
 
 @njit(cache=True, nogil=True)
 def _list_spans(offsets):
-    """int64 (spans, 5): an expert, its first and last pair, the first and last tile of these.
+    """Returns spans int64 (n, 5): expert, first pair, end of the pairs, first tile, end of tiles.
 
-    Every expert that has pairs begins with a tile of its own; a span has up to MOST_TILES.
+    A span has the pairs of one expert, starts with a new tile and has at most MOST_TILES tiles.
     """
     n_experts, size = offsets.shape[0] - 1, MOST_TILES * TILE
     spans = np.empty((n_experts + offsets[n_experts] // size, 5), np.int64)
@@ -45,7 +45,7 @@ def _list_spans(offsets):
 
 @njit(cache=True, nogil=True)
 def _round_pairs(span, begin, end, rows, x, tiles):
-    """The inputs of a span's pairs, begin <= p < end, to their places in the tiles."""
+    """Rounds the inputs of a span's pairs p, begin <= p < end, into their tiles."""
     for p in range(max(span[1], begin), min(span[2], end)):
         i = p - span[1]
         place = tiles[span[3] + i // TILE, 4 * (i % TILE) :].ctypes.data
@@ -54,7 +54,7 @@ def _round_pairs(span, begin, end, rows, x, tiles):
 
 @njit(cache=True, nogil=True)
 def _place_of(table, n_experts, group):
-    """The matrix of a group of an expert's rows, its first row there, and its column of results."""
+    """Returns the matrix of a group of an expert's rows, its first row and its result column."""
     m, column = 0, 0
     while group * GROUP >= table[m, ROWS] // n_experts:
         group -= (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
@@ -65,9 +65,9 @@ def _place_of(table, n_experts, group):
 
 @njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, n_experts, spans, tiles, n, out):
-    """Takes (span, GROUP rows of a matrix of its expert) tasks until there are none.
+    """Runs tasks until none is left: a span and GROUP rows of a matrix of its expert.
 
-    A thread takes a task ahead of its last one's end, to have its weights fetched.
+    A thread takes its next task before it runs the current one, to prefetch the next weights.
     """
     n_groups, n_tiles = 0, 0
     for m in range(table.shape[0]):
@@ -95,14 +95,14 @@ def _multiply_tasks(counter, table, n_experts, spans, tiles, n, out):
 def multiply_experts(table, offsets, rows, x, out, n_threads):
     """out[p] = the products of an expert's matrices with x[rows[p]], side by side.
 
-    table: of layer/matmul_int8.py, a matrix being those of all experts, one after another. Expert e
-    has the pairs p, offsets[e] <= p < offsets[e + 1]. x, out: f32 or bf16.
+    table: as in layer/matmul_int8.py; a matrix holds those of all experts, one after another.
+    Expert e has the pairs p, offsets[e] <= p < offsets[e + 1]. x, out: f32 or bf16.
     """
     n, n_pairs, n_experts = x.shape[1], offsets[-1], offsets.shape[0] - 1
     spans = _list_spans(offsets)
     tiles = np.empty((spans[-1, 4], tile_bytes(n)), np.uint8)
     for s in range(spans.shape[0]):
-        tiles[spans[s, 4] - 1] = 0  # the last has room for more
+        tiles[spans[s, 4] - 1] = 0  # rows of the last tile may be unused
     for part in prange(n_threads):
         begin, end = part * n_pairs // n_threads, (part + 1) * n_pairs // n_threads
         for s in range(spans.shape[0]):
@@ -115,7 +115,7 @@ def multiply_experts(table, offsets, rows, x, out, n_threads):
 def multiply_experts_ref(
     matrices: list[tuple[int, np.ndarray]], offsets: np.ndarray, rows: np.ndarray, x: np.ndarray
 ) -> np.ndarray:
-    """f32 (pairs, rows of an expert) on gguf's own dequantisation, summed in f64."""
+    """Reference: f32 (pairs, rows of an expert) from gguf's own dequantisation, summed in f64."""
     n_experts, parts = len(offsets) - 1, []
     for e in range(n_experts):
         own = [(code, np.split(w, n_experts)[e]) for code, w in matrices]

@@ -1,4 +1,4 @@
-"""Which experts a row takes, with which weights, and a chunk's rows grouped by expert."""
+"""Routing: chooses each row's experts and their weights, and groups a chunk's rows by expert."""
 
 import numpy as np
 from numba import njit, prange
@@ -15,7 +15,7 @@ NO_BIAS = np.empty(0, np.float32)
 
 @njit(cache=True, nogil=True)
 def _softmax(logits):
-    """logits f32 (experts,) become the shares of their softmax."""
+    """Replaces logits f32 (experts,) by their softmax."""
     largest = logits.max()
     total = np.float32(0)
     for e in range(logits.shape[0]):
@@ -27,11 +27,11 @@ def _softmax(logits):
 
 @njit(cache=True, nogil=True)
 def route_row(logits, bias, normalised, chosen, weights):
-    """The experts of one row, best first, in chosen int64 (used,), and their weights f32 (used,).
+    """Sets chosen int64 (used,) to the experts of one row, best first, and weights f32 (used,).
 
-    logits f32 (experts,) are overwritten; weights are the shares of their softmax. With a bias f32
-    (experts,) they are the sigmoids instead, and the best are those of the largest sigmoid plus
-    bias. The first of several equal experts is chosen.
+    logits f32 (experts,) are overwritten. Weights are the softmax of the logits. With a bias f32
+    (experts,) they are sigmoids instead, and the best experts have the largest sigmoid plus bias.
+    The first of several equal experts is chosen.
     """
     if bias.shape[0]:
         for e in range(logits.shape[0]):
@@ -42,7 +42,7 @@ def route_row(logits, bias, normalised, chosen, weights):
     for j in range(chosen.shape[0]):
         best = 0
         while logits[best] == CHOSEN:
-            best += 1  # stays among those that are not chosen, whatever is no number
+            best += 1  # the first expert that is not chosen yet, also if logits are NaN
         for e in range(best + 1, logits.shape[0]):
             if logits[e] > logits[best]:
                 best = e
@@ -58,7 +58,7 @@ def route_row(logits, bias, normalised, chosen, weights):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def route_rows(logits, bias, normalised, chosen, weights, n_threads):
-    """``route_row`` of each of T rows: logits (T, experts), chosen and weights (T, used)."""
+    """Runs ``route_row`` for T rows: logits (T, experts), chosen and weights (T, used)."""
     n_rows = logits.shape[0]
     for part in prange(n_threads):
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
@@ -68,7 +68,7 @@ def route_rows(logits, bias, normalised, chosen, weights, n_threads):
 def route_ref(
     logits: np.ndarray, bias: np.ndarray, n_used: int, normalised: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """numpy reference: the experts of each row, best first (T, used), and their weights f32."""
+    """numpy reference: returns each row's experts, best first (T, used), and their weights."""
     shifted = np.exp(logits - logits.max(1, keepdims=True))
     shares = shifted / shifted.sum(1, keepdims=True)
     if len(bias):
@@ -83,10 +83,10 @@ def route_ref(
 
 @njit(cache=True, nogil=True)
 def group_rows(chosen, offsets, rows, places):
-    """Pairs of a row and an expert of it, in the order of the experts, then of the rows.
+    """Sorts the pairs of a row and one of its experts by expert, then by row.
 
     chosen int64 (T, used). Results: expert e has the pairs offsets[e] <= p < offsets[e + 1].
-    rows[p] is the row of a pair. places[t, j] is the pair of row t and its expert j.
+    rows[p] is the row of a pair. places[t, j] is the pair of row t and its expert chosen[t, j].
     """
     offsets[:] = 0
     for t in range(chosen.shape[0]):
@@ -99,7 +99,7 @@ def group_rows(chosen, offsets, rows, places):
             e = chosen[t, j]
             rows[offsets[e]], places[t, j] = t, offsets[e]
             offsets[e] += 1
-    for e in range(offsets.shape[0] - 1, 0, -1):  # each is where its expert ends
+    for e in range(offsets.shape[0] - 1, 0, -1):  # offsets[e] is now the end of expert e's pairs
         offsets[e] = offsets[e - 1]
     offsets[0] = 0
 
@@ -115,7 +115,7 @@ def group_ref(chosen: np.ndarray, n_expert: int) -> tuple[np.ndarray, np.ndarray
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def add_biases(results, offsets, biases, n_threads):
-    """results[p] += biases[e] for expert e's pairs p, grouped as above.
+    """results[p] += biases[e] for the pairs p of expert e, see ``group_rows``.
 
     results (pairs, n), f32 or bf16; biases f32 (experts, n).
     """
@@ -129,7 +129,7 @@ def add_biases(results, offsets, biases, n_threads):
 
 @njit(cache=True, nogil=True)
 def sigmoid_product(x, weight):
-    """1 / (1 + e^-(x . weight)), f32 (n,); 1 without a weight."""
+    """Returns 1 / (1 + e^-(x . weight)); x, weight f32 (n,). Returns 1 if ``weight`` is empty."""
     if weight.shape[0] == 0:
         return np.float32(1)
     total = np.float32(0)
@@ -140,10 +140,11 @@ def sigmoid_product(x, weight):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def add_weighted(results, places, weights, shared, normed, shared_gate, out, n_threads):
-    """out f32 (T, n) = the results of a row's experts times their weights, best first.
+    """out f32 (T, n) = the sum of the results of a row's experts times their weights, best first.
 
-    results (pairs, n), f32 or bf16; places and weights (T, used). shared (T, n), or (0, n): what
-    is added last, times ``sigmoid_product`` of normed f32 (T, n) and shared_gate f32 (n,).
+    results (pairs, n), f32 or bf16; places and weights (T, used). shared (T, n), or (0, n): the
+    shared expert's results. They are added last, times ``sigmoid_product`` of normed f32 (T, n) and
+    shared_gate f32 (n,).
     """
     n_rows, n = out.shape
     for part in prange(n_threads):

@@ -1,19 +1,19 @@
-"""FAEDKV in blocks: each block of tokens is transformed by itself, and all keep the same waves.
+"""FAEDKV in blocks: each block of tokens is transformed alone, and all keep the same waves.
 
-A block's rows are the coefficients of its tokens. Scores and weights turn into each other by small
-products with the waves, which stay in the L1 cache:
+A block's rows are the coefficients of its tokens. Small products with the waves, which stay in the
+L1 cache, give the scores and the output:
 
     scores = waves^T (rows_k . q),    output = (waves p) . rows_v,    p = softmax(scores)
 
-The waves are counted from the middle of a block. Each wave is then the same in both halves, if one
-is read backwards, or has the other sign. The same holds for both quarters of a half. Products of a
-quarter's length and two levels of butterflies are enough. Scores of a block therefore lie as
-``_quarters`` says.
+The waves have their origin in the middle of a block. So the second half of a wave is its first half
+backwards, with the same or the opposite sign. The quarters of a half have the same symmetry. So
+products over a quarter of the tokens and two levels of butterflies are enough. ``_quarters`` says
+in which order the scores of a block lie.
 
-Sixteen blocks make a group: each block is a lane of the vectors. The rows of one wave lie side by
-side. Each group has a softmax of its own. The groups are merged as flash attention does it. Where a
-block keeps its mean only, it has one score for all its tokens. Rows are f16, scaled to its range by
-a gain a block.
+Sixteen blocks are a group: each block is a lane of the vectors. A group's rows of one wave are
+contiguous. Each group has its own softmax. The groups are merged as in flash attention. A block
+that keeps its mean only has one score for all its tokens. Rows are f16. A gain a block scales them
+to the range of f16.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, reco
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
-# The record of attention over one layer's blocks. Addresses are of contiguous arrays.
+# The arguments of attention over one layer's blocks. Addresses are of contiguous arrays.
 BLOCKS = np.dtype(
     [
         ("exact", np.int64, 8),  # layout of the exact rows, see attention/rows.py
@@ -61,8 +61,8 @@ BLOCKS = np.dtype(
                 "n_rows",  # coefficient rows of a block
                 "length",  # tokens of a block
                 "waves",  # f32 (n_rows, quarter)
-                "quarter",  # length / 4, or 0 where blocks keep their mean only
-                "inverse",  # f32 (2, capacity): what takes the gains of K and V back
+                "quarter",  # length / 4, or 0 if blocks keep their mean only
+                "inverse",  # f32 (2, capacity): 1 / gain of K and of V
                 "capacity",  # blocks
                 "sinks",  # f32 (n_sinks,): scores without values; n_sinks is n_head or 0
                 "n_sinks",
@@ -74,16 +74,16 @@ BLOCKS = np.dtype(
     ]
 )
 _blocks_pointer = record_pointer(BLOCKS)
-MEANS_AT_ONCE = 256  # blocks, where each has one score
+MEANS_AT_ONCE = 256  # blocks of a task, if each has one score
 ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
 LINE = 4 * LANES  # bytes of one number of each block of a group
 
 
 @njit(cache=True, nogil=True, fastmath={"nsz"})
 def _quarters(x, size):
-    """Sums of parts become tokens, or the other way: x f32 (>= 4 size), four parts or quarters.
+    """Turns the four parts' sums into four quarters of tokens, or back, in place.
 
-    Quarters: tokens 0, 1, ..; of the second quarter backwards; of the fourth backwards; of the
+    x f32 (>= 4 size). The quarters are: the first; the second backwards; the fourth backwards; the
     third.
     """
     a, b, c, d = x[:size], x[size : 2 * size], x[2 * size : 3 * size], x[3 * size : 4 * size]
@@ -94,7 +94,7 @@ def _quarters(x, size):
 
 @njit(cache=True, nogil=True)
 def _to_tokens(z, waves, n_waves, x):
-    """x f32 (>= length LANES), numbers of tokens, from z f32 (>= rows LANES), of waves."""
+    """Transforms z f32 (>= rows LANES), numbers of waves, to x f32 (>= length LANES), of tokens."""
     quarter, row = waves.shape[1], 0
     for part in range(4):
         multiply(
@@ -108,7 +108,7 @@ def _to_tokens(z, waves, n_waves, x):
 
 @njit(cache=True, nogil=True)
 def _to_waves(x, waves, n_waves, z):
-    """z from x, see ``_to_tokens``; x changes."""
+    """Transforms x to z, see ``_to_tokens``; overwrites x."""
     quarter, row = waves.shape[1], 0
     _quarters(x, quarter * LANES)
     for part in range(4):
@@ -121,7 +121,7 @@ def _to_waves(x, waves, n_waves, z):
 
 @njit(cache=True, nogil=True)
 def _soft(scores, n, softcap):
-    """scores become e^(scores - peak) after the cap; returns the peak and their sum."""
+    """Replaces scores by e^(scores - peak) after the softcap; returns the peak and their sum."""
     for i in range(n, n + LANES):
         scores[i] = NEGATIVE_INFINITY
     at = scores.ctypes.data
@@ -133,7 +133,7 @@ def _soft(scores, n, softcap):
 
 @njit(cache=True, nogil=True)
 def _weigh_means(z, n_block, length, from_k, from_v, softcap):
-    """Softmax of one head over blocks with one score each: peak and mass; see ``_weigh_blocks``."""
+    """``_weigh_blocks`` for blocks with one score each; from_k, from_v f32 (>= n_block,)."""
     root = np.float32(np.sqrt(length))
     for i in range(n_block):
         z[i] *= from_k[i] / root
@@ -145,10 +145,10 @@ def _weigh_means(z, n_block, length, from_k, from_v, softcap):
 
 @njit(cache=True, nogil=True)
 def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
-    """Softmax of one head over a group of blocks: peak and mass.
+    """Returns peak and mass of one head's softmax over a group of blocks.
 
-    z f32 (>= rows LANES + PAD): the rows' dot products, which become the factors of the value rows.
-    from_k, from_v f32 (LANES,): what takes the gains back. x f32 (>= length LANES + PAD): scratch.
+    z f32 (>= rows LANES + PAD): the rows' dot products; replaced by the factors of the value rows.
+    from_k, from_v f32 (LANES,): 1 / gain. x f32 (>= length LANES + PAD): scratch.
     """
     n_rows, quarter = waves.shape
     scale_lanes(z.ctypes.data, n_rows, from_k.ctypes.data)
@@ -164,16 +164,16 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
 
 @njit(cache=True, nogil=True)
 def _record(at):
-    """The record of ``BLOCKS`` at an address."""
+    """Returns the record of ``BLOCKS`` at an address."""
     return carray(_blocks_pointer(at), 1)[0]
 
 
 @njit(cache=True, nogil=True)
 def _attend_exact(this, q, g, sinks, peak, mass, acc):
-    """Softmax state of kv head g's query heads over the exact rows.
+    """Computes the softmax state of kv head g's query heads over the exact rows.
 
-    this: a record of ``BLOCKS``. q f32 (heads, d) scaled; sinks f32 (heads,): scores without values
-    that it begins with, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
+    this: a record of ``BLOCKS``. q f32 (heads, d) scaled; sinks f32 (heads,): scores without
+    values, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
     """
     layout = this.exact
     buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
@@ -187,7 +187,7 @@ def _attend_exact(this, q, g, sinks, peak, mass, acc):
 
 @njit(cache=True, nogil=True)
 def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
-    """Softmax state of kv head g's query heads over ``n_block`` blocks from ``first`` on.
+    """Computes the softmax state of kv head g's query heads over ``n_block`` blocks from ``first``.
 
     z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``, ``_weigh_blocks``.
     """
@@ -220,9 +220,10 @@ def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
 
 @njit(cache=True, nogil=True)
 def _take_tasks(counter, at, q, at_once, peak, mass, acc):
-    """Takes tasks of a kv head: its exact rows, or ``at_once`` of its blocks. q f32 (H, d) scaled.
+    """Runs tasks until none is left: a kv head's exact rows, or ``at_once`` of its blocks.
 
-    at: the address of the record. peak, mass f32 (parts, H), acc f32 (parts, H, d_v).
+    at: the address of the record. q f32 (H, d) scaled. peak, mass f32 (parts, H), acc f32 (parts,
+    H, d_v).
     """
     this = _record(at)
     n_kv, group = this.n_kv, len(q) // this.n_kv
@@ -246,9 +247,9 @@ def _take_tasks(counter, at, q, at_once, peak, mass, acc):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def attend_blocks(at, q, out):
-    """Attention of one token over exact rows and blocks.
+    """Computes attention of one token over exact rows and blocks.
 
-    Addresses: of a record of ``BLOCKS``, of q f32 (H, d), and of out f32 (H, d_v).
+    Arguments are addresses: of a record of ``BLOCKS``, of q f32 (H, d), and of out f32 (H, d_v).
     """
     this = _record(at)
     n_head, d_v, n_threads = this.n_head, this.d_v, this.n_threads
@@ -283,7 +284,7 @@ class BlockSpectrum:
         columns = 0 if basis.is_mean else basis.n // 4
         self._waves = self._matrix[:, :columns].copy()
         self._record = record = np.zeros((), BLOCKS)
-        self._at = address(record)  # asked once: numpy describes all fields each time
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_kv"], record["d"], record["d_v"] = n_head_kv, width, width_v
         record["n_rows"], record["length"] = basis.n_rows, basis.n
         record["waves"], record["quarter"] = address(self._waves), columns
@@ -309,11 +310,11 @@ class BlockSpectrum:
         return self.k.strides[1] + self.v.strides[1]
 
     def _groups(self, array: np.ndarray) -> np.ndarray:
-        """K or V as (G, groups, waves, LANES, width)."""
+        """Returns a view of K or V as (G, groups, waves, LANES, width)."""
         return array.reshape(len(array), -1, self.basis.n_rows, LANES, array.shape[2])
 
     def reserve(self, n: int) -> None:
-        """Room for the rows of n tokens, in whole groups; if it has to grow, an eighth more."""
+        """Makes room for the rows of n tokens, in whole groups; grows by at least an eighth."""
         n_block, capacity = n // self.basis.n, self._inverse.shape[1]
         if n_block <= capacity:
             return
@@ -332,7 +333,7 @@ class BlockSpectrum:
         record["inverse"], record["capacity"] = address(inverse), inverse.shape[1]
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
-        """New blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v)."""
+        """Appends blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v); m: a multiple of basis.n."""
         length, m = self.basis.n, k.shape[1]
         assert m % length == 0
         self.reserve(self.n_tokens + m)
@@ -341,7 +342,7 @@ class BlockSpectrum:
             blocks = x.reshape(len(x), -1, length, x.shape[2])
             with blas_threads(1):  # small matrices: threads of BLAS would mostly wait
                 found = np.matmul(self._matrix, blocks)  # (G, blocks, rows, d)
-            # To a largest value between 2^13 and 2^14: f16 ends at 2^16.
+            # A gain moves the largest value to between 2^13 and 2^14. f16 ends at 2^16.
             largest = np.maximum(np.abs(found).max((0, 2, 3)), 1e-30)
             gains = np.exp2(14 - np.frexp(largest)[1]).astype(np.float32)
             found *= gains[:, None, None]
@@ -350,7 +351,7 @@ class BlockSpectrum:
         self.n_tokens += m
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
+        """Returns all tokens in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
         out = []
         group, lane = np.divmod(np.arange(self.n_segments), LANES)
         for array, inverse in zip((self.k, self.v), self._inverse, strict=True):
@@ -364,11 +365,11 @@ class BlockSpectrum:
         return Mark(self.n_tokens)
 
     def go_back(self, mark: Mark) -> None:
-        """Takes back what came after ``mark``."""
+        """Drops the tokens after ``mark``."""
         self.n_tokens = mark.n_tokens
 
     def copied_bytes(self, mark: Mark) -> int:
-        """None: blocks do not change."""
+        """Returns 0: blocks do not change."""
         return 0
 
     def attend(
@@ -380,7 +381,7 @@ class BlockSpectrum:
         sinks: np.ndarray,
         n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over the exact rows of a KVStore and all blocks.
+        """Returns attention f32 (H, d_v) of q f32 (H, d) over a KVStore's rows and all blocks.
 
         softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
         """

@@ -1,21 +1,21 @@
-"""Which frequencies FAEDKV keeps: the chunks of a spectrum by their importance."""
+"""The frequencies that FAEDKV keeps: the most important chunks of a spectrum."""
 
 import numpy as np
 
 N_CHUNKS = 22  # paper, section 5.5
-LEAST_SHARE = 0.001  # of the frequencies: a single bin
+LEAST_SHARE = 0.001  # a share of the frequencies that keeps a single bin
 
 
 def chunk_borders(n_bins: int) -> np.ndarray:
-    """int64 (N_CHUNKS + 1,): chunk c holds the bins from borders[c] to borders[c + 1]."""
+    """Returns int64 (N_CHUNKS + 1,): chunk c holds the bins from borders[c] to borders[c + 1]."""
     return np.arange(N_CHUNKS + 1) * n_bins // N_CHUNKS
 
 
 def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
     """Returns the bins of an rfft over n tokens that are kept: int64, ascending.
 
-    The most important chunks, the last of them cut so that ``share`` of all bins remain. The least
-    share keeps one bin, which is the mean if the lowest chunk is the most important.
+    They are the most important chunks. The last of these is cut, so that ``share`` of all bins
+    remain. LEAST_SHARE keeps one bin. This is the mean if the lowest chunk is the most important.
     """
     n_bins = n // 2 + 1
     borders = chunk_borders(n_bins)
@@ -29,7 +29,7 @@ def kept_bins(n: int, share: float, importance: np.ndarray) -> np.ndarray:
 
 
 def is_single(n: int, bins: np.ndarray) -> np.ndarray:
-    """Whether a bin has one wave only: the mean, and the highest one of an even length."""
+    """Returns whether a bin has one wave: the mean, or the highest bin of an even length."""
     return (bins == 0) | (2 * bins == n)
 
 
@@ -44,7 +44,7 @@ class FourierBasis:
 
 
 def length_above(n: int) -> int:
-    """Returns the smallest n or more that has no prime factor above 5, as FFTs like it."""
+    """Returns the smallest number from n on without a prime factor above 5: its FFT is fast."""
     while True:
         rest = n
         for prime in (2, 3, 5):
@@ -67,12 +67,12 @@ def waves(n: int, bins: np.ndarray) -> np.ndarray:
 
 
 def centred_waves(n: int, bins: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """The waves of the kept bins around the middle of n tokens, f64 (rows, n), in four parts.
+    """Returns waves of the kept bins, f64 (rows, n), and the number of waves in each of four parts.
 
-    They are an orthonormal basis of what ``waves`` spans. The parts are even waves of even bins,
-    even waves of odd bins, odd waves of odd bins and odd waves of even bins. The number of waves of
-    each part is returned too. In the second quarter of the tokens, read backwards, the first and
-    third part are as in the first quarter. The others have the other sign.
+    Their origin is the middle of n tokens. They are an orthonormal basis of the space of ``waves``.
+    The parts are even waves of even bins, even waves of odd bins, odd waves of odd bins and odd
+    waves of even bins. In the first and third part, the second quarter of the tokens is the first
+    quarter backwards. In the other parts it also has the opposite sign.
     """
     angles = np.pi / n * (np.multiply.outer(bins, 2 * np.arange(n) + 1) % (2 * n))
     norm = np.sqrt(np.where(is_single(n, bins), 1, 2) / n)[:, None]

@@ -1,4 +1,4 @@
-"""FAEDKV's tokens in bases that they are added to (``update=additive``), in numpy.
+"""FAEDKV with ``update=additive``, in numpy: tokens are added to transformed segments.
 
 A segment is a run of tokens. Its K and V were transformed along the tokens by a DFT of N points.
 Only a few bins are kept. No key and no value is reconstructed: z = X_K . q on the kept bins. The
@@ -34,13 +34,13 @@ class Segment(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Points that a sum over the bins is divided by: a mean is that of the tokens there are."""
+        """Divisor of a sum over the bins. If only the mean is kept, it is the number of tokens."""
         return self.filled if self.basis.is_mean else self.basis.n
 
     def with_tokens(self, k: np.ndarray, v: np.ndarray) -> Segment:
         """X[k] += x_n e^(-2 pi i k n / N) (docs/methods.md, step 3) for f32 (G, m, d), (G, m, d_v).
 
-        They take the places after the tokens that are there.
+        The new tokens follow the present ones.
         """
         m, basis = k.shape[1], self.basis
         turns = turns_at(basis.n, basis.bins, self.filled + np.arange(m))
@@ -48,14 +48,14 @@ class Segment(NamedTuple):
         return Segment(basis, self.filled + m, *(each.astype(np.complex64) for each in sums))
 
     def inverse(self, z: np.ndarray) -> np.ndarray:
-        """The tokens f64 (G, filled, any) of which z complex (G, bins, any) are the bins."""
+        """Returns the tokens f64 (G, filled, any) whose bins are z complex (G, bins, any)."""
         n = self.basis.n
         spectrum = np.zeros((len(z), n // 2 + 1, z.shape[2]), np.complex128)
         spectrum[:, self.basis.bins] = z * (n / self.size)
         return np.fft.irfft(spectrum, n=n, axis=1)[:, : self.filled]
 
     def weighted(self, weights: np.ndarray) -> np.ndarray:
-        """weights f64 (G, heads, filled) times the values: f64 (G, heads, d_v)."""
+        """Returns weights f64 (G, heads, filled) times the values: f64 (G, heads, d_v)."""
         basis = self.basis
         bins = np.fft.rfft(weights, n=basis.n)[..., basis.bins]
         bins *= np.where(basis.is_single, 1, 2)  # the others have a mirror image
@@ -63,19 +63,19 @@ class Segment(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The state of a spectrum at some moment, so that it can go back."""
+    """A state of a spectrum, to which ``go_back`` returns."""
 
     n_tokens: int
     segments: tuple[Segment, ...] = ()
 
 
 class Spectrum:
-    """The segments of one layer, in the order of their tokens. block: the basis of short ones."""
+    """The segments of one layer, in token order. block: the basis of short segments."""
 
     def __init__(self, n_head_kv: int, width: int, width_v: int, block: FourierBasis) -> None:
         self.block = block
         self.segments: tuple[Segment, ...] = ()
-        self.row_bytes = 4 * (width + width_v)  # of K and V in one kv head: a bin has two rows
+        self.row_bytes = 4 * (width + width_v)  # K and V of a kv head; a bin has two rows
 
     @property
     def n_segments(self) -> int:
@@ -99,7 +99,7 @@ class Spectrum:
         return self.segments[-1].basis.n - self.segments[-1].filled if self.segments else 0
 
     def append(self, k: np.ndarray, v: np.ndarray, basis: FourierBasis) -> None:
-        """A new segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n (eq 4)."""
+        """Appends a segment of tokens k f32 (G, m, d), v f32 (G, m, d_v), m <= basis.n (eq 4)."""
         wide = (x.astype(np.float64) for x in (k, v))
         spectra = [np.fft.rfft(x, n=basis.n, axis=1)[:, basis.bins] for x in wide]
         arrays = [spectrum.astype(np.complex64) for spectrum in spectra]
@@ -114,16 +114,16 @@ class Spectrum:
         return Mark(self.n_tokens, self.segments)
 
     def go_back(self, mark: Mark) -> None:
-        """Takes back what came after ``mark``."""
+        """Drops the tokens after ``mark``."""
         self.segments = mark.segments
 
     def copied_bytes(self, mark: Mark) -> int:
-        """Bytes of the segments of ``mark`` to which tokens were added since."""
+        """Returns the bytes of the segments of ``mark`` to which tokens were added since."""
         held = {id(segment) for segment in self.segments}
         return sum(segment.nbytes for segment in mark.segments if id(segment) not in held)
 
     def tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens back in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
+        """Returns all tokens in the time domain, lossy: f32 (G, n_tokens, width) of K and of V."""
         parts = zip(*((s.inverse(s.k), s.inverse(s.v)) for s in self.segments), strict=True)
         k, v = (np.concatenate(part, axis=1).astype(np.float32) for part in parts)
         return k, v
@@ -137,7 +137,7 @@ class Spectrum:
         sinks: np.ndarray,
         n_threads: int,
     ) -> np.ndarray:
-        """Attention f32 (H, d_v) of q f32 (H, d) over the exact rows of a KVStore and all segments.
+        """Returns attention f32 (H, d_v) of q f32 (H, d) over a KVStore's rows and all segments.
 
         softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
         """

@@ -1,4 +1,4 @@
-"""FASA's focused attention: exact, over a head's chosen rows, with K in its two parts."""
+"""FASA's focused attention: exact attention over a head's chosen rows, with K in two parts."""
 
 import numpy as np
 from numba import njit
@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.jit.llvm import LANES, keep
 
 @njit(cache=True, nogil=True)
 def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
-    """Exact attention of one head over listed rows; ``scores`` holds the dominant part of q . k.
+    """Computes exact attention of one head over listed rows; scores: the dominant part of q . k.
 
     q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
     scores f32 (k,), out f32 (d_v,). softcap: of the scores, 0 for none; sink: a score without a
@@ -48,7 +48,7 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
 
 
 def attend_split_rows_ref(q, dom, rest, v, dims, rows, scale, softcap=0.0, sink=-np.inf):
-    """numpy f64 reference of one kv head, with K put together again.
+    """numpy f64 reference for one kv head, with K joined.
 
     q (d,), dom (blocks, n_dom, 16), rest (n, d - n_dom), v (n, d_v).
     """

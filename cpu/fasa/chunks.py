@@ -1,8 +1,7 @@
-"""FASA's scores by the dominant chunks of all keys, and the rows that a head chooses by them.
+"""FASA's scores of all keys from their dominant chunks, and each head's choice of rows.
 
 K of a layer lies in two parts (fasa/split.py), so that the scan reads the dominant dims only. f16
-are passed as u16, whose bits the vector code reads. fasa/step.py has the step of which this is a
-part.
+are passed as u16. The step in fasa/step.py calls these kernels.
 """
 
 import numpy as np
@@ -19,17 +18,17 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 BLOCK = LANES  # tokens of a block of Kdom
 TILE = 4  # query heads that share a loaded block
 AT_ONCE = 32  # blocks that all query heads of a group score while they are in the L1 cache
-AHEAD_SCAN = 4096  # bytes between a block that is scanned and what is fetched meanwhile
-AHEAD_LISTED = 2  # blocks between a block of a list and the one that is fetched meanwhile
+AHEAD_SCAN = 4096  # bytes between a scanned block and its prefetch
+AHEAD_LISTED = 2  # blocks between a listed block and its prefetch
 
 
 # --- token importance: q . k over the dominant dims -----------------------------------------------
 
 
 def _block_sums(b, tile, q, at, n_dom, ahead):
-    """<16 x float> of q[t] . k for the 16 tokens of the block at address ``at``, t < tile.
+    """Returns q[t] . k for the 16 tokens of the block at address ``at``: <16 x float>, t < tile.
 
-    It does one fma a dim in the order of the dims, for every tile. Every caller then gets the same
+    For every tile it does one fma a dim, in the order of the dims. So every caller gets the same
     bits. Meanwhile it prefetches the block at ``ahead``.
     """
 
@@ -118,7 +117,7 @@ def _maxima_any(tile, q, dom, n_dom, n_block, best, best_stride):
 
 @njit(cache=True, nogil=True)
 def score_pieces(counter, q, dom, n_split, best):
-    """Takes (kv head, part of the blocks) tasks until there are none; see ``score_chunks``."""
+    """Runs (kv head, part of the blocks) tasks until none is left; see ``score_chunks``."""
     n_kv_head, n_block = dom.shape[0], best.shape[1]
     group = q.shape[0] // n_kv_head
     task = next_task(counter)
@@ -140,8 +139,8 @@ def score_pieces(counter, q, dom, n_split, best):
 def score_chunks(q, dom, n, best, n_threads):
     """Scores all n tokens by the dominant dims (not scaled), and keeps the best of each block.
 
-    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). The
-    elements of the last block after token n count too.
+    q f32 (H, n_dom), dom u16 (G, >= n/16, n_dom, 16) holding f16, best f32 (H, ceil(n / 16)). In
+    the last block, elements after token n count, too.
     """
     n_split = n_key_splits(n, dom.shape[0], n_threads)
     counter = np.zeros(1, np.int64)
@@ -162,7 +161,7 @@ def score_chunks_ref(q, dom):
 
 @njit(cache=True, nogil=True)
 def scores_of(q, dom, blocks):
-    """``listed_scores`` of one head in a new array, f32 (16 m,): blocks int32 (m,)."""
+    """Returns ``listed_scores`` of one head as a new array f32 (16 m,); blocks int32 (m,)."""
     out = np.empty(BLOCK * blocks.shape[0], np.float32)
     listed_scores(
         q.ctypes.data, dom.ctypes.data, dom.shape[1], blocks.ctypes.data, blocks.shape[0],
@@ -173,9 +172,9 @@ def scores_of(q, dom, blocks):
 
 @njit(cache=True, nogil=True)
 def bounds_of_blocks(n, n_sinks, n_recent):
-    """Blocks first .. last - 1 hold all tokens between the n_sinks and the n_recent.
+    """Returns first, last, back: blocks first .. last - 1 hold all tokens that may be chosen.
 
-    Blocks 0 .. first, and those from ``back`` on, may hold others too.
+    Only blocks 0 .. first and blocks from ``back`` on hold sinks or recent tokens.
     """
     first, last = n_sinks // BLOCK, (n - n_recent - 1) // BLOCK + 1
     return first, last, max(first + 1, last - 1)
@@ -183,7 +182,7 @@ def bounds_of_blocks(n, n_sinks, n_recent):
 
 @njit(cache=True, nogil=True)
 def n_blocks_opened(n, n_sinks, n_recent, k):
-    """How many blocks ``choose_rows`` scores again for a head."""
+    """Returns the number of blocks that ``choose_rows`` scores again for a head."""
     first, last, back = bounds_of_blocks(n, n_sinks, n_recent)
     return first + 1 + (n + BLOCK - 1) // BLOCK - back + min(k - n_sinks - n_recent, last - first)
 
@@ -192,11 +191,11 @@ def n_blocks_opened(n, n_sinks, n_recent, k):
 def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
     """Chooses k <= n rows of one head; ascending, ties go to the first.
 
-    They are the first n_sinks tokens, the last n_recent, and the best of those between. rows int32
-    (k,) and their scores f32 (>= k,) are filled. q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best
-    f32 (ceil(n / 16),) as ``score_chunks`` leaves it. The m best tokens lie in the m blocks with
-    the best maxima, so only these blocks are scored again. To write down all scores would cost as
-    much as to read the keys.
+    They are the first n_sinks tokens, the last n_recent, and the best tokens between. rows int32
+    (k,) and their scores f32 (>= k,) are set. q f32 (n_dom,), dom u16 (blocks, n_dom, 16), best f32
+    (ceil(n / 16),) from ``score_chunks``. The m best tokens lie in the m blocks with the largest
+    maxima, so only these blocks are scored again. Writing all scores would take as long as reading
+    the keys.
     """
     low, high, m = n_sinks, n - n_recent, rows.shape[0] - n_sinks - n_recent
     first, last, back = bounds_of_blocks(n, n_sinks, n_recent)
@@ -241,7 +240,7 @@ def choose_rows(q, dom, best, n, n_sinks, n_recent, rows, scores):
 
 
 def choose_rows_ref(scores, n, n_sinks, n_recent, k):
-    """numpy reference for the scores (>= n,) of one head: the rows."""
+    """numpy reference: returns the rows of one head, from its scores (>= n,)."""
     middle = np.arange(n_sinks, n - n_recent)
     best = middle[np.argsort(-scores[middle], kind="stable")[: k - n_sinks - n_recent]]
     forced = [*range(n_sinks), *range(n - n_recent, n)]
@@ -250,7 +249,7 @@ def choose_rows_ref(scores, n, n_sinks, n_recent, k):
 
 @njit(cache=True, nogil=True)
 def count_distinct(rows, n_list, n):
-    """Number of distinct rows < n in each n_list neighbouring lists together, summed up.
+    """Counts the distinct rows < n of each n_list neighbouring lists; returns the counts' sum.
 
     rows int32 (U, k), U a multiple of n_list.
     """

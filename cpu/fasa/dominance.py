@@ -1,14 +1,14 @@
-"""Which frequency chunks of a kv head rank its keys as the whole head does (FASA's calibration).
+"""FASA's calibration: finds the frequency chunks that rank a kv head's keys as all its dims do.
 
-Chunk i of C is the dims i and i + C, which RoPE turns together. Dims from 2 C on are not turned and
-belong to no chunk. In a layer where RoPE turns none the chunks are the pairs that it would turn.
+Chunk i of C is the dims i and i + C, which RoPE rotates together. Dims from 2 C on are not rotated
+and belong to no chunk. In a layer without RoPE the chunks are the pairs that RoPE would rotate.
 """
 
 import numpy as np
 
 
 def query_positions(n, n_query):
-    """At most n_query positions spread evenly over [n/4, n), ascending."""
+    """Returns at most n_query positions, spread evenly over [n/4, n), ascending."""
     step = 0.75 * n / n_query
     return sorted({int(n / 4 + (i + 0.5) * step) for i in range(n_query)})
 
@@ -18,7 +18,7 @@ def judge_chunks(q, position, keys, n_chunk, top_k):
 
     var: variance over the keys of the chunk's scores. ca, contextual agreement: the part of the
     head's top_k keys that are among the chunk's (FASA eq 4). q f32 (H, d) at ``position``, keys
-    f32 (G, d, n), both rotated; keys after the position are not looked at.
+    f32 (G, d, n), both rotated; keys after the position are ignored.
     """
     n = position + 1
     products = q.reshape(len(keys), -1, q.shape[1], 1) * keys[:, None, :, :n]  # (G, H/G, d, n)
@@ -34,7 +34,7 @@ def judge_chunks(q, position, keys, n_chunk, top_k):
 
 
 def rank_chunks(score, n_kv_head):
-    """score f32 (H, C) -> u8 (G, C): each kv head's chunks, best first, so any number is a prefix.
+    """score f32 (H, C) -> u8 (G, C): each kv head's chunks, best first. The best m are a prefix.
 
     The heads of a group count alike: their scores are normalised to sum 1 before they are added.
     """

@@ -1,4 +1,4 @@
-"""K of a layer in two parts, Kdom and Krest: score by few dims, gather by rows.
+"""K of a layer in two parts: Kdom is scanned to score all keys, rows of Krest are gathered.
 
 Kdom holds each kv head's dominant dims. It is only scanned, so it lies in blocks of 16 tokens, dim
 by dim. Sixteen scores are one vector, and nothing is summed across lanes. Krest holds the other
@@ -30,7 +30,7 @@ def _split_rows(k, dims, first, last, dom, rest):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def split_keys(k, n, dims, dom, rest):
-    """The first n rows of K in two parts.
+    """Splits the first n rows of K into its two parts.
 
     k u16 (G, >= n, >= d). dims int32 (G, d): a permutation of the dims, the dominant ones first.
     dom u16 (G, >= n/16, n_dom, 16). rest u16 (G, >= n, d - n_dom padded), its padding set to 0.

@@ -1,6 +1,7 @@
 """FASA's decode step of a layer: scan all keys' dominant chunks, then attend to the best rows.
 
-Its arguments are a record of ``FASA`` and addresses: passing an array costs half a microsecond.
+The arguments are a record of ``FASA`` and addresses, because an array as an argument costs half a
+microsecond.
 """
 
 import numpy as np
@@ -21,7 +22,7 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# The arguments of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
 # G: kv heads; f16 as u16.
 FASA = np.dtype(
     [
@@ -31,7 +32,7 @@ FASA = np.dtype(
                 *("n_head", "n_kv"),
                 "width",  # elements of a query and of a new key, padded
                 "d_v",  # elements of a value, padded
-                *("d", "n_dom"),  # dims of a key, and how many of them are dominant
+                *("d", "n_dom"),  # dims of a key; dominant dims
                 "d_rest",  # elements of a row of the other dims, padded
                 "dims",  # int32 (G, d): a permutation of the dims, the dominant ones first
                 "dom",  # u16 (G, n_block, n_dom, 16), see fasa/split.py
@@ -41,9 +42,9 @@ FASA = np.dtype(
                 "capacity",
                 "sinks",  # f32 (H,): scores without values; n_scored_sinks is H or 0
                 "n_scored_sinks",
-                "n",  # rows, the current token's among them
+                "n",  # rows, with the current token's
                 "n_fac",  # rows that a head attends to
-                *("n_sinks", "n_recent"),  # first and last rows, which are among them
+                *("n_sinks", "n_recent"),  # first and last rows, to which every head attends
                 "n_threads",
             )
         ),
@@ -56,7 +57,7 @@ _fasa_pointer = record_pointer(FASA)
 
 @njit(cache=True, nogil=True)
 def _record(at):
-    """The record of ``FASA`` at an address."""
+    """Returns the record of ``FASA`` at an address."""
     return carray(_fasa_pointer(at), 1)[0]
 
 
@@ -93,7 +94,7 @@ def append_split_row(k_new, v_new, position, dims, dom, rest, v):
 
 @njit(cache=True, nogil=True)
 def _split_queries(q, dims, q_dom, q_rest):
-    """q f32 (H, d) -> the dominant dims (H, n_dom) and the others (H, d_rest padded)."""
+    """Splits q f32 (H, d) into the dominant dims (H, n_dom) and the others (H, d_rest padded)."""
     group = q.shape[0] // dims.shape[0]
     n_dom = q_dom.shape[1]
     for h in range(q.shape[0]):
@@ -106,7 +107,7 @@ def _split_queries(q, dims, q_dom, q_rest):
 
 @njit(cache=True, nogil=True)
 def _attend_heads(counter, at, q_dom, q_rest, best, rows, out):
-    """Takes query heads until there are none: each chooses its rows and attends to them."""
+    """Takes query heads until none is left; chooses the rows of each and attends to them."""
     this = _record(at)
     n_head, group = this.n_head, this.n_head // this.n_kv
     dom, rest, v = _dominant_keys(this), _other_keys(this), _values(this)
@@ -127,10 +128,10 @@ def _attend_heads(counter, at, q_dom, q_rest, best, rows, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def fasa_step(at, q, k, v, rows, out):
-    """One decode step of a layer: adds a token as row n - 1, scores all, attends to the best.
+    """Runs a layer's decode step: adds a token as row n - 1, scores all, attends to the best.
 
-    Takes addresses of a record of ``FASA``, of q f32 (H, width), k (G, width), v (G, d_v) and out
-    f32 (H, d_v). rows int32 (H, n_fac) receives the rows attended to, ascending.
+    Arguments are addresses: of a record of ``FASA``, of q f32 (H, width), k (G, width), v (G, d_v)
+    and out f32 (H, d_v). rows int32 (H, n_fac) is set to the rows attended to, ascending.
     """
     this = _record(at)
     n, n_head, n_kv, n_threads = this.n, this.n_head, this.n_kv, this.n_threads
@@ -153,10 +154,9 @@ def fasa_step(at, q, k, v, rows, out):
 
 
 class FASAStep:
-    """The step of one layer's cache, which finds its arrays by address.
+    """Runs the steps of one layer's cache. The caller keeps all arrays alive.
 
-    dims: see ``FASA``. sinks f32 (H,), or empty. The caller keeps these and all arguments of the
-    methods alive.
+    dims: see ``FASA``. sinks f32 (H,), or empty.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class FASAStep:
     ) -> None:  # fmt: skip
         assert dims.flags.c_contiguous and sinks.flags.c_contiguous
         self._record = record = np.zeros((), FASA)
-        self._at = address(record)  # asked once: numpy describes all fields each time
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_head"], record["n_threads"] = n_head, n_threads
         record["n_kv"], record["d"] = dims.shape
         record["dims"] = address(dims)
@@ -173,7 +173,7 @@ class FASAStep:
         record["sinks"], record["n_scored_sinks"] = address(sinks), len(sinks)
 
     def use_rows(self, dom: np.ndarray, rest: np.ndarray, v: np.ndarray) -> None:
-        """Sets where K and V lie; again after each change of the arrays."""
+        """Sets the arrays of K and V. Call it again after each change of the arrays."""
         record = self._record
         assert dom.flags.c_contiguous and rest.flags.c_contiguous and v.flags.c_contiguous
         assert rest.shape[1] == v.shape[1]
@@ -186,10 +186,10 @@ class FASAStep:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, n: int, forced: tuple[int, int],
         rows: np.ndarray, out: np.ndarray,
     ) -> None:  # fmt: skip
-        """The step to n rows: f32 q (H, 1, width), k (G, 1, width), v (G, 1, d_v), contiguous.
+        """Runs the step to n rows; f32 q (H, 1, width), k (G, 1, width), v (G, 1, d_v), contiguous.
 
-        forced: how many first and last rows every head attends to; fewer than n. rows int32 (H,
-        n_fac) and out f32 (H, d_v) are filled.
+        forced: numbers of first and last rows to which every head attends; fewer than n. rows int32
+        (H, n_fac) and out f32 (H, d_v) are set.
         """
         record = self._record
         assert q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous

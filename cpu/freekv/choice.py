@@ -1,6 +1,6 @@
 """FreeKV's choice of pages for a kv head, by the mean of its heads' softmax over page scores.
 
-Contexts of many pages are searched in groups of pages first.
+A context with many pages is searched by groups of pages first.
 """
 
 import numpy as np
@@ -40,8 +40,8 @@ def choose_pages_by_groups(
     """``choose_pages`` among the pages of the best ``n_visited`` groups, and the pages after the
     groups.
 
-    Returns how many are chosen, and how many summaries were scored. A group's score is the mean of
-    its heads' softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).
+    Returns the number of chosen pages and of scored summaries. A group's score is the mean over the
+    heads of their softmax over all whole groups. hi, lo, group_hi, group_lo uint16 (1, n, d).
     """
     n_group = end // GROUPED
     scores = np.empty((q.shape[0], n_group + PAD), np.float32)

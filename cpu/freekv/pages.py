@@ -1,4 +1,4 @@
-"""The arrays of FreeKV: a layer's K and V in pages, in a pool and in what attention reads.
+"""FreeKV's arrays: a layer's K and V in pages. Attention reads resident pages; a pool has the rest.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d)
@@ -22,8 +22,8 @@ from sparsekv_cli.cpu.sals.vectors import widen
 
 ELEMENTS = 4  # f16 elements in a uint64
 GROUPED = 8  # pages of a group
-# Columns of ``state``, a row a kv head: the LRU cache's time; how many pages are chosen, and for
-# what: rows in context when the query was current, end of the candidates, most pages to choose.
+# Columns of ``state``, a row a kv head: the LRU cache's time, the number of chosen pages, and the
+# choice's arguments: rows when its query was current, end of the candidates, most pages to choose.
 CLOCK, N_CHOSEN, QUERY, END, BEST = range(5)
 N_STATE = 5
 # Columns of ``statistics``, a row a kv head: pages, then steps, then rows attended.
@@ -54,11 +54,11 @@ TABLES = HostPages._fields.index("slot_of")  # the first of the arrays that a st
 
 
 class SavedPages(NamedTuple):
-    """The pages of a layer ahead of a step, which adds a row in place of an old one."""
+    """A layer's pages before a step. The step overwrites an old row of the ring with its own."""
 
     offloaded: int
     n: int  # rows
-    pages: HostPages  # the step may go on with larger arrays
+    pages: HostPages  # the step may replace them by larger arrays
     k: np.ndarray  # the old row, uint64 (G, d / 4)
     v: np.ndarray  # uint64 (G, d_v / 4)
     tables: tuple[np.ndarray, ...]  # copies of ``pages`` from TABLES on
@@ -123,7 +123,7 @@ class PageCache:
         store.n = self.n
 
     def _places(self, store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Views of the same rows: in the store, f16 (G, capacity, d) each, and here."""
+        """Yields pairs of views of the same rows: in the store and in the pages."""
         p, n_sink = self.page, self.n_sink
         n_pool = self.offloaded - n_sink
         blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
@@ -142,7 +142,7 @@ class PageCache:
             of_unit += p * d
 
     def save(self) -> SavedPages:
-        """Returns all that the next step changes."""
+        """Returns copies of all that the next step changes."""
         pages, row = self.pages, self._row(self.n)
         tables = tuple(table.copy() for table in pages[TABLES:])
         return SavedPages(
@@ -150,7 +150,7 @@ class PageCache:
         )
 
     def take_back(self, saved: SavedPages) -> None:
-        """Makes the pages what they were. Pages that have left their slots come from the pool."""
+        """Restores the pages. Pages that have left their slots are copied from the pool."""
         self.offloaded, self.n, pages, k, v, tables = saved
         row, first_slot = self._row(self.n), self.n_sink + self.n_ring
         pages.k[row], pages.v[row] = k, v
@@ -169,9 +169,9 @@ class PageCache:
         return self.n_sink + n // self.page % self.n_ring, n % self.page
 
     def make_room(self, n_page: int, n_slot: int) -> None:
-        """Room for pages below ``n_page`` in the pool, and for n_slot cached pages a kv head.
+        """Makes room for pages below ``n_page`` in the pool, and for n_slot cached pages a kv head.
 
-        If the pool has to grow, it grows by an eighth at least.
+        A pool that grows becomes at least an eighth larger.
         """
         pages = self.pages
         have = pages.hi.shape[1]
@@ -220,7 +220,7 @@ class PageCache:
 
 @njit(cache=True, nogil=True)
 def group_summaries(pages, first, last, meanstd):
-    """Summaries of the groups first..last - 1 from those of their pages.
+    """Makes the summaries of groups first..last - 1 from the summaries of their pages.
 
     meanstd: mean + std and mean - std of all rows of a group, else their bounds.
     """
@@ -266,7 +266,7 @@ def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
 
 
 def _grown(old: np.ndarray, axis: int, size: int, fill: int = 0) -> np.ndarray:
-    """``old`` with ``size`` entries along an axis, new ones holding ``fill``."""
+    """Returns ``old`` with ``size`` entries along an axis; new entries hold ``fill``."""
     shape = list(old.shape)
     shape[axis] = size
     new = np.full(shape, fill, old.dtype) if fill else _zeros(shape, old.dtype)

@@ -1,13 +1,13 @@
-"""FreeKV's pages on the host: they leave the window for a pool, and chosen ones come back.
+"""Copies FreeKV's pages on the host: from the window to the pool, and chosen pages to slots.
 
-freekv/step.py has the step of which these are parts.
+The step in freekv/step.py calls these kernels.
 
 A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
 resident pages, NHD (page, p, kv head, d). These are the sinks' pages, a ring of window pages, and
 slots. The slots are an LRU cache of pages for each kv head. All pages between sinks and window lie
 in the pool as HND (page, kv head, K and V, p, d). There a kv head's part of a page is contiguous.
-Copies between the tiers convert. f16 rows are passed as uint64, four elements in one, because numba
-has no f16 arrays.
+Copies between the tiers change the layout. f16 rows are passed as uint64, four elements in one,
+because numba has no f16 arrays.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ from sparsekv_cli.cpu.freekv.pages import (
 )
 from sparsekv_cli.cpu.quest.pages import page_summaries
 
-VISITED = 2  # groups whose pages are scored, in pages that are chosen
+VISITED = 2  # groups whose pages are scored, for each page that is chosen
 
 
 @njit(cache=True, nogil=True)
@@ -59,7 +59,7 @@ def offload_pages(pages, first, last, n_sink, n_ring, meanstd):
 
 
 def offload_pages_ref(pages, first, last, n_sink, n_ring):
-    """The units that ``offload_pages`` writes: uint64 (last - first, G, unit)."""
+    """Returns the units that ``offload_pages`` writes: uint64 (last - first, G, unit)."""
     at = [n_sink + j % n_ring for j in range(first, last)]
     parts = [x[at].transpose(0, 2, 1, 3).reshape(len(at), x.shape[2], -1) for x in pages[1:3]]
     return np.concatenate(parts, axis=2)
@@ -78,7 +78,7 @@ def _recall_unit(pages, g, unit, at):
 
 
 def recall_unit_ref(pages, g, i):
-    """K f16 (p, d) and V (p, d_v) of kv head g's page i of the pool."""
+    """Returns K f16 (p, d) and V (p, d_v) of kv head g's page i of the pool."""
     page, _, width = pages.k.shape[1:]
     k, v = np.split(pages.pool[i, g].view(np.float16), [4 * page * width])
     return k.reshape(page, -1), v.reshape(page, -1)
@@ -88,8 +88,8 @@ def recall_unit_ref(pages, g, i):
 def recall_pages(pages, g, n_chosen, n_sink, first_slot):
     """Makes the chosen pages of kv head g resident, in place of the least recently used ones.
 
-    There are at least as many slots as chosen pages. Hits are marked first, so that no chosen page
-    loses its slot.
+    There are at least as many slots as chosen pages. Hits get their time stamp first, so that no
+    chosen page loses its slot.
     """
     slot_of, page_in, stamps = pages.slot_of[g], pages.page_in[g], pages.stamps[g]
     chosen, statistics = pages.chosen[g], pages.statistics[g]
@@ -125,7 +125,7 @@ def recall_pages(pages, g, n_chosen, n_sink, first_slot):
 def select_pages(pages, g, queries, query, end, n_best, scale, softcap, n_sink, first_slot):
     """Chooses and recalls kv head g's pages. queries f32 (group, d), current at ``query`` rows.
 
-    Groups are used where they leave out half of the pages.
+    Groups are used if they leave out at least half of the pages.
     """
     hi, lo = pages.hi[g : g + 1], pages.lo[g : g + 1]
     group_hi, group_lo = pages.group_hi[g : g + 1], pages.group_lo[g : g + 1]
@@ -148,7 +148,7 @@ def select_pages(pages, g, queries, query, end, n_best, scale, softcap, n_sink, 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
 def mean_cosine(q, previous):
-    """Mean over rows of cos(q[t], previous[t]), f32 (group, d); 0 where one of them is 0."""
+    """Returns the mean over rows of cos(q[t], previous[t]), f32 (group, d); a zero row counts 0."""
     total = 0.0
     for t in range(q.shape[0]):
         dot, size, size_previous = np.float32(0), np.float32(0), np.float32(0)
@@ -171,10 +171,10 @@ def mean_cosine_ref(q, previous):
 
 @njit(cache=True, nogil=True)
 def resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
-    """Numbers of the resident rows, in order of their positions; returns how many.
+    """Lists kv head g's resident rows in order of their positions; returns their number.
 
-    They are those of the sinks, the chosen pages and the window. rows int32. positions: filled with
-    their numbers in the sequence, or empty.
+    They are the rows of the sinks, the chosen pages and the window. rows int32: set to numbers of
+    rows in the resident pages. positions: set to positions in the sequence, or empty.
     """
     page = pages.k.shape[1]
     count = n_sink * page
@@ -202,7 +202,7 @@ def resident_rows(pages, g, n, window, n_sink, n_ring, rows, positions):
 
 @njit(cache=True, nogil=True)
 def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
-    """Attention of a kv head's queries f32 (group, d) over resident rows -> f32 (group, d_v)."""
+    """Computes attention of a kv head's queries (group, d) over resident rows; out (group, d_v)."""
     n_kv_head, width = pages.k.shape[2:]
     width_v = pages.v.shape[3]
     k = np.int64(pages.k.ctypes.data) + g * 8 * width

@@ -1,6 +1,7 @@
-"""FreeKV's step of a layer on the host, and the choice of pages for the next one.
+"""FreeKV's step of a layer on the host, and the choice of pages for the next step.
 
-Arguments are a record of ``FREEKV`` and addresses: passing an array costs half a microsecond.
+The arguments are a record of ``FREEKV`` and addresses, because an array as an argument costs half a
+microsecond.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ from sparsekv_cli.cpu.jit.pointers import (
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
-# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# The arguments of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
 # G: kv heads.
 FREEKV = np.dtype(
     [
@@ -62,11 +63,11 @@ FREEKV = np.dtype(
                 "n_scored_sinks",  # H or 0
                 "n_threads",
                 "n",  # rows of the step, the new one included
-                "window",  # the first page of its window
-                "offloaded",  # pages from here to the window leave it first
+                "window",  # the first page of the step's window
+                "offloaded",  # pages from this one to the window go to the pool before the step
                 "n_best",  # most pages that are chosen
                 "current",  # whether all kv heads choose with the step's own query
-                "n_listed",  # columns of the rows attended that are listed; 0: none
+                "n_listed",  # columns of ``attended``; 0: rows are not listed
             )
         ),
         ("tau", np.float64),
@@ -79,13 +80,13 @@ _freekv_pointer = record_pointer(FREEKV)
 
 @njit(cache=True, nogil=True)
 def _record(at):
-    """The record of ``FREEKV`` at an address."""
+    """Returns the record of ``FREEKV`` at an address."""
     return carray(_freekv_pointer(at), 1)[0]
 
 
 @njit(cache=True, nogil=True)
 def _host_pages(this):
-    """The arrays of a PageCache."""
+    """Returns the arrays of a PageCache."""
     at, n_kv, page, d, d_v = this.pages, this.n_kv, this.page, this.d // 4, this.d_v // 4
     summaries, groups = (n_kv, this.n_page, this.d), (n_kv, this.n_group, this.d)
     return HostPages(
@@ -117,17 +118,17 @@ def _select(this, pages, g, query, n):
 
 @njit(cache=True, nogil=True)
 def _has_chosen(this, state):
-    """Whether a kv head's choice is that of the query of the step before."""
+    """Returns whether a kv head has already chosen with the query of the previous step."""
     return state[QUERY] == this.n - 1 and state[END] == this.window and state[BEST] == this.n_best
 
 
 @njit(cache=True, nogil=True)
 def recall_ahead(at, previous):
-    """Speculative retrieval for a step of n rows with the query of the step before.
+    """Retrieves pages speculatively for a step of n rows, with the query of the previous step.
 
-    Addresses: of a record of ``FREEKV``; of previous f32 (H, d), current at n - 1 rows. Pages that
-    have left the window go to the pool first. Kv heads that chose with that query already are
-    skipped.
+    Arguments are addresses: of a record of ``FREEKV``; of previous f32 (H, d), current at n - 1
+    rows. Pages that have left the window go to the pool first. Kv heads that have already chosen
+    with that query are skipped.
     """
     this = _record(at)
     pages, query = _host_pages(this), carray(float_pointer(previous), (this.n_head, this.d))
@@ -139,7 +140,7 @@ def recall_ahead(at, previous):
 
 @njit(cache=True, nogil=True)
 def _step_heads(counter, at, q, previous, k_new, v_new, attended, counts, out):
-    """Takes kv heads until there are none; see ``recall_step``. at: the record's address."""
+    """Runs kv heads until none is left; see ``recall_step``. at: the record's address."""
     this = _record(at)
     pages, n, n_kv, group = _host_pages(this), this.n, this.n_kv, this.n_head // this.n_kv
     sinks = carray(float_pointer(this.sinks), this.n_scored_sinks)
@@ -177,13 +178,13 @@ def _step_heads(counter, at, q, previous, k_new, v_new, attended, counts, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def recall_step(at, q, previous, k, v, attended, counts, out):
-    """One decode step of a layer.
+    """Runs one decode step of a layer: attends to the sinks' pages, chosen pages and the window.
 
-    Addresses: of a record of ``FREEKV``; of q, previous f32 (H, d), k (G, d), v (G, d_v). Attends
-    to the sinks' pages, the chosen pages and the window. Pages that have left the window go to the
-    pool first. A kv head chooses with q if ``current``, or if its queries' mean cosine is below
-    tau. Otherwise it chooses with ``previous``, unless ``recall_ahead`` did so. attended int32 (G,
-    n_listed): rows attended to; counts int64 (G,). out f32 (H, d_v).
+    Arguments are addresses: of a record of ``FREEKV``; of q, previous f32 (H, d), k (G, d), v (G,
+    d_v). Pages that have left the window go to the pool first. A kv head chooses with q if
+    ``current``, or if its queries' mean cosine is below tau. Otherwise it chooses with
+    ``previous``, unless ``recall_ahead`` did so. attended int32 (G, n_listed): rows attended to;
+    counts int64 (G,). out f32 (H, d_v).
     """
     this = _record(at)
     n_head, n_kv, d, d_v = this.n_head, this.n_kv, this.d, this.d_v
@@ -206,10 +207,10 @@ def recall_step(at, q, previous, k, v, attended, counts, out):
 
 
 class FreeKVStep:
-    """The steps of one layer, which find their arrays by address.
+    """Runs the steps of one layer. The caller keeps all arguments of the methods alive.
 
     tau: cosine of successive queries below which a kv head chooses again. sinks f32 (H,): scores
-    without values, or empty. The caller keeps these and all arguments of the methods alive.
+    without values, or empty.
     """
 
     def __init__(
@@ -217,10 +218,10 @@ class FreeKVStep:
         n_threads: int,
     ) -> None:  # fmt: skip
         assert sinks.flags.c_contiguous
-        self._sinks = sinks  # kept alive, as the record has its address only
+        self._sinks = sinks  # kept alive, because the record has only its address
         self._record = record = np.zeros((), FREEKV)
-        self._at = address(record)  # asked once: numpy describes all fields each time
-        self._pages: HostPages | None = None  # those whose addresses the record has
+        self._at = address(record)  # cached, because numpy describes all fields each time
+        self._pages: HostPages | None = None  # the pages whose addresses the record has
         record["n_head"], record["n_threads"] = n_head, n_threads
         record["scale"], record["softcap"], record["tau"] = scale, softcap, tau
         record["sinks"], record["n_scored_sinks"] = address(sinks), len(sinks)
@@ -240,7 +241,7 @@ class FreeKVStep:
     def at(self, cache: PageCache, n: int, window: int, n_best: int) -> None:
         """Sets up ``run`` or ``ahead`` for a step of n rows, the new one included.
 
-        window: the first page of its window; n_best: most pages that are chosen.
+        window: the first page of the step's window; n_best: most pages that are chosen.
         """
         if cache.pages is not self._pages:
             self._use(cache)
@@ -249,7 +250,7 @@ class FreeKVStep:
         record["n_best"] = n_best
 
     def ahead(self, previous: np.ndarray) -> Callable[[], None]:
-        """Returns a call of ``recall_ahead`` with the query f32 (H, d) of the step before.
+        """Returns a call of ``recall_ahead`` with the query f32 (H, d) of the previous step.
 
         It keeps its arrays alive: a thread may run it after the cache is gone.
         """

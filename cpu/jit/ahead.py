@@ -1,8 +1,8 @@
 """Compiles kernels ahead of their first call, in several processes at once.
 
-The calls are made in copies of this process, to find the kernels that they need and the argument
-types. A kernel that is called there is noted and not run. Each copy compiles what no other copy has
-begun. The copies end when all kernels are on disk, from where this process loads them.
+This process forks copies of itself. A copy makes the calls. It notes each kernel and its argument
+types instead of running the kernel. Then it compiles the kernels that no other copy compiles. The
+copies end when all kernels are on disk. This process loads them from there.
 """
 
 import ast
@@ -28,8 +28,8 @@ from sparsekv_cli.cpu.jit.store import Busy
 from sparsekv_cli.cpu.jit.threads import physical_cores
 
 Call = Callable[[], object]
-Report = Callable[[str, int, int], None]  # a kernel that is compiled now, how many are, how many
-SILENT_SECONDS = 120.0  # without a word from the copies, after which they are given up
+Report = Callable[[str, int, int], None]  # the current kernel, kernels done, kernels in all
+SILENT_SECONDS = 120.0  # the copies are killed when none has reported for so long
 
 
 class Kernel(NamedTuple):
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
         return self.function.__name__
 
     def is_kept(self) -> bool:
-        """Whether it is on disk."""
+        """Returns whether its machine code is on disk."""
         target = self.function.targetctx
         return STORE.has(self.function._cache.name(self.signature, target.codegen()))
 
@@ -55,7 +55,7 @@ def _returns_value(function: Any) -> bool:
 
 
 class _NoCode:
-    """Stands for a compiled function in code that asks for its address."""
+    """Replaces a compiled function where code asks for its address. The address is 0."""
 
     fndesc = library = property(lambda self: self)
     llvm_cfunc_wrapper_name = ""
@@ -67,7 +67,7 @@ class _NoCode:
 def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
     """Returns the kernels that ``calls`` need and that this process has not loaded.
 
-    Kernels are not run, except those that return a value. The results of the calls are garbage.
+    Only kernels that return a value are run. The results of the calls are therefore wrong.
     """
     noted: dict[Kernel, None] = {}
     kind = dispatcher.Dispatcher
@@ -81,7 +81,7 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
             types.Omitted(a.value) if isinstance(a, omitted) else self.typeof_pyval(a) for a in args
         )
         noted[Kernel(self, signature)] = None
-        return lambda *_, **__: None  # which numba calls in the kernel's place
+        return lambda *_, **__: None  # numba calls it instead of the kernel
 
     def note_address(function: Any, signature: tuple[Any, ...]) -> Any:
         noted[Kernel(function, signature)] = None
@@ -90,7 +90,7 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
     kind._compile_for_args, compiling.compiled = note_call, note_address
     try:
         for each in calls:
-            with contextlib.suppress(Exception):  # of Python code that meets garbage
+            with contextlib.suppress(Exception):  # the wrong results may break Python code
                 each()
     finally:
         kind._compile_for_args, compiling.compiled = call, compiled
@@ -98,7 +98,7 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
 
 
 def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
-    """The work of copy ``number`` of the process; it reports in lines of text."""
+    """Compiles missing kernels in copy ``number`` of the process; reports in lines to ``pipe``."""
     parent = os.getppid()
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
@@ -121,15 +121,15 @@ def _compile_in_copy(calls: Sequence[Call], number: int, pipe: int) -> None:
 
 
 def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
-    """Starts a copy of this process; its process number, and the pipe that it writes to."""
+    """Forks this process. Returns the copy's process id and the pipe that the copy writes to."""
     reading, writing = os.pipe()
-    # The copy does not hear Ctrl-C, from its first instruction on: the first process ends it.
+    # SIGINT is blocked in the copy from its first instruction on. The parent process kills it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = -1
     try:
-        # With the lock: if another thread had it, it would never be free in the copy.
+        # This thread holds the lock: in the copy, a lock of another thread would stay locked.
         with global_compiler_lock, warnings.catch_warnings():
-            # Python warns of threads: those of jit/pool.py hold no locks, and the copy has none.
+            # Python warns that there are threads. The threads of jit/pool.py hold no locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
     finally:
@@ -148,7 +148,7 @@ def _start_copy(calls: Sequence[Call], number: int) -> tuple[int, int]:
 
 
 def can_compile_ahead() -> bool:
-    """Whether this process can be copied, and what the copies compile can be kept on disk.
+    """Returns whether this process can be forked and machine code can be kept on disk.
 
     On macOS a copy of a process with threads may hang or crash in the system's own libraries.
     """
@@ -156,10 +156,10 @@ def can_compile_ahead() -> bool:
 
 
 def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
-    """Compiles the kernels that ``calls`` need, as far as that is seen without running them.
+    """Compiles the kernels that ``kernels_of`` finds for ``calls``, and reports the progress.
 
-    The caller then makes the calls, which load the kernels and compile what is missing. Returns
-    whether it did so; then it has reported the progress.
+    The caller then makes the calls. They load these kernels and compile any others. Returns False,
+    without a report, if there are no calls or ``can_compile_ahead`` is false.
     """
     if not calls or not can_compile_ahead():
         return False
@@ -172,13 +172,13 @@ def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
         for process, pipe in copies:
             os.close(pipe)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)  # none is left, but after an exception
+                os.kill(process, signal.SIGKILL)  # some run after an exception or a long silence
             os.waitpid(process, 0)
     return True
 
 
 def _follow(pipes: Sequence[int], report: Report | None) -> None:
-    """Reports what the copies say, until they end or are silent for too long."""
+    """Reports the copies' progress until all end or none writes for SILENT_SECONDS."""
     n_missing = n_done = 0
     rest = dict.fromkeys(pipes, b"")
     with selectors.DefaultSelector() as selector:

@@ -19,10 +19,10 @@ from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, con
 
 HAS_TILES = llvm.has_feature("amx-bf16") and llvm.has_feature("avx512bf16")
 TILE = 16  # rows of a tile, and its 32-bit lanes a row
-# Rows of the left matrix at a time: two tiles, which with two of the right one make four of sums;
-# or with four vectors of columns 24 sums in 32 registers.
+# Rows of the left matrix a call. Two tiles of rows and two of columns need four tiles of sums.
+# Without tiles, six rows and four vectors of columns need 24 of 32 registers for sums.
 ROWS = 2 * TILE if HAS_TILES else 6
-PAIRS = TILE  # the summed index goes by units of so many pairs
+PAIRS = TILE  # pairs in a unit of the summed index
 DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 # Linux lets a process use tiles only after it has asked for them.
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
@@ -34,14 +34,14 @@ def _ask_for_tiles() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0
 
 
-# When this module is imported: without it a tile's instruction ends the process.
+# Requested at import: without the permission, an instruction on tiles kills the process.
 _MAY_USE_TILES = HAS_TILES and _ask_for_tiles()
 
 
 def is_available() -> bool:
-    """Whether the CPU has these instructions, and the system allows them.
+    """Returns whether the CPU has these instructions and the system allows them.
 
-    LLVM changed the argument types of its vdpbf16ps intrinsic in LLVM 16; older ones do not count.
+    LLVM 16 changed the argument types of its vdpbf16ps intrinsic. Older versions are not used.
     """
     if not llvm.has_feature("avx512bf16") or binding.llvm_version_info < (16, 0, 0):
         return False
@@ -65,7 +65,7 @@ BF16 = _BFloat()
 
 
 def narrowed(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """<16 x float> or float -> its bf16 bits, rounded to nearest, ties to even."""
+    """Returns the bf16 bits of a <16 x float> or float, rounded to nearest, ties to even."""
     is_vector = isinstance(value.type, ir.VectorType)
     if is_vector and llvm.has_feature("avx512bf16"):
         return b.bitcast(b.fptrunc(value, vec(BF16)), vec(I16))
@@ -84,7 +84,7 @@ def _tile(b: ir.IRBuilder, name: str, *args: ir.Value) -> None:
 
 @intrinsic
 def begin(typingctx):
-    """Sets the tiles' sizes; a thread calls it once, ahead of its first ``multiply``."""
+    """Sets the tiles' sizes. A thread calls it once, before its first ``multiply``."""
 
     def codegen(context, builder, signature, args):
         if HAS_TILES:
@@ -109,7 +109,7 @@ def end(typingctx):
 
 
 def _multiply_tiles(b: ir.IRBuilder, n: int, given: Sequence[ir.Value], adding: bool) -> None:
-    """``multiply`` with AMX: two tiles of rows and n of columns, two of these at a time."""
+    """``multiply`` with AMX: two tiles of rows by n tiles of columns, two of columns at a time."""
     a, a_row, a_unit, right, b_row, n_units, c, c_row = given
 
     def pointer(address: ir.Value) -> ir.Value:

@@ -1,10 +1,9 @@
-"""How numba compiles kernels: machine code only for functions that Python or an address calls.
+"""Makes numba compile machine code only for functions that Python calls or that need an address.
 
-A kernel holds copies of all functions that it calls. numba by itself also makes machine code and
-wrappers of each of these functions. It optimises each in full ahead of the copies. Here such a
-callee is kept as lightly optimised IR, from which kernels are made. This halves the time of a cold
-start. A function that is called both ways is compiled twice. A kernel then does not depend on
-earlier compilations.
+A kernel holds copies of all functions that it calls, its callees. numba alone optimises each callee
+in full and makes machine code and wrappers for it. Here a callee stays lightly optimised IR, which
+kernels copy. This halves the time of a cold start. A function that is both a kernel and a callee is
+compiled twice. So a kernel's code does not depend on earlier compilations.
 """
 
 import contextlib
@@ -18,14 +17,14 @@ from numba.core import ccallback, codegen, cpu, dispatcher, sigutils, typed_pass
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
 
-ENVIRONMENT = "_ZN08NumbaEnv"  # what the names of environments in a module begin with
+ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of the names of environments in a module
 
 
 class _Progress:
-    """The compilation that is going on. numba's compiler lock lets one thread at a time compile."""
+    """The current compilation. numba's compiler lock lets one thread at a time compile."""
 
-    n_functions = 0  # functions whose compilation has begun: a kernel, a callee of it, ...
-    n_lowered = 0  # of them, those whose code is being written; the body of a loop is one, too
+    n_functions = 0  # functions in compilation: a kernel, its callee, a callee of that, ...
+    n_lowered = 0  # functions, and bodies of parallel loops, whose IR is being written
     interrupted = False
 
 
@@ -33,12 +32,12 @@ _now = _Progress()
 
 
 def is_callee() -> bool:
-    """Whether what is compiled now will only be called by the kernel that it is compiled for."""
+    """Returns whether the function in compilation is a callee of a kernel in compilation."""
     return _now.n_functions > 1 or _now.n_lowered > 1
 
 
 class _Callee:
-    """Stands for the entry point of a function that nobody can call but kernels."""
+    """Replaces a callee's entry point. Only kernels can call a callee."""
 
 
 @contextlib.contextmanager
@@ -53,7 +52,7 @@ def _one_more(counter: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Delays Ctrl-C to the end of the current function; inside LLVM it would be lost."""
+    """Delays Ctrl-C until the current function is compiled. Inside LLVM it would be lost."""
     handler = signal.getsignal(signal.SIGINT)
     if (
         threading.current_thread() is not threading.main_thread()
@@ -83,7 +82,7 @@ def _stop_if_interrupted() -> None:
 
 
 def _finalize(self: Any) -> None:
-    """Replaces numba's step of that name, which makes machine code at once."""
+    """Replaces numba's ``_finalize_final_module``, which makes machine code at once."""
     self._finalize_dynamic_globals()
     self._verify_declare_only_symbols()
     self._final_module._CPUCodeLibrary__library = weakref.proxy(self)
@@ -92,7 +91,7 @@ def _finalize(self: Any) -> None:
 
 
 def _optimize_lightly(self: Any) -> None:
-    """The first half of numba's optimisation, which inlines functions and simplifies the result."""
+    """Runs the first half of numba's optimisation: inlines functions, simplifies the result."""
     manager, builder = self._codegen._module_pass_manager(
         loop_vectorize=self._codegen._loopvect, slp_vectorize=False,
         opt=self._codegen._opt_level, cost="cheap",
@@ -131,7 +130,7 @@ def _serialize(self: Any) -> tuple[Any, ...]:
 
 
 def _set_environment(self: Any, name: str, environment: Any) -> None:
-    """Skips a callee, whose environment is that of the kernels that hold a copy of it."""
+    """Skips callees. ``_make_machine_code`` sets their environments in each kernel."""
     if self._engine.is_symbol_defined(name):
         _numba_set_environment(self, name, environment)
 
@@ -162,7 +161,7 @@ def _add_overload(self: Any, result: Any) -> None:
 
 
 def _kernels(self: Any) -> dict[Any, Any]:
-    """A dispatcher's signatures that Python or an address may call; ``overloads`` has callees."""
+    """Returns a dispatcher's kernels by signature; its ``overloads`` may hold callees instead."""
     return self.__dict__.setdefault("_kernels_by_signature", {})
 
 
@@ -193,13 +192,13 @@ def _compile(self: Any, signature: Any) -> Any:
 
 
 def _alone(cache: Any, signature: Any, context: Any) -> contextlib.AbstractContextManager[None]:
-    """Keeps other processes from compiling the same kernel; they load it afterwards."""
+    """Locks a kernel while it is compiled. Other processes wait, then load it from disk."""
     lock = getattr(cache, "lock", None)
     return contextlib.nullcontext() if lock is None else lock(signature, context)
 
 
 def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
-    """numba's compile result of a dispatcher's function for ``signature``, to be called by address.
+    """Returns numba's compile result of the dispatcher ``function``, for calls by address.
 
     The dispatcher keeps the machine code alive.
     """
@@ -208,7 +207,7 @@ def compiled(function: Any, signature: tuple[Any, ...]) -> Any:
 
 
 def _compile_callback(self: Any) -> None:
-    """numba.cfunc has no dispatcher. Compile the functions that it calls as callees."""
+    """Compiles a numba.cfunc, which has no dispatcher. Its functions become callees."""
     alone = _alone(self._cache, self._sig, self._targetdescr.target_context)
     with global_compiler_lock, _interruptible(), alone, _one_more("n_functions"):
         _numba_compile_callback(self)
@@ -225,7 +224,7 @@ _numba_compile_callback = ccallback.CFunc.compile
 
 
 def install() -> None:
-    """Makes numba compile all functions of this process in this way."""
+    """Makes numba compile all functions of this process as this module's docstring says."""
     codegen.JITCodeLibrary._finalize_final_module = _finalize
     codegen.JITCodeLibrary._optimize_final_module = _optimize_lightly
     codegen.JITCodeLibrary.get_pointer_to_function = _pointer_to_function

@@ -8,12 +8,12 @@ from functools import cache
 
 from llvmlite import binding
 
-# Where Linux tells a process which byte products an ARM CPU has: (entry of getauxval, bit).
+# getauxval of Linux reports an ARM CPU's byte products: (entry, bit).
 ARM_PRODUCTS = {"dotprod": (16, 20), "i8mm": (26, 13)}
 
 
 def architecture() -> str:
-    """``x86_64``, ``aarch64`` or another."""
+    """Returns ``x86_64``, ``aarch64`` or another name."""
     return binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
 
 
@@ -21,9 +21,9 @@ def architecture() -> str:
 def cpu_features() -> dict[str, bool]:
     """Returns LLVM's features, and on ARM also sdot (dotprod) and usdot (i8mm).
 
-    LLVM does not look for these two. Its names of Apple's CPUs imply them.
+    LLVM does not detect these two. On Apple's CPUs they follow from the CPU's name.
     """
-    found = dict(binding.get_host_cpu_features())  # some milliseconds
+    found = dict(binding.get_host_cpu_features())  # takes some milliseconds
     if architecture() != "aarch64":
         return found
     if sys.platform == "linux":
@@ -37,5 +37,5 @@ def cpu_features() -> dict[str, bool]:
 
 
 def flattened() -> str:
-    """Returns the features as LLVM takes them: ``+name`` or ``-name``, with commas."""
+    """Returns the features in LLVM's notation: ``+name`` or ``-name``, separated by commas."""
     return ",".join(f"{'+' if has else '-'}{name}" for name, has in cpu_features().items())

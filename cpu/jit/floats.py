@@ -11,7 +11,7 @@ def as_f32(x: np.ndarray) -> np.ndarray:
 
 
 def as_type_of(other: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Finite f32 ``x`` in the type of ``other``, f32 or bf16, rounded to nearest even."""
+    """Returns finite f32 ``x`` in the type of ``other`` (f32 or bf16), rounded to nearest even."""
     if other.dtype != np.uint16:
         return x
     bits = np.ascontiguousarray(x).view(np.uint32)

@@ -1,9 +1,9 @@
-"""Compiled kernels on disk: how numba keeps and finds those of this package.
+"""Keeps the compiled kernels of this package on disk, where numba finds them.
 
-A kernel's file is named after all that its machine code depends on. These are the source files that
-its module imports (sources.py), its signature and the CPU. The versions of Python, numba and LLVM
-count too. numba's own cache looks at one source file only and trusts what it reads. It writes next
-to the sources if it finds no other place.
+The name of a kernel's file is a hash of everything that its machine code depends on. It covers the
+source files that the module imports (sources.py), the signature and the CPU. It also covers the
+versions of Python, numba and LLVM. numba's own cache covers one source file only and does not check
+a file's content. It writes next to the sources if it finds no other place.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class KernelCache(caching._Cache):
         self._is_enabled = False
 
     def flush(self) -> None:
-        """Does nothing: numba calls it to recompile a function, whose file is replaced."""
+        """Does nothing. numba calls it before it recompiles a function and replaces the file."""
 
     @cached_property
     def _function_key(self) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class KernelCache(caching._Cache):
         self._store.write(self.name(sig, data.codegen), dumps(data._reduce()))
 
     def lock(self, sig: Any, target_context: Any) -> contextlib.AbstractContextManager[None]:
-        """Lets one process at a time compile a signature that is not there yet."""
+        """Lets one process at a time compile a signature that is not on disk."""
         name = self.name(sig, target_context.codegen())
         if not self._is_enabled or self._store.has(name):
             return contextlib.nullcontext()
@@ -98,19 +98,19 @@ class KernelCache(caching._Cache):
 
 @cache
 def _version() -> str:
-    """Returns a hash of what all kernels together depend on."""
+    """Returns a hash of everything that any kernel depends on."""
     cpu = (binding.get_process_triple(), binding.get_host_cpu_name())
     key = repr((VERSIONS, SOURCES.digest_of_all(), cpu))
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def is_marked(name: str) -> bool:
-    """Whether ``mark`` was called for these kernels, on this CPU."""
+    """Returns whether ``mark(name)`` was called with the present sources, versions and CPU."""
     return STORE.has(f"{name}-{_version()}")
 
 
 def mark(name: str) -> None:
-    """Notes on disk that something, known by ``name``, is compiled."""
+    """Notes on disk that the kernels of ``name`` are compiled."""
     STORE.write(f"{name}-{_version()}", b"")
 
 

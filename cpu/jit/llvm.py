@@ -1,7 +1,7 @@
 """Small helpers that write LLVM IR on vectors; the kernels in this package are built from them.
 
-The IR names no CPU. The compiling machine decides what a <16 x float> becomes: one AVX-512
-register, two AVX2 registers or four NEON registers.
+The IR names no CPU. LLVM maps a <16 x float> to the CPU of this machine: one AVX-512 register, two
+AVX2 registers or four NEON registers.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from sparsekv_cli.cpu.jit import compiling, features, kernel_cache
 
 compiling.install()
 kernel_cache.install()  # every kernel imports this module
-if features.architecture() == "aarch64":  # numba knows the features that LLVM finds, which are few
+if features.architecture() == "aarch64":  # numba uses LLVM's list, which lacks some features
     config.CPU_FEATURES = features.flattened()
 
 LANES = 16
@@ -26,11 +26,11 @@ VI = ir.VectorType(I32, LANES)
 
 
 def has_feature(name: str) -> bool:
-    """Whether this CPU has a feature, by LLVM's name for it."""
+    """Returns whether this CPU has a feature. name: LLVM's."""
     return features.cpu_features().get(name, False)
 
 
-ON_AMD = has_feature("sse4a")  # or on a descendant of its cores; Intel has none
+ON_AMD = has_feature("sse4a")  # AMD's CPUs, and CPUs with AMD's cores; Intel's lack it
 
 
 def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
@@ -84,7 +84,7 @@ def call_named(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Valu
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c, rounded once; floats or float vectors."""
+    """Returns a * b + c, rounded once; floats or float vectors."""
     lanes = f"v{a.type.count}" if isinstance(a.type, ir.VectorType) else ""
     return call_named(builder, f"llvm.fma.{lanes}f32", a.type, a, b, c)
 
@@ -106,10 +106,10 @@ def transposed(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
-    """Integers total + part (256 bits), added exactly in this order.
+    """Returns total + part, vectors of integers of 256 bits, added exactly in this order.
 
-    LLVM would otherwise add several parts to each other first, for which there are not enough
-    registers. A fence that costs nothing forbids it.
+    LLVM would otherwise add several parts to each other first and run out of registers. A fence
+    forbids this. It emits no instruction.
     """
     floats = vec(F32, 8)
     value = b.bitcast(b.add(total, part), floats)
@@ -118,7 +118,7 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
 
 
 def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Returns vectors as they are. LLVM moves no load and none of them across this place."""
+    """Returns the vectors unchanged. LLVM computes all of them first, and moves no load past it."""
     n = len(values)
     type_ = ir.FunctionType(
         ir.LiteralStructType([v.type for v in values]), [v.type for v in values]
@@ -131,8 +131,8 @@ def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     """Prefetches the cache line at ``address`` into L2; any address is allowed.
 
-    L2 tracks more outstanding lines than L1. This is faster than prefetchnta, which goes through
-    L1. It is so even for weights, which are read once a token.
+    L2 tracks more outstanding lines than L1. So this is faster than prefetchnta, which goes through
+    L1. It is faster even for weights, which are read once a token.
     """
     pointer = builder.inttoptr(address, ir.PointerType())
     type_ = ir.FunctionType(ir.VoidType(), [ir.PointerType(), I32, I32, I32])
@@ -144,9 +144,10 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 class Prefetches:
     """Prefetches of several lines, spread evenly over ``n_steps`` pieces of other work.
 
-    Prefetches that are issued all at once fill the core's queue, and loads wait for them. fixed:
-    LLVM moves nothing across them. Otherwise it may move all of them to one place. To fix them
-    costs longer pieces of work more than it brings.
+    Prefetches that are issued all at once fill the core's queue, and loads wait for them.
+
+    fixed: LLVM moves nothing across a prefetch. Otherwise LLVM may move all prefetches to one
+    place. Set it for short pieces of work only: long pieces lose more than they gain.
     """
 
     def __init__(self, addresses: Sequence[ir.Value], n_steps: int, *, fixed: bool = False):
@@ -167,7 +168,7 @@ class Prefetches:
 def load_half_lanes(
     builder: ir.IRBuilder, address: ir.Value, n_bytes: Any = 0, count: int = LANES
 ) -> ir.Value:
-    """Sixteen (or ``count``) consecutive f16 as <16 x float>."""
+    """Returns ``count`` consecutive f16 as a vector of f32."""
     return builder.fpext(load(builder, vec(F16, count), address, n_bytes), vec(F32, count))
 
 
@@ -184,7 +185,7 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @intrinsic
 def _sum_squares(typingctx, address, count):
-    """The sum of squares of f32 at an address, lane by lane; count: a multiple of 16."""
+    """Returns the sum of squares of ``count`` f32 at an address; count: a multiple of 16."""
 
     def codegen(context, b, signature, args):
         def body(j, sums):
@@ -198,10 +199,10 @@ def _sum_squares(typingctx, address, count):
 
 @njit(cache=True, nogil=True)
 def sum_squares(x):
-    """The sum of x^2, x f32 (n,) contiguous, always added in the same order.
+    """Returns the sum of x^2, x f32 (n,) contiguous, always added in the same order.
 
-    A loop that numba compiles with ``reassoc`` may be summed in another order where it is inlined.
-    A first run, which compiles, would then differ in last bits from runs that load the kernel.
+    A loop compiled with ``reassoc`` may be summed in another order where it is inlined. Then a run
+    that compiles the kernel would differ in the last bits from runs that load it.
     """
     whole = x.shape[0] - x.shape[0] % LANES
     total = _sum_squares(x.ctypes.data, whole)
@@ -224,7 +225,7 @@ def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def sum_many(builder: ir.IRBuilder, values: Sequence[ir.Value]) -> ir.Value:
     """Lane i of the result is the sum of the lanes of ``values[i]``; n vectors of n lanes.
 
-    A binary tree of interleaves takes 15 additions for 16 sums; summing each vector by itself 64.
+    A binary tree of interleaves takes 15 additions for 16 sums. Separate sums take 64.
     """
     n = len(values)
     assert n == values[0].type.count
@@ -252,7 +253,7 @@ def loop(
     carried: Sequence[ir.Value],
     body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
 ) -> list[ir.Value]:
-    """``for i in range(start, stop, step)`` with values carried in registers; returns the last."""
+    """Emits ``for i in range(start, stop, step)``; returns the ``carried`` values after it."""
     before = builder.block
     head = builder.append_basic_block("head")
     inside = builder.append_basic_block("body")
@@ -281,7 +282,7 @@ def loop(
 
 @intrinsic
 def trailing_zeros(typingctx, word):
-    """Position of the lowest set bit of a u64, 64 for 0 (numba code)."""
+    """Returns the position of the lowest set bit of a u64, 64 for 0 (numba code)."""
 
     def codegen(context, builder, signature, args):
         return builder.cttz(args[0], ir.IntType(1)(0))
@@ -291,7 +292,7 @@ def trailing_zeros(typingctx, word):
 
 @intrinsic
 def reversed_bits(typingctx, word):
-    """A u64 with its bits in reverse order (numba code)."""
+    """Returns a u64 with its bits in reverse order (numba code)."""
 
     def codegen(context, builder, signature, args):
         return call_named(builder, "llvm.bitreverse.i64", I64, args[0])
@@ -301,7 +302,7 @@ def reversed_bits(typingctx, word):
 
 @intrinsic
 def set_bits(typingctx, word):
-    """Number of set bits of a u64 (numba code)."""
+    """Returns the number of set bits of a u64 (numba code)."""
 
     def codegen(context, builder, signature, args):
         return builder.ctpop(args[0])
@@ -311,9 +312,9 @@ def set_bits(typingctx, word):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """counter[0]++ as one atomic step; returns the old value. counter int64 (1,) (numba code).
+    """Adds 1 to counter int64 (1,) in one atomic step; returns the old value (numba code).
 
-    Threads that share a counter take tasks of unequal size as they become free: ``for thread in
+    Threads that share a counter each take the next task when they are free: ``for thread in
     prange(n_threads): task = next_task(counter); while task < n_task: ...``.
     """
 
@@ -341,10 +342,10 @@ def prefetch_lines(typingctx, address, n_bytes):
 
 @intrinsic
 def keep(typingctx, array):
-    """Keeps an array alive up to this call; otherwise it does nothing (numba code).
+    """Keeps an array alive up to this call (numba code).
 
     numba frees an array after its last use, and does not count the use of its address. Call it
-    after a call that gets only the address.
+    after the last call that gets only the address.
     """
 
     def codegen(context, builder, signature, args):

@@ -1,6 +1,6 @@
-"""Arrays on cache lines, and what compiled code is handed as an int64: addresses, and their use.
+"""Arrays that start on a cache line, and addresses, which compiled code gets as int64.
 
-A kernel that is called through its address is compiled by itself, once, whatever calls it.
+A kernel that is called by its address is compiled once, apart from the kernels that call it.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ LINE = 64  # bytes, a cache line
 
 
 def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray:
-    """Returns an array, uninitialised or of zeros, that begins on a cache line.
+    """Returns an array, uninitialised or of zeros, that starts on a cache line.
 
-    numpy's own large arrays begin 16 bytes after one (glibc). A row of 128 bytes is then on three
-    lines instead of two. Gathering such rows from memory takes half as long again.
+    numpy's own large arrays start 16 bytes after the start of a line (glibc). A row of 128 bytes is
+    then on three lines instead of two. Gathering such rows from memory takes 1.5 times as long.
     """
     count, dtype = int(np.prod(shape, dtype=np.int64)), np.dtype(dtype)
     room = (np.zeros if zeros else np.empty)(count * dtype.itemsize + LINE, np.uint8)
@@ -34,7 +34,7 @@ def on_lines(shape: Any, dtype: DTypeLike, *, zeros: bool = False) -> np.ndarray
 def address(array: np.ndarray) -> int:
     """Returns the address of an array's first element; the caller keeps the array alive.
 
-    numpy's own ways to ask for it take ten times as long (3 to 5 us, numpy 2.4).
+    numpy's own attributes for it take ten times as long (3 to 5 us, numpy 2.4).
     """
     writable: Any = array
     try:
@@ -44,31 +44,33 @@ def address(array: np.ndarray) -> int:
 
 
 def function_address(dispatcher, signature: tuple) -> int:
-    """Address of a numba function compiled for ``signature``, which its dispatcher keeps alive.
+    """Returns the address of a numba function compiled for ``signature``.
 
-    signature: first the literals that it is compiled for, then int64 only; it returns nothing.
+    The dispatcher keeps the machine code alive. signature: first the types of the literals, then
+    int64 only. The function must return nothing.
     """
     result = compiling.compiled(dispatcher, signature)
     return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
 
 
 def call_through(n_arguments: int, n_literals: int = 0) -> tuple[Any, Any]:
-    """Returns the result of an intrinsic (function, *arguments) that calls a ``function_address``.
+    """Returns the type and code of an intrinsic that calls the function at an address.
 
-    The function's literals are not among the arguments.
+    The intrinsic's arguments are a ``function_address`` and then the function's arguments, without
+    its literals.
     """
 
     def codegen(context, builder, signature, args):
         type_ = ir.FunctionType(ir.VoidType(), [I64] * (n_literals + n_arguments))
         function = builder.inttoptr(args[0], type_.as_pointer())
-        builder.call(function, [I64(0)] * n_literals + list(args[1:]))  # literals still take places
+        builder.call(function, [I64(0)] * n_literals + list(args[1:]))  # a literal has an argument
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * (1 + n_arguments)), codegen
 
 
 def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
-    """Numba code: an address as ``carray`` takes it."""
+    """Returns an intrinsic that turns an int64 address into a pointer for ``carray``."""
 
     @intrinsic
     def pointer(typingctx, at):
@@ -81,7 +83,7 @@ def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
 
 
 def record_pointer(dtype: np.dtype) -> Any:
-    """Numba code: an address as ``carray`` takes it, of records of a structured dtype."""
+    """Returns an intrinsic that turns an int64 address into a pointer to records of ``dtype``."""
     element = from_dtype(dtype)
 
     @intrinsic

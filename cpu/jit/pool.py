@@ -1,13 +1,13 @@
 """The thread pool of a decode step, which runs numba's parallel loops.
 
-numba hands every ``prange`` to a function called numba_parallel_for; ``install`` replaces it by the
-one below. The calling thread takes tasks itself until none is left, and workers help where they
-can. It waits only for tasks that a worker has begun. OpenMP's loops end at a barrier of all threads
-instead. A token takes seven times longer there when another program keeps a core busy. A loop costs
-0.6 us here, 1.6 us with OpenMP.
+numba runs every ``prange`` by a function called numba_parallel_for. ``install`` replaces it by
+``parallel_for``. The calling thread and the idle workers take tasks until none is left. The calling
+thread then waits only for tasks that a worker has started. An OpenMP loop waits for all threads at
+a barrier instead. Then a token takes seven times as long when another program keeps a core busy. A
+loop costs 0.6 us here and 1.6 us with OpenMP.
 
-Idle workers spin for some tens of microseconds, which bridges the calls of a step, and then sleep.
-A thread that waits prefetches what will be read next, if ``expect`` has said what that is.
+An idle worker spins for some tens of microseconds, longer than the time between two loops of a
+step. Then it sleeps. A thread that waits prefetches the memory that ``expect`` has announced.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 
 I64 = ir.IntType(64)
-# The control block, int64; what different threads write lies on different cache lines.
+# The control block, int64. Words that different threads write lie on different cache lines.
 TICKET, DONE, BUSY, JOB, ASLEEP, LOCK, SIGNAL, NEXT, EXPECTED, SIZE = range(0, 160, 16)
 # A job, from control[JOB] on: what numba passes (see ``_parallel_for``).
 FUNCTION, ARGS, DIMENSIONS, STEPS, DATA, N_INNER, N_ARRAYS, N_THREADS = range(8)
@@ -34,12 +34,12 @@ FUNCTION, ARGS, DIMENSIONS, STEPS, DATA, N_INNER, N_ARRAYS, N_THREADS = range(8)
 COUNT_BITS = 20
 MASK = (1 << COUNT_BITS) - 1
 CONTROL = "sparsekv_pool_control"
-_KEPT: list[Any] = []  # the control block and the loop, which are used to the end of the process
+_KEPT: list[Any] = []  # keeps the control block and the compiled loop until the process ends
 # Expected reads, from control[EXPECTED] on: bytes in all, then address and bytes of each region.
-# control[NEXT] is the number of bytes that have been asked for.
+# control[NEXT] is the number of bytes that are prefetched already.
 N_REGIONS = 4
-PIECE = 512  # bytes that a waiting thread asks for between two looks
-SPINS = 3000  # looks of an idle worker before it sleeps: 40 to 140 cycles each, or a piece
+PIECE = 512  # bytes that a waiting thread prefetches between two polls
+SPINS = 3000  # polls of an idle worker before it sleeps: 40 to 140 cycles each, or a piece
 
 
 @intrinsic
@@ -105,7 +105,7 @@ def _pause(typingctx):
 
 @intrinsic
 def _yield(typingctx):
-    """Lets another thread have the core (sched_yield, where there is one)."""
+    """Gives the core to another thread (sched_yield, on POSIX systems)."""
 
     def codegen(context, b, signature, args):
         if os.name == "posix":
@@ -160,7 +160,7 @@ def _run_task(typingctx, job, task):
             return b.load(b.inttoptr(at, I64.as_pointer()))
 
         def copied(count: ir.Value, value_of: Any) -> ir.Value:
-            """An array of ``count`` words on the stack."""
+            """Allocates an array of ``count`` words on the stack."""
             array = b.alloca(I64, count)
             head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
             before = b.block
@@ -204,7 +204,7 @@ def _intrinsic(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Type])
 
 @intrinsic
 def _control(typingctx):
-    """The address of the control block, which the linker knows as a symbol."""
+    """Returns the address of the control block. It is a symbol that ``install`` defines."""
 
     def codegen(context, b, signature, args):
         block = b.module.globals.get(CONTROL) or ir.GlobalVariable(b.module, I64, CONTROL)
@@ -217,7 +217,7 @@ def _control(typingctx):
 def wait_for(address, least):
     """Waits until the int64 at ``address`` is at least ``least``.
 
-    For tasks of one loop that wait for each other's results; the others must have begun.
+    A task uses it to wait for another task of its loop. The other task must have started.
     """
     n_looks = 0
     while _atomic_load(address) < least:
@@ -229,10 +229,11 @@ def wait_for(address, least):
 
 @njit(nogil=True, cache=True)
 def _take_tasks(control, worker):
-    """Runs tasks of the current job until all are taken; returns how many.
+    """Runs tasks of the current job until all are taken; returns the number of tasks run.
 
-    worker: 0 for the calling thread, or a worker's number; a job uses only the first workers. The
-    ticket is read before and after the job's words. A job does not change while it has a task left.
+    worker: 0 for the calling thread, or a worker's number. A job uses only the first workers. The
+    ticket is read before the job's words and compared after them, so the words are of its job. A
+    job does not change while one of its tasks is not done.
     """
     n_run = 0
     while True:
@@ -248,9 +249,9 @@ def _take_tasks(control, worker):
 
 @njit(nogil=True, cache=True)
 def _use_the_wait(control, worker):
-    """Prefetches the next piece of what ``expect`` announced, if any is left, and pauses.
+    """Prefetches the next piece of the memory that ``expect`` announced, then pauses.
 
-    Only threads that the last job used do so.
+    Only threads that the last job used prefetch.
     """
     expected = control + 8 * EXPECTED
     is_left = _atomic_load(control + 8 * NEXT) < _atomic_load(expected)
@@ -267,7 +268,7 @@ def _use_the_wait(control, worker):
 
 @njit(nogil=True, cache=True)
 def expect(regions):
-    """Announces what is read after the work at hand, so that waiting threads prefetch it.
+    """Announces the memory that is read after the current work. Waiting threads prefetch it.
 
     regions: address of N_REGIONS int64 pairs of address and bytes. The pairs are copied. The memory
     that they name is only prefetched, never read, so it may be freed meanwhile.
@@ -287,7 +288,7 @@ def expect(regions):
 
 @njit(nogil=True, cache=True)
 def _work(control, worker):
-    """A worker's endless loop: takes tasks, spins for a while, sleeps."""
+    """Runs a worker's endless loop: it runs tasks, spins for a while, sleeps."""
     n_idle = 0
     while True:
         if _take_tasks(control, worker) > 0:
@@ -317,7 +318,7 @@ def _run_job(control, job, n_tasks):
     generation = ((old >> (2 * COUNT_BITS)) + 1) & 0x7FFFFF
     ticket = (generation << (2 * COUNT_BITS)) | (n_tasks << COUNT_BITS)
     _atomic_store(control + 8 * TICKET, ticket)
-    if atomic_add(control + 8 * ASLEEP, 0) > 0:  # an addition: no load passes the store above
+    if atomic_add(control + 8 * ASLEEP, 0) > 0:  # a plain load might pass the store above
         _mutex(control + 8 * LOCK, 1)
         _wake_all(control + 8 * SIGNAL)
         _mutex(control + 8 * LOCK, 0)
@@ -332,14 +333,15 @@ def _run_job(control, job, n_tasks):
 
 @njit(nogil=True, cache=True)
 def work(worker):
-    """The endless loop of worker number ``worker``, from 1 on."""
+    """Runs the endless loop of worker number ``worker`` (from 1)."""
     _work(_control(), worker)
 
 
 def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_threads):
     """numba_parallel_for: calls ``function`` for each of dimensions[0] tasks; addresses and counts.
 
-    A second loop at the same time, from another thread or inside a task, runs on its own thread.
+    If another loop is running, in another thread or around this one, this loop runs on the calling
+    thread only.
     """
     job = np.array((function, args, dimensions, steps, data, n_inner, n_arrays, n_threads))
     n_tasks = _atomic_load(dimensions)
@@ -357,8 +359,8 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
 def install() -> bool:
     """Replaces numba's threads by the pool and starts its workers, once a process.
 
-    Returns whether it did: without POSIX threads numba keeps its own. Call it before any parallel
-    kernel is compiled or loaded.
+    Returns False on a system without POSIX threads, where numba keeps its own threads. Call it
+    before any parallel kernel is compiled or loaded.
     """
     if _KEPT:
         return len(_KEPT) > 1

@@ -1,8 +1,8 @@
-"""Which source files a kernel is made of: its module's, and all that this module imports.
+"""Finds the source files of a kernel: its module's file and all files that the module imports.
 
-The names of other kernels, constants and code-writing functions come into a module by its import
-statements. The text of these files therefore says whether a compiled kernel is up to date. An edit
-of one of them concerns no kernel that does not import it.
+A module gets other kernels, constants and code generators by import statements only. So a compiled
+kernel is up to date if the text of these files is unchanged. An edit of one file makes only the
+kernels that import it out of date.
 """
 
 import hashlib
@@ -17,10 +17,9 @@ _NAME = re.compile(r"[\w.]+")
 
 
 class Sources:
-    """The modules of one package, with the text that they had when this object was made.
+    """The modules of one package and their texts, which are read once.
 
-    If a file is edited during a compilation, kernels of the imported text are not kept under the
-    new text.
+    If a file is edited later, kernels are still kept under the text that this process imported.
     """
 
     def __init__(self, package: str, root: Path) -> None:
@@ -52,7 +51,7 @@ class Sources:
         return result.hexdigest()
 
     def closure(self, module: str) -> set[str]:
-        """``module`` and all modules of the package that it imports, directly or through others."""
+        """Returns ``module`` and all modules of the package that it imports, also indirectly."""
         found: set[str] = set()
         missing = [module]
         while missing:

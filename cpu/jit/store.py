@@ -1,9 +1,8 @@
-"""A folder of compiled kernels on disk: files with a checksum, from nobody but the user.
+"""A folder of compiled kernels on disk. Each file has a checksum and belongs to the user.
 
-The files that are read here are unpickled and run. The folder and its files must belong to the
-user, and nobody else may write to them. A file is used only if its checksum is right. A fault of
-the disk never stops a run. The kernel is compiled again, and kept in memory if it cannot be kept on
-disk.
+The data of the files are unpickled and run. So the folder and its files must belong to the user,
+and nobody else may write to them. A file is used only if its checksum is right. A fault of the disk
+never stops a run. The kernel is then compiled again, and kept in memory only.
 """
 
 import contextlib
@@ -24,12 +23,12 @@ except ImportError:  # not on Windows
 MAGIC = b"sparsekv kernel 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 SUFFIX, LOCK, TEMPORARY = ".kernel", ".lock", ".tmp"
-UNUSED_DAYS = 30  # after which a file is removed
-MOST_BYTES = 1 << 30  # of all files; the ones that were not used for the longest time go first
+UNUSED_DAYS = 30  # a file that is not used for so long is removed
+MOST_BYTES = 1 << 30  # of all files; the files with the oldest last use are removed first
 
 
 def default_folder() -> Path | None:
-    """Where the user's kernels are kept; None where there is no home folder."""
+    """Returns the folder of the user's kernels, or None if there is no home folder."""
     return user_cache("kernels")
 
 
@@ -38,9 +37,9 @@ class Busy(Exception):
 
 
 class KernelStore:
-    """Bytes by name in one folder, which is made when it is first needed.
+    """Keeps bytes by name in one folder. The folder is made on first use.
 
-    is_patient: whether ``lock`` waits for other processes; else it raises Busy.
+    is_patient: whether ``lock`` waits for other processes. Otherwise it raises Busy.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -89,14 +88,14 @@ class KernelStore:
         return self.folder / (name + SUFFIX)
 
     def may_write(self) -> bool:
-        """Whether files are kept, as far as is known before the next one."""
+        """Returns whether files can be kept. A later write may still fail."""
         self._open()
         if self._may_write and self.folder is not None and not os.access(self.folder, os.W_OK):
             self._may_write = False
         return self._may_write
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name; it may still be found damaged."""
+        """Returns whether there is a file of that name. The file may be damaged."""
         self._open()
         return self._may_read and self._path(name).exists()
 
@@ -122,7 +121,7 @@ class KernelStore:
         return payload
 
     def write(self, name: str, payload: bytes) -> None:
-        """Keeps bytes under ``name``; says once why it cannot, and does not try again."""
+        """Keeps bytes under ``name``. On the first error it says why, and writes no more files."""
         self._open()
         if not self._may_write:
             return
@@ -143,7 +142,7 @@ class KernelStore:
     def lock(self, name: str, what: str) -> Iterator[None]:
         """Keeps other processes from compiling ``name`` meanwhile, if the folder can be locked.
 
-        what: named in the line that says that this process waits for another one.
+        what: the kernel's name in the line that says that this process waits.
         """
         self._open()
         handle = None
@@ -158,10 +157,10 @@ class KernelStore:
             yield
         finally:
             if handle is not None:
-                os.close(handle)  # which gives the lock back
+                os.close(handle)  # releases the lock
 
     def _wait_for(self, handle: int, what: str) -> None:
-        with contextlib.suppress(OSError):  # file systems without locks: both compile
+        with contextlib.suppress(OSError):  # a file system without locks: both processes compile
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -171,7 +170,7 @@ class KernelStore:
                 fcntl.flock(handle, fcntl.LOCK_EX)
 
     def _clean_up(self) -> None:
-        """Removes files that nobody used for a month, and the oldest of too many."""
+        """Removes files that were not used for UNUSED_DAYS, and the oldest above MOST_BYTES."""
         assert self.folder is not None
         files = []
         with contextlib.suppress(OSError):  # the folder may have gone

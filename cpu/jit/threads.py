@@ -1,8 +1,7 @@
-"""How kernels use threads: explicit prange loops only; and how many threads are worth it.
+"""Threads of kernels: explicit prange loops only, on the pool of jit/pool.py.
 
 By default numba's parallel=True also makes parallel loops of array expressions and allocations.
-Each of these starts the threads once more. Kernels ask for prange loops only. They run on the pool
-of jit/pool.py.
+Each such loop starts the threads once more.
 """
 
 import os
@@ -36,14 +35,17 @@ def _blas() -> Any:
 
 
 def blas_threads(n: int) -> Any:
-    """A context in which numpy's BLAS takes at most ``n`` threads; without one, every CPU."""
+    """Returns a context in which numpy's BLAS uses at most ``n`` threads. Outside it uses all."""
     if n >= (os.cpu_count() or 1):
         return nullcontext()
     return _blas().limit(limits=n, user_api="blas")
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may run on: hyper-threads share a core's vector units."""
+    """Returns the number of physical cores that this process may use.
+
+    Two hyper-threads of a core share its vector units.
+    """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     cores = set()
     try:

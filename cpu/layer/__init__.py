@@ -1,1 +1,1 @@
-"""A layer around its attention: norms, projections, RoPE, feed-forward; a row or a chunk."""
+"""A layer without its attention: norms, projections, RoPE, feed-forward; for rows and chunks."""

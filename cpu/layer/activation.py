@@ -24,7 +24,7 @@ CLAMPED_SLOPE, CLAMP = 1.702, 7.0
 
 
 def _bound(b: ir.IRBuilder, x: ir.Value, low: float | None, high: float) -> ir.Value:
-    """x at most ``high``, and at least ``low``; NaN stays."""
+    """Clamps x to at most ``high`` and at least ``low``; NaN stays NaN."""
     x = b.select(b.fcmp_ordered(">", x, const(F32, high)), const(F32, high), x)
     if low is None:
         return x
@@ -47,9 +47,9 @@ def _gated(b: ir.IRBuilder, activation: int, g: ir.Value, u: ir.Value) -> ir.Val
 
 @intrinsic
 def gate_lanes(typingctx, rows, activation, gate, up, out, count):
-    """out[i] = act(gate[i]) up[i], i < count rounded up to 16; addresses of elements as ``rows``'.
+    """out[i] = act(gate[i]) up[i], i < count rounded up to 16; addresses.
 
-    rows: an array of f32, or of the bits of bf16.
+    rows: any array with the type of the elements, f32 or the bits of bf16.
     """
 
     def codegen(context, b, signature, args):
@@ -89,7 +89,7 @@ def gate_lanes(typingctx, rows, activation, gate, up, out, count):
 
 @njit(cache=True, nogil=True)
 def gate_one(activation, g, u):
-    """act(g) u of two f32."""
+    """Returns act(g) u of two f32."""
     s = g
     if activation == CLAMPED:
         g = min(g, np.float32(CLAMP))

@@ -1,12 +1,12 @@
-"""Decode steps of a layer over weights as they lie: two stages around the attention.
+"""Decode steps of a layer in two stages around the attention, with the weights in file layout.
 
 ``project_qkv``: RMS norm, q/k/v, biases, q/k norm, rotation. ``finish_attention``: output
-projection, residual, RMS norm. ``finish_layer``: that, the gated feed-forward and its residual.
-Each addition to the residual stream may have an RMS norm of its own. ``next_layer`` is one layer's
-second stage and the next one's first in a single call. To hand a call its arguments takes
-microseconds. For the same reason all constant arguments are in a record of ``LAYER`` that the
-kernels look up. experts/decode.py has layers with experts. A step has one or several rows
-(sequences), which share every weight that is loaded.
+projection, residual, RMS norm. ``finish_layer``: ``finish_attention``, the gated feed-forward and
+its residual. Each addition to the residual stream may have its own RMS norm. ``next_layer`` joins
+a layer's second stage and the next layer's first stage. One call saves microseconds for the
+arguments. For the same reason all constant arguments are in a record of ``LAYER``.
+experts/decode.py has layers with experts. A step has one or several rows (sequences), which share
+every weight that is loaded.
 """
 
 import numpy as np
@@ -22,8 +22,8 @@ from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# Columns of a matrix table (int64, one row a matrix). PLANES: bytes of the quantised activations
-# that the kernel takes, 0: it takes f32.
+# Columns of a matrix table (int64, one row a matrix). PLANES: bytes of a quantised activation that
+# the kernel takes; 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
 N_LATER = 4  # matrices of a layer after its n_inputs: o, gate, up, down
 REGION = 16  # bytes of an address and a size
@@ -35,21 +35,21 @@ LAYER = np.dtype(
         *(
             (name, np.int64)
             for name in (
-                # n_head_kv: of its own, 0 where it reads another layer's rows
+                # n_head_kv: 0 if the layer reads another layer's rows
                 *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
-                "n_inputs",  # matrices ahead of o: q, k, v; of recurrent layers (n_head = 0) others
+                "n_inputs",  # matrices before o: q, k, v; a recurrent layer (n_head = 0) has others
                 "gated",  # whether d elements of a gate follow each query's d projected elements
-                "interleaved",  # whether q and k come as pairs (0, 1), (2, 3) ... of a rotation
+                "interleaved",  # whether the pairs of a rotation are (0, 1), (2, 3) ... in q and k
                 "activation",  # of the gate, see layer/activation.py
                 *("attn_norm", "ffn_norm"),  # (n_embd,)
-                *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of what is added to x
+                *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of the rows that are added to x
                 *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
                 *("q_norm", "k_norm", "v_norm"),  # (d,), and (d_v,)
                 "matrices",  # int64 (n_inputs + N_LATER, 6): a table (experts/decode.py: others)
-                "regions",  # of its matrices and of all that follow (see matrix_regions)
+                "regions",  # addresses and sizes of its matrices and the next ones: matrix_regions
                 "x",  # (B, n_embd): the residual stream
                 *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
-                "q_scale",  # (B,): what multiplies its queries
+                "q_scale",  # (B,): factor of a row's queries
                 *("q", "q_nope"),  # (B, H, d')
                 *("k", "k_nope"),  # (B, G, d')
                 "v",  # (B, G, d_v')
@@ -61,16 +61,16 @@ LAYER = np.dtype(
             )
         ),
         ("eps", np.float64),
-        ("residual_scale", np.float64),  # of what is added to x
+        ("residual_scale", np.float64),  # factor of the rows that are added to x
     ]
 )
 
 
 def matrix_table(linears, n_planes) -> np.ndarray:
-    """int64 (matrices, 6) that the kernels read; the caller keeps the weights alive.
+    """Returns the kernels' matrix table int64 (matrices, 6); the caller keeps the weights alive.
 
     linears: objects with code, data uint8 (rows, row bytes), n_columns and repacked. Block formats
-    take the integer kernels, whose activations have ``n_planes`` bytes. With two bytes they are 1.3
+    get integer kernels, which take activations of ``n_planes`` bytes. With two bytes they are 1.3
     (Q5_1) to 1.7 (Q4_K) times as fast as f32 kernels on an AVX-512 thread.
     """
     rows = []
@@ -84,10 +84,10 @@ def matrix_table(linears, n_planes) -> np.ndarray:
 
 
 def matrix_regions(tables) -> np.ndarray:
-    """int64 (matrices + N_REGIONS, 2): address and bytes of the matrices of ``tables``.
+    """Returns int64 (matrices + N_REGIONS, 2): address and bytes of each matrix of ``tables``.
 
-    They are in the order of their use. The first ones are repeated at the end, so that N_REGIONS
-    follow each (pool.expect).
+    They are in the order of their use. The first N_REGIONS are repeated at the end, because
+    pool.expect reads N_REGIONS entries from any matrix on.
     """
     assert sum(len(table) for table in tables) >= N_REGIONS
     pairs = [(row[WEIGHTS], row[ROW_BYTES] * row[ROWS]) for table in tables for row in table]
@@ -96,13 +96,13 @@ def matrix_regions(tables) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def floats(address, n):
-    """The f32 array (n,) at an address; empty for address 0."""
+    """Returns the f32 array (n,) at an address; an empty one for address 0."""
     return carray(float_pointer(address), n if address else 0)
 
 
 @njit(cache=True, nogil=True)
 def float_rows(address, n_rows, n):
-    """The f32 array (n_rows, n) at an address."""
+    """Returns the f32 array (n_rows, n) at an address."""
     return carray(float_pointer(address), (n_rows, n))
 
 
@@ -113,9 +113,9 @@ def padded(d):
 
 @njit(cache=True, nogil=True)
 def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_rows, part, n_parts):
-    """Part ``part`` of the rows of all matrices of a table; see ``multiply``.
+    """Runs part ``part`` of n_parts of the rows of all matrices of a table; see ``multiply``.
 
-    A matrix is cut between groups of repacked rows.
+    A matrix is cut only between groups of repacked rows.
     """
     total = table[:, ROWS].sum()
     first, last = part * total // n_parts, (part + 1) * total // n_parts
@@ -137,7 +137,7 @@ def _matrices_part(table, x, x_row, quantized, quantized_row, out, out_row, n_ro
 
 @njit(cache=True, nogil=True)
 def most_planes(table):
-    """PLANES of the matrices that take quantised activations, which is the same for all of them."""
+    """Returns PLANES of the matrices that take quantised activations; all have the same number."""
     n_planes = 0
     for m in range(table.shape[0]):
         n_planes = max(n_planes, table[m, PLANES])
@@ -146,7 +146,7 @@ def most_planes(table):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def multiply(table, x, x_row, n_rows, quantized, out, out_row, n_threads):
-    """The products of all matrices of a table with x[b], b < n_rows, one after another in out[b].
+    """out[b] = the products of all matrices of a table with x[b], b < n_rows, concatenated.
 
     table int64 (matrices, 6), all with the same number of columns. x, out: addresses of f32 rows,
     x_row and out_row bytes apart. quantized: address of scratch, a ``quantized_stride`` a row.
@@ -170,10 +170,10 @@ def rms_norm(x, weight, eps, out):
 
 @njit(cache=True, nogil=True)
 def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nope, out):
-    """Bias, norm, rotation and scale of one token's heads.
+    """Applies bias, norm, scale and rotation to one token's heads.
 
-    raw f32 (heads, >= d) as the file orders it, d elements of each row; out_nope, out f32
-    (heads, >= d) in half-split order.
+    raw f32 (heads, >= d): projected heads in the file's order. out_nope, out f32 (heads, >= d): in
+    half-split order, before and after the rotation.
     """
     half = cos.shape[0]
     for h in range(raw.shape[0]):
@@ -204,9 +204,9 @@ def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nop
 
 @njit(cache=True, nogil=True)
 def project_qkv(layers, i, n_rows, n_threads):
-    """q, k, v, q_nope, k_nope of layer i from x for n_rows rows. layers: records of ``LAYER``.
+    """Computes q, k, v, q_nope, k_nope of layer i from x, for n_rows rows.
 
-    A recurrent layer gets only ``projected``.
+    layers: records of ``LAYER``. For a recurrent layer it computes only ``projected``.
     """
     layer = layers[i]
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
@@ -281,8 +281,8 @@ def _gate_heads(layer, packed, n_rows, width):
 def finish_attention(layers, i, attended, n_rows, n_threads):
     """x += s (W_o attended + b); normed = norm(x), for n_rows rows; s: residual_scale.
 
-    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next; of a
-    recurrent layer (n_rows, d_v).
+    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next. A recurrent
+    layer has (n_rows, d_v).
     """
     layer = layers[i]
     n_embd, n_head, d_v = layer.n_embd, max(1, layer.n_head), layer.value_dim
@@ -316,7 +316,7 @@ def finish_attention(layers, i, attended, n_rows, n_threads):
 
 @njit(cache=True, nogil=True)
 def finish_layer(layers, i, attended, n_rows, n_threads):
-    """``finish_attention``; x += s W_down (act(W_gate normed) * W_up normed)."""
+    """Runs ``finish_attention``, then x += s W_down (act(W_gate normed) * W_up normed)."""
     finish_attention(layers, i, attended, n_rows, n_threads)
     layer = layers[i]
     n_embd, n_ff = layer.n_embd, layer.n_ff
@@ -345,7 +345,7 @@ def finish_layer(layers, i, attended, n_rows, n_threads):
 
 @njit(cache=True, nogil=True)
 def next_layer(layers, i, attended, n_rows, n_threads):
-    """``finish_layer`` i, then ``project_qkv`` of the layer after it, if there is one."""
+    """Runs ``finish_layer`` i, then ``project_qkv`` of the next layer, if there is one."""
     finish_layer(layers, i, attended, n_rows, n_threads)
     if i + 1 < layers.shape[0]:
         project_qkv(layers, i + 1, n_rows, n_threads)
@@ -355,7 +355,7 @@ def next_layer(layers, i, attended, n_rows, n_threads):
 def output_logits(x, norm, eps, table, following, normed, quantized, logits, n_threads):
     """logits[b] = W_out norm(x[b]), f32 (B, n_vocab), for x f32 (>= B, n_embd).
 
-    following: address of the ``regions`` that the next step begins with. Scratch: normed f32
+    following: address of the ``regions`` that the next step reads first. Scratch: normed f32
     (>= B, n_embd), quantized uint8 (>= B, quantized_stride(n_embd)).
     """
     n_rows, n_embd = logits.shape[0], x.shape[1]

@@ -1,8 +1,9 @@
-"""The Hadamard rotation of key and value heads ahead of their quantisation.
+"""The Hadamard rotation of key and value heads before their quantisation.
 
-An element may be much larger than the others of its row. A quantised block would pay for it with a
-large scale. The rotation spreads it over the whole row (QuaRot, arXiv:2404.00456). The matrix is
-symmetric and its own inverse. Rotated on both sides, queries and keys have the same products.
+One element may be much larger than the others of its row. Its quantised block then needs a large
+scale, which loses precision. The rotation spreads the element over the whole row (QuaRot,
+arXiv:2404.00456). The matrix is symmetric and its own inverse. If queries and keys are both
+rotated, their products stay the same.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
 def block_of(d: int) -> int:
-    """Elements that one rotation mixes: the largest power of two that divides d."""
+    """Returns the elements that one rotation mixes: the largest power of two that divides d."""
     return d & -d
 
 
@@ -20,7 +21,7 @@ def block_of(d: int) -> int:
 def rotate_rows(x, d, block, n_threads):
     """Rotates, in place, the first d elements of each row of x f32 (rows, >= d), ``block`` at once.
 
-    Sylvester's matrix over sqrt(block), by its fast transform.
+    The matrix is Sylvester's, divided by sqrt(block). The fast transform applies it.
     """
     n_rows, scale = x.shape[0], np.float32(1 / np.sqrt(block))
     for part in prange(n_threads):

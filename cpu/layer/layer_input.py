@@ -1,7 +1,6 @@
-"""The input that a layer has next to the residual stream: for a prefilled chunk and for a decode
-step.
+"""Per-layer inputs, which a layer takes next to the residual stream: for chunks and decode steps.
 
-It is (norm(projection of the token's embedding) + the token's embedding for this layer) / sqrt(2).
+An input is (norm(projection of the token's embedding) + the layer's own embedding) / sqrt(2).
 A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 """
 
@@ -24,7 +23,7 @@ INPUT = np.dtype(
             (name, np.int64)
             for name in (
                 "n",  # elements of the input; 0: there is none
-                "matrices",  # int64 (2, 6): gate and output, a table as of layer/decode.py
+                "matrices",  # int64 (2, 6): gate and output, a table as in layer/decode.py
                 "norm",  # f32 (n_embd,)
                 *("inputs", "inputs_row"),  # f32 (B, >= n + 16), and bytes from row to row
                 "hidden",  # scratch f32 (B, n + 16)
@@ -37,7 +36,7 @@ INPUT = np.dtype(
 
 @njit(cache=True, nogil=True)
 def _make(projected, norm, eps, embedded, out):
-    """An input of f32 (n,)."""
+    """Computes one layer's input of one token: out f32 (n,)."""
     n = norm.shape[0]
     of_norm = np.float32(1) / np.sqrt(sum_squares(projected) / np.float32(n) + eps)
     for c in range(n):
@@ -70,10 +69,10 @@ def gate_inputs_ref(projected, norm, eps, embedded, gate, activation) -> np.ndar
 
 @njit(cache=True, nogil=True)
 def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_threads):
-    """The inputs of all layers of n_rows rows, in place of the embeddings that ``inputs`` holds.
+    """Replaces the embeddings in ``inputs`` by the inputs of all layers, for n_rows rows.
 
-    table: of the projection; x f32 (B, n_embd); projected: scratch as ``inputs``, f32
-    (B, >= layers n); quantized: scratch uint8.
+    table: of the projection; x f32 (B, n_embd); inputs f32 (B, >= layers n). Scratch: projected, of
+    the same shape; quantized uint8.
     """
     n, n_all = norm.shape[0], table[0, 3]
     multiply(

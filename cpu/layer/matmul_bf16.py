@@ -1,10 +1,11 @@
 """Matrix products of a prefilled chunk in bf16, by the CPU's own instructions (jit/bf16.py).
 
-The rows of the weights are taken COLUMNS at a time, a panel. A task dequantises a block of columns
-of these rows into its own scratch. The scratch has pairs of bf16 of one row, with the pairs of all
-rows side by side. The task multiplies the chunk's rows with the panel. Then it takes the next
-COLUMNS rows, then the next block of columns. A block of the chunk stays in the L2 cache and a panel
-in L1. No more than a panel of the weights exists as bf16. bf16 is a uint16 here.
+COLUMNS rows of the weights are a panel. A task dequantises a block of columns of a panel into its
+own scratch. The scratch has pairs of bf16 of one row, with the pairs of all rows side by side. The
+task multiplies the chunk's rows by the panel. Then it takes its next panel, and after the last one
+the next block of columns.
+A block of the chunk stays in the L2 cache and a panel in L1. A thread has at most one panel of the
+weights as bf16. A bf16 is stored as a uint16.
 """
 
 from collections.abc import Sequence
@@ -24,19 +25,22 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.dot import call_dequantize
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
-VECTORS = 2 if bf16.HAS_TILES else 4  # of columns of a product
+VECTORS = 2 if bf16.HAS_TILES else 4  # vectors of columns of a product
 COLUMNS = VECTORS * LANES  # weight rows of a panel
-BLOCK_COLUMNS = 288  # of the weights' columns at a time: a panel of them stays in the L1 cache
-TASK_TILES = 16  # of rows at a time
-TASK_PANELS = 8  # at most: with their sums of so many tiles, half a megabyte
-TASKS_A_THREAD = 4  # at least, where there are enough panels: threads end together
+BLOCK_COLUMNS = 288  # columns of the weights in a block: their panel stays in the L1 cache
+TASK_TILES = 16  # tiles of rows at a time
+TASK_PANELS = 8  # most panels of a task: their sums for TASK_TILES tiles are half a megabyte
+TASKS_A_THREAD = 4  # fewest, if there are enough panels: threads then end together
 
-# Columns of a table: what is known of a matrix.
+# Columns of a table, one row a matrix.
 DECODER, WEIGHTS, ROW_BYTES, MATRIX_ROWS, ELEMENTS, BLOCK_BYTES = range(6)
 
 
 def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)); the caller keeps these alive."""
+    """Returns a table int64 (matrices, 6) of (ggml type, uint8 (rows, row bytes)).
+
+    The caller keeps the weights alive.
+    """
     table = np.empty((len(matrices), 6), np.int64)
     for row, (code, w) in zip(table, matrices, strict=True):
         format_, decoder = FORMAT_OF_CODE[code], dot.dequantize_address(code, dot.TO_BF16)
@@ -46,7 +50,7 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 def n_rows(table: np.ndarray) -> int:
-    """Rows of all matrices of a table."""
+    """Returns the rows of all matrices of a table."""
     return int(table[:, MATRIX_ROWS].sum())
 
 
@@ -101,12 +105,12 @@ def _store_rows(typingctx, sums, n_rows, out, out_row):
 def _fill_panel(table, p, low, n_columns, rows, panel):
     """Fills a panel: columns low to low + n_columns of rows p COLUMNS to (p + 1) COLUMNS.
 
-    The rows are those of the stacked matrices. The panel is not changed after the last row. rows:
+    The rows are those of the stacked matrices. Panel rows after the last row hold old data. rows:
     scratch uint16 (COLUMNS, > n_columns), with zeros after the matrices' own columns. panel: uint32
     (pairs, COLUMNS).
     """
     at, row_bytes = rows.ctypes.data, rows.strides[0]
-    start = -p * COLUMNS  # row of the panel with which a matrix begins
+    start = -p * COLUMNS  # row of the panel where a matrix starts
     for m in range(table.shape[0]):
         first, last = max(0, -start), min(table[m, MATRIX_ROWS], COLUMNS - start)
         if first < last:
@@ -124,7 +128,7 @@ def _fill_panel(table, p, low, n_columns, rows, panel):
 def _multiply_panel(panel, x, low, begin, end, sums):
     """Adds x[begin:end, low : low + units] times a panel to sums f32 (tiles, ROWS, COLUMNS).
 
-    Block 0 overwrites the sums.
+    If ``low`` is 0, it overwrites the sums.
     """
     n_units, panel_row = panel.shape[0] // PAIRS, 4 * COLUMNS
     unit_bytes, row_bytes, at = x.strides[1], x.strides[2], panel.ctypes.data
@@ -138,7 +142,7 @@ def _multiply_panel(panel, x, low, begin, end, sums):
 
 @njit(cache=True, nogil=True)
 def _store_panel(sums, begin, p, out):
-    """out from row ``begin`` on, columns p COLUMNS to (p + 1) COLUMNS, = sums."""
+    """Writes sums to out from row ``begin`` on, columns p COLUMNS to (p + 1) COLUMNS."""
     column, row_bytes = p * COLUMNS, out.strides[0]
     n_columns = min(COLUMNS, out.shape[1] - column)
     for tile in range(len(sums)):
@@ -154,7 +158,7 @@ def _store_panel(sums, begin, p, out):
 
 @njit(cache=True, nogil=True)
 def multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, out):
-    """The columns of out (T, all rows) that panels ``first`` to ``last`` give, of tiles x.
+    """Writes the columns of out (T, all rows) of panels ``first`` to ``last``, for tiles x.
 
     step: columns of a block. sums f32 (panels, tiles, ROWS, COLUMNS).
     """
@@ -173,7 +177,7 @@ def multiply_panels(table, x, n_columns, step, rows, panel, sums, first, last, o
 
 @njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
-    """Takes panels, as many at a time as there are sums, until there are none."""
+    """Runs tasks until none is left. A task is as many panels as ``sums`` holds."""
     most = sums.shape[0]
     n_panels = (out.shape[1] + COLUMNS - 1) // COLUMNS
     bf16.begin()
@@ -187,7 +191,7 @@ def _multiply_tasks(counter, table, x, n_columns, step, rows, panel, sums, out):
 
 @njit(cache=True, nogil=True)
 def lay_row(x, tiles, i):
-    """x bf16 (n,) as row i of tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
+    """Copies x bf16 (n,) to row i of tiles uint16 (tiles, units, ROWS, 2 PAIRS)."""
     tile, row = i // ROWS, i % ROWS
     for unit in range(x.shape[0] // (2 * PAIRS)):
         for c in range(2 * PAIRS):
@@ -210,7 +214,7 @@ def _multiply(table, x, tiles, step, rows, panels, sums, out, n_threads):
 
 
 class PanelScratch(NamedTuple):
-    """A block's columns, and for each thread the scratch of ``multiply_panels``."""
+    """The columns of a block (step), and for each thread the scratch of ``multiply_panels``."""
 
     step: int
     rows: np.ndarray
@@ -219,7 +223,7 @@ class PanelScratch(NamedTuple):
 
 
 def new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int) -> PanelScratch:
-    """For the products of a table, that give n_columns, with up to n_tiles of rows."""
+    """Returns scratch for products of a table with n_columns results and up to n_tiles of rows."""
     unit = max(2 * PAIRS, int(table[:, ELEMENTS].max()))
     step = max(unit, BLOCK_COLUMNS // unit * unit)
     n_panels = -(-n_columns // COLUMNS)
@@ -227,7 +231,7 @@ def new_scratch(table: np.ndarray, n_columns: int, n_tiles: int, n_threads: int)
     shape = (n_threads, n_sums, min(n_tiles, TASK_TILES), ROWS, COLUMNS)
     return PanelScratch(
         step,
-        # A line more a row: rows a multiple of 4 KB apart would take each other's place in cache.
+        # A row has a line of padding: rows a multiple of 4 KB apart would share sets of the cache.
         rows=on_lines((n_threads, COLUMNS, step + 2 * PAIRS), np.uint16, zeros=True),
         panels=on_lines((n_threads, step // 2, COLUMNS), np.uint32),
         sums=on_lines(shape, np.float32),

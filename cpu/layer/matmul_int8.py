@@ -1,10 +1,10 @@
-"""Matrix products of a prefilled chunk in integers: weights as they lie in the file, i8 inputs.
+"""Matrix products of a prefilled chunk in integers: weights in file layout, i8 inputs.
 
-For CPUs with AVX2 or sdot. Inputs are rounded to 8 bits in blocks of 32, as llama.cpp does it. The
-weights' integers are multiplied with them four columns at a time, and a block is scaled once. A
+They need a CPU with AVX2 or sdot. Inputs are rounded to 8 bits in blocks of 32, as in llama.cpp.
+The weights' integers are multiplied by them four columns at a time, and a block is scaled once. A
 task decodes GROUP rows of weights once, some hundred columns at a time, into a panel in L1. It
-multiplies all its inputs with the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16
-as uint16.
+multiplies all its inputs by the panel (layer/tiles_int8.py). Inputs and results are f32, or bf16 as
+uint16.
 """
 
 from collections.abc import Sequence
@@ -46,15 +46,15 @@ from sparsekv_cli.cpu.weights import vnni
 from sparsekv_cli.cpu.weights.dot import matvec_ref
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
-PANEL_COLUMNS = 768  # at most, and three blocks of the largest formats: 18 KiB
-TASK_ROWS = 86 * TILE  # inputs of a task at most
+PANEL_COLUMNS = 768  # most columns of a panel: three blocks of the largest formats, 18 KiB
+TASK_ROWS = 86 * TILE  # most inputs of a task
 TASKS_A_THREAD = 6
 
 
 def can_multiply(code: int) -> bool:
-    """Whether this CPU multiplies integers of ggml type ``code``: two products must fit i16.
+    """Returns whether this CPU can multiply integers of ggml type ``code``.
 
-    Any fit the i32 of byte products (VNNI).
+    Without VNNI the sum of two products must fit an i16. VNNI sums in i32, which any fit.
     """
     format_ = FORMAT_OF_CODE[code]
     fits = 2 * format_.largest * LARGEST_INPUT <= np.iinfo(np.int16).max
@@ -63,7 +63,7 @@ def can_multiply(code: int) -> bool:
 
 @cache
 def _format_traits(code: int) -> Traits:
-    """span as ``decode`` tells in a dry run."""
+    """Returns the Traits of ggml type ``code``. A dry run of ``decode`` gives the span."""
     format_ = FORMAT_OF_CODE[code]
     assert format_.decode is not None
     function = ir.Function(ir.Module(), ir.FunctionType(ir.VoidType(), [I64]), "dry")
@@ -81,7 +81,7 @@ def _format_traits(code: int) -> Traits:
 
 @intrinsic
 def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
-    """A row's blocks -> bytes, f32 scales and offsets; addresses. code: a literal."""
+    """Decodes a row's blocks to bytes, f32 scales and f32 offsets; addresses. code: a literal."""
     if not isinstance(code, types.IntegerLiteral):
         return None
 
@@ -115,9 +115,9 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
 
 @njit(cache=True, nogil=True)
 def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row):
-    """Decodes GROUP rows. For rows after n_rows it repeats the last one. See ``_decode_row``.
+    """Decodes GROUP rows; repeats the last row if n_rows is less. See ``_decode_row``.
 
-    row, small_row: bytes from a row of values and of scales to the next; offsets follow scales.
+    row, small_row: bytes from a row of values, or of scales, to the next. Offsets follow scales.
     """
     for r in range(GROUP):
         at, to = w + min(r, n_rows - 1) * row_bytes, scales + r * small_row
@@ -126,14 +126,14 @@ def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, smal
 
 @cache
 def kernel_addresses(code: int) -> tuple[int, int]:
-    """Addresses of a ``_decode_rows`` and of a product compiled for a format."""
+    """Returns the addresses of ``_decode_rows`` and of a product, compiled for a format."""
     decoder = function_address(_decode_rows, (types.literal(code),) + (types.int64,) * 8)
     return decoder, product_address(*_format_traits(code))
 
 
 @intrinsic
 def _pack(typingctx, n_columns, values, row, panel):
-    """u8 (GROUP, n_columns), rows ``row`` bytes apart -> a panel; addresses.
+    """Packs values u8 (GROUP, n_columns), rows ``row`` bytes apart, to a panel; addresses.
 
     Both have room for columns up to a multiple of 4 WIDTH.
     """
@@ -161,12 +161,15 @@ def _pack(typingctx, n_columns, values, row, panel):
 
 # --- matrices -------------------------------------------------------------------------------------
 
-# Columns of a table: what is known of a matrix.
+# Columns of a table, one row a matrix.
 DECODER, PRODUCT, WEIGHTS, ROW_BYTES, ROWS, SPAN, BLOCK_COLUMNS, BLOCK_BYTES = range(8)
 
 
 def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
-    """int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)); the caller keeps these alive."""
+    """Returns a table int64 (matrices, 8) of (ggml type, uint8 (rows, row bytes)).
+
+    The caller keeps the weights alive.
+    """
     table = np.empty((len(matrices), 8), np.int64)
     for row, (code, w) in zip(table, matrices, strict=True):
         format_ = FORMAT_OF_CODE[code]
@@ -178,7 +181,7 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 def n_rows(table: np.ndarray) -> int:
-    """Rows of all matrices of a table."""
+    """Returns the rows of all matrices of a table."""
     return int(table[:, ROWS].sum())
 
 
@@ -191,7 +194,7 @@ def _call_decoder(
 
 @njit(cache=True, nogil=True)
 def new_scratch(n_tiles):
-    """A thread's scratch for products with up to n_tiles of inputs, of ``multiply_group``."""
+    """Returns a thread's scratch of ``multiply_group`` for up to n_tiles of inputs."""
     width = PANEL_COLUMNS
     return (
         np.empty((GROUP, width + 4 * WIDTH), np.uint8),
@@ -204,7 +207,7 @@ def new_scratch(n_tiles):
 
 @njit(cache=True, nogil=True)
 def _panel_blocks(matrix, n, part):
-    """The blocks of n columns with which a panel begins, and how many parts there are."""
+    """Returns the first block of part ``part`` of n columns, and the number of parts."""
     n_blocks, most = n // matrix[BLOCK_COLUMNS], PANEL_COLUMNS // matrix[BLOCK_COLUMNS]
     n_parts = (n_blocks + most - 1) // most
     return part * n_blocks // n_parts, n_parts
@@ -212,10 +215,10 @@ def _panel_blocks(matrix, n, part):
 
 @njit(cache=True, nogil=True)
 def multiply_group(matrix, first, following, tiles, n, scratch):
-    """Rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
+    """Returns rows first .. first + GROUP of a matrix times tiles of inputs: f32 (inputs, GROUP).
 
-    A panel's weights are fetched during the products of the one ahead of it. They lie in short
-    pieces that the CPU does not foresee. following: address of the data after the last panel.
+    The products of a panel prefetch the weights of the next panel. The pieces of weights are too
+    short for the CPU's prefetcher. following: address of the weights to prefetch last.
     """
     span, size, row_bytes = matrix[SPAN], matrix[BLOCK_COLUMNS], matrix[ROW_BYTES]
     w, n_rows = matrix[WEIGHTS] + first * row_bytes, min(GROUP, matrix[ROWS] - first)
@@ -266,7 +269,7 @@ def store_sums(sums, n_rows, out, first, last, column):
 
 @njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
-    """Takes (part of the inputs, GROUP rows of a matrix) tasks until there are none."""
+    """Runs tasks until none is left: a part of the inputs and GROUP rows of a matrix."""
     n_inputs, n_tiles = out.shape[0], len(tiles)
     scratch = new_scratch((n_tiles + n_parts - 1) // n_parts)
     task = next_task(counter)
@@ -292,7 +295,7 @@ def multiply(table, x, out, n_threads):
     n_inputs, n = x.shape
     n_tiles = (n_inputs + TILE - 1) // TILE
     tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)
-    tiles[n_inputs // TILE :] = 0  # the last has room for more
+    tiles[n_inputs // TILE :] = 0  # rows of the last tile may be unused
     for part in prange(n_threads):
         for i in range(part * n_inputs // n_threads, (part + 1) * n_inputs // n_threads):
             place = tiles[i // TILE, 4 * (i % TILE) :].ctypes.data
@@ -308,5 +311,5 @@ def multiply(table, x, out, n_threads):
 
 
 def multiply_ref(matrices: Sequence[tuple[int, np.ndarray]], x: np.ndarray) -> np.ndarray:
-    """f32 (T, all rows) on gguf's own dequantisation, summed in f64."""
+    """Reference: f32 (T, all rows) from gguf's own dequantisation, summed in f64."""
     return np.concatenate([matvec_ref(code, w, x.shape[1], x.T).T for code, w in matrices], 1)

@@ -1,8 +1,8 @@
-"""The steps of a prefilled chunk between its matrix products, fused, on rows of bf16 or f32.
+"""The fused steps of a prefilled chunk between its matrix products, on rows of bf16 or f32.
 
-RMS norm; bias, norm and rotation of q/k/v into heads; the gate; the residual sum. Each reads and
-writes the chunk once. bf16 is a uint16 here: the upper half of an f32. Arithmetic is in f32,
-rounded once at the end, to nearest even.
+They are the RMS norm; bias, norm and rotation of q/k/v; the gate; and the residual sum. Each step
+reads and writes the chunk once. A bf16 is stored as a uint16, the upper half of an f32. Arithmetic
+is in f32; results are rounded once, to nearest even.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one
 
 @intrinsic
 def rounded(typingctx, out, value):
-    """A finite f32 as the array ``out`` holds it: itself, or bf16 bits, to nearest even."""
+    """Rounds a finite f32 to the type of the array ``out``: f32, or bf16 bits (nearest even)."""
 
     def codegen(context, builder, signature, args):
         return narrowed(builder, args[1]) if signature.return_type == types.uint16 else args[1]
@@ -28,7 +28,7 @@ def rounded(typingctx, out, value):
 
 @intrinsic
 def widen(typingctx, value):
-    """The f32 of bf16 bits, or of an f32 (numba code)."""
+    """Returns the f32 of bf16 bits, or the f32 itself (numba code)."""
 
     def codegen(context, builder, signature, args):
         if signature.args[0] == types.float32:
@@ -61,7 +61,7 @@ def round_rows(x, out, n_threads):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def add_rows(x, y, bias, norm, eps, scale, n_threads):
-    """x += scale y; x f32 (T, n). First y gets a bias and an RMS norm: f32 (n,), or empty."""
+    """x += scale norm(y + bias); x f32 (T, n). bias and norm f32 (n,) may be empty: not applied."""
     n_rows, n = x.shape
     for part in prange(n_threads):
         work = np.empty(n if bias.shape[0] or norm.shape[0] else 0, np.float32)
@@ -85,9 +85,10 @@ def add_rows(x, y, bias, norm, eps, scale, n_threads):
 
 @njit(cache=True, nogil=True)
 def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, out):
-    """Bias, norm, rotation and scale of one head of one token: raw (d,) -> out_nope, out (d,).
+    """Applies bias, norm, scale and rotation to one token's head: raw (d,) -> out_nope, out (d,).
 
-    work f32 (2, >= d) scratch; out_nope and out in half-split order.
+    work: scratch f32 (2, >= d). out_nope and out are in half-split order, before and after the
+    rotation.
     """
     d, half = raw.shape[0], cos.shape[0]
     values, ordered = work[0, :d], work[1, :d]
@@ -126,7 +127,7 @@ def split_heads(
     raw, q_bias, k_bias, v_bias, q_norm, k_norm, v_norm, eps, cos, sin, q_scale, interleaved, gated,
     q, k, v, q_nope, k_nope, n_threads,
 ):  # fmt: skip
-    """A chunk's q/k/v as the projection gives them, into heads, with bias, norm and rotation.
+    """Splits a chunk's projected q/k/v into heads, with bias, norm and rotation.
 
     raw (T, H d + G d + G d_v); G may be 0. biases: f32 as wide, or empty. norms: f32 (d,), for the
     values (d_v,), or empty. cos, sin f32 (T, n_rot / 2). q_scale f32 (T,) multiplies the queries.

@@ -1,11 +1,11 @@
 """The inner part of a prefill's integer products: a tile of inputs times a panel of weights.
 
-Inputs for each TILE: i8 [columns / 4][TILE][4] and f32 scales [columns / 32][TILE]. Sums of the
-scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows of
-weights has bytes [columns / 4][GROUP][4], as the products take them. A span is the 16 or 32 columns
-under one scale. Each span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a
-span fill the registers. vpdpbusd (VNNI) or sdot (ARM) adds four products to an i32. Without it
-vpmaddubsw adds two to an i16, and as many of these are added as fit.
+A tile of TILE inputs is i8 [columns / 4][TILE][4], then f32 scales [columns / 32][TILE]. Sums of
+the scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows
+of weights is bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale. Each
+span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a span fill the
+registers. vpdpbusd (VNNI) or sdot (ARM) adds four products to an i32. On other CPUs vpmaddubsw adds
+two products to an i16, and as many i16 are added as fit.
 """
 
 from functools import cache
@@ -23,19 +23,19 @@ from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products
 
 IS_WIDE = llvm.has_feature("avx512vnni")
 WIDTH = LANES if IS_WIDE else 8  # lanes of a vector
-GROUP = 2 * WIDTH  # weight rows side by side, in two vectors
-TILE = 12 if IS_WIDE else 6  # inputs side by side: 24 sums in 32 registers, or 12 in 16
-SCALES_BYTES = 2 * 4 * GROUP  # of a span of a panel: scales and offsets
+GROUP = 2 * WIDTH  # weight rows of a panel, in two vectors
+TILE = 12 if IS_WIDE else 6  # inputs of a tile: 24 sums in 32 registers, or 12 in 16
+SCALES_BYTES = 2 * 4 * GROUP  # bytes of the scales and offsets of a span
 LARGEST_INPUT = 127
 
 
 def is_available() -> bool:
-    """Whether the CPU has the byte products."""
+    """Returns whether the CPU has the byte products."""
     return llvm.has_feature("avx2") or vnni.is_available()
 
 
 class Traits(NamedTuple):
-    """Columns under one scale, and how many sums of four products are added as integers."""
+    """span: columns under one scale. room: sums of four products that are added as integers."""
 
     span: int
     room: int
@@ -46,12 +46,12 @@ class Traits(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def tile_bytes(n):
-    """Bytes of a tile of inputs of n values, n a multiple of 32: whole cache lines."""
+    """Returns the bytes of a tile of inputs of n values, n a multiple of 32: whole cache lines."""
     return (TILE * (n + 4 * 4 * (n // BLOCK)) + 63) // 64 * 64
 
 
 def _halves(b: ir.IRBuilder, x: ir.Value, is_bf16: bool) -> list[ir.Value]:
-    """32 elements at address x as two <16 x float>."""
+    """Returns the 32 elements at address x as two <16 x float>."""
     if not is_bf16:
         return [load(b, VF, x, 4 * LANES * h) for h in range(2)]
     halves = [load(b, vec(I16), x, 2 * LANES * h) for h in range(2)]
@@ -60,9 +60,9 @@ def _halves(b: ir.IRBuilder, x: ir.Value, is_bf16: bool) -> list[ir.Value]:
 
 @intrinsic
 def round_input(typingctx, rows, x, tile, n):
-    """One input (n,) at x -> its place in a tile, whose address is that of the input's first four.
+    """Rounds one input (n,) at x into a tile. tile: the address of the input's first four bytes.
 
-    rows: an array of the inputs' type, f32 or bf16 as uint16; the others are addresses.
+    rows: an array of the inputs' type, f32 or bf16 as uint16; x and tile are addresses.
     """
     is_bf16 = rows.dtype == types.uint16
 
@@ -119,7 +119,7 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
         x_sums = b.add(x_scales, b.mul(small, I64(1 if span_ == BLOCK else 2)))
 
         def operands(w, x, step):
-            """(weights, four values of an input), for each input and vector."""
+            """Yields (weights, four values of an input) for each input and vector."""
             weights = [load(b, bytes_, w, 4 * (GROUP * step + WIDTH * v)) for v in vectors]
             for t in range(TILE):
                 four = splat(b, load(b, I32, x, 4 * (TILE * step + t)), WIDTH)
@@ -127,7 +127,7 @@ def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, colum
                     yield weight, b.bitcast(four, bytes_)
 
         def dots(w, x):
-            """Integers, i32, of 4 room columns for each input and vector."""
+            """Returns the sums, i32, over 4 room columns for each input and vector."""
             totals: list[ir.Value] = []
             if vnni.is_available():
                 totals = [const(I32, 0, WIDTH)] * len(places)
@@ -195,10 +195,10 @@ def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, colu
 
 @cache
 def product_address(span: int, room: int) -> int:
-    """Address of ``_multiply_panel`` compiled for Traits.
+    """Returns the address of ``_multiply_panel`` compiled for Traits.
 
-    It is compiled by itself. Inside a larger function LLVM optimises it a second time and merges
-    the loads of inputs. It then runs out of registers, at half the speed.
+    It is compiled separately. Inside a larger function LLVM optimises it a second time. Then LLVM
+    merges the loads of inputs and runs out of registers, which halves the speed.
     """
     literals = (types.literal(span), types.literal(room))
     return function_address(_multiply_panel, literals + (types.int64,) * 9)

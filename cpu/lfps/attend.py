@@ -42,12 +42,12 @@ from sparsekv_cli.cpu.lfps.search import (
     search_head,
 )
 
-SCORE_PIECE = 240  # rows of C1: a multiple of what tile_scores takes at a time, of every tile
+SCORE_PIECE = 240  # rows of C1: a multiple of the rows that tile_scores takes, for every tile
 
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _score_part(head_group, part, n_parts, step):
-    """Scores a part of C1 by a head group's active heads. A tile of heads shares each key row."""
+    """Scores a part of C1 for a head group's active heads. A tile of heads shares each key row."""
     work, layout, rules = step.work, step.layout, step.rules
     (n_head, d), n_head_groups, count = step.q.shape, work.rows.shape[0], work.n_rows[head_group]
     piece = n_parts * SCORE_PIECE
@@ -70,10 +70,10 @@ def _score_part(head_group, part, n_parts, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _learn(h, rows, weights, total_weight, part, at, row_bytes, step):
-    """Updates a head's tables (eq 10) by weights of the sum total_weight; fills the journal.
+def _add_to_tables(h, rows, weights, total_weight, part, at, row_bytes, step):
+    """Adds weights, whose sum is total_weight, to a head's tables (eq 10); fills the journal.
 
-    at, row_bytes: what is prefetched, as in ``add_entries``.
+    at, row_bytes: the rows to prefetch, see ``add_entries``.
     """
     m, changes, journal = rows.shape[0], step.scratch.changes, step.journal
     add_entries(
@@ -93,8 +93,8 @@ def _attend_rows(h, rows, scores, part, step):
 
     C2 is the recents and the best of C1 by exact score. rows: C1, ascending; its last n_recent are
     the recents. scores: f32 (count + PAD,), of ``rows``. A softcap keeps their order, so only the
-    scores of C2 are capped. The entries of C2 in the head's tables gain ``part`` times (softmax
-    over C2 - half its mean). If the step defers its update, ``_update_head`` adds them later.
+    scores of C2 are capped. The update adds ``part`` times (softmax over C2 - half its mean) to the
+    entries of C2 in the head's tables. If the step defers it, ``_update_head`` does it later.
     Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
@@ -140,14 +140,14 @@ def _attend_rows(h, rows, scores, part, step):
     out[:] = 0
     if lse.shape[0]:
         lse[0] = peak + np.log(mass)
-        total = mass if mass > 0 else np.float32(1)  # if it is 0, nobody reads the output
+        total = mass if mass > 0 else np.float32(1)  # if mass is 0, the output is not read
     else:
         tile_values(
             1, v_kind, sink_weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, out.ctypes.data
         )
     keep(sink_weights)
     total_weight = np.float64(mass)
-    if mass == 0:  # the sinks' scores are so far above that C2's masses vanish: no information
+    if mass == 0:  # the sinks' scores are so high that C2's weights are 0: no information
         weights[:m] = 1
         total_weight = np.float64(m)
     if step.pending.rows.shape[1]:
@@ -155,8 +155,8 @@ def _attend_rows(h, rows, scores, part, step):
         for j in range(m):
             step.pending.rows[h, j], step.pending.weights[h, j] = picked[j], weights[j]
             prefetch_lines(v + picked[j] * v_row, v_row)
-    else:  # meanwhile the values arrive
-        _learn(h, picked, weights, total_weight, part, v, v_row, step)
+    else:  # the update prefetches the values
+        _add_to_tables(h, picked, weights, total_weight, part, v, v_row, step)
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -194,7 +194,7 @@ def _attend_head(h, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _decay(h, gain, step):
-    """Sets g of a head's tables, which are multiplied out if it is small."""
+    """Sets g of a head's tables. If g is small, it is multiplied into the entries."""
     if gain < RESCALE_BELOW:
         rescale_tables(h, step.tables, gain, step.n)
         gain = 1.0
@@ -210,7 +210,7 @@ def _update_head(h, step):
         return
     gain, total_weight = tables.gain[h] * step.rules.decay, pending.masses[h]
     rows, weights = pending.rows[h, :m], pending.weights[h]
-    _learn(h, rows, weights, total_weight, 1.0 / gain, step.layout[V], 0, step)
+    _add_to_tables(h, rows, weights, total_weight, 1.0 / gain, step.layout[V], 0, step)
     _decay(h, gain, step)
     pending.sizes[h] = 0
 
@@ -226,7 +226,7 @@ def update_tasks(counter, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def mark_tasks(counter, step):
-    """Marks heads' candidates C0 ahead of a step (eq 7, 8), in one thread."""
+    """Marks heads' candidates C0 before a step (eq 7, 8), in one thread."""
     h = next_task(counter)
     while h < step.q.shape[0]:
         ask_for_entries(h, step)
@@ -259,11 +259,11 @@ def _run(task, head_group, n_parts, step):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def run_tasks(counter, n_threads, step):
-    """Takes tasks of a step until there are none, in one thread.
+    """Runs tasks of a step until none is left, in one thread.
 
-    Whole head groups come first, as long as every thread can have equally many. Threads share the
-    tasks of the remaining head groups: all searches first, all attention last. counter: int64 (1,),
-    the number of tasks taken.
+    Each thread first runs the same number of whole head groups. Threads share the tasks of the
+    remaining head groups: all searches first, all attention last. counter: int64 (1,), the number
+    of tasks taken.
     """
     n_head_groups = step.work.rows.shape[0]
     heads = step.q.shape[0] // n_head_groups
@@ -272,7 +272,7 @@ def run_tasks(counter, n_threads, step):
     n_tasks = 2 * heads + n_threads  # of a shared head group
     task = next_task(counter)
     while task < n_whole + n_shared * n_tasks:
-        if task < n_whole:  # a thread takes neighbours: heads of a kv group read the same keys
+        if task < n_whole:  # neighbours for one thread: heads of a kv group read the same keys
             head_group = task % n_threads * a_thread + task // n_threads
             for h in range(head_group * heads, (head_group + 1) * heads):
                 ask_for_entries(h, step)

@@ -14,7 +14,7 @@ from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
 from sparsekv_cli.cpu.lfps.history import SINKS
 
-REACH, PER_DEVIATION = 8, 2  # standard deviations on either side, and points in each
+REACH, PER_DEVIATION = 8, 2  # standard deviations on either side; points in each deviation
 
 
 class Constants(NamedTuple):
@@ -22,7 +22,7 @@ class Constants(NamedTuple):
 
     mean_k: np.ndarray  # f32 (G, d)
     mean_v: np.ndarray  # f32 (G, d_v)
-    covariance: np.ndarray  # f32 (G, d, d), or (G, 0, 0) where ``ratio`` is used
+    covariance: np.ndarray  # f32 (G, d, d), or (G, 0, 0) if ``ratio`` is used
     ratio: np.ndarray  # f32 (H,): variance of a score over |q|^2
 
 
@@ -31,7 +31,7 @@ def _half_variance(q, covariance, ratio):
     """Returns half the variance of q . k (q scaled): q^T C q / 2, or |q|^2 ratio / 2 without C."""
     if covariance.shape[0] == 0:
         return 0.5 * sum_squares(q) * ratio
-    weighted = np.zeros(q.shape[0], np.float32)  # q^T C, in an order that needs no fastmath
+    weighted = np.zeros(q.shape[0], np.float32)  # q^T C; this order is fast without fastmath
     for i in range(covariance.shape[0]):
         for j in range(covariance.shape[0]):
             weighted[j] += q[i] * covariance[i, j]
@@ -61,7 +61,7 @@ def log_mean_exp(mean, half_variance, softcap):
 
 @njit(cache=True, nogil=True)
 def may_bypass(near, n_near, sink, epsilon):
-    """Returns whether the test could hold if the global mass were 0. For most heads it cannot.
+    """Returns whether the test could hold for a global mass of 0. For most heads it cannot.
 
     near, sink: see ``bypass``.
     """
@@ -116,7 +116,7 @@ def bypass(
         out[c] = wide * mean_v[c]
     d_v, to = out.shape[0], out.ctypes.data
     if lse.shape[0]:
-        total = max(wide + local + weights[n_near - 1], 1e-300)  # not 0: it divides
+        total = max(wide + local + weights[n_near - 1], 1e-300)  # never 0: it is a divisor
         lse[0] = peak + np.log(total)
     else:
         tile_values(1, v_kind, weights.ctypes.data, 0, v, v_row, 0, SINKS, d_v, to)

@@ -1,8 +1,8 @@
 """Mean and covariance of stored rows, for LFPS' high-sparsity test (eq 5, 6).
 
-They come from sums over blocks of rows. The sums are kept, so that a later prefill adds its own
-rows only. Blocks always begin at the same rows, so the result does not depend on how calls split
-the rows.
+They come from sums over blocks of rows. The sums are kept, so that a later prefill adds only its
+own rows. Blocks always start at the same rows. So the result does not depend on how calls split the
+rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ STEP = 4  # rows that one pass adds to the products
 class Moments(NamedTuple):
     """Sums over the first rows of each kv head, in whole blocks."""
 
-    n: np.ndarray  # int64 (1,): rows in the sums; 0 makes the next call begin anew
-    centre: np.ndarray  # f32 (G, d): mean of the first block; around it, sums lose few digits
+    n: np.ndarray  # int64 (1,): rows in the sums; if it is 0, the next call starts from no rows
+    centre: np.ndarray  # f32 (G, d): mean of the first block; sums around it lose few digits
     rows: np.ndarray  # f64 (G, d): sum of the rows
     products: np.ndarray  # f32 (G, d, d): sum of (row - centre)(row - centre)', or (G, 0, 0)
 
@@ -50,12 +50,11 @@ def make_moments(n_kv_head: int, d: int, *, covariance: bool) -> Moments:
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def mean_and_covariance(layout, of, first, n, moments, mean, covariance, n_threads):
-    """Computes mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head, with d as
-    stored.
+    """Computes mean f32 (G, d) and covariance f32 (G, d, d) of n rows of each kv head, d padded.
 
     layout int64 (8,): see attention/rows.py; of: its column K or V. first: the first of the n rows.
-    moments: the sums that earlier calls left; this call adds whole blocks. If their products, and
-    covariance, have shape (G, 0, 0), only the mean is computed.
+    moments: the sums of earlier calls, to which this call adds whole blocks. If covariance and
+    moments.products have shape (G, 0, 0), it computes only the mean.
     """
     n_kv_head, row_bytes, kind = mean.shape[0], layout[K_ROW + of], layout[K_KIND + of]
     for part in prange(n_threads):
@@ -120,7 +119,7 @@ def _add(at, row_bytes, kind, count, centre, total, products):
 class RowSums:
     """The sums over a layer's rows of K and V after the sinks, for the last two prefills.
 
-    A rewind to the end of the earlier prefill, for another question, reads no row again.
+    After a rewind to the end of the earlier prefill no row has to be read again.
     """
 
     def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:
@@ -128,7 +127,7 @@ class RowSums:
             make_moments(n_kv_head, d, covariance=covariance),
             make_moments(n_kv_head, d_v, covariance=False),
         )
-        self._earlier = self._now  # if there are none
+        self._earlier = self._now  # the same objects mean that there are no earlier sums
         self._no_covariance = np.empty((n_kv_head, 0, 0), np.float32)
 
     def extend(
@@ -151,7 +150,7 @@ class RowSums:
         )  # fmt: skip
 
     def truncate(self, n: int) -> None:
-        """Forgets sums of rows after the first n."""
+        """Drops the sums if they include rows after the first n."""
         if n >= SINKS + self._now[0].n[0]:
             return
         if n < SINKS + self._earlier[0].n[0]:
@@ -163,7 +162,7 @@ class RowSums:
                 now.set_to(earlier)
 
     def copy(self, of: RowSums, n: int) -> None:
-        """Copies another layer's sums if they cover no rows but the first n, which both have."""
+        """Copies another layer's sums if they include only the first n rows, which both have."""
         for given in (of._earlier, of._now):
             if 0 < given[0].n[0] <= n - SINKS:
                 for now, moments in zip(self._now, given, strict=True):

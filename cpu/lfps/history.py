@@ -1,9 +1,9 @@
 """The history tables of LFPS: entries, thresholds and candidates.
 
-A query head has two tables: ``ver[i]`` by position and ``dist[delta]`` by distance, both f32. They
-are kept as u = Phi / g. The decay of eq 10 is then one multiplication of g a step. Power sums
-S1..S4 (f64) are kept for the thresholds of eq 8. Each block of 64 entries has an upper bound. A
-write raises it, a scan of the block makes it exact.
+A query head has two tables: ``ver[i]`` by position and ``dist[delta]`` by distance, both f32. An
+entry is u = Phi / g. So the decay of eq 10 is one multiplication of g a step. Power sums S1..S4
+(f64) give the thresholds of eq 8. Each block of 64 entries has an upper bound. A write raises the
+bound, and a scan of the block makes it exact.
 
 A step reads the bounds, the blocks that hold a candidate, and the candidates (lfps/search.py), but
 not the whole context. sparsekv_cli/methods/naive/lfps.py is the naive form of a step.
@@ -25,7 +25,7 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 
 SINKS = 4
 BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
-POWERS = 8  # entries whose powers are taken at a time
+POWERS = 8  # entries whose powers are computed at a time
 AT_ONCE = 8  # set bits that are extracted without a branch
 RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
 
@@ -60,8 +60,8 @@ def _grown(old: np.ndarray, n_columns: int) -> np.ndarray:
 def threshold(sums, n, a, horizon):
     """Returns tau = a mean / kappa of a table from its power sums (eq 8), kappa in [1/n, 1].
 
-    The mean is the sum over n, or over ``horizon`` if that is less. Otherwise a table with the same
-    entries and more zeros would have a lower threshold.
+    The mean is the sum divided by n, or by ``horizon`` if that is less. Otherwise a table with more
+    zeros and the same other entries would have a lower threshold.
     """
     mean = sums[0] / n
     m2 = sums[1] - n * mean * mean
@@ -90,7 +90,7 @@ def _mask_above(typingctx, entries, tau):
 
 @njit(cache=True, nogil=True)
 def _scan_block(table, bounds, block, count, tau):
-    """Returns bits of a block's entries above tau; makes its bound exact. count: all entries."""
+    """Returns the bits of a block's entries above tau; makes its bound exact. count: of a table."""
     start = block * BLOCK
     if start + BLOCK <= count:
         at = table.ctypes.data + 4 * start
@@ -118,7 +118,7 @@ def _blocks_above(bounds, first, n_blocks, tau):
 
 @njit(cache=True, nogil=True)
 def prefetch_above(table, bounds, n, tau):
-    """Prefetches the blocks that a scan of n entries for those above tau will enter."""
+    """Prefetches the blocks that a scan of n entries for entries above tau will read."""
     n_blocks = (n + BLOCK - 1) // BLOCK
     for first in range(0, n_blocks, BLOCK):
         found = _blocks_above(bounds, first, n_blocks, np.float32(tau))
@@ -130,7 +130,7 @@ def prefetch_above(table, bounds, n, tau):
 
 @njit(cache=True, nogil=True)
 def mark_vertical(table, bounds, n, tau, words):
-    """Sets bit i of ``words`` where table[i] > tau; returns how many entries it read."""
+    """Sets bit i of ``words`` where table[i] > tau; returns the number of entries read."""
     tau = np.float32(tau)
     n_read, n_blocks = 0, (n + BLOCK - 1) // BLOCK
     for first in range(0, n_blocks, BLOCK):
@@ -147,7 +147,7 @@ def mark_vertical(table, bounds, n, tau, words):
 def mark_slash(table, bounds, n, tau, words):
     """Sets bit p - delta of ``words`` where table[delta] > tau; p = n - 1, delta <= p - SINKS.
 
-    Returns how many entries it read.
+    Returns the number of entries read.
     """
     tau = np.float32(tau)
     count = n - SINKS
@@ -165,9 +165,9 @@ def mark_slash(table, bounds, n, tau, words):
 
 @njit(cache=True, nogil=True)
 def _mark_reversed(word, lowest, words):
-    """Sets in ``words`` the bits of a block of distances: its bit 63 stands for ``lowest``.
+    """Sets in ``words`` the bits of a block of distances. Bit 63 of word is position ``lowest``.
 
-    The last block may begin below position 0.
+    The last block may start below position 0.
     """
     word = reversed_bits(word)
     if lowest < 0:
@@ -183,7 +183,7 @@ def _mark_reversed(word, lowest, words):
 def expand(words, wide, n_words):
     """Writes to ``wide`` the set bits of ``words`` and their neighbours {-1, +1, +2} (eq 9).
 
-    words uint64 (> n_words,), 0 from n_words on. A row's neighbours may lie in the next word.
+    words uint64 (> n_words,), 0 from n_words on, because neighbours may lie in the next word.
     """
     one, two, last, last_two = np.uint64(1), np.uint64(2), np.uint64(63), np.uint64(62)
     now = words[0]
@@ -216,7 +216,7 @@ def set_range(words, first, last):
 
 @njit(cache=True, nogil=True)
 def count_rows(words, n_words, n):
-    """Drops the bits that are no row (SINKS <= i < n) and returns how many there are."""
+    """Clears the bits that are no row (SINKS <= i < n); returns the number of the others."""
     words[0] &= ~np.uint64((1 << SINKS) - 1)
     tail = n & 63
     if tail:
@@ -229,10 +229,10 @@ def count_rows(words, n_words, n):
 
 @njit(cache=True, nogil=True)
 def extract_rows(words, n_words, rows):
-    """Positions of the set bits, ascending, into rows int32 (bits + AT_ONCE,).
+    """Writes the positions of the set bits, ascending, to rows int32 (bits + AT_ONCE,).
 
-    Bits are always extracted eight at a time, and surplus ones are overwritten. A branch for each
-    bit would be mispredicted once a word.
+    It always extracts AT_ONCE bits at a time and overwrites surplus ones. A branch for each bit
+    would be mispredicted once a word.
     """
     at = 0
     for w in range(n_words):
@@ -250,9 +250,9 @@ def extract_rows(words, n_words, rows):
 def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes):
     """Adds part (weights[j] - mean) to a head's ver[i] and dist[n - 1 - i], i = rows[j] (eq 10).
 
-    Updates the power sums, and raises bounds that are too low. rows int32 (m,) without repeats;
-    weights f32 (>= m,); changes: scratch, f32 (4, >= m). Meanwhile it prefetches what is used next:
-    ``row_bytes`` at each at + i row_bytes.
+    It updates the power sums and raises bounds that are too low. rows int32 (m,) without repeats;
+    weights f32 (>= m,); changes: scratch f32 (4, >= m). It also prefetches the rows i of
+    ``row_bytes`` at address ``at``.
     """
     m = rows.shape[0]
     ver, dist = tables.ver[h], tables.dist[h]
@@ -277,7 +277,7 @@ def add_entries(h, tables, n, rows, weights, mean, part, at, row_bytes, changes)
 
 @intrinsic
 def _power_changes(typingctx, old, new, count):
-    """Returns the sums over j < count of new[j]^p - old[j]^p for p = 1..4, f64, lane by lane.
+    """Returns the sums over j < count of new[j]^p - old[j]^p for p = 1..4, in f64.
 
     old, new: addresses of f32; count: a multiple of POWERS.
     """

@@ -1,8 +1,8 @@
-"""LFPS' tables as they were before a step that may be taken back.
+"""Saves LFPS' tables before a step that may be undone.
 
-A step changes few entries: those of the rows that a head attends to. It keeps these in a journal.
-The small arrays are copied. ``rescale`` changes all entries, once in some hundred steps. Then all
-are copied.
+A step changes only the entries of the rows that a head attends to. It keeps their old values in a
+journal. Small arrays are copied. ``rescale`` changes all entries, once in some hundred steps.
+Before such a step the tables are copied, too.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class SavedTables:
     def __init__(
         self, tables: Tables, n: int, k_budget: int, decay: float, *others: np.ndarray
     ) -> None:
-        """others: further arrays, which do not grow."""
+        """others: further arrays to save. Their sizes must not change."""
         self.n = n
         self._bounds = tables.ver_bounds.copy(), tables.dist_bounds.copy()
         self._fixed = [(each, each.copy()) for each in (tables.sums, tables.gain, *others)]
@@ -32,7 +32,7 @@ class SavedTables:
         )
 
     def restore(self, tables: Tables) -> None:
-        """Makes ``tables``, which may have grown, what they were."""
+        """Restores ``tables``, which may have grown."""
         _put_back(tables.ver, tables.dist, *self.journal, self.n)
         if self._whole is not None:
             for table, before in zip((tables.ver, tables.dist), self._whole, strict=True):
@@ -46,7 +46,7 @@ class SavedTables:
 
 @njit(cache=True, nogil=True)
 def _put_back(ver, dist, rows, entries, sizes, n):
-    """Sets the entries of a Journal in both tables again."""
+    """Writes the old entries of a Journal back to both tables."""
     for h in range(len(sizes)):
         for j in range(sizes[h]):
             i = rows[h, j]

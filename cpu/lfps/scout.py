@@ -1,12 +1,12 @@
-"""LFPS' scout finds rows that history cannot know, by codes of all keys.
+"""LFPS' scout finds rows that the history does not know, from codes of all keys.
 
 A key's code is its part along the few directions that matter most to scores, 7 bits each. A step
 scores the codes of a slice of all rows; each step takes the next slice. The best row of each part
-of the slice becomes a candidate. Its exact score then decides.
+of the slice becomes a candidate. Its exact score decides whether it is attended to.
 
-Codes lie in parts of 128 rows, (8, words, 16, 4), as attention/byte_scores.py takes them: eight
-tiles of sixteen rows. A word is four directions. Steps always attend to the sinks, so these have
-the code of the row after them.
+Codes lie in parts of 128 rows, (8, words, 16, 4), for attention/byte_scores.py: eight tiles of
+sixteen rows. A word is four directions. Steps always attend to the sinks, so the scout need not
+find them: they have the code of the row after them.
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ from sparsekv_cli.cpu.lfps.history import SINKS
 PART = 128  # rows; the scout finds the best one of each part
 _ROW_BITS = 7
 _LARGEST = 127  # largest element of a rounded query
-_TILES = 4  # tiles whose sums are in registers together
-ZERO = 64  # the code that stands for 0
-MOST = 3.0  # standard deviations that a code reaches
+_TILES = 4  # tiles that are scored at a time, with their sums in registers
+ZERO = 64  # the code of 0
+MOST = 3.0  # standard deviations of the largest code
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
 TINY = 1e-30
 
@@ -38,7 +38,7 @@ TINY = 1e-30
 class Codes(NamedTuple):
     """The codes of G kv heads, for the kernels."""
 
-    at: int  # address of the first kv head's
+    at: int  # address of the first kv head's codes
     head_bytes: int  # bytes from one kv head's codes to the next
     n_parts: int  # coded parts
     directions: int  # address of the first kv head's directions
@@ -53,7 +53,7 @@ class Scout:
         self.n_words = r // 4
         self.encode = np.zeros((n_kv_head, r, d), np.float32)  # E'
         self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
-        self.zero = np.zeros((n_kv_head, r), np.float32)  # of the mean key
+        self.zero = np.zeros((n_kv_head, r), np.float32)  # E' times the mean key
         self.codes = self._room(0)
         self.n_parts = 0
 
@@ -62,7 +62,7 @@ class Scout:
         return on_lines(shape, np.uint8)
 
     def aim(self, queries: np.ndarray, mean: np.ndarray, covariance: np.ndarray) -> None:
-        """Chooses directions by queries f32 (H, s, d) and the keys' moments; forgets all codes.
+        """Chooses directions from queries f32 (H, s, d) and the keys' moments; drops all codes.
 
         mean f32 (G, d), covariance f32 (G, d, d).
         """
@@ -70,13 +70,13 @@ class Scout:
         of_heads = queries.reshape(n_kv, -1, d)
         with blas_threads(1):  # small matrices: threads of BLAS would mostly wait for each other
             encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
-        decode /= np.abs(decode).max((1, 2), keepdims=True)  # the size of scores does not matter
+        decode /= np.abs(decode).max((1, 2), keepdims=True)  # only the order of scores matters
         self.encode[:], self.directions[:] = encode.swapaxes(1, 2), decode.swapaxes(1, 2)
         self.zero[:] = np.einsum("gd,gdr->gr", mean, encode)
         self.n_parts = 0
 
     def code(self, layout: np.ndarray, n: int, n_threads: int) -> None:
-        """Codes the whole parts of n rows that have no code; layout: see attention/rows.py."""
+        """Codes the whole parts of n rows that have no codes yet; layout: see attention/rows.py."""
         n_parts = n // PART
         if n_parts > self.codes.shape[1]:
             grown = self._room(n_parts + n_parts // 8 + 4)
@@ -86,7 +86,7 @@ class Scout:
         self.n_parts = n_parts
 
     def known(self) -> Codes:
-        """Returns the codes for steps, until more rows are coded."""
+        """Returns the addresses of the codes. They are valid until ``code`` is called again."""
         return Codes(
             address(self.codes), self.codes.strides[0], self.n_parts, address(self.directions),
             self.directions.shape[1],
@@ -106,11 +106,11 @@ def n_directions(d: int) -> int:
 def choose_directions(
     queries: np.ndarray, covariance: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns E, D f32 (G, d, count): the rank ``count`` for which (q D) . (k E) is nearest q . k.
+    """Returns E, D f32 (G, d, count), for which (q D) . (k E) is the nearest to q . k.
 
-    queries (G, m, d); covariance (G, d, d) of the keys. Both are scaled so that a code of E k
-    reaches MOST standard deviations. With the queries' moments C = L L' the eigenvectors U are the
-    leading ones of L' covariance L. Then E = L U and D = L'^-1 U.
+    queries (G, m, d); covariance (G, d, d) of the keys. E and D are scaled so that the largest code
+    of k E is MOST standard deviations. The queries' moments are C = L L'. U are the leading
+    eigenvectors of L' covariance L. Then E = L U and D = L'^-1 U.
     """
     d = queries.shape[2]
     moments = queries.swapaxes(1, 2).astype(np.float64) @ queries / queries.shape[1]

@@ -1,4 +1,4 @@
-"""The first half of an LFPS step: which heads are bypassed, and the candidates of the others.
+"""The first half of an LFPS step: the bypass test of each head, and the other heads' candidates.
 
 Heads that score the same candidates are a head group: a kv group (``by_group``), or a single head.
 Functions that take a StepState are inlined, because passing it by value takes .3 to .6 us a call.
@@ -34,21 +34,21 @@ LOCAL = 6  # keys before the current one in the local mass of the bypass test (e
 ROWS, SCORED, ATTENDED, TESTED, BYPASSED, HEAD_STEPS = range(6)
 BOUNDS_READ, ENTRIES_READ, KEYS_READ, SCOUTING, CODES_READ = range(6, 11)
 N_STATISTICS = 11
-RAISE = 1.25  # factor of the thresholds where too many rows pass
-LOWER_BELOW = 0.7  # share of the limit below which the thresholds come down again
+RAISE = 1.25  # factor of the thresholds if too many rows pass
+LOWER_BELOW = 0.7  # thresholds fall again if fewer rows pass than this share of the limit
 # Columns of Work.progress, each on a cache line. SEARCHED: finished searches of a head group, plus
 # one when its candidates are merged. SCORES_DONE: finished parts of its scores.
 SEARCHED, SCORES_DONE, N_PROGRESS = 0, 8, 16
 
 
 class Rules(NamedTuple):
-    """The method's options as the kernels take them; symbols as in the paper."""
+    """The method's options for the kernels; symbols as in the paper."""
 
     scale: float
     n_kv_head: int
     recent: int  # R
     a: float
-    horizon: int  # most entries that the mean of the thresholds is over
+    horizon: int  # most entries in the mean of the thresholds, see ``threshold``
     decay: float  # r
     epsilon: float
     filtered: bool  # whether neighbours must be above the mean (eq 9)
@@ -61,13 +61,13 @@ class Work(NamedTuple):
 
     queries: np.ndarray  # f32 (H, d), scaled; later a head group's active heads come first
     near: np.ndarray  # f32 (H, >= n_near): capped scores of the sinks and of the local rows
-    active: np.ndarray  # int64 (H,): 1, or 0 where bypassed
+    active: np.ndarray  # int64 (H,): 1, or 0 for a bypassed head
     taus: np.ndarray  # f64 (H, 2): thresholds of the two tables (eq 8), before they are raised
     bits: np.ndarray  # uint64 (H, n // 64 + 2): rows above a threshold, a bit each
-    found: np.ndarray  # int32 (H, m): rows that the scout found; 0 where there is none
-    rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): C1, ascending, in front
-    n_rows: np.ndarray  # int64 (T,); 0 where no head is active
-    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1, by active heads, not capped
+    found: np.ndarray  # int32 (H, m): rows that the scout found; 0 for none
+    rows: np.ndarray  # int32 (T, >= limit + AT_ONCE): starts with C1, ascending
+    n_rows: np.ndarray  # int64 (T,): |C1|; 0 if no head is active
+    scores: np.ndarray  # f32 (T, H / T, >= limit + PAD): of C1 for active heads, not capped
     progress: np.ndarray  # int64 (T, N_PROGRESS)
 
 
@@ -78,17 +78,17 @@ class PendingUpdate(NamedTuple):
     """
 
     rows: np.ndarray  # int32 (H, >= k_budget): C2
-    weights: np.ndarray  # f32 (H, >= k_budget): their masses
-    sizes: np.ndarray  # int64 (H,): |C2|; 0 where a head was bypassed
+    weights: np.ndarray  # f32 (H, >= k_budget): softmax weights of C2, not normalised
+    sizes: np.ndarray  # int64 (H,): |C2|; 0 for a bypassed head
     masses: np.ndarray  # f64 (H,): the sum of the weights
 
 
 class Journal(NamedTuple):
-    """Entries as they were before an update. Without columns the update cannot be taken back."""
+    """Old entries of an update. Without columns the update cannot be undone."""
 
     rows: np.ndarray  # int32 (H, >= k_budget): C2
-    entries: np.ndarray  # f32 (2, H, >= k_budget): what both tables had there
-    sizes: np.ndarray  # int64 (H,): |C2|; 0 where a head was bypassed
+    entries: np.ndarray  # f32 (2, H, >= k_budget): the old entries of C2 in both tables
+    sizes: np.ndarray  # int64 (H,): |C2|; 0 for a bypassed head
 
 
 class Scratch(NamedTuple):
@@ -103,13 +103,13 @@ class Scratch(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """All that a step reads and writes, for H query heads; LFPSStep (lfps/step.py) fills it."""
+    """Everything that a step reads and writes, for H query heads; see lfps/step.py."""
 
     q: np.ndarray  # f32 (H, d)
     layout: np.ndarray  # int64 (8,), see attention/rows.py
-    n: int  # rows, the current token's among them
+    n: int  # rows, with the current token's
     k_budget: int  # |C2|
-    n_recent: int  # the last of C1, always chosen: R, but no more than half the budget
+    n_recent: int  # last rows of C1, always chosen: R, but at most half the budget
     limit: int  # most rows of C1
     rules: Rules
     tables: Tables
@@ -119,7 +119,7 @@ class StepState(NamedTuple):
     attended: np.ndarray  # int32 (H, m)
     n_attended: np.ndarray  # int64 (H,)
     lse: np.ndarray  # f32 (H,) or (0,)
-    sinks: np.ndarray  # f32 (H,): of each head a score without a value, -inf where there is none
+    sinks: np.ndarray  # f32 (H,): each head's score without a value, -inf for none
     out: np.ndarray  # f32 (H, d_v)
     work: Work
     pending: PendingUpdate
@@ -146,7 +146,7 @@ def ask_for_entries(h, step):
 def mark(h, factor, step):
     """Sets the bits of a head's C0 (eq 8), with thresholds raised by ``factor``.
 
-    If neighbours are filtered, it sets the bits of C1 (eq 9), because the filter is a head's own.
+    If neighbours are filtered, it sets the bits of C1 (eq 9), because each head filters its own.
     """
     n, tables, statistics = step.n, step.tables, step.statistics
     bits, n_words = step.work.bits[h], (n + BLOCK - 1) // BLOCK
@@ -176,8 +176,8 @@ def scout(h, step):
     if found.shape[0] == 0 or codes.n_parts == 0:
         return
     n_slices = (codes.n_parts + found.shape[0] - 1) // found.shape[0]
-    turn = step.n % n_slices
-    first, last = turn * codes.n_parts // n_slices, (turn + 1) * codes.n_parts // n_slices
+    slice_idx = step.n % n_slices
+    first, last = slice_idx * codes.n_parts // n_slices, (slice_idx + 1) * codes.n_parts // n_slices
     kv_head = h // (step.q.shape[0] // step.rules.n_kv_head)
     find_rows(step.work.queries[h], codes, kv_head, first, last, found)
     step.statistics[h, SCOUTING] += 1
@@ -241,7 +241,7 @@ def merge_candidates(head_group, step):
     C1 is its active heads' C0 with neighbours, the recents, and the rows that the scout found.
     While more than ``limit`` rows pass, the thresholds rise by RAISE. ``raised`` f64 (H,) keeps the
     factor from step to step. The factor falls if fewer than LOWER_BELOW times ``limit`` rows pass.
-    The queries of active heads move to the front of the head group's.
+    In ``work.queries`` the head group's active heads move to the front.
     """
     n, work, statistics = step.n, step.work, step.statistics
     n_head, n_head_groups = step.q.shape[0], work.rows.shape[0]
@@ -279,7 +279,7 @@ def merge_candidates(head_group, step):
         step.raised[h] = max(1.0, factor / RAISE) if lowers else factor
     extract_rows(wide, n_words, work.rows[head_group])
     work.n_rows[head_group] = count
-    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # without the local rows
+    n_scored = count - min(count, n - max(SINKS, n - 1 - LOCAL))  # local rows are scored already
     slot = first
     for h in range(first, last):
         if work.active[h]:

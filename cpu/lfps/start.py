@@ -23,7 +23,7 @@ from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
 def lfps_init(q, layout, n, rules, tables, n_threads):
     """Fills tables from the last s prefill queries (eq 4), q f32 (H, s, d), of rows n - s to n - 1.
 
-    Each query's weights are its causal softmax without the sinks; every table sums to
+    Each query's weights are its causal softmax without the sinks. The sum of a table is
     1 / (2 (1 - decay)).
     """
     for part in prange(n_threads):
@@ -45,7 +45,7 @@ def _init_head(h, q, layout, n, rules, tables):
     share = np.float32(1.0 / (2 * s * (1 - rules.decay)))
     for first in range(0, s, MAX_TILE):
         tile = min(MAX_TILE, s - first)
-        n_rows = n - s + first + tile - SINKS  # that the last query of the tile sees
+        n_rows = n - s + first + tile - SINKS  # rows that the last query of the tile sees
         if n_rows < 1:
             continue
         tile_scores(
@@ -63,7 +63,7 @@ def _init_head(h, q, layout, n, rules, tables):
 
 @njit(cache=True, nogil=True)
 def _add_weights(scores, count, softcap, share, ver, dist):
-    """Adds a query's softmax weights, which sum to ``share``; it stands at row count - 1 of ver."""
+    """Adds the softmax weights, times ``share``, of the query at row count - 1 of ``ver``."""
     scores[count : count + LANES] = NEGATIVE_INFINITY
     at = scores.ctypes.data
     if softcap:

@@ -1,8 +1,8 @@
 """A decode step of LFPS for a whole layer, as one compiled call.
 
-Its arguments are a record of ``LFPS``, and its buffers lie in one block. Arrays made of addresses
-have no reference counts, which threads would otherwise change in turn. Passing an array costs half
-a microsecond.
+The arguments are a record of ``LFPS`` and addresses, because an array as an argument costs half a
+microsecond. All buffers lie in one block. Arrays that are made from addresses have no reference
+counts, for which threads would wait.
 """
 
 from typing import get_type_hints
@@ -46,7 +46,7 @@ from sparsekv_cli.cpu.lfps.search import (
 )
 
 N_LAYOUT = 8  # columns of a KV store's layout (attention/rows.py)
-STEP, UPDATE, MARK = range(3)  # what threads do
+STEP, UPDATE, MARK = range(3)  # the tasks of ``_run_thread``
 
 
 def _fields(names: tuple[str, ...]) -> np.dtype:
@@ -56,15 +56,15 @@ def _fields(names: tuple[str, ...]) -> np.dtype:
 
 _NUMBERS = {float: np.float64, int: np.int64, bool: np.int64}
 RULES = np.dtype([(name, _NUMBERS[kind]) for name, kind in get_type_hints(Rules).items()])
-# The record of a step of one layer's cache: sizes, the rules, and addresses of contiguous arrays.
-# H: heads, G: kv heads.
+# The arguments of a step of one layer's cache: sizes, rules, and addresses of contiguous arrays. H:
+# heads, G: kv heads.
 LFPS = np.dtype(
     [
         ("layout", np.int64, N_LAYOUT),  # of the KV store
         ("rules", RULES),
         ("tables", _fields(Tables._fields)),  # addresses
         ("constants", _fields(Constants._fields)),  # addresses
-        ("pending", _fields(PendingUpdate._fields)),  # addresses; kept between the tasks
+        ("pending", _fields(PendingUpdate._fields)),  # addresses; one task sets, another reads it
         ("journal", _fields(Journal._fields)),  # addresses
         ("codes", _fields(Codes._fields)),
         *(
@@ -75,19 +75,19 @@ LFPS = np.dtype(
                 *("n_head", "k_width", "v_width"),
                 "n_threads",
                 *("n_entries", "n_blocks"),  # columns of the tables and of their bounds
-                "n_covariance",  # d, or 0 where the constants have no covariance
+                "n_covariance",  # d, or 0 if the constants have no covariance
                 "n_found",  # most rows that the scout finds for a head
                 "raised",  # f64 (H,)
                 "statistics",  # int64 (H, N_STATISTICS)
                 "trace",  # int32 (H, n_columns): rows attended
-                "n_columns",  # 0: none are listed
+                "n_columns",  # 0: rows are not listed
                 "n_attended",  # int64 (H,)
                 "lse",  # f32 (H,); address 0: the output includes the sinks
                 "sinks",  # f32 (H,)
                 "taus",  # f64 (H, 2); kept between the tasks
                 "bits",  # uint64 (H, n_bit_words); kept between the tasks
                 "n_kept",  # columns of ``pending``; 0: a step updates the tables itself
-                "n_journal",  # columns of ``journal``; 0: nothing is kept there
+                "n_journal",  # columns of ``journal``; 0: there is no journal
                 "n_bit_words",
                 "thread",  # the address of ``_run_thread``
             )
@@ -156,7 +156,7 @@ def _record(at):
 
 @njit(cache=True, nogil=True)
 def _run_thread(thread, step_at, task, q, out, counter, at):
-    """Runs a thread's part of a task. Takes addresses; ``at``: of the block after the counter."""
+    """Runs a thread's part of a task. Arguments are addresses; at: of the block after counter."""
     this = _record(step_at)
     n, k_budget, limit, rules = this.n, this.k_budget, this.limit, this.rules
     n_head, n_kv = this.n_head, rules.n_kv_head
@@ -251,7 +251,7 @@ def _run_task(step_at, task, q, out):
 def lfps_step(step_at, q, k, v, out):
     """Runs a layer's decode step (Algorithm 1): stores the current token as row n - 1, attends.
 
-    Takes addresses of a record of LFPS, q f32 (H, d), k (G, d), v (G, d_v) and out f32 (H, d_v).
+    Arguments are addresses: of a record of LFPS, q f32 (H, d), k (G, d), v (G, d_v), out (H, d_v).
     """
     this = _record(step_at)
     n_kv = this.rules.n_kv_head
@@ -269,18 +269,17 @@ def lfps_task(step_at, task):
 
 
 def _pending_update(n_head: int, n: int) -> PendingUpdate:
-    """Returns room for an update by n rows a head."""
+    """Returns a PendingUpdate with room for n rows a head."""
     rows, weights = (on_lines((n_head, n), each, zeros=True) for each in (np.int32, np.float32))
     return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
 
 
 class LFPSStep:
-    """The step of one layer's LFPS cache, which finds its arrays by address.
+    """Runs the steps of one layer's LFPS cache. The caller keeps all arguments alive.
 
-    constants: lfps/bypass.py. sinks f32 (H,): of each head a score without a value, or empty.
-    raised f64 (H,): factors by which the thresholds are raised. statistics int64 (H, N_STATISTICS),
-    added to. The caller keeps these and all arguments of the methods alive. It calls ``use_tables``
-    first, and again for new tables.
+    constants: lfps/bypass.py. sinks f32 (H,): each head's score without a value, or empty. raised
+    f64 (H,): factors of the thresholds. statistics int64 (H, N_STATISTICS): steps add to them. The
+    caller calls ``use_tables`` first, and again for new tables.
     """
 
     def __init__(
@@ -294,7 +293,7 @@ class LFPSStep:
     ) -> None:
         self.record = record = np.zeros((), LFPS)
         self._rules, self._recent = record["rules"], rules.recent
-        self._at = address(record)  # asked once: numpy describes all fields each time
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["n_head"], record["n_threads"] = len(raised), n_threads
         record["k_width"] = constants.mean_k.shape[1]
         record["v_width"] = constants.mean_v.shape[1]
@@ -304,7 +303,7 @@ class LFPSStep:
         self._sinks = np.full(len(raised), -np.inf, np.float32)
         self._sinks[: len(sinks)] = sinks
         record["sinks"] = address(self._sinks)
-        self.pending = _pending_update(len(raised), 0)  # of the last step that left its update
+        self.pending = _pending_update(len(raised), 0)  # of the last step that deferred its update
 
     def use_tables(self, tables: Tables) -> None:
         record = self.record
@@ -313,14 +312,14 @@ class LFPSStep:
         record["n_blocks"] = tables.ver_bounds.shape[1]
 
     def use_scout(self, scout: Scout, n_rows: int) -> None:
-        """Makes steps score the codes of at most n_rows rows. Call it again for new codes."""
+        """Makes a step score the codes of at most n_rows rows. Call it again for new codes."""
         self.record["codes"] = tuple(scout.known())
         self.record["n_found"] = -(-n_rows // PART)
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
         """Makes steps list the rows that each head attended to, sinks first, until ``untrace``.
 
-        attended int32 (H, m), of which the first counts int64 (H,) are filled.
+        attended int32 (H, m): the first counts[h] columns are set. counts int64 (H,).
         """
         record = self.record
         record["trace"], record["n_columns"] = address(attended), attended.shape[1]
@@ -337,19 +336,19 @@ class LFPSStep:
         self.record["lse"] = address(lse)
 
     def update_later(self, later: bool) -> None:
-        """Sets whether steps leave the update of their tables to ``update_tables``."""
+        """Sets whether steps defer the update of their tables to ``update_tables``."""
         n_kept = self.pending.rows.shape[1]
         self.record["n_kept"] = max(1, n_kept) if later else 0
 
     def use_journal(self, journal: Journal | None) -> None:
-        """Makes updates save to ``journal`` the entries that they change; None: no more."""
+        """Makes updates save the entries that they change to ``journal``; None: to no journal."""
         record, self._journal = self.record, journal
         record["n_journal"] = 0 if journal is None else journal.rows.shape[1]
         if journal is not None:
             record["journal"] = addresses_of(journal)
 
     def _keep(self, k_budget: int) -> None:
-        """Makes room for what is kept between the tasks: |C2| rows a head, and its C0."""
+        """Makes room for the data that one task sets and another reads: each head's C2 and C0."""
         record, n_head = self.record, int(self.record["n_head"])
         n_words = int(record["n_entries"]) // BLOCK + 2
         if record["n_kept"] >= k_budget and record["n_bit_words"] >= n_words:
@@ -377,9 +376,9 @@ class LFPSStep:
     ) -> None:
         """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
 
-        is_marked: whether ``mark`` has run for a step like this, and nothing changed since.
-        limit is at least the number of recents, which always are in C1; otherwise thresholds would
-        rise for ever.
+        is_marked: whether ``mark`` has run for this step, and nothing has changed since. limit is
+        at least the number of recents, which are always in C1. Otherwise thresholds would never
+        stop rising.
         """
         record = self.record
         assert limit >= max(1, min(self._recent, k_budget // 2))

@@ -35,10 +35,10 @@ def _store_half_lanes(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> No
 
 @intrinsic
 def summarise_rows(typingctx, meanstd, rows, row_bytes, count, d, hi, lo):
-    """hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
+    """Computes hi, lo f16 (d,) of ``count`` >= 1 f16 rows, all addresses; d a multiple of 16.
 
-    ``meanstd`` = 0 takes the largest and smallest element by channel. 1 takes mean + std and mean -
-    std (over count), from the deviations, so that nothing cancels.
+    meanstd: a literal. 0: the largest and smallest element of each channel. 1: mean + std and mean
+    - std (over count). The std comes from deviations, so that no digits cancel.
     """
     if not isinstance(meanstd, types.IntegerLiteral):
         return None
@@ -98,7 +98,7 @@ def page_summaries(
 
     k: address of f16 keys; k_head, k_row: bytes between kv heads and rows; d: padded head size. hi,
     lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page 0 that are left out of
-    its summary. They are attended to anyway and would stretch it.
+    its summary. They are attended to anyway, and their large elements would widen the bounds.
     """
     for kv_head in range(n_kv_head):
         for j in range(first_page, last_page):
@@ -112,7 +112,7 @@ def page_summaries(
 
 
 def page_summaries_ref(keys, page, meanstd, n_sinks=0):
-    """hi, lo f32 (G, n // page, d) of keys (G, n, d): numpy reference, not rounded to f16."""
+    """numpy reference: returns hi, lo f32 (G, n // page, d) of keys (G, n, d), not in f16."""
     hi, lo = [], []
     for j in range(keys.shape[1] // page):
         rows = keys[:, j * page + (n_sinks if j == 0 else 0) : (j + 1) * page].astype(np.float64)
@@ -125,7 +125,7 @@ def page_summaries_ref(keys, page, meanstd, n_sinks=0):
 
 @njit(cache=True, nogil=True)
 def _by_sign(q, scale):
-    """scale max(q, 0) and scale min(q, 0)."""
+    """Returns scale max(q, 0) and scale min(q, 0)."""
     positive, negative = np.empty_like(q), np.empty_like(q)
     for t in range(q.shape[0]):
         for c in range(q.shape[1]):
@@ -137,7 +137,7 @@ def _by_sign(q, scale):
 
 @njit(cache=True, nogil=True)
 def _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split):
-    """Takes (kv head, split) tasks until there are none; see ``page_scores``."""
+    """Runs (kv head, split) tasks until none is left; see ``page_scores``."""
     d = q.shape[1]
     group = q.shape[0] // n_kv_head
     of_hi = np.empty((TILE, BLOCK + PAD), np.float32)
@@ -243,7 +243,7 @@ def pool_softmax(scores, n, softcap, pooled):
 
 @njit(cache=True, nogil=True)
 def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts):
-    """Takes kv heads until there are none; see ``select_pages``."""
+    """Runs kv heads until none is left; see ``select_pages``."""
     n_kv_head = idx.shape[0]
     group = scores.shape[0] // n_kv_head
     pooled = np.empty(n_page, np.float32)
@@ -271,12 +271,12 @@ def _select_of_heads(counter, scores, n_page, n_best, page, n, n_sinks, softcap,
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def select_pages(scores, n_page, n_best, page, n, n_sinks, softcap, idx, counts, n_threads=1):
-    """Rows of each kv head's best pages, with the first rows and the current page.
+    """Lists the rows of each kv head's best pages, with the first rows and the current page.
 
     scores f32 (H, >= n_page + LANES) of the whole pages 0..n_page - 1, which may be chosen. They
     are overwritten. A kv head takes the ``n_best`` pages with the highest mean softmax over its
-    group; ties go to the first. idx int32 (G, m) is filled with rows, ascending: 0..n_sinks - 1,
-    the chosen pages, n_page page..n - 1; counts int64 (G,).
+    group; ties go to the first. idx int32 (G, m) is set to rows, ascending: 0..n_sinks - 1, the
+    chosen pages, n_page page..n - 1. counts int64 (G,) is set to their numbers.
     """
     counter = np.zeros(1, np.int64)
     n_best = min(n_best, n_page)

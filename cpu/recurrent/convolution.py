@@ -1,8 +1,8 @@
-"""Causal convolutions of a few rows, one filter a channel; a state keeps the last rows.
+"""Causal convolutions over a few rows, one filter a channel; a state keeps the last rows.
 
 ``gated_convolution`` replaces attention in LFM2's layers (LFM2 technical report, arXiv:2511.23404).
-It is c * conv(b * x), where b, c and x are projections of a row. The convolution with SiLU ahead of
-the delta net is in delta_net.py.
+It is c * conv(b * x), where b, c and x are projections of a row. The delta net's convolution with
+SiLU is in delta_net.py.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def convolution_ref(
 ) -> tuple[np.ndarray, np.ndarray]:
     """numpy reference: y[t] = sum_j weight[j] x[t - L + 1 + j], and the new state.
 
-    x f32 (T, n); weight (L, n); state (L - 1, n): the rows ahead of x.
+    x f32 (T, n); weight (L, n); state (L - 1, n): the rows before x.
     """
     rows = np.concatenate([state, x])
     length, n_rows = len(weight), len(x)
@@ -38,14 +38,14 @@ def gated_convolution_ref(
 def gated_convolution(raw, weight, state, out, n_threads):
     """out (T, n) = c * conv(b * x); raw (T, 3 n): b, c, x, and out: f32, or both bf16.
 
-    weight f32 (L, n); state f32 (L - 1, n), which becomes that after the rows.
+    weight f32 (L, n); state f32 (L - 1, n), which becomes the state after the rows.
     """
     n_rows, n = out.shape
     length = weight.shape[0]
     for part in prange(n_threads):
         first, last = part * n // n_threads, (part + 1) * n // n_threads
         width = last - first
-        rows = np.empty((length, width), np.float32)  # row p is in place p % length
+        rows = np.empty((length, width), np.float32)  # a ring: row p is at p % length
         total = np.empty(width, np.float32)
         for j in range(length - 1):
             for c in range(width):

@@ -1,18 +1,18 @@
-"""The gated delta net: a state matrix a head, which each row decays and corrects.
+"""The gated delta net: each head has a state matrix, which each row decays and corrects.
 
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (Yang et al., arXiv:2412.06464):
 
     S_t = a_t S_{t-1} + k_t d_t^T,   d_t = beta_t (v_t - a_t S_{t-1}^T k_t),   o_t = S_t^T q_t
 
 with a_t = exp(A softplus(alpha_t + dt)), beta_t = sigmoid(beta_t), q and k of length 1 (q times
-d^-1/2). All of them come after a causal convolution with SiLU. o_t goes through an RMS norm and the
-gate silu(z_t). Many rows go through the state in groups: with G_c = a_1 ... a_c, within a group
+d^-1/2). q, k and v come from a causal convolution with SiLU. o_t gets an RMS norm and the gate
+silu(z_t). Many rows are computed in groups. With G_c = a_1 ... a_c, within a group
 
     d_c = beta_c (v_c - G_c S_0^T k_c - sum_{s<c} (G_c / G_s) (k_c . k_s) d_s)
     o_c = G_c S_0^T q_c + sum_{s<=c} (G_c / G_s) (q_c . k_s) d_s
     S   = G_C S_0 + sum_s (G_C / G_s) k_s d_s^T
 
-so that the state is read and written once a group. The state of 16 columns stays in L1, the sums of
+so that the state is read and written once a group. 16 columns of the state stay in L1, the sums of
 a group in registers. Value head h uses key head h % n_k.
 """
 
@@ -32,8 +32,8 @@ from sparsekv_cli.cpu.recurrent import MAX_HEAD
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
 
 ROW = MAX_HEAD + LANES  # floats from a row of scratch to the next; no power of two, for L1's sets
-STRETCH = 64  # rows that go through all steps of a head together
-# Rows a group: two sums and a correction each; 32 registers of AVX-512 hold those of eight.
+STRETCH = 64  # rows for which the steps of a head are run at a time
+# Rows of a group. A row has two sums and a correction; AVX-512's 32 registers hold those of eight.
 GROUP = 8 if llvm.has_feature("avx512f") else 2
 
 
@@ -45,7 +45,7 @@ def delta_rule_ref(
     beta: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """numpy reference of one head, row by row: o (T, d_v), and the new state (d_k, d_v)."""
+    """numpy reference of one head, row by row: returns o (T, d_v) and the new state (d_k, d_v)."""
     out = []
     for t in range(len(q)):
         state = np.exp(log_decay[t]) * state
@@ -94,7 +94,7 @@ def delta_net_ref(
 
 
 def _group_codegen(n: int) -> Any:
-    """IR of a group of n rows on all columns of a head; see ``_group_of``."""
+    """Returns the IR of a group of n rows on all columns of a head; see ``_group_of``."""
 
     def codegen(context, b, signature, args):
         state, n_blocks, n_keys, q, k, v, out, factors = args
@@ -150,11 +150,11 @@ def _group_codegen(n: int) -> Any:
 
 
 def _group_of(n: int) -> Any:
-    """Numba code: the delta rule of n rows of one head.
+    """Returns an intrinsic that runs the delta rule on n rows of one head.
 
     It takes (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32. state (n_blocks,
-    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart.
-    ``_group_factors`` fills factors.
+    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart. factors: from
+    ``_group_factors``.
     """
 
     @intrinsic
@@ -170,7 +170,7 @@ _rule_of_one = _group_of(1)
 
 @intrinsic
 def _dot(typingctx, x, y, count):
-    """x . y of f32 at addresses; count: a multiple of 16."""
+    """Returns x . y of f32 at addresses; count: a multiple of 16."""
 
     def codegen(context, b, signature, args):
         def body(j, sums):
@@ -185,11 +185,10 @@ def _dot(typingctx, x, y, count):
 
 @njit(cache=True, nogil=True)
 def _group_factors(n, log_decay, beta, q, k, width, factors):
-    """The factors of a group of n rows are G_c, beta_c and G_n / G_s (n each).
+    """Sets the factors of a group of n rows: G_c, beta_c and G_n / G_s (n each), two matrices.
 
-    Two of (n, n) follow: (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for s <= c.
-
-    q, k: addresses of rows, ROW floats apart, of ``width`` elements, a multiple of 16.
+    The matrices (n, n) are (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for
+    s <= c. q, k: addresses of rows of ``width`` elements, a multiple of 16, ROW floats apart.
     """
     total = np.float32(1)
     for c in range(n):
@@ -209,10 +208,10 @@ def _group_factors(n, log_decay, beta, q, k, width, factors):
 
 @njit(cache=True, nogil=True)
 def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
-    """silu(conv(raw)) of one head's d channels, from ``first`` on, to out (>= n_rows, ROW).
+    """Writes silu(conv(raw)) of one head's d channels, from ``first`` on, to out (>= n_rows, ROW).
 
-    rows f32 (L - 1, channels): what was ahead of row ``start``, then what is ahead of the next one.
-    recent f32 (L - 1 + rows, ROW): scratch.
+    rows f32 (L - 1, channels): the rows before row ``start``; set to the last rows. Scratch: recent
+    f32 (L - 1 + rows, ROW).
     """
     before, last = rows.shape[0], first + d
     for j in range(before):
@@ -241,7 +240,7 @@ def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
 
 @njit(cache=True, nogil=True)
 def _unit(x, n_rows, d, eps, scale):
-    """Scales the rows x[:n_rows, :d] to length ``scale``. Elements after them up to 16 become 0."""
+    """Scales the rows x[:n_rows, :d] to length ``scale``. The padding of d to 16 becomes 0."""
     for t in range(n_rows):
         row = x[t]
         factor = scale / np.sqrt(sum_squares(row[:d]) + eps)
@@ -266,12 +265,12 @@ def _gated_norm(x, z, norm, eps, gate, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def delta_net(raw, gates, weight, dt, a, norm, eps, rows, states, out, n_threads):
-    """out (T, n_v d_v) of a chunk of rows, or of one: convolution, delta rule, norm and gate.
+    """Computes out (T, n_v d_v) of T rows: convolution, delta rule, norm and gate.
 
-    raw (T, 2 n_k d_k + 2 n_v d_v), the projections q, k, v and z, gates (T, 2 n_v), those of beta
-    and alpha, and out: f32, or all bf16. weight f32 (L, 2 n_k d_k + n_v d_v): the convolution; dt,
-    a (n_v,), a below 0; norm (d_v,). rows f32 (L - 1, as wide as weight) and states
-    (n_v, d_v / 16 rounded up, d_k, 16) become those after the rows. d_k, d_v at most MAX_HEAD.
+    raw (T, 2 n_k d_k + 2 n_v d_v): the projections q, k, v and z. gates (T, 2 n_v): those of beta
+    and alpha. raw, gates and out are all f32 or all bf16. weight f32 (L, 2 n_k d_k + n_v d_v): the
+    convolution; dt, a (n_v,), a below 0; norm (d_v,). rows f32 (L - 1, as wide as weight) and
+    states (n_v, d_v / 16 rounded up, d_k, 16) are updated. d_k, d_v at most MAX_HEAD.
     """
     n_rows, n_v, d_v = raw.shape[0], states.shape[0], norm.shape[0]
     n_blocks, d_k, n_qkv = states.shape[1], states.shape[2], weight.shape[1]

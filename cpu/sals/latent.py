@@ -1,10 +1,10 @@
-"""SALS' latents: keys to latents and back, and their store.
+"""SALS' latents: their store, and kernels that encode keys to latents and reconstruct keys.
 
-The latent of a token is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use its
-first r* columns. These are whole numbers of 16 bits with a scale a token. Their high bytes lie in
-tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py says what a
-word is. Each token has a record for the case that it is chosen. It has the low bytes, the other
-columns in f16, and the quantised values (sals/values.py).
+A token's latent is its pre-RoPE key of all kv heads, times a basis E: z = k E. Scores use the first
+r* columns. They are stored as integers of 16 bits with one scale a token. Their high bytes lie in
+tiles of sixteen tokens: (words, 16, 4), then sixteen scales. attention/byte_scores.py defines a
+word. The rest of a token is its record, which is read only if the token is chosen. It holds the
+low bytes, the other columns in f16, and the quantised values (sals/values.py).
 
 Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 """
@@ -34,7 +34,7 @@ from sparsekv_cli.cpu.sals.vectors import (
     widen,
 )
 
-PIECE = 32  # rows that are reconstructed at a time: they stay in the L1 cache
+PIECE = 32  # rows that are reconstructed at a time: as many stay in the L1 cache
 
 
 class RowPointers(NamedTuple):
@@ -49,10 +49,10 @@ class RowPointers(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Addresses of the two parts of a layer's latents, and how they are laid out."""
+    """Addresses of the two parts of a layer's latents, and their layout."""
 
     score: int  # bytes (tiles, words, 16, 4) with scales
-    records: int  # (tokens, record); one more line after the last can be read
+    records: int  # (tokens, record); kernels may read one line past the last record
     record: int  # bytes of a token's record
     rank: int
     score_rank: int
@@ -63,13 +63,13 @@ class Latents(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def words_of(r_star):
-    """Words of a token's scored columns."""
+    """Returns the number of words of a token's scored columns."""
     return (r_star + 3) // 4
 
 
 @njit(cache=True, nogil=True)
 def tile_bytes(n_words):
-    """Bytes of the scored columns of sixteen tokens, and their scales."""
+    """Returns the bytes of a tile: the scored columns of sixteen tokens, and their scales."""
     return byte_scores.LINE * (n_words + 1)
 
 
@@ -78,7 +78,7 @@ class LatentBasis(NamedTuple):
 
     encode: np.ndarray  # E f32 (G d', r padded to 16)
     decode: np.ndarray  # D^T f32 (r, >= G d')
-    turns: np.ndarray  # theta / 2 pi f64 (pairs padded to 16,)
+    turns: np.ndarray  # theta / 2 pi f64 (pairs padded to 16,): full circles a position
     n_pairs: int
     rope_scale: np.float32
     d: int
@@ -100,7 +100,7 @@ def make_basis(
     width = -(-d // LANES) * LANES
     encode = np.zeros((n_kv, width, -(-rank // LANES) * LANES), np.float32)
     encode[:, :d, :rank] = (weights[:, None] * vectors).reshape(n_kv, d, rank)
-    # Sixteen floats more a row, so that rows do not all fall on the same lines of the L1 cache.
+    # A row has sixteen floats of padding, so that rows do not share the same sets of the L1 cache.
     decode = np.zeros((rank, n_kv * width + LANES), np.float32)
     by_head = decode[:, :-LANES].reshape(rank, n_kv, width)
     by_head[..., :d] = (vectors / weights[:, None]).T.reshape(rank, n_kv, d)
@@ -114,7 +114,7 @@ def make_basis(
 
 
 class LatentStore:
-    """Latents and quantised values of a layer's tokens from position ``first`` on, growing."""
+    """Latents and quantised values of a layer's tokens from position ``first`` on."""
 
     def __init__(
         self, rank: int, score_rank: int, bits: int, first: int, basis: LatentBasis
@@ -128,11 +128,11 @@ class LatentStore:
         self._allocate(0)
 
     def _allocate(self, capacity: int) -> None:
-        """Room for ``capacity`` tokens; keeps those there are."""
+        """Makes room for ``capacity`` tokens and copies the present ones."""
         tile = tile_bytes(words_of(self._shape[1]))
         capacity = -(-capacity // byte_scores.PAIR) * byte_scores.PAIR
         n_scored = capacity // LANES * tile
-        # In one piece, as numpy asks for huge pages from 4 MB on; whole lines.
+        # One block for both parts, of whole lines: numpy asks for huge pages from 4 MB on.
         block = on_lines(
             n_scored + capacity * self._record + byte_scores.LINE, np.uint8, zeros=True
         )
@@ -159,17 +159,17 @@ class LatentStore:
 
     @property
     def scored_bytes(self) -> int:
-        """Bytes of one token that a scan reads."""
+        """Bytes of one token that scoring reads."""
         return tile_bytes(words_of(self._shape[1])) // LANES
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` tokens; if it has to grow, at least a sixteenth more."""
+        """Makes room for ``n`` tokens. A store with tokens grows by at least a sixteenth."""
         if n > self.capacity:
             self._allocate(n if self.n == 0 else max(n, self.capacity + self.capacity // 16 + 256))
 
 
 def rotate_ref(x: np.ndarray, positions: np.ndarray, theta: np.ndarray, scale: float) -> np.ndarray:
-    """x (..., n, d) half-split, rotated to ``positions`` (n,); rotated dims times ``scale``."""
+    """Rotates x (..., n, d), half-split, to ``positions`` (n,); scales the rotated dims."""
     half = len(theta)
     cos, sin = (scale * f(np.outer(positions, theta)) for f in (np.cos, np.sin))
     a, b = x[..., :half], x[..., half : 2 * half]
@@ -200,10 +200,10 @@ def reconstruct_ref(
 
 @njit(cache=True, nogil=True)
 def write_columns(z, tile, lane, record, words):
-    """A token's scored columns z f32 (r*,) as whole numbers of 16 bits, in two parts.
+    """Stores a token's scored columns z f32 (r*,) as integers of 16 bits, in two parts.
 
-    The high bytes go to a ``lane`` of the tile at an address, the low bytes to address ``record``.
-    words int32 (2, words + 1): scratch.
+    The high bytes go to ``lane`` of the tile at address ``tile``. The low bytes go to address
+    ``record``. words int32 (2, words + 1): scratch.
     """
     n_words = words.shape[1] - 1
     peak = np.float32(1e-30)
@@ -226,7 +226,10 @@ def write_columns(z, tile, lane, record, words):
 
 @njit(cache=True, nogil=True)
 def encode_rows(rows, slot, position, count, basis, latents, index):
-    """Encodes ``count`` rows, from row ``slot`` and ``position`` on, as latents ``index`` on."""
+    """Encodes ``count`` rows from row ``slot`` on as latents from ``index`` on.
+
+    position: of row ``slot``.
+    """
     n_kv, r_star = basis.n_kv, latents.score_rank
     width, r_padded = basis.encode.shape
     d_padded = width // n_kv
@@ -293,9 +296,9 @@ def prefetch_rows(chosen, latents):
 
 @njit(cache=True, nogil=True)
 def reconstruct_rows(chosen, slots, basis, latents, out):
-    """K (decoded, rotated to its position) and V of the latents ``chosen`` int32, at most PIECE.
+    """Reconstructs K and V of the latents ``chosen`` int32, at most PIECE.
 
-    Written as the f16 rows ``slots`` int32 of ``out``.
+    K is decoded and rotated to its position. The f16 rows go to rows ``slots`` int32 of ``out``.
     """
     count = len(chosen)
     n_kv, r, r_star = basis.n_kv, latents.rank, latents.score_rank
@@ -305,7 +308,7 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
     cosines = np.empty((count, len(basis.turns)), np.float32)
     sines = np.empty((count, len(basis.turns)), np.float32)
     n_words = words_of(r_star)
-    values = 4 * n_words + 2 * (r - r_star)  # where they begin in a record
+    values = 4 * n_words + 2 * (r - r_star)  # offset of the values in a record
     words = np.empty(n_words + LANES, np.int32)
     for j in range(count):
         i = np.int64(chosen[j])
@@ -352,7 +355,7 @@ def _reconstruct_piece(start, size, basis, latents, out, slot):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def reconstruct_range(count, basis, latents, out, slot):
-    """Rebuilds the latents 0 .. count into ``out``, from row ``slot`` on, on all threads."""
+    """Reconstructs the first ``count`` latents as rows ``slot`` on of ``out``, on all threads."""
     for piece in prange((count + PIECE - 1) // PIECE):
         start = piece * PIECE
         size = min(PIECE, count - start)
@@ -364,17 +367,18 @@ def reconstruct_range(count, basis, latents, out, slot):
 
 @njit(cache=True, nogil=True)
 def assign_slots(chosen, kept, slots, missing, missing_slots):
-    """Gives the chosen latents slots among rows that were reconstructed before.
+    """Assigns slots to the chosen latents. A latent that is reconstructed already keeps its slot.
 
-    chosen int32 (m,) ascending. kept int32 (>= m,): the latent in each slot, or -1; slots below m
-    get those that were chosen, and no others. slots int32 (m,): the slot of each of ``chosen``.
-    missing, missing_slots int32 (m,): those to be reconstructed, and where. Returns their number.
+    chosen int32 (m,) ascending. kept int32 (>= m,): the latent in each slot, or -1. It is updated:
+    slots below m hold the chosen latents, the others -1. slots int32 (m,): set to the slot of each
+    chosen latent. missing, missing_slots int32 (m,): set to the latents that must be reconstructed
+    and their slots. Returns the number of missing latents.
     """
     m, n_missing = len(chosen), 0
     slots[:] = -1
     free = np.empty(m, np.int32)
     n_free = 0
-    place = np.full(chosen[-1] + 1 if m else 0, -1, np.int32)  # of a latent among the chosen
+    place = np.full(chosen[-1] + 1 if m else 0, -1, np.int32)  # index of a latent in chosen
     for i in range(m):
         place[chosen[i]] = i
     for slot in range(m):

@@ -1,9 +1,9 @@
-"""SALS' queries of blocks, in latent space and as bytes.
+"""SALS' queries for blocks of tokens, in latent space and as bytes.
 
-With ``score=brope`` each block of 128 tokens has queries of its own. RoPE turns the query to the
-distance of the block's centre. Pairs that turn much within a block are damped by their mean over
-it, down to none. They are made for a span of sixteen blocks at a time, a block a lane. They are
-turned and rounded to bytes, taken to latent space by products of bytes, and rounded again.
+With ``score=brope`` each block of 128 tokens has its own queries. RoPE rotates a query to the
+distance of the block's centre. Each pair is damped: it is multiplied by its mean cosine over the
+block. Queries are made for a span of sixteen blocks at a time, one block a lane. They are rotated,
+rounded to bytes, projected to latent space by products of bytes, and rounded again.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair
 
 ROPE_BLOCK = 128  # tokens that share a query
 SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
-LARGEST = np.float32(127)  # of a query's bytes
+LARGEST = np.float32(127)  # largest byte of a query
 TINY = np.float32(1e-30)
 
 
 def damping(theta: np.ndarray, block: int) -> np.ndarray:
-    """Mean cosine of each pair's angle within a block, as an integral; f32.
+    """Returns each pair's mean cosine over the angles within a block, from the integral; f32.
 
-    0 for pairs that turn by more than a circle.
+    It is 0 for pairs that rotate by a full circle or more within a block.
     """
     half_width = theta * block / 2 if block > 1 else np.zeros(len(theta))
     return np.where(half_width < np.pi, np.sinc(half_width / np.pi), 0).astype(np.float32)
@@ -46,10 +46,10 @@ def brope_ref(
     rope_scale: float,
     block: int,
 ) -> np.ndarray:
-    """Scores (H, n) before 1/sqrt(d), block by block: q_nope (H, d) at ``position``.
+    """Returns scores (H, n) before 1/sqrt(d), block by block, of q_nope (H, d) at ``position``.
 
-    latents (n, r*) of the positions from ``first`` on; decode D[:, :r*] (G d, r*). With block = 1
-    and r* = G d, the exact q . k.
+    latents (n, r*): of the positions from ``first`` on; decode D[:, :r*] (G d, r*). With block = 1
+    and r* = G d the scores are the exact q . k.
     """
     n_head, d = q_nope.shape
     n_kv = len(decode) // d
@@ -78,10 +78,10 @@ def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> n
 
 
 class BlockBasis(NamedTuple):
-    """The tables that make a block's queries, for the dims that are not damped to nothing.
+    """Tables for the queries of blocks. They hold only dims whose damping is not 0.
 
-    These are the dims of some pairs, first elements before second ones, and the dims after the
-    pairs.
+    The first elements of these pairs come first, then their second elements, then the dims after
+    the pairs.
     """
 
     decode: np.ndarray  # D^T as bytes, a scale a row: int32 (G, r*, words + 1), see ``_round_rows``
@@ -92,7 +92,7 @@ class BlockBasis(NamedTuple):
 
 
 def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> BlockBasis:
-    """Returns the part of ``basis`` that scores by the first r* columns need."""
+    """Returns the part of ``basis`` that scores of the first r* columns need."""
     damp = damping(theta, ROPE_BLOCK)
     pairs = np.flatnonzero(damp)
     dims = np.concatenate([pairs, pairs + len(theta), np.arange(2 * len(theta), basis.d)])
@@ -106,9 +106,9 @@ def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> Bloc
 
 
 def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x f32 (.., columns) as bytes, a scale f32 (..) a row.
+    """Rounds x f32 (.., columns) to bytes; returns words and scales f32 (..), a scale a row.
 
-    int32 (.., words + 1): four bytes each, then minus the sum of what ZERO adds to a product.
+    words int32 (.., words + 1): four bytes each, then minus the sum that ZERO adds to a product.
     """
     scales = np.maximum(np.abs(x).max(-1), TINY) / LARGEST
     whole = np.rint(np.ascontiguousarray(x) / scales[..., None]).astype(np.int8)
@@ -118,7 +118,7 @@ def _round_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed(b: ir.IRBuilder, columns: Sequence[ir.Value]) -> ir.Value:
-    """Returns the low bytes of four <16 x i32>, the first one lowest."""
+    """Packs the low bytes of four <16 x i32> into one, the first one's byte lowest."""
     word = const(I32, 0)
     for i, column in enumerate(columns):
         word = b.or_(word, b.shl(b.and_(column, const(I32, 255)), const(I32, 8 * i)))
@@ -131,7 +131,7 @@ def _rounded(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @intrinsic
 def _pack_turned(typingctx, turned, n_words, tile):
-    """A tile of unsigned bytes (words, 16, 4) of turned f32 (4 words, 16) within 127; addresses."""
+    """Rounds rotated f32 (4 words, 16) within 127 to a tile of bytes (words, 16, 4); addresses."""
 
     def codegen(context, b, signature, args):
         turned, n_words, tile = args
@@ -151,9 +151,9 @@ def _pack_turned(typingctx, turned, n_words, tile):
 
 @intrinsic
 def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
-    """out[m] f32 (16,) = unit scales[m] x the product of row m of D^T with a tile, as bytes.
+    """Multiplies rows of D^T by a tile, as bytes: out[m] f32 (16,) = unit scales[m] (row m) tile.
 
-    n_rows: at most MAX_QUERIES; words: rows of ``_round_rows``. Addresses.
+    n_rows: at most MAX_QUERIES. words: rows of ``_round_rows``. Arrays are addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -177,10 +177,10 @@ def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
 
 @intrinsic
 def _round_queries(typingctx, projected, count, words, n_words, factors):
-    """Sixteen blocks' queries f32 (count, 16) as bytes.
+    """Rounds the queries of sixteen blocks, projected f32 (count, 16), to bytes.
 
-    words int32 (n_words + 1, 16): four bytes each, then minus the sum that ZERO adds to a score.
-    factors f32 (16,): the value of a product of bytes. Addresses.
+    words int32 (n_words + 1, 16): set to four bytes each, then minus the sum that ZERO adds to a
+    score. factors f32 (16,): set to the scale of each block's bytes. Arrays are addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -218,7 +218,7 @@ def _round_queries(typingctx, projected, count, words, n_words, factors):
 
 @njit(cache=True, nogil=True)
 def query_units(q, basis):
-    """Returns the value of a byte of each turned query, f32 (H,), however its pairs are turned.
+    """Returns the scale of each query's bytes, f32 (H,). It fits every rotation of the query.
 
     q f32 (H, d') rotated and scaled; basis: a BlockBasis.
     """
@@ -237,10 +237,10 @@ def query_units(q, basis):
 
 @njit(cache=True, nogil=True)
 def block_queries(q, units, first, n_kv, basis, words, factors):
-    """The queries of sixteen blocks from position ``first`` on in latent space, as bytes.
+    """Makes the queries of sixteen blocks from position ``first`` on, in latent space, as bytes.
 
-    q f32 (H, d') rotated and scaled; units: its ``query_units``; basis: a BlockBasis. words int32
-    (H, words + 1, 16), factors f32 (H, 16): a block a lane, see ``_round_queries``.
+    q f32 (H, d') rotated and scaled; units: ``query_units`` of q; basis: a BlockBasis. words int32
+    (H, words + 1, 16), factors f32 (H, 16): set, a block a lane, as in ``_round_queries``.
     """
     group = q.shape[0] // n_kv
     r_star, n_pairs, n_dims = basis.decode.shape[1], len(basis.turns), len(basis.dims)
@@ -291,7 +291,7 @@ def _dot(a, b):
 
 @njit(cache=True, nogil=True)
 def summed_query(q_nope, basis, r_star):
-    """The paper's q~ f32 (r*,): all heads' pre-RoPE queries f32 (H, d'), projected and added up."""
+    """Returns the paper's q~ f32 (r*,): the projected sum of the pre-RoPE queries f32 (H, d')."""
     n_head, d_padded = q_nope.shape
     by_kv_head = np.zeros(basis.n_kv * d_padded, np.float32)
     for h in range(n_head):
@@ -305,7 +305,7 @@ def summed_query(q_nope, basis, r_star):
 
 @njit(cache=True, nogil=True)
 def summed_queries(q_nope, basis, r_star, words, factors):
-    """``summed_query`` as bytes, the same one for sixteen blocks of one head."""
+    """Rounds ``summed_query`` to bytes, for all sixteen blocks of the single head 0."""
     summed = summed_query(q_nope, basis, r_star)
     projected = np.empty((r_star, LANES), np.float32)
     for c in range(r_star):

@@ -1,8 +1,8 @@
-"""SALS' scores of all latents, by bytes, and how important each latent is to the heads.
+"""SALS' scores of all latents, from bytes, and the importance of each latent.
 
-The importance of a latent is its softmax weight summed over the heads. A head's softmax is taken
-over a quarter of the latents, two tiles of each block. All latents are then scored once, and only
-the weight of a score is kept.
+The importance of a latent is the sum of its softmax weights over the heads. A head's softmax sum is
+estimated from a quarter of the latents: two tiles of each block. All latents are then scored once,
+and only their importance is kept.
 """
 
 import numpy as np
@@ -29,27 +29,28 @@ from sparsekv_cli.cpu.sals.latent import tile_bytes, words_of
 from sparsekv_cli.cpu.sals.queries import ROPE_BLOCK, SPAN
 
 CHUNK = 512  # latents scored at a time
-SAMPLED = 1  # of a block's four pairs of tiles, the one from which softmax sums are taken
+SAMPLED = 1  # index of the pair of tiles, of a block's four, that gives the softmax sums
 AHEAD = 4  # pairs of tiles between a load and its prefetch
-# e^x = 2^y as the bits of a float: 2^23 (y + 127). The fraction of y then gives a line from 1 to 2
-# instead of a curve, so weights are up to 6% too large.
+# The bits of the float 2^y are taken as 2^23 (y + 127). Between two powers of 2 this is a line, not
+# a curve. So weights are up to 6% too large.
 ONE_POWER = np.float32(1 << 23)
 BIAS = np.float32(127 << 23)
 MOST_BITS = np.float32(227 << 23)  # 2^100
-MOST = np.float32(69)  # of the exponent of e: a sum over the heads stays finite
-SCORES, SUM_OF_HEADS, SUMS_BY_HEAD = 0, 1, 2  # what ``_score_pair`` makes
+MOST = np.float32(69)  # largest exponent of e: a sum over the heads stays finite
+SCORES, SUM_OF_HEADS, SUMS_BY_HEAD = 0, 1, 2  # kinds of output of ``_score_pair``
 
 
 @intrinsic
 def _score_pair(
     typingctx, made, n_heads, words, row, n_words, factors, bias, tiles, out, out_row, add
 ):  # fmt: skip
-    """Scores of two tiles of latents for at most MAX_QUERIES heads; addresses, rows in bytes.
+    """Scores two tiles of latents for at most MAX_QUERIES heads. Arrays are addresses.
 
-    words, row: a block's queries of the first head, and the bytes to the next head's. factors: f32,
-    64 bytes from head to head. made = SCORES: f32 to out[h, :32]. Otherwise weights e^(score +
-    bias[h]) by ONE_POWER, bias f32 (n_heads,) being in these units. SUM_OF_HEADS: to out[:32], f32,
-    or with ``add`` to what is there; SUMS_BY_HEAD: each head's are added to out[h, :32].
+    words: a block's queries of the first head; ``row`` bytes later, those of the next head.
+    factors: f32, one every 64 bytes. out: f32; ``out_row`` bytes from head to head. SCORES writes
+    scores to out[h, :32]. The other kinds make weights e^(score + bias[h]), see ``head_biases``.
+    SUM_OF_HEADS writes their sum to out[:32], or adds it if ``add`` is not 0. SUMS_BY_HEAD adds
+    each head's weights to out[h, :32].
     """
     if not isinstance(made, types.IntegerLiteral):
         return None
@@ -109,8 +110,8 @@ def _score_pair(
 def _of_pair(made, words, factors, bias, latents, at, out, out_row):
     """Runs ``_score_pair`` on the 32 latents from ``at`` on, for all heads.
 
-    out: an address, out_row: bytes to the next head's place there, or 0. bias: the address of f32
-    (H,), or 0 for SCORES. It is inlined: a call would cost as much as a head.
+    out: an address. out_row: bytes from head to head in ``out``, or 0. bias: the address of f32
+    (H,), or 0 for SCORES. The function is inlined, because a call costs as much as a head.
     """
     n_head, n_words = words.shape[1], words.shape[2] - 1
     lane, span = 4 * (at % SPAN // ROPE_BLOCK), at // SPAN
@@ -126,23 +127,23 @@ def _of_pair(made, words, factors, bias, latents, at, out, out_row):
 
 @njit(cache=True, nogil=True)
 def scores_of_pair(words, factors, latents, at, out):
-    """Scores f32 (H, >= 32) of the 32 latents from ``at`` on."""
+    """Writes scores of the 32 latents from ``at`` on to out f32 (H, >= 32)."""
     _of_pair(SCORES, words, factors, 0, latents, at, out.ctypes.data, out.strides[0])
 
 
 @njit(cache=True, nogil=True)
 def _add_weights_of_pair(words, factors, bias, latents, at, sums):
-    """To sums f32 (H, 32) the weights of the 32 latents from ``at`` on; bias f32 (H,)."""
+    """Adds weights of the 32 latents from ``at`` on to sums f32 (H, 32); bias f32 (H,)."""
     place, row = sums.ctypes.data, sums.strides[0]
     _of_pair(SUMS_BY_HEAD, words, factors, bias.ctypes.data, latents, at, place, row)
 
 
 @njit(cache=True, nogil=True)
 def capped_weights(words, factors, bias, softcap, latents, at, weights):
-    """e^(score - log sum) f32 (H, 32) of the latents from ``at`` on; bias as in ``head_biases``.
+    """Writes weights e^(score - log sum) f32 (H, 32) of the 32 latents from ``at`` on.
 
-    A softcap changes the scores after the products. So their weights need exponentials of their
-    own.
+    A softcap changes the scores after the product. So ``_score_pair`` cannot make the weights.
+    bias: see ``head_biases``.
     """
     scores_of_pair(words, factors, latents, at, weights)
     for h in range(len(bias)):
@@ -156,14 +157,14 @@ def capped_weights(words, factors, bias, softcap, latents, at, weights):
 
 @njit(cache=True, nogil=True)
 def _pair_to_sample(block, stop):
-    """The first of the 32 latents that stand for a block, which ends at ``stop`` or before."""
+    """Returns the first of the 32 sampled latents of a block. stop: end of the latents."""
     sampled = block + SAMPLED * byte_scores.PAIR
     return sampled if sampled + byte_scores.PAIR <= stop else block
 
 
 @njit(cache=True, nogil=True)
 def prefetch_samples(span, latents, n_latent):
-    """Prefetches what ``sample_span`` reads: so little at a time that no prefetcher follows."""
+    """Prefetches what ``sample_span`` reads. Its reads are too short for the CPU's prefetcher."""
     size = tile_bytes(words_of(latents.score_rank))
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     for block in range(start, stop, ROPE_BLOCK):
@@ -173,11 +174,11 @@ def prefetch_samples(span, latents, n_latent):
 
 @njit(cache=True, nogil=True)
 def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
-    """Adds a span's part to each head's softmax sum, mass e^peak.
+    """Estimates a span's part of each head's softmax sum, mass e^peak.
 
-    The part comes from a pair of tiles of each block. words int32 (spans, H, words + 1, 16),
-    factors f32 (spans, H, 16): see ``block_queries``. softcap: of the scores, 0 for none. peak,
-    mass f32 (H,): the peak is the best of the first pair.
+    It scores one pair of tiles of each block. words int32 (spans, H, words + 1, 16), factors f32
+    (spans, H, 16): see ``block_queries``. softcap: of the scores, 0 for none. peak, mass f32 (H,)
+    are set. The peak is the best score of the first pair.
     """
     start, stop = span * SPAN, min(n_latent, (span + 1) * SPAN)
     n_head, n_scored = words.shape[1], 0
@@ -210,9 +211,9 @@ def sample_span(span, words, factors, latents, n_latent, softcap, peak, mass):
 
 @njit(cache=True, nogil=True)
 def head_biases(peaks, masses, bias):
-    """bias f32 (H,): minus the logarithm of each head's softmax sum, in the units of weights' bits.
+    """Sets bias f32 (H,): minus the log of each head's softmax sum, in the units of weights' bits.
 
-    peaks, masses f32 (parts, H): the sum is that of mass e^peak.
+    peaks, masses f32 (parts, H): the softmax sum is the sum of mass e^peak over the parts.
     """
     for h in range(len(bias)):
         top = peaks[:, h].max()
@@ -226,8 +227,9 @@ def head_biases(peaks, masses, bias):
 def importance(start, stop, words, factors, bias, softcap, latents, out):
     """Computes the softmax weights of latents, summed over heads, or their scores.
 
-    start, stop: the latents. out f32 (>= stop - start rounded up to 32,). bias f32 (H,); if it is
-    empty, there is one head, and scores are wanted. words, factors, softcap: as in ``sample_span``.
+    start, stop: the range of latents. out f32 (>= stop - start rounded up to 32,). bias f32 (H,).
+    If it is empty, there is one head, and out gets scores. words, factors, softcap: as in
+    ``sample_span``.
     """
     size = tile_bytes(words.shape[2] - 1)
     weights = np.empty((max(1, len(bias)), byte_scores.PAIR), np.float32)

@@ -1,8 +1,8 @@
 """One decode step of SALS for a whole layer: score in latent space, select, reconstruct, attend.
 
-The scores are those of sals/scores.py. Selected rows are reconstructed as f16 K and V. The kernels
-of attention/decode.py attend to them and to the exact rows. Arguments are a record of ``SALS`` and
-addresses: passing an array costs half a microsecond.
+sals/scores.py scores the latents. Selected latents are reconstructed as f16 rows of K and V. The
+kernels of attention/decode.py attend to them and to the exact rows. The arguments are a record of
+``SALS`` and addresses, because an array as an argument costs half a microsecond.
 """
 
 import numpy as np
@@ -61,12 +61,12 @@ def _fields(names: tuple[str, ...]) -> list[tuple[str, type]]:
 
 
 ROWS = np.dtype(_fields(RowPointers._fields))
-# The record of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
-# G: kv heads; d', d_v': padded.
+# The arguments of a step of one layer's cache: sizes, and addresses of contiguous arrays. H: heads,
+# G: kv heads; d', d_v': head sizes of K and V, padded.
 SALS = np.dtype(
     [
         ("exact", ROWS),  # the sinks and the last rows
-        ("rows", ROWS),  # those that are reconstructed
+        ("rows", ROWS),  # reconstructed rows
         ("latents", _fields(Latents._fields)),
         ("basis", _fields(("encode", "decode", "turns"))),  # addresses, see LatentBasis
         ("blocks", _fields(BlockBasis._fields)),  # addresses
@@ -150,10 +150,10 @@ def _scored_sinks(this):
 
 @njit(cache=True, nogil=True)
 def _attend(this, q, g, rows, idx, count, sinks, peak, mass, acc, buffer):
-    """Softmax state of kv head g's query heads over ``count`` rows; q f32 (H, d') scaled.
+    """Computes the softmax state of kv head g's query heads over ``count`` rows.
 
-    this: a record of ``SALS``. peak, mass f32 (H,), acc f32 (H, d_v'); rows: RowPointers; idx:
-    address of int32 rows. sinks f32 (H,): scores without values, or empty.
+    this: a record of ``SALS``. q f32 (H, d') scaled. rows: RowPointers. idx: address of int32 rows.
+    sinks f32 (H,): scores without values, or empty. peak, mass f32 (H,), acc f32 (H, d_v'): set.
     """
     group = q.shape[0] // this.n_kv
     heads = slice(g * group, (g + 1) * group)
@@ -167,11 +167,11 @@ def _attend(this, q, g, rows, idx, count, sinks, peak, mass, acc, buffer):
 
 @njit(cache=True, nogil=True)
 def _first_tasks(counter, at, q, units, words, factors, peak, mass, acc, peaks, masses):
-    """Takes tasks: attention over the exact rows of each kv head, then the queries of each span.
+    """Runs tasks: a kv head's attention over the exact rows, or a span's queries and samples.
 
-    at: the record's address. units: of q, see ``query_units``. peak, mass, acc: see ``_attend``.
-    peaks, masses f32 (spans, H): what the spans add to the heads' softmax sums; none unless
-    by_head.
+    at: the record's address. units: ``query_units`` of q. peak, mass, acc: see ``_attend``. peaks,
+    masses f32 (spans, H): the spans' parts of the heads' softmax sums. Without by_head there are no
+    spans.
     """
     this = _record(at)
     exact, latents, blocks, n_kv = _rows(this.exact), _latents(this), _blocks(this), this.n_kv
@@ -194,9 +194,9 @@ def _first_tasks(counter, at, q, units, words, factors, peak, mass, acc, peaks, 
 
 @njit(cache=True, nogil=True)
 def _score_tasks(counter, at, words, factors, bias, keys):
-    """Takes chunks of latents: keys int32 (n_latent,) get the order of their importance.
+    """Runs tasks, each a chunk of latents: keys int32 (n_latent,) sort by importance.
 
-    The first ``n_front`` and last ``n_back`` latents come first in that order.
+    The first ``n_front`` and last ``n_back`` latents get the largest keys.
     """
     this = _record(at)
     latents, n_latent, n_front, n_back = _latents(this), this.n_latent, this.n_front, this.n_back
@@ -215,7 +215,7 @@ def _score_tasks(counter, at, words, factors, bias, keys):
 
 @njit(cache=True, nogil=True)
 def _reconstruct_tasks(counter, at, missing, slots):
-    """Takes pieces of the latents that have to be reconstructed, as rows ``slots`` of ``rows``."""
+    """Runs tasks, each a piece of ``missing``: reconstructs it as rows ``slots`` of ``rows``."""
     this = _record(at)
     basis, latents, rows, n_threads = _basis(this), _latents(this), _rows(this.rows), this.n_threads
     n = len(missing)
@@ -229,10 +229,10 @@ def _reconstruct_tasks(counter, at, missing, slots):
 
 @njit(cache=True, nogil=True)
 def _attend_tasks(counter, at, q, slots, peak, mass, acc):
-    """Takes tasks, a kv head and a part of the chosen rows: their softmax state.
+    """Runs tasks, each a kv head and a part of the chosen rows: computes their softmax state.
 
-    peak, mass f32 (1 + parts, H), acc (1 + parts, H, d_v'); entry 0 is that of the exact rows, in
-    which the sinks are.
+    peak, mass f32 (1 + parts, H), acc f32 (1 + parts, H, d_v'). Entry 0 is the state of the exact
+    rows and the sinks.
     """
     this = _record(at)
     rows, no_sinks = _rows(this.rows), _scored_sinks(this)[:0]
@@ -251,12 +251,12 @@ def _attend_tasks(counter, at, q, slots, peak, mass, acc):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def sals_step(at, q, q_nope, chosen, out):
-    """One token's attention over exact rows and chosen latents; returns how many are new.
+    """Computes one token's attention over exact rows and chosen latents.
 
-    Addresses: of a record of ``SALS``; of q, q_nope f32 (H, d'); of chosen int32 (n_chosen,), which
-    is filled ascending; of out f32 (H, d_v'). The softmax that weighs latents has softcap and
-    sinks, as the attention has. Chosen latents are reconstructed as ``rows``, unless they are
-    there.
+    Returns the number of latents that it reconstructed. Arguments are addresses. at: of a record of
+    ``SALS``. q, q_nope: f32 (H, d'). chosen: int32 (n_chosen,), set in ascending order. out: f32
+    (H, d_v'). The softmax that weighs latents has the attention's softcap and sinks. A chosen
+    latent that ``rows`` already holds is not reconstructed again.
     """
     this = _record(at)
     n_head, n_latent, n_chosen = this.n_head, this.n_latent, this.n_chosen
@@ -274,7 +274,7 @@ def sals_step(at, q, q_nope, chosen, out):
     n_word = words_of(latents.score_rank) + 1
     words = np.empty((n_span, n_head if by_head else 1, n_word, LANES), np.int32)
     factors = np.empty((n_span, words.shape[1], LANES), np.float32)
-    # The exact rows' part of the heads' softmax sums comes last.
+    # The last entry is the exact rows' part of the heads' softmax sums.
     peaks = np.empty((n_span + 1 if by_head else 0, n_head), np.float32)
     masses = np.empty(peaks.shape, np.float32)
     units = query_units(scaled, _blocks(this))
@@ -313,10 +313,9 @@ def sals_step(at, q, q_nope, chosen, out):
 
 
 class SALSStep:
-    """The step of one layer's cache, which finds its arrays by address.
+    """Runs the steps of one layer's cache. The caller keeps all arrays alive.
 
-    sinks f32 (H,): scores without values, or empty. by_head: see ``SALS``. The caller keeps these
-    and all arguments of the methods alive.
+    sinks f32 (H,): scores without values, or empty. by_head: see ``SALS``.
     """
 
     def __init__(
@@ -326,7 +325,7 @@ class SALSStep:
         matrices = basis[:3]
         assert all(array.flags.c_contiguous for array in (*matrices, *blocks, sinks))
         self._record = record = np.zeros((), SALS)
-        self._at = address(record)  # asked once: numpy describes all fields each time
+        self._at = address(record)  # cached, because numpy describes all fields each time
         record["basis"], record["blocks"] = addresses_of(matrices), addresses_of(blocks)
         record["n_head"], record["n_kv"], record["n_threads"] = n_head, basis.n_kv, n_threads
         record["d"], record["d_v"], record["n_pairs"] = basis.d, basis.d_v, basis.n_pairs
@@ -342,13 +341,13 @@ class SALSStep:
         record["rope_scale"], record["scale"], record["softcap"] = basis.rope_scale, scale, softcap
 
     def use_latents(self, latents: Latents, leaving: int, n_latent: int) -> None:
-        """The latents of the next step, and the exact row that becomes the last of them, or -1."""
+        """Sets the next step's latents. leaving: the exact row that becomes the last one, or -1."""
         record = self._record
         record["latents"] = latents
         record["leaving"], record["n_latent"] = leaving, n_latent
 
     def use_rows(self, exact: np.ndarray, exact_rows: np.ndarray, rows: np.ndarray) -> None:
-        """Layouts (attention/rows.py) of exact and of reconstructed rows.
+        """Sets the layouts (attention/rows.py) of exact and of reconstructed rows.
 
         exact_rows int32: the exact rows that take part.
         """
@@ -361,10 +360,10 @@ class SALSStep:
         self, q: np.ndarray, q_nope: np.ndarray, n_front: int, n_back: int, chosen: np.ndarray,
         kept: np.ndarray, out: np.ndarray,
     ) -> int:  # fmt: skip
-        """The step: f32 q, q_nope (H, 1, d'), contiguous; returns how many latents are new.
+        """Runs the step for f32 q, q_nope (H, 1, d'), contiguous; returns ``sals_step``'s number.
 
-        n_front, n_back, chosen, kept, out: see ``SALS`` and ``sals_step``; kept has room for all
-        that are chosen.
+        n_front, n_back, chosen, kept, out: see ``SALS`` and ``sals_step``. kept has a slot for each
+        chosen latent.
         """
         record = self._record
         assert q.flags.c_contiguous and q_nope.flags.c_contiguous and out.flags.c_contiguous

@@ -20,14 +20,14 @@ BITS = (2, 4, 16)
 
 
 def head_bytes(d_v: int, bits: int) -> int:
-    """Bytes of one token's values in one kv head."""
+    """Returns the bytes of one token's values in one kv head."""
     if bits == 16:
         return 2 * (-(-d_v // LANES) * LANES)
     return -(-d_v // GROUP) * (4 + 4 * bits)
 
 
 def quantize_ref(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """values (n, d_v) -> scales f16, minima f16 (n, groups) and codes int (n, d_v)."""
+    """Quantises values (n, d_v): returns scales f16, minima f16 (n, groups), codes int (n, d_v)."""
     n, d_v = values.shape
     groups = range(0, d_v, GROUP)
     scales, minima = (np.empty((n, len(groups)), np.float16) for _ in range(2))
@@ -43,14 +43,14 @@ def quantize_ref(values: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def dequantize_ref(scales: np.ndarray, minima: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """f32 (n, d_v)."""
+    """Returns values f32 (n, d_v) of scales and minima f16 (n, groups) and codes (n, d_v)."""
     group = np.arange(codes.shape[1]) // GROUP
     return minima.astype(np.float32)[:, group] + scales.astype(np.float32)[:, group] * codes
 
 
 @njit(cache=True, nogil=True)
 def quantize_head(values, d_v, bits, out):
-    """One token's values of one kv head, f32 (>= d_v,), to ``head_bytes`` at address ``out``."""
+    """Quantises one token's values of one kv head, f32 (>= d_v,), to address ``out``."""
     if bits == 16:
         scatter_halves(values.ctypes.data, (d_v + LANES - 1) // LANES * LANES, out, 2)
         return
@@ -63,7 +63,7 @@ def quantize_head(values, d_v, bits, out):
         low, high = values[start], values[start]
         for c in range(start, stop):
             low, high = min(low, values[c]), max(high, values[c])
-        # Rounded first, so that the codes make up for it.
+        # Scale and minimum are rounded first, so that the codes compensate for the rounding.
         ends[0] = rounded_to_half((high - low) / np.float32(top))
         ends[1] = rounded_to_half(low)
         scatter_halves(ends.ctypes.data, 2, out, 2)
@@ -152,7 +152,7 @@ def _read_head(typingctx, bits, source, d_v, out):
 
 @njit(cache=True, nogil=True)
 def read_head(bits, source, d_v, out):
-    """One token's values of one kv head as f16 at ``out``; d_v is rounded up to 16."""
+    """Writes one token's values of one kv head as f16 to ``out``; d_v is rounded up to 16."""
     if bits == 4:
         _read_head(4, source, d_v, out)
     elif bits == 2:

@@ -1,8 +1,7 @@
-"""Matrices with sixteen or 32 columns, in vector IR: one column a lane.
+"""Operations in vector IR on matrices with 16 or 32 columns, one column a lane.
 
-The caller decides what the columns are: tokens, blocks of tokens or dims of a head. No sum runs
-across lanes, so nothing is shuffled, and any number of rows is fine. All strides are in bytes,
-addresses are i64.
+The columns are tokens, blocks of tokens or dims of a head. No sum runs across lanes, so nothing is
+shuffled. Any number of rows is allowed. All strides are in bytes, addresses are i64.
 """
 
 import math
@@ -21,8 +20,8 @@ VD = ir.VectorType(ir.DoubleType(), LANES)
 # sin x and cos x for |x| <= pi/4 as polynomials in x^2 (Cephes' sinf, cosf).
 SIN_TERMS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 COS_TERMS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
-# Rows of a tile: with two vectors a row their sums fill the registers of AVX-512, with one those of
-# AVX2 and NEON (BLIS takes 12 x 32 and 6 x 16 too).
+# Rows of a tile. Two vectors of sums a row fill the registers of AVX-512. One vector a row fills
+# those of AVX2 and NEON. BLIS uses 12 x 32 and 6 x 16, too.
 IS_WIDE = llvm.has_feature("avx512f")
 MAX_ROWS = 12 if IS_WIDE else 6
 
@@ -83,7 +82,7 @@ def _multiply_tile(
 
 @njit(cache=True, nogil=True)
 def _tile_of(n_rows):
-    """Rows of the first of as few tiles as hold ``n_rows``, all about alike."""
+    """Returns the rows of the next tile, if as few tiles as possible share ``n_rows`` evenly."""
     n_tile = (n_rows - 1) // MAX_ROWS + 1
     return (n_rows + n_tile - 1) // n_tile
 
@@ -117,9 +116,9 @@ def multiply_ref(a, x):
 
 @intrinsic
 def cos_sin(typingctx, turns, factor, count, cosines, sines):
-    """Cosine and sine of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
+    """Writes cos, sin of 2 pi turns[i] factor, i < count rounded up to 16; turns f64, results f32.
 
-    The product is reduced to a quarter turn in f64, so large positions lose nothing.
+    Whole circles are removed from turns[i] factor in f64, so large positions lose no precision.
     """
 
     def codegen(context, b, signature, args):
@@ -164,7 +163,7 @@ def cos_sin(typingctx, turns, factor, count, cosines, sines):
 
 @intrinsic
 def rotate_pair(typingctx, a, b, cosines, sines, out_a, out_b):
-    """out_a = a cos + b sin, out_b = b cos - a sin in 16 lanes: the pair (a, b) turned back.
+    """out_a = a cos + b sin, out_b = b cos - a sin in 16 lanes: the pair (a, b) rotated back.
 
     a, b f32 scalars; the rest are addresses of sixteen f32.
     """
@@ -185,9 +184,9 @@ def rotate_pair(typingctx, a, b, cosines, sines, out_a, out_b):
 
 @intrinsic
 def rotate_row(typingctx, x, n_pairs, cosines, sines, scale):
-    """Pairs (x[i], x[i + n_pairs]) turned by angles of these cosines and sines, times ``scale``.
+    """Rotates pairs (x[i], x[i + n_pairs]) by the angles of ``cosines`` and ``sines``, in place.
 
-    In place; f32, addresses.
+    The result is multiplied by ``scale``. All are f32; x, cosines and sines are addresses.
     """
 
     def codegen(context, b, signature, args):
@@ -341,7 +340,7 @@ def scatter_halves(typingctx, source, count, target, step):
 
 @intrinsic
 def rounded_to_half(typingctx, value):
-    """An f32 as f16 can hold it."""
+    """Rounds an f32 to the nearest value of f16."""
 
     def codegen(context, b, signature, args):
         return b.fpext(b.fptrunc(args[0], F16), F32)

@@ -1,10 +1,10 @@
-"""The decoders of all block formats share a decoded block, a format's record and small helpers.
+"""Parts that the decoders of all block formats share: decoded blocks, format records, helpers.
 
 ``decode`` of a quantised format writes LLVM IR that turns one block into integers, sixteen or 64 at
-a time. It also makes a vector of scales (and, for the asymmetric formats, of offsets), one for each
-16 or 32 elements. An element is q * scale + offset. All dot products and the dequantisation come
-from that one description. The layouts are llama.cpp's (the block structs of ggml-common.h); values
-equal ``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
+a time. It also makes a vector of scales (and, for asymmetric formats, of offsets), one for each 16
+or 32 elements. An element is q * scale + offset. All dot products and the dequantisation use this
+one description. The layouts are llama.cpp's (the block structs of ggml-common.h). Values equal
+``gguf.quants.dequantize`` bit for bit (tests/cpu/weights/test_formats.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Block(NamedTuple):
         return [shuffle(b, q, q, range(at, at + LANES)) for q in self.q for at in starts]
 
     def floats(self, b: ir.IRBuilder) -> Iterator[ir.Value]:
-        """The elements as <16 x float>. q * scale is exact in f32, so an offset rounds once."""
+        """Yields elements, <16 x float>. q * scale is exact in f32, so an offset rounds once."""
         parts = self.sixteens(b)
         a_scale = len(parts) // self.scales.type.count
         for i, q in enumerate(parts):
@@ -71,14 +71,14 @@ Decode = Callable[[ir.IRBuilder, ir.Value], Block]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One weight format: all that the CPU's kernels know about it.
+    """One weight format: everything that the CPU's kernels know about it.
 
-    type: ggml's, with number and sizes. decode: None for plain floats. decode_four: four blocks at
-    once with whole 64-byte vectors, where that is faster. It reads nothing after them. largest,
-    zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether interleaved
-    rows (weights/interleaved.py) make decode faster. word_order: for each word of four bytes of an
-    interleaved block, its number in the file's block without the scales. None: the order is the
-    same.
+    type: ggml's type, with number and sizes. decode: None for plain floats. decode_four: decodes
+    four blocks at once with whole 64-byte vectors, if this is faster. It reads nothing after them.
+    largest, zero: for a block's integers q, q + zero is 0 to ``largest``. interleaves: whether
+    interleaved rows (weights/interleaved.py) make decode faster. word_order: for each word of four
+    bytes of an interleaved block, its number in the file's block without the scales. If it is
+    empty, the order is the same.
     """
 
     type: GGMLType
@@ -119,18 +119,18 @@ class BlockFormat:
 
 
 def nibbles(b: ir.IRBuilder, bytes_: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Low and high four bits of <16 x i8>."""
+    """Returns the low and the high four bits of <16 x i8>."""
     return b.and_(bytes_, const(I8, 15)), b.lshr(bytes_, const(I8, 4))
 
 
 def bits_of_i16(b: ir.IRBuilder, mask: ir.Value, value: int) -> ir.Value:
-    """<16 x i8> holding ``value`` in the lanes whose bit is set in the i16 ``mask``."""
+    """Returns <16 x i8> with ``value`` in the lanes whose bit is set in the i16 ``mask``."""
     lanes = b.bitcast(mask, vec(ir.IntType(1)))
     return b.select(lanes, const(I8, value), const(I8, 0))
 
 
 def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value:
-    """table[idx] for i8 indices 0..15, by the byte shuffle of the CPU where it has one."""
+    """Returns table[idx] for i8 indices 0..15, by the CPU's byte shuffle if it has one."""
     n = idx.type.count
     if n > LANES:
         if n == 64 and llvm.has_feature("avx512bw"):
@@ -152,7 +152,7 @@ def lookup16(b: ir.IRBuilder, table: tuple[int, ...], idx: ir.Value) -> ir.Value
 
 
 def halves(b: ir.IRBuilder, p: ir.Value, at: int, count: int = 1) -> tuple[ir.Value, ...]:
-    """``count`` consecutive f16 scales as <1 x float> each."""
+    """Returns ``count`` consecutive f16 scales as <1 x float> each."""
     floats = b.fpext(load(b, vec(F16, count), p, at), vec(F32, count))
     if count == 1:
         return (floats,)
@@ -160,5 +160,5 @@ def halves(b: ir.IRBuilder, p: ir.Value, at: int, count: int = 1) -> tuple[ir.Va
 
 
 def times(b: ir.IRBuilder, d: ir.Value, integers: ir.Value) -> ir.Value:
-    """<k x float> d * integers, for d <1 x float> and integers already <k x float>."""
+    """Returns <k x float> d * integers, for d <1 x float> and integers <k x float>."""
     return b.fmul(shuffle(b, d, d, [0] * integers.type.count), integers)

@@ -1,9 +1,9 @@
 """The formats IQ1, IQ2 and IQ3: groups of 8 or 4 elements are looked up in a grid.
 
-In IQ2 and IQ3 a grid has the sizes of elements, and a bit an element is its sign. The formats _XXS
-and _XS have seven sign bits a group of eight: an even number of elements is negative. With AVX-512
-VBMI all 32 groups of a block are looked up at once in registers that hold the grid. This takes half
-of the time of a load a group. Other CPUs load.
+In IQ2 and IQ3 a grid has the absolute values of elements, and each element has a sign bit. The
+formats _XXS and _XS have seven sign bits for a group of eight: an even number of elements is
+negative. With AVX-512 VBMI all 32 groups of a block are looked up at once in registers that hold
+the grid. This takes half of the time of one load a group. Other CPUs load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BITS = vec(ir.IntType(1), BYTES)
 I16_32 = vec(I16, 32)
 PERMUTE = "llvm.x86.avx512.vpermi2var.hi.512"
 MULTISHIFT = "llvm.x86.avx512.pmultishift.qb.512"
-LARGEST_PERMUTED = 1024  # groups; of 2048 as many permutes are as slow as loads
+LARGEST_PERMUTED = 1024  # most groups of a grid in registers; for 2048, loads are as fast
 
 
 def _table(b: ir.IRBuilder, name: str) -> ir.GlobalVariable:
-    """Returns the grid of the format ``name``, a constant of the module: an integer a group."""
+    """Returns the grid of the format ``name``, a constant of the module with an integer a group."""
     global_name = f"grid_{name}"
     found = b.module.globals.get(global_name)
     if found is not None:
@@ -41,7 +41,7 @@ def _table(b: ir.IRBuilder, name: str) -> ir.GlobalVariable:
 
 
 def _loaded(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
-    """``_groups`` by a load a group."""
+    """``_groups`` with one load a group."""
     table = _table(b, name)
     group, n = table.type.pointee.element, BYTES // GRIDS[name].width
     parts = []
@@ -56,7 +56,7 @@ def _loaded(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
 
 
 def _codes(b: ir.IRBuilder, table: np.ndarray, indices: ir.Value) -> ir.Value:
-    """table[indices] for <32 x i16> indices: permutes of 64 entries, then a choice a bit above."""
+    """table[indices] for <32 x i16> indices: permutes of 64 entries, selected by higher bits."""
     type_ = indices.type
     rows = [ir.Constant(type_, row.tolist()) for row in table.reshape(-1, 32)]
     found = [
@@ -73,11 +73,11 @@ def _codes(b: ir.IRBuilder, table: np.ndarray, indices: ir.Value) -> ir.Value:
 
 
 def _permuted(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
-    """``_groups`` by permutes: the grid's packed groups of up to 16 bits lie in registers."""
+    """``_groups`` with permutes: the grid's packed groups of up to 16 bits lie in registers."""
     width, values, n_bits = GRIDS[name].width, GRIDS[name].values, GRIDS[name].n_bits
     table, n = packed_groups(name), BYTES // width
     known = values + (0,) * (16 - len(values))
-    # Where a byte of 64 bits, which hold 8 / width groups, begins.
+    # First bit of each element in 64 bits, which hold 8 / width groups.
     starts = [8 * width * (i // width) + n_bits * (i % width) for i in range(8)]
     control = ir.Constant(vec(I8, BYTES), starts * 8)
     every = const(I8, (1 << n_bits) - 1, BYTES)
@@ -94,20 +94,20 @@ def _permuted(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
 
 
 def _groups(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
-    """A block's groups of a grid, by their indices <32 x i16> or <64 x i16>, <64 x i8> each."""
+    """Returns a block's groups, <64 x i8> each, of their indices <32 x i16> or <64 x i16>."""
     if llvm.has_feature("avx512vbmi") and len(packed_groups(name)) <= LARGEST_PERMUTED:
         return _permuted(b, name, indices)
     return _loaded(b, name, indices)
 
 
 def _part(b: ir.IRBuilder, vector: ir.Value, i: int) -> ir.Value:
-    """Lanes of part i of 4."""
+    """Returns the lanes of part i of 4."""
     n = vector.type.count // 4
     return shuffle(b, vector, vector, range(n * i, n * (i + 1)))
 
 
 def _signed(b: ir.IRBuilder, name: str, indices: ir.Value, signs: ir.Value) -> list[ir.Value]:
-    """A block's groups, negative where the bit of the element is set in ``signs``, <32 x i8>."""
+    """Returns a block's groups, negated where an element's bit is set in ``signs``, <32 x i8>."""
     return [
         b.select(b.bitcast(_part(b, signs, i), BITS), b.neg(sizes), sizes)
         for i, sizes in enumerate(_groups(b, name, indices))
@@ -115,7 +115,7 @@ def _signed(b: ir.IRBuilder, name: str, indices: ir.Value, signs: ir.Value) -> l
 
 
 def _even_signs(b: ir.IRBuilder, seven: ir.Value) -> ir.Value:
-    """The bits of eight elements a byte, of seven: the last makes the number of set bits even."""
+    """Adds the eighth sign bit to each byte: it makes the number of set bits even."""
     type_ = seven.type
     count = llvm.call_named(b, f"llvm.ctpop.v{type_.count}i8", type_, seven)
     return b.or_(seven, b.shl(count, const(I8, 7, type_.count)))
@@ -132,14 +132,14 @@ def _seven_bits(b: ir.IRBuilder, words: ir.Value) -> ir.Value:
 
 
 def _scales(b: ir.IRBuilder, d: ir.Value, integers: ir.Value, unit: float) -> ir.Value:
-    """<k x float> d * (2 integers + 1) * unit, for i32 or i8 ``integers``."""
+    """Returns <k x float> d * (2 integers + 1) * unit, for i32 or i8 ``integers``."""
     n = integers.type.count
     odd = b.add(b.shl(b.zext(integers, vec(I32, n)), const(I32, 1, n)), const(I32, 1, n))
     return times(b, d, b.fmul(b.uitofp(odd, vec(F32, n)), const(F32, unit, n)))
 
 
 def _both_nibbles(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
-    """<2n x i8> of <n x i8>: the low four bits of a byte, then its high ones."""
+    """Returns <2n x i8> of <n x i8>: the low four bits of each byte, then its high four bits."""
     n = bytes_.type.count
     low, high = b.and_(bytes_, const(I8, 15, n)), b.lshr(bytes_, const(I8, 4, n))
     return shuffle(b, low, high, [lane for i in range(n) for lane in (i, n + i)])
@@ -191,9 +191,10 @@ def _iq3_s(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _shifted(b: ir.IRBuilder, low: ir.Value, high: ir.Value, is_less: ir.Value) -> list[ir.Value]:
-    """Eight times the groups of IQ1, plus one or, where the <32 x i1> is set, less one.
+    """Returns eight times the groups of IQ1 plus one, or minus one where ``is_less`` is set.
 
-    low: <32 x i8> of the indices. high: <32 x i16>, whose lowest three bits are above them.
+    low: <32 x i8>, the low bytes of the indices. high: <32 x i16>, whose lowest three bits are the
+    high bits of the indices. is_less: <32 x i1>.
     """
     high = b.shl(b.and_(high, const(I16, 7, 32)), const(I16, 8, 32))
     one = b.select(is_less, const(I8, -1, 32), const(I8, 1, 32))
@@ -217,7 +218,7 @@ def _iq1_s(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _iq1_m(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """Its f16 scale is four bits on top of each of the four last words."""
+    """The f16 scale is the highest four bits of each of the four last words."""
     words = load(b, vec(I16, 4), p, 48)
     tops = b.shl(b.lshr(words, const(I16, 12, 4)), ir.Constant(vec(I16, 4), [0, 4, 8, 12]))
     first, second = (shuffle(b, tops, tops, lanes) for lanes in ([0, 1], [2, 3]))

@@ -1,4 +1,4 @@
-"""The formats of blocks of 256 elements whose integers lie side by side: K, IQ4_XS and ternary."""
+"""The formats with blocks of 256 elements that are stored as integers: K, IQ4_XS and ternary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _k_affine(b: ir.IRBuilder, p: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Scales and offsets <8 x float> of Q4_K and Q5_K: 6-bit pairs in 12 bytes at offset 4."""
+    """Returns scales, offsets <8 x float> of Q4_K and Q5_K: 6-bit pairs in 12 bytes at offset 4."""
     d, dmin = halves(b, p, 0, 2)
     first, second, third = (load(b, vec(I8, 4), p, at) for at in (4, 8, 12))
 
@@ -113,7 +113,7 @@ def _iq4_xs(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _tq1_0(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """Five elements of -1, 0 and 1 a byte, as base-3 digits of its fraction of 256."""
+    """A byte has five elements of -1, 0 and 1: the base-3 digits of the byte divided by 256."""
     (d,) = halves(b, p, 52)
     last = load(b, vec(I8, 4), p, 48)
     four = shuffle(b, last, last, [i % 4 for i in range(LANES)])

@@ -34,7 +34,7 @@ def _q4_1(b: ir.IRBuilder, p: ir.Value) -> Block:
 def _words_of_four(b: ir.IRBuilder, p: ir.Value, n_bytes: int, words: list[int]) -> ir.Value:
     """Returns the listed 16-bit words of four blocks of n_bytes at p, as one vector of i16.
 
-    Two overlapping 64-byte loads hold all four blocks, and a shuffle of two registers picks.
+    Two overlapping 64-byte loads hold all four blocks. A shuffle of two registers picks the words.
     """
     second = (4 * n_bytes - 64) // 2  # first word of the second load
     lanes = [w if w < 32 else 32 + w - second for w in words]
@@ -42,7 +42,7 @@ def _words_of_four(b: ir.IRBuilder, p: ir.Value, n_bytes: int, words: list[int])
 
 
 def _four_nibbles(b: ir.IRBuilder, p: ir.Value, n_bytes: int) -> list[ir.Value]:
-    """<64 x i8> of blocks 0, 1 and of 2, 3, whose nibbles are the last 16 of n_bytes."""
+    """Returns the nibbles of blocks 0, 1 and of 2, 3, <64 x i8> each: a block's last 16 bytes."""
     shifts = ir.Constant(vec(I16, 32), ([0] * 8 + [4] * 8) * 2)
     q = []
     for pair in (0, 2):
@@ -54,7 +54,7 @@ def _four_nibbles(b: ir.IRBuilder, p: ir.Value, n_bytes: int) -> list[ir.Value]:
 
 
 def _four_halves(b: ir.IRBuilder, p: ir.Value, n_bytes: int, count: int) -> list[ir.Value]:
-    """Returns the ``count`` f16 scales that blocks begin with, <4 x float> each."""
+    """Returns the ``count`` f16 scales at the start of four blocks, <4 x float> each."""
     words = [block * n_bytes // 2 + i for i in range(count) for block in range(4)]
     halves = b.bitcast(_words_of_four(b, p, n_bytes, words), vec(F16, 4 * count))
     floats = b.fpext(halves, vec(F32, 4 * count))
@@ -64,7 +64,7 @@ def _four_halves(b: ir.IRBuilder, p: ir.Value, n_bytes: int, count: int) -> list
 def _four_fifth_bits(
     b: ir.IRBuilder, p: ir.Value, n_bytes: int, qh_at: int, q: list[ir.Value]
 ) -> list[ir.Value]:
-    """q with 16 added where the bit of the element is set in its block's 32 bits at qh_at."""
+    """Adds 16 to the elements of q whose bit is set in their block's 32 bits at qh_at."""
     out = []
     for pair, part in enumerate(q):
         low, high = (
@@ -127,7 +127,7 @@ def _iq4_nl(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def power_of_two(b: ir.IRBuilder, exponents: ir.Value) -> ir.Value:
-    """Half of the E8M0 scales 2^(e - 127), <n x float>: MXFP4_VALUES are doubled."""
+    """Returns half of the E8M0 scales 2^(e - 127), <n x float>: MXFP4_VALUES are doubled."""
     n = exponents.type.count
     e = b.zext(exponents, vec(I32, n))
     normal = b.shl(b.sub(e, const(I32, 1, n)), const(I32, 23, n))
@@ -142,7 +142,7 @@ def _mxfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _q1_0(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """A bit an element: +-1, of 128 under one scale."""
+    """One bit an element, +-1; 128 elements under one scale."""
     (d,) = halves(b, p, 0)
     q = []
     for half in range(2):
@@ -162,10 +162,9 @@ def _q2_0(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def unsigned_e4m3(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
-    """Half of the scales of NVFP4, <n x float>: MXFP4_VALUES are doubled; 127 counts as zero.
+    """Returns half of NVFP4's scales, <n x float>, because MXFP4_VALUES are doubled.
 
-    The top bit is no part of the number. The scale is a whole number of 2^-10, m or (8 + m) 2^(e -
-    1).
+    The top bit is ignored, and 127 means zero. The result is 2^-10 times m, or (8 + m) 2^(e - 1).
     """
     n = bytes_.type.count
     bits = b.and_(b.zext(bytes_, vec(I32, n)), const(I32, 127, n))
@@ -178,7 +177,7 @@ def unsigned_e4m3(b: ir.IRBuilder, bytes_: ir.Value) -> ir.Value:
 
 
 def _nvfp4(b: ir.IRBuilder, p: ir.Value) -> Block:
-    """16 elements under a scale of a byte: of eight bytes first the low halves, then the high."""
+    """16 elements under a scale of one byte: the low halves of eight bytes, then the high ones."""
     q = []
     for part in range(4):
         bytes_ = load(b, vec(I8, 8), p, 4 + 8 * part)

@@ -1,8 +1,8 @@
-"""Matrix-vector products and dequantisation over weights as they lie in the file.
+"""Matrix-vector products and dequantisation of weights in the file's layout.
 
-``rows_dot(code, ...)`` is compiled once a weight format and called through its address. The fused
-layer (layer/decode.py) is then compiled once for all models. It sees a table of (kernel address,
-weight address, row bytes, rows, columns, planes), and no format.
+``rows_dot(code, ...)`` is compiled once for each weight format and called by its address. So the
+fused layer (layer/decode.py) is compiled once for all models. It gets a table of (kernel address,
+weight address, row bytes, rows, columns, planes) and knows no format.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sparsekv_cli.cpu.weights.interleaved import groups_dot
 
 PLAIN_FLOATS = {"F32": F32, "F16": F16, "BF16": I16}
 ACCUMULATORS = 4  # independent sums in flight, enough to hide the latency of one fma
-ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs take them
+ROWS_A_PASS = 16  # rows of weights that stay in the L1 cache while all inputs use them
 TO_F32, TO_BF16, TO_F16 = 0, 1, 2
 TARGET_BYTES = {TO_F32: 4, TO_BF16: 2, TO_F16: 2}
 
 
 def _scalar_weight(b: ir.IRBuilder, format_: BlockFormat, address: ir.Value) -> ir.Value:
-    """One element of a plain float format as f32 (the tail of a row)."""
+    """Returns one element of a plain float format as f32 (for the tail of a row)."""
     raw = load(b, PLAIN_FLOATS[format_.name], address)
     if format_.name == "F16":
         return b.fpext(raw, F32)
@@ -48,7 +48,7 @@ def _emit_row(
 ) -> list[ir.Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``, addresses of n f32.
 
-    A block is decoded once for all of them; a product is the same bits whatever the others are.
+    A block is decoded once for all inputs. A product's bits do not depend on the other inputs.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
 
@@ -58,8 +58,8 @@ def _emit_row(
         places = [b.add(x, start) for x in xs]
         for i, values in enumerate(format_.floats(b, p)):
             for j, at in enumerate(places):
-                turn = ACCUMULATORS * j + i % ACCUMULATORS
-                sums[turn] = llvm.fma(b, values, load(b, VF, at, 4 * LANES * i), sums[turn])
+                slot = ACCUMULATORS * j + i % ACCUMULATORS
+                sums[slot] = llvm.fma(b, values, load(b, VF, at, 4 * LANES * i), sums[slot])
         return sums
 
     zeros = [const(F32, 0.0)] * (ACCUMULATORS * len(xs))
@@ -83,7 +83,7 @@ def _emit_row(
 
 
 def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
-    """f32 lanes (or one f32) to the target's bits, rounding to nearest even."""
+    """Rounds f32 lanes (or one f32) to the target's type, to nearest even."""
     if target == TO_F32:
         return values
     if target == TO_F16:
@@ -94,10 +94,10 @@ def _narrow(b: ir.IRBuilder, values: ir.Value, target: int) -> ir.Value:
 
 @intrinsic
 def _row_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
-    """Dot products of one weight row with ``count`` inputs, x_row bytes apart, written at ``out``.
+    """Writes dot products of a weight row with ``count`` inputs, x_row bytes apart, to ``out``.
 
-    code, n_planes, count: literals. Addresses of weights, of x, f32 (n_planes 0) or quantised, and
-    of f32 out.
+    code, n_planes, count: literals. w, x, out: addresses. x: f32 (n_planes 0) or quantised; out:
+    f32.
     """
     literals = (code, n_planes, count)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
@@ -156,9 +156,9 @@ def rows_dot(
 ):  # fmt: skip
     """out[i, r] = weight row r . x[i] for i < n_inputs and first <= r < last; addresses.
 
-    x[i]: f32 where n_planes is 0, or quantised, x_row bytes apart; out: f32, rows out_row bytes
-    apart. Up to four inputs share a decoded row. More are taken four at a time, which find the
-    weight rows in the L1 cache.
+    x[i]: f32 if n_planes is 0, else quantised, x_row bytes apart; out: f32, rows out_row bytes
+    apart. Up to four inputs share a decoded row. More inputs are taken four at a time, while the
+    weight rows are in the L1 cache.
     """
     for start in range(first, last, ROWS_A_PASS):
         stop = min(start + ROWS_A_PASS, last)
@@ -193,16 +193,16 @@ def rows_dequantize(code, target, w, row_bytes, n_columns, out, out_row_bytes, f
 def call_rows(
     typingctx, kernel, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
 ):  # fmt: skip
-    """Calls a ``rows_dot`` kernel through its address (see ``kernel_address``)."""
+    """Calls a ``rows_dot`` kernel by its address (see ``kernel_address``)."""
     return call_through(10, n_literals=2)
 
 
 @cache
 def kernel_address(code: int, n_planes: int = 0, repacked: bool = False) -> int:
-    """Address of a ``rows_dot`` compiled for the format ``code``, or loaded from the disk cache.
+    """Returns the address of ``rows_dot``, compiled for the format ``code`` or loaded from disk.
 
-    n_planes: bytes of a quantised activation, 0: f32. Repacked weights take a ``groups_dot``, which
-    reads quantised inputs.
+    n_planes: bytes of a quantised activation; 0: f32. For repacked weights it is the address of
+    ``groups_dot``, which takes quantised activations only.
     """
     literals = (types.literal(code), types.literal(n_planes))
     kernel = groups_dot if repacked else rows_dot
@@ -211,7 +211,7 @@ def kernel_address(code: int, n_planes: int = 0, repacked: bool = False) -> int:
 
 @cache
 def dequantize_address(code: int, target: int) -> int:
-    """Address of ``rows_dequantize`` for a format and a target (TO_F32, TO_BF16, TO_F16)."""
+    """Returns the address of ``rows_dequantize`` for a format and a target (TO_F32, ...)."""
     signature = (types.literal(code), types.literal(target)) + (types.int64,) * 7
     return function_address(rows_dequantize, signature)
 
@@ -248,9 +248,9 @@ def matvec(
     *,
     n_planes: int = 0,
 ) -> np.ndarray:
-    """W x. w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
+    """Returns W x: w uint8 (rows, row_bytes) in format ``code``; x f32 (n_columns,) -> f32 (rows,).
 
-    Or x f32 (B, n_columns) -> f32 (B, rows); each row has the same bits as alone.
+    x f32 (B, n_columns) gives f32 (B, rows); a row's bits do not depend on the other rows.
     """
     assert x.dtype == np.float32 and x.shape[-1] == n_columns and x.flags.c_contiguous
     rows = np.atleast_2d(x)
@@ -280,14 +280,14 @@ def dequantize_into(
 
 
 def dequantize(code: int, w: np.ndarray, n_columns: int) -> np.ndarray:
-    """f32 (rows, n_columns) of w, uint8 (rows, row_bytes) in format ``code``."""
+    """Returns w, uint8 (rows, row_bytes) in format ``code``, as f32 (rows, n_columns)."""
     out = np.empty((w.shape[0], n_columns), np.float32)
     dequantize_into(code, w, n_columns, address(out), out.strides[0], TO_F32)
     return out
 
 
 def matvec_ref(code: int, w: np.ndarray, n_columns: int, x: np.ndarray) -> np.ndarray:
-    """numpy reference of ``matvec`` on gguf's own dequantisation, summed in f64."""
+    """numpy reference of ``matvec`` with gguf's own dequantisation, summed in f64."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize as gguf_dequantize
 

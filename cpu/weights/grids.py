@@ -1,8 +1,8 @@
-"""The grids of the formats IQ1, IQ2 and IQ3: the groups of 8 or 4 elements that an index names.
+"""The grids of the formats IQ1, IQ2 and IQ3: an index selects a group of 8 or 4 elements.
 
-Values are few. A grid therefore keeps the number of the value of each element. It takes ``bits``
-bits, the first element in the lowest. The numbers are packed with zlib and base 85. They equal
-gguf's grids (tests/cpu/weights/ test_grids.py).
+An element has one of few values. A grid stores the number of that value in ``n_bits`` bits, the
+first element lowest. The numbers are compressed with zlib and written in base 85. The grids equal
+gguf's (tests/cpu/weights/test_grids.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """width: elements of a group. values: what its elements may be. packed: all groups in turn."""
+    """width: elements of a group. values: possible values of an element. packed: all groups."""
 
     width: int
     values: tuple[int, ...]
@@ -24,13 +24,13 @@ class Grid(NamedTuple):
 
     @property
     def n_bits(self) -> int:
-        """The bits of the number of a value."""
+        """Bits of the number of a value."""
         return (len(self.values) - 1).bit_length()
 
 
 @cache
 def _numbers(name: str) -> np.ndarray:
-    """(groups, elements of a group): which of its values each element is."""
+    """Returns the number of each element's value, (groups, elements of a group)."""
     width, _, packed = GRIDS[name]
     data = np.frombuffer(zlib.decompress(base64.b85decode(packed)), np.uint8)
     bits = np.unpackbits(data, bitorder="little").reshape(-1, width, GRIDS[name].n_bits)
@@ -38,12 +38,12 @@ def _numbers(name: str) -> np.ndarray:
 
 
 def grid(name: str) -> np.ndarray:
-    """i8 (groups, elements of a group) of the format ``name``."""
+    """Returns the grid of the format ``name``, i8 (groups, elements of a group)."""
     return np.array(GRIDS[name].values, np.int8)[_numbers(name)]
 
 
 def packed_groups(name: str) -> np.ndarray:
-    """i64 (groups,): the numbers of each group's elements, up to 16 bits, the first lowest."""
+    """Returns i64 (groups,): the numbers of a group's elements, up to 16 bits, the first lowest."""
     return _numbers(name) @ (1 << GRIDS[name].n_bits * np.arange(GRIDS[name].width))
 
 

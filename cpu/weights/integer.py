@@ -1,12 +1,11 @@
-"""Integer dot products: activations are rounded once a layer input, in blocks of 32.
+"""Integer dot products: activations are rounded once for each layer input, in blocks of 32.
 
-The activations have 8 bits, as in llama.cpp, or 16. With 8 bits they take half of the products on
-CPUs with byte products. With 16 bits the error is about 2^-16 of a block's largest activation.
-Logits then stay within f32 noise of the f32 path. The 32 products of a block, of small weight
-integers and activations, are summed exactly in i32 and scaled once. The f32 path converts every
-weight instead. CPUs with vpdpbusd or sdot use weights/vnni.py, and repacked weights use
-weights/interleaved.py. Others use this file: vpmaddwd on AVX2 and AVX-512, widening multiply-adds
-on NEON.
+The activations have 8 bits, as in llama.cpp, or 16. On CPUs with byte products, 8 bits need half as
+many products. With 16 bits the error is about 2^-16 of a block's largest activation, and logits
+stay within f32 noise of the f32 path. The 32 products of a block are summed exactly in i32 and
+scaled once. The f32 path converts every weight instead. CPUs with vpdpbusd or sdot use
+weights/vnni.py, and repacked weights use weights/interleaved.py. Others use this file: vpmaddwd on
+AVX2 and AVX-512, widening multiply-adds on NEON.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sparsekv_cli.cpu.weights.block import BlockFormat
 
 VF8 = vec(F32, 8)
 BLOCK = 32
-# The largest integer, by the signed bytes (planes) of an activation.
+# The largest integer of an activation of one or two signed bytes (planes).
 LARGEST = {1: 127.0, 2: 127 * 256 + 127.0}
 SMALLEST = 1e-30
 ACCUMULATORS = 4  # sums in flight
@@ -36,11 +35,11 @@ BYTES_A_VALUE = 4 if vnni.has_both_forms() else 2
 
 @njit(cache=True, nogil=True)
 def quantized_bytes(n):
-    """Bytes of ``quantize_activations``' output for n elements, n a multiple of 32.
+    """Returns the bytes of ``quantize_activations``' output for n elements, n a multiple of 32.
 
     Layout: i16 values (n,), or for weights/vnni.py their high bytes (n,) and low bytes (n,), both
     signed. Then come f32 scales (n / 32,), and f32 sums of scale * value over 16 (n / 16,) and over
-    32 (n / 32,). With AVX2 both forms are there, for weights/interleaved.py: i16 values first,
+    32 (n / 32,). With AVX2 the output has both forms, for weights/interleaved.py: i16 values first,
     bytes last.
     """
     return BYTES_A_VALUE * n + 8 * (n // BLOCK) + 4 * (n // LANES)
@@ -48,7 +47,7 @@ def quantized_bytes(n):
 
 @njit(cache=True, nogil=True)
 def quantized_stride(n):
-    """Bytes from one row of quantised activations to the next: whole cache lines."""
+    """Returns the bytes from one row of quantised activations to the next: whole cache lines."""
     return (quantized_bytes(n) + 63) // 64 * 64
 
 
@@ -61,15 +60,15 @@ class Rounded(NamedTuple):
 
 
 def round_block(b: ir.IRBuilder, x: ir.Value, largest: float) -> Rounded:
-    """32 f32 at address x as integers up to ``largest``."""
+    """Rounds the 32 f32 at address x to integers up to ``largest``."""
     return round_halves(b, [load(b, VF, x, 4 * LANES * h) for h in range(2)], largest)
 
 
 def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rounded:
-    """Returns a block's halves, two <16 x float>, as integers up to ``largest``."""
+    """Rounds a block's halves, two <16 x float>, to integers up to ``largest``."""
     sizes = [llvm.call_named(b, "llvm.fabs.v16f32", VF, half) for half in halves]
     peak = llvm.max_lanes(b, llvm.call_named(b, "llvm.maxnum.v16f32", VF, *sizes))
-    # Below, 1 / scale would overflow to infinity; such a block counts as zeros.
+    # For a smaller peak 1 / scale would be infinite. Such a block is rounded to zeros.
     is_zero = b.fcmp_ordered("<", peak, F32(SMALLEST))
     scale = b.fdiv(peak, F32(largest))
     inverse = splat(b, b.select(is_zero, F32(0.0), b.fdiv(F32(largest), peak)))
@@ -81,7 +80,7 @@ def round_halves(b: ir.IRBuilder, halves: list[ir.Value], largest: float) -> Rou
 
 @intrinsic
 def quantize_activations(typingctx, n_planes, x, out, n):
-    """x f32 (n,) -> blocks at ``out`` (addresses; n a multiple of 32; see quantized_bytes).
+    """Rounds x f32 (n,) to blocks at ``out``; addresses; n a multiple of 32; see quantized_bytes.
 
     n_planes: bytes of an integer, a literal.
     """
@@ -111,7 +110,7 @@ def quantize_activations(typingctx, n_planes, x, out, n):
 
 
 def _store_values(b: ir.IRBuilder, q: ir.Value, places: vnni.ByteInputs, i: ir.Value) -> None:
-    """Values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
+    """Stores values i .. i + 16, <16 x i32>, in the layout that the dot products read."""
     if not vnni.is_available():
         llvm.store(b, b.trunc(q, vec(I16)), b.add(places.values, b.mul(i, I64(2))))
     if vnni.is_available() or vnni.has_both_forms():
@@ -148,7 +147,7 @@ class BlockInputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A row's running sums: <8 x float> accumulators in turn, and the offsets' share."""
+    """A row's running sums: <8 x float> accumulators, and the sum of the offsets."""
 
     totals: list[ir.Value]
     offset: ir.Value
@@ -161,7 +160,7 @@ def _emit_block(
     rows: Sequence[BlockInputs],
     old: Sequence[Sums],
 ) -> list[Sums]:
-    """Adds the block at p, whose activations begin at ``rows``, to the running sums of each."""
+    """Adds the block at p times its activations at ``rows`` to the running sums of each row."""
     assert format_.decode is not None
     block = format_.decode(b, p)
     widen = b.sext if block.signed else b.zext
@@ -182,9 +181,9 @@ def _emit_block(
             part = products[i * a_scale]
             if a_scale == 2:
                 part = b.add(part, products[2 * i + 1])
-            turn = i % ACCUMULATORS
+            slot = i % ACCUMULATORS
             scale = llvm.shuffle(b, scales, scales, [i] * 8)
-            totals[turn] = llvm.fma(b, b.sitofp(part, VF8), scale, totals[turn])
+            totals[slot] = llvm.fma(b, b.sitofp(part, VF8), scale, totals[slot])
         if block.offsets is not None:
             x_sums = load(b, vec(F32, n_scales), inputs.sums32 if a_scale == 2 else inputs.sums16)
             offset = b.fadd(offset, llvm.sum_lanes(b, b.fmul(block.offsets, x_sums)))
@@ -202,7 +201,7 @@ def emit_row(
 ) -> list[ir.Value]:
     """Returns the dot products, floats, of one row at w with each of ``xs``; see weights/vnni.py.
 
-    CPUs with byte products use the ``emit_row`` there instead.
+    CPUs with byte products use ``vnni.emit_row``.
     """
     if vnni.is_available():
         return vnni.emit_row(b, format_, n_planes, w, xs, n)
@@ -243,7 +242,7 @@ def emit_row(
 
 @njit(cache=True, nogil=True)
 def quantize_rows(x, x_row, n_rows, n, n_planes, out, out_row):
-    """``quantize_activations`` of rows that lie x_row, and in ``out`` out_row, bytes apart."""
+    """Runs ``quantize_activations`` on rows x_row bytes apart, to rows out_row bytes apart."""
     for i in range(n_rows):
         if n_planes == 1:
             quantize_activations(1, x + i * x_row, out + i * out_row, n)
@@ -252,9 +251,9 @@ def quantize_rows(x, x_row, n_rows, n, n_planes, out, out_row):
 
 
 def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
-    """x f32 (n,), n a multiple of 32 -> the block form, uint8 (quantized_bytes(n),).
+    """Rounds x f32 (n,), n a multiple of 32, to blocks: uint8 (quantized_bytes(n),).
 
-    Or x f32 (B, n) -> uint8 (B, quantized_stride(n)).
+    x f32 (B, n) gives uint8 (B, quantized_stride(n)).
     """
     n = x.shape[-1]
     out = np.zeros((x.size // n, quantized_stride(n)), np.uint8)
@@ -264,7 +263,7 @@ def quantize(x: np.ndarray, n_planes: int) -> np.ndarray:
 
 
 def values_of(quantized: np.ndarray, n: int, n_planes: int) -> np.ndarray:
-    """Returns the i16 values (n,) of ``quantize``'s output, whichever layout this CPU takes."""
+    """Returns the i16 values (n,) of ``quantize``'s output, in either layout."""
     if not vnni.is_available():
         return quantized[: 2 * n].view(np.int16)
     planes = (quantized[n * i : n * (i + 1)].view(np.int8) for i in range(n_planes))

@@ -1,17 +1,17 @@
-"""Repacked weights: sixteen rows of a matrix are interleaved, so that each has a lane of its own.
+"""Repacked weights: sixteen rows of a matrix are interleaved, so that each row has its own lane.
 
-In a file's layout a row's dot product ends with a sum over lanes. Scales have to be spread over
+In the file's layout a row's dot product ends with a sum over lanes. Scales must be spread over
 lanes, and vectors straddle cache lines. In rows of a few hundred columns this takes most of the
-time. None of it is left when each lane is a row. The price is a copy of the weights of the same
-size. Block formats are repacked, with three exceptions. Q8_0's products are as slow as memory
-without it. The others are formats whose elements are looked up in grids or are base-3 digits.
+time. One lane per row avoids it. The cost is a copy of the weights of the same size.
+Block formats are repacked, with three exceptions. Q8_0's products already run at the speed of
+memory. The others are formats whose elements are looked up in grids or are base-3 digits.
 
 Layout: the blocks i of a group's 16 rows lie together, after the blocks i - 1. First come the
 scales, 16 of a kind (32 bytes). Then come the block's other bytes in the order of their use, four
-of each row (64 bytes). They are multiplied with four activations of one or two bytes. vpdpbusd or
-sdot does it (weights/vnni.py), else vpmaddubsw, whose sums of two products are i16. Some of these
-can be added ahead of widening them. The integers of IQ4_NL and IQ4_XS are too large for that and
-become i16 first.
+of each row (64 bytes). vpdpbusd or sdot (weights/vnni.py) multiplies these by four activations of
+one or two bytes. Other CPUs use vpmaddubsw, whose sums of two products are i16. Some of these are
+added before they are widened. The integers of IQ4_NL and IQ4_XS are too large for that and are
+widened to i16 first.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from sparsekv_cli.cpu.weights.integer import byte_products, pair_products
 from sparsekv_cli.cpu.weights.interleaved_blocks import DECODERS, InterleavedBlock
 from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 
-GROUP = LANES  # rows side by side
+GROUP = LANES  # rows that are interleaved
 ROWS_AT_ONCE = 4  # rows of bytes whose sums AVX2's registers hold
 MOST_INPUTS = 8 if llvm.has_feature("avx512vnni") else 4  # inputs that share the unpacked weights
-AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes by which weights are fetched before their use
+AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes between weights in use and their prefetch
 
 
 class Scales(NamedTuple):
-    """The bytes at a block's start or end that are no words of four bytes."""
+    """The scales at a block's start or end, which are no words of four bytes."""
 
     at: int  # offset in bytes
     n: int
-    size: int  # bytes of one
+    size: int  # bytes of one scale
 
 
 def scales_of(format_: BlockFormat) -> Scales:
-    """The f16 scales. IQ4_XS has 16 more bits next to them; MXFP4 has an exponent of a byte.
+    """Returns the f16 scales of a format, or MXFP4's exponent of one byte.
 
-    The four bytes of NVFP4 are a word as others.
+    IQ4_XS has 16 more bits next to its scale; they count as a scale. NVFP4's four scales of a byte
+    are a word, so its n is 0.
     """
     if not format_.type.scales:
         return Scales(0, format_.n_bytes % 4, 1)
@@ -60,13 +61,13 @@ def scales_of(format_: BlockFormat) -> Scales:
 
 
 def word_order(format_: BlockFormat) -> tuple[int, ...]:
-    """For each word of a repacked block, its number in the file's block; scales are not counted."""
+    """Returns for each word of a repacked block its number in the file's block, without scales."""
     _, count, size = scales_of(format_)
     return format_.word_order or tuple(range((format_.n_bytes - size * count) // 4))
 
 
 def can_repack(code: int, n_rows: int) -> bool:
-    """Whether this CPU gains by repacking a matrix of ggml type ``code``."""
+    """Returns whether a repacked matrix of ggml type ``code`` is faster on this CPU."""
     has_products = vnni.is_available() or llvm.has_feature("avx2")
     return FORMAT_OF_CODE[code].interleaves and n_rows % GROUP == 0 and has_products
 
@@ -76,10 +77,10 @@ def can_repack(code: int, n_rows: int) -> bool:
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _repack(rows, n_scales, scales_at, order, out):
-    """rows (n, units a row) in blocks -> out (n / GROUP, GROUP * ...). A unit: uint16 or uint8.
+    """Repacks rows (n, units a row) to out (n / GROUP, GROUP * ...). A unit is uint16 or uint8.
 
-    A block has n_scales units at ``scales_at``, the start or the end. Its words of four bytes take
-    the ``order``.
+    A block has n_scales units of scales at ``scales_at``, its start or end. Its words of four bytes
+    are written in ``order``.
     """
     a_word = 4 // rows.itemsize  # units
     n_units, rest_at = n_scales + a_word * len(order), 0 if scales_at > 0 else n_scales
@@ -134,9 +135,9 @@ def _dots(
     at: ir.Value,
     lines: llvm.Prefetches,
 ) -> list[ir.Value]:
-    """<16 x i32> for each of ``rows``: the integers times the activations from ``at`` on.
+    """Returns <16 x i32> for each of ``rows``: the integers times the activations from ``at`` on.
 
-    A word is multiplied with all rows before the next one: their sums do not wait for each other.
+    A word is multiplied by all rows before the next word, so that sums do not wait for each other.
     """
     sums = [[const(I32, 0)] * len(inputs.planes) for inputs in rows]
     for i, q in enumerate(qs):
@@ -159,9 +160,9 @@ def _short_dots(
     lines: llvm.Prefetches,
     room: int,
 ) -> list[ir.Value]:
-    """The same with AVX2, of integers so small that ``room`` sums of two products fit i16.
+    """``_dots`` with AVX2, for integers so small that ``room`` sums of two products fit an i16.
 
-    A word is multiplied with all ``rows`` while it is in registers.
+    A word is multiplied by all ``rows`` while it is in registers.
     """
     units = (256, 1) if len(rows[0].planes) == 2 else (1,)
     dots = [[const(I32, 0, 8)] * 2 for _ in rows]
@@ -189,11 +190,11 @@ def _short_dots(
 def _pair_dots(
     b: ir.IRBuilder, qs: list[ir.Value], inputs: ByteInputs, at: ir.Value, lines: llvm.Prefetches
 ) -> ir.Value:
-    """The same with AVX2, of any bytes."""
+    """``_dots`` with AVX2, for any bytes and one row of activations."""
     values = b.add(inputs.values, b.mul(at, I64(2)))
     zeros = const(I8, 0, 32)
-    # punpcklbw and punpckhbw make 16 bits of each half of the rows: of rows 0, 1, 4 and 5, and of
-    # the others. Each row has the sum of the first two products and the sum of the last two.
+    # punpcklbw and punpckhbw widen each half of the rows to 16 bits: rows 0, 1, 4 and 5, and the
+    # others. Each row has the sum of the first two products and the sum of the last two.
     sums = [const(I32, 0, 8)] * 4
     places = [[start + i for start in (first, first + 16) for i in range(8)] for first in (0, 8)]
     for i, q in enumerate(qs):
@@ -232,7 +233,7 @@ def _add_block(
     totals: Sequence[ir.Value],
     lines: llvm.Prefetches,
 ) -> list[ir.Value]:
-    """totals + the products of the block with the activations of each row from ``at`` on."""
+    """Returns totals + the products of the block with each row's activations from ``at`` on."""
     room = np.iinfo(np.int16).max // (2 * 128 * largest)
     if room > 0 and not vnni.is_available():
         dots, step = [], ROWS_AT_ONCE // len(rows[0].planes)
@@ -256,11 +257,11 @@ def _add_block(
 
 @intrinsic
 def _group_dots(typingctx, code, n_planes, count, w, x, x_row, n, out, out_row):
-    """The dot products of 16 rows with each of ``count`` inputs, f32 (16,) at out, out_row apart.
+    """Writes the dot products of 16 rows with each of ``count`` inputs, f32 (16,), to ``out``.
 
-    code, n_planes, count: literals. Takes addresses of the group, of quantised activations
-    (weights/integer.py) x_row bytes apart, and of the results. Each result has the same bits
-    whatever the other inputs are.
+    code, n_planes, count: literals. w, x, out: addresses of the group, of quantised activations
+    (weights/integer.py) x_row bytes apart, and of results out_row bytes apart. A result's bits do
+    not depend on the other inputs.
     """
     literals = (code, n_planes, count)
     if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):

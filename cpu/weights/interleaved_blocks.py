@@ -1,6 +1,6 @@
-"""How the blocks of interleaved rows (weights/interleaved.py) become integers, scales and offsets.
+"""Decoders of interleaved blocks (weights/interleaved.py) to integers, scales and offsets.
 
-A word is four bytes of each of 16 rows, <16 x i32>; scales come first in a block.
+A word is four bytes of each of 16 rows, <16 x i32>. Scales come first in a block.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class InterleavedBlock(NamedTuple):
 
 
 def _scale(b: ir.IRBuilder, p: ir.Value, i: int) -> ir.Value:
-    """f16 number i of every row's block, <16 x float>."""
+    """Returns f16 number i of every row's block, <16 x float>."""
     return b.fpext(load(b, vec(F16), p, 2 * LANES * i), VF)
 
 
 def _word(b: ir.IRBuilder, p: ir.Value, n_scales: int, i: int) -> ir.Value:
-    """Word i of four bytes of every row after the scales, <16 x i32>."""
+    """Returns word i after the scales of every row's block, <16 x i32>."""
     return load(b, VI, p, 2 * LANES * n_scales + 4 * LANES * i)
 
 
@@ -47,12 +47,12 @@ def _half_bytes(b: ir.IRBuilder, words: Sequence[ir.Value], high: bool) -> list[
 
 
 def _nibbles(b: ir.IRBuilder, words: Sequence[ir.Value]) -> list[ir.Value]:
-    """32 four-bit integers, whose low halves come first."""
+    """Returns 32 four-bit integers: first all low halves of bytes, then all high halves."""
     return _half_bytes(b, words, False) + _half_bytes(b, words, True)
 
 
 def _single_bits(b: ir.IRBuilder, bits: ir.Value) -> list[ir.Value]:
-    """Bit i of ``bits`` as element i of 32."""
+    """Returns 32 elements; element i is bit i of ``bits``."""
     result = []
     for i in range(8):
         four = b.and_(b.lshr(bits, const(I32, 4 * i)), const(I32, 15))
@@ -63,26 +63,26 @@ def _single_bits(b: ir.IRBuilder, bits: ir.Value) -> list[ir.Value]:
 
 
 def _with_fifth(b: ir.IRBuilder, q: Sequence[ir.Value], bits: ir.Value) -> list[ir.Value]:
-    """q with bit i of ``bits`` as the fifth of element i."""
+    """Returns q with bit i of ``bits`` as the fifth bit of element i."""
     fifths = (b.shl(bit, const(I32, 4)) for bit in _single_bits(b, bits))
     return [b.or_(nibble, fifth) for nibble, fifth in zip(q, fifths, strict=True)]
 
 
 def _zero(name: str) -> int:
-    """The excess of the bytes of the format ``name``. Large signed ones have none on ARM."""
+    """Returns the number added to integers of the format ``name``; 0 for large ones on ARM."""
     is_large = FORMATS[name].largest > 127
     return 0 if is_large and vnni.takes_signed() else FORMATS[name].zero
 
 
 def _around(b: ir.IRBuilder, q: list[ir.Value], scale: ir.Value, name: str) -> InterleavedBlock:
-    """Integers q - zero of the format ``name``."""
+    """Returns a block of integers q - zero of the format ``name``."""
     return InterleavedBlock(q, scale, b.fmul(scale, const(F32, -float(_zero(name)))))
 
 
 def _looked_up(
     b: ir.IRBuilder, values: tuple[int, ...], nibbles: Sequence[ir.Value], name: str
 ) -> list[ir.Value]:
-    """Returns the integers of the format ``name`` that four bits stand for."""
+    """Returns the integers of the format ``name`` for indices of four bits."""
     table = tuple(value + _zero(name) for value in values)
     bytes_ = (b.bitcast(word, vec(I8, BYTES)) for word in nibbles)
     return [b.bitcast(lookup16(b, table, each), VI) for each in bytes_]
@@ -167,13 +167,13 @@ def _tq2_0(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
 
 
 def _byte(b: ir.IRBuilder, words: Sequence[ir.Value], i: int) -> ir.Value:
-    """Byte i of the bytes in ``words``, unsigned <16 x i32>."""
+    """Returns byte i of the bytes in ``words``, unsigned <16 x i32>."""
     shifted = b.lshr(words[i // 4], const(I32, 8 * (i % 4)))
     return b.and_(shifted, const(I32, 255))
 
 
 def _k_affine(b: ir.IRBuilder, p: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Scale and offset of the eight parts of a block of Q4_K (see weights/formats.py)."""
+    """Yields scale and offset of the eight parts of a block of Q4_K (see blocks_large.py)."""
     d, dmin = _scale(b, p, 0), b.fneg(_scale(b, p, 1))
     words = _words(b, p, 2, 3)
     for i in range(8):
@@ -196,7 +196,7 @@ def _with_bits(
     count: int,
     above: int = 4,
 ) -> list[ir.Value]:
-    """q with ``count`` bits of every byte of ``words``, from ``first`` on, ``above`` its own."""
+    """Adds ``count`` bits of each byte of ``words``, from ``first`` on, to q at bit ``above``."""
     shift = b.shl if first <= above else b.lshr
     every = const(I32, (0x01010101 << above) * ((1 << count) - 1))
     tops = (b.and_(shift(word, const(I32, abs(above - first))), every) for word in words)
@@ -204,7 +204,7 @@ def _with_bits(
 
 
 def _two_bits(b: ir.IRBuilder, p: ir.Value, n_scales: int, at: int, i: int) -> list[ir.Value]:
-    """Part i of 16 of the two-bit integers of Q2_K and Q3_K, which begin at word ``at``."""
+    """Returns part i of 16 of the two-bit integers of Q2_K and Q3_K, which start at word ``at``."""
     words = [_word(b, p, n_scales, at + 8 * (i // 8) + 4 * (i % 2) + k) for k in range(4)]
     shifted = (b.lshr(word, const(I32, i % 8 // 2 * 2)) for word in words)
     return [b.and_(word, const(I32, 0x03030303)) for word in shifted]
@@ -262,7 +262,7 @@ def _q6_k(b: ir.IRBuilder, p: ir.Value) -> Iterator[InterleavedBlock]:
         yield _around(b, q, b.fmul(d, b.sitofp(signed, VF)), "Q6_K")
 
 
-# How the blocks of a group are decoded: the parts of a block in turn.
+# A decoder yields the parts of a group's blocks, in order.
 DECODERS: dict[str, Callable[[ir.IRBuilder, ir.Value], Iterator[InterleavedBlock]]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

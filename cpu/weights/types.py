@@ -1,9 +1,9 @@
 """The tensor types of ggml: number, block length and block bytes, as data.
 
-Source: ggml's ``enum ggml_type`` and ``type_traits``; the same table as ``gguf.constants``
-(``GGMLQuantizationType``, ``GGML_QUANT_SIZES``), against which a test holds it. It is repeated here
-because importing ``gguf`` costs as much as opening a model. weights/formats.py computes with the
-types; a file can be opened without importing it.
+Source: ggml's ``enum ggml_type`` and ``type_traits``. The table equals that of ``gguf.constants``
+(``GGMLQuantizationType``, ``GGML_QUANT_SIZES``); a test compares them. It is repeated here because
+importing ``gguf`` takes as long as opening a model. A file can be opened without
+weights/formats.py, which has the decoders.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class GGMLType(IntEnum):
     Q2_0 = 42, 64, 18, ((0, 1),)  # d, 16 bytes of two bits an element
 
     def row_bytes(self, n_elements: int) -> int:
-        """Bytes of a row of ``n_elements`` (a multiple of ``block``)."""
+        """Returns the bytes of a row of ``n_elements`` (a multiple of ``block``)."""
         return n_elements // self.block * self.block_bytes
 
 
-#: The types that no weights have: integers, doubles, and what ggml rounds activations to.
+#: The types that no weights have: integers, doubles, and the types of ggml's rounded activations.
 _NOT_WEIGHTS = ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
 
-#: The types that the decoder computes with, each a record in weights/formats.py; the others can be
-#: inspected only.
+#: The types that the decoder computes with, each a record in weights/formats.py. Other types can
+#: only be inspected.
 DECODABLE_TYPES = frozenset(kind for kind in GGMLType if kind.name not in _NOT_WEIGHTS)
 
 #: Numbers that ggml has taken out of use (ggml.h, comments in ``enum ggml_type``).

@@ -1,10 +1,10 @@
 """Integer dot products with the CPU's byte products: vpdpbusd of x86 (VNNI), or sdot of ARM.
 
-An activation of 8 bits is a byte, one of 16 bits two, x = 256 hi + lo with both signed. One or two
-instructions multiply 64 weights. The pairs of i16 in weights/integer.py take four, and four to
-widen. The integers are the same. vpdpbusd takes unsigned weights: a format's ``zero`` is added to
-signed ones, and the offsets take it off again. sdot takes signed ones, and all unsigned weights are
-below 128.
+An activation of 8 bits is one byte. An activation of 16 bits is two signed bytes, x = 256 hi + lo.
+One or two instructions multiply 64 weights. The pairs of i16 in weights/integer.py take four, and
+four to widen. The integers are the same. vpdpbusd takes unsigned weights: a format's ``zero`` is
+added to signed weights, and the offsets subtract it again. sdot takes signed weights, and all
+unsigned weights are below 128.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from sparsekv_cli.cpu.weights.block import Block, BlockFormat
 BLOCK = 32  # activations under one scale
 BYTES = 64  # weights an instruction
 LINE = 64
-# Bytes by which weights are fetched before their use: beyond a page, where the hardware's own
-# prefetching ends.
+# Bytes between weights in use and their prefetch: more than a page, where the CPU's own prefetcher
+# stops.
 AHEAD = 8192
-ACCUMULATORS = 2  # sums in flight a row of activations; four rows' sums fit the registers
+ACCUMULATORS = 2  # independent sums of a row of activations; four rows' sums fit the registers
 
 
 def is_available() -> bool:
-    """Whether the CPU has vpdpbusd, on 64 bytes (AVX-512) or on 32 (AVX-VNNI), or sdot."""
+    """Returns whether the CPU has vpdpbusd (AVX-512 or AVX-VNNI) or sdot."""
     return llvm.has_feature("avx512vnni") or llvm.has_feature("avxvnni") or takes_signed()
 
 
 def takes_signed() -> bool:
-    """Whether the products are ARM's sdot, which multiplies signed bytes only."""
+    """Returns whether the products are ARM's sdot, which multiplies signed bytes only."""
     return llvm.has_feature("dotprod")
 
 
 def has_both_forms() -> bool:
-    """Whether activations are stored both as i16 and as bytes, for CPUs with vpmaddubsw only."""
+    """Returns whether activations are stored as i16 and bytes (CPUs with only vpmaddubsw)."""
     return llvm.has_feature("avx2") and not is_available()
 
 
@@ -69,9 +69,9 @@ def _arm_dots(
 def add_dots(
     b: ir.IRBuilder, total: ir.Value, w: ir.Value, x: ir.Value, *, unsigned: bool = False
 ) -> ir.Value:
-    """total <n x i32> + sums of four products of w <4n x u8> with x <4n x i8>, n 8 or 16.
+    """Returns total <n x i32> + sums of four products of w <4n x u8> and x <4n x i8>, n 8 or 16.
 
-    On ARM w is signed, or ``unsigned``: some bytes are above 127.
+    On ARM w is signed, unless ``unsigned``: then some bytes are above 127.
     """
     type_ = total.type
     w, x = b.bitcast(w, type_), b.bitcast(x, type_)
@@ -102,9 +102,9 @@ def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -> Block:
-    """``n_blocks`` blocks at p (1, 2 or 4) as one, with q as ``add_dots`` takes it, 64 bytes each.
+    """Decodes ``n_blocks`` blocks at p (1, 2 or 4) as one, with q for ``add_dots``, 64 bytes each.
 
-    A lone block of 32 is followed by zeros, whose scale is its own.
+    A single block of 32 is padded with zeros, which have its scale.
     """
     assert format_.decode is not None
     if n_blocks == 4 and format_.decode_four is not None:
@@ -132,7 +132,7 @@ def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -
 class ByteInputs(NamedTuple):
     """Addresses of one row of quantised activations (``quantized_bytes`` of weights/integer.py)."""
 
-    values: ir.Value  # i16 (n,), where there are no byte products
+    values: ir.Value  # i16 (n,), if the CPU has no byte products
     planes: list[ir.Value]  # i8 (n,) each: the high and low bytes, or values of 8 bits
     scales: ir.Value
     sums16: ir.Value
@@ -161,7 +161,7 @@ def _add_products(
 ) -> list[ir.Value]:
     """Adds the products of ``n_elements`` decoded weights with the activations from ``at`` on.
 
-    carried: ACCUMULATORS sums and the offsets' share, <16 x float> each.
+    carried: ACCUMULATORS sums and the sum of the offsets, <16 x float> each.
     """
     *totals, offset = carried
     n_scales = block.scales.type.count
@@ -181,13 +181,13 @@ def _add_products(
             dots = dot_bytes(b, b.shl(dots, const(I32, 8)) if i else dots, q, x)
         dots = b.sitofp(dots, VF)
         lanes = [min((BYTES * c + 4 * i) // a_scale, n_scales - 1) for i in range(LANES)]
-        turn = c % ACCUMULATORS
-        totals[turn] = llvm.fma(b, dots, shuffle(b, scales, scales, lanes), totals[turn])
+        slot = c % ACCUMULATORS
+        totals[slot] = llvm.fma(b, dots, shuffle(b, scales, scales, lanes), totals[slot])
     if block.offsets is not None:
         sums = inputs.sums32 if a_scale == BLOCK else inputs.sums16
         sums = load(b, vec(F32, n_scales), b.add(sums, b.sdiv(at, I64(a_scale // 4))))
         offset = _add_lanes(b, offset, b.fmul(block.offsets, sums))
-    if len(block.q) < ACCUMULATORS:  # other sums next time
+    if len(block.q) < ACCUMULATORS:  # the next block adds to the other sums
         totals = totals[len(block.q) :] + totals[: len(block.q)]
     return [*totals, offset]
 
@@ -203,7 +203,7 @@ def emit_row(
     """Returns the dot products, floats, of one row at w with each of ``xs``.
 
     xs: addresses of n quantised activations each, of ``n_planes`` bytes. A block is decoded once
-    for all of them; each product has the same bits as alone.
+    for all inputs. A product's bits do not depend on the other inputs.
     """
     n_blocks = b.sdiv(n, I64(format_.n_elements))
     rows = [inputs_at(b, x, n, n_planes) for x in xs]
@@ -241,7 +241,7 @@ def emit_row(
 
 
 def _add_lanes(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
-    """total <16 x float> + part, whose up to 16 lanes are followed by zeros."""
+    """Returns total <16 x float> + part of up to 16 lanes, padded with zeros."""
     n = part.type.count
     if n < LANES:
         zeros = const(F32, 0.0, n)

@@ -1,9 +1,9 @@
 """Decode attention over a KV cache on the GPU: all rows, or rows listed by index.
 
-The keys of a sequence are split between programs, because a few sequences alone would not fill a
-GPU. The pieces are merged by their log-sum-exp. A program takes all query heads that share its
-rows, padded to the 16 rows of a tensor-core tile. A row is then read once. Queries are f32 and
-enter the dot product as two f16 halves. One half alone would lose three digits of the scores.
+The keys of a sequence are split between programs, because a few sequences do not fill a GPU. The
+pieces are merged by their log-sum-exp. A program takes all query heads that share its rows, padded
+to the 16 rows of a tensor-core tile. So a row is read once. Queries are f32 and enter the dot
+product as two f16 halves. One half alone would lose three digits of the scores.
 """
 
 from typing import NamedTuple
@@ -15,12 +15,12 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 
 QUERY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-PROGRAMS = 792  # aimed at: six on each of 132 multiprocessors, so that none idles at the end
-TILE = 16  # least rows of a tile that tensor cores take
+PROGRAMS = 792  # target: six on each of 132 multiprocessors, so that none idles at the end
+TILE = 16  # fewest rows of a tile for tensor cores
 
 
 class NewRow(NamedTuple):
-    """The row that a decode step adds to K and V, one a sequence: row n - 1 of n."""
+    """The rows that a decode step adds to K and V, one a sequence: row n - 1 of n."""
 
     k: torch.Tensor  # f32 (B, G, d)
     v: torch.Tensor  # f32 (B, G, d_v)
@@ -29,10 +29,9 @@ class NewRow(NamedTuple):
 def check_new(
     new: NewRow, k: torch.Tensor, v: torch.Tensor, d: int, device: torch.device | None = None
 ) -> None:
-    """Raises ValueError unless the row fits k f16 (B, G, capacity, any) and v f16 (B, G, capacity,
-    d_v).
+    """Raises ValueError unless ``new`` fits k f16 (B, G, capacity, any), v (B, G, capacity, d_v).
 
-    d: elements of a new key. device: the device of k and v, if it is not the row's.
+    d: elements of a new key. device: the device of k and v; None: the row's.
     """
     n_batch, n_kv_head, capacity, d_v = v.shape
     device = new.k.device if device is None else device
@@ -44,30 +43,31 @@ def check_new(
 
 @triton.jit
 def store_row(new_ptr, at, c, WIDTH: tl.constexpr):
-    """Writes f32 elements c < WIDTH of a new row to f16 memory ``at``; what lies there then."""
+    """Writes f32 elements c < WIDTH of a new row to f16 memory ``at``; returns them as f16."""
     row = tl.load(new_ptr + c, mask=c < WIDTH, other=0.0).to(tl.float16)
     tl.store(at + c, row, mask=c < WIDTH)
     return row
 
 
 class Attended(NamedTuple):
-    """Attention over some rows; ``out`` is undefined where ``lse`` is -inf."""
+    """Attention over some rows. ``out`` is undefined where ``lse`` is -inf."""
 
     out: torch.Tensor  # f32 (B, H, d_v)
     lse: torch.Tensor  # f32 (B, H)
 
 
 class AttendScratch(NamedTuple):
-    """The pieces of one call, S splits, which its second launch merges."""
+    """The pieces of a call's S splits. The call's second launch merges them."""
 
     out: torch.Tensor  # f32 (S, B, H, d_v)
     lse: torch.Tensor  # f32 (S, B, H)
 
 
 def _tiling(n_list: int, n_max: int, width: int) -> tuple[int, int]:
-    """Rows of a tile, and splits of a list of at most n_max rows; n_list: lists of all sequences.
+    """Returns the rows of a tile, and the splits of a list of at most n_max rows.
 
-    width: padded head size. Short lists get smaller tiles rather than fewer programs.
+    n_list: lists of all sequences. width: padded head size. Short lists get smaller tiles, not
+    fewer programs.
     """
     largest = 64 if width <= 128 else 32
     block = largest if n_list * triton.cdiv(n_max, largest) >= PROGRAMS // 3 else 32
@@ -81,7 +81,7 @@ def _width(d: int, d_v: int) -> int:
 def attend_scratch(
     n_batch: int, n_head: int, n_list: int, d: int, d_v: int, n_max: int, device: torch.device
 ) -> AttendScratch:
-    """Memory for ``attend_dense`` (n_list = G a sequence) or ``attend_rows`` (n_list = U)."""
+    """Allocates memory for ``attend_dense`` (n_list = G) or ``attend_rows`` (n_list = U)."""
     _, n_split = _tiling(n_batch * n_list, n_max, _width(d, d_v))
     return AttendScratch(
         torch.empty(n_split, n_batch, n_head, d_v, dtype=torch.float32, device=device),
@@ -99,7 +99,7 @@ def _attend_kernel(
     GATHER: tl.constexpr, HALVES: tl.constexpr, HAS_OTHERS: tl.constexpr, HAS_NEW: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """HAS_NEW: the last row comes from the step; the first split attends to it and stores it."""
+    """HAS_NEW: the step gives the last row. The first split attends to it and stores it."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, u = (unit // n_list).to(tl.int64), unit % n_list
     n = tl.load(n_ptr + (unit if GATHER else b)) - HAS_NEW
@@ -120,7 +120,7 @@ def _attend_kernel(
     peak = tl.full([TILE_H], float("-inf"), tl.float32)
     mass = tl.zeros([TILE_H], tl.float32)
     acc = tl.zeros([TILE_H, BLOCK_V], tl.float32)
-    if HAS_OTHERS:  # as if the first split had attended to those rows
+    if HAS_OTHERS:  # the first split starts from the attention over the other rows
         is_first = t < tl.where(split == 0, HEADS, 0)
         peak = tl.load(seen_lse_ptr + n_row, mask=is_first, other=float("-inf"))
         peak *= 1.4426950408889634
@@ -168,7 +168,7 @@ def _attend_kernel(
     safe = tl.where(mass > 0, mass, 1.0)
     acc = acc / safe[:, None]
     if HAS_LSE:
-        lse = (peak + tl.log2(safe)) * 0.6931471805599453  # -inf without rows, as peak is
+        lse = (peak + tl.log2(safe)) * 0.6931471805599453  # -inf without rows, because peak is
         tl.store(lse_ptr + piece, lse, mask=is_head)
     tl.store(
         out_ptr + piece[:, None] * D_V + c_v[None, :], acc,
@@ -189,13 +189,13 @@ def attend_dense(
     others: Attended | None = None,
     new: NewRow | None = None,
 ) -> torch.Tensor:
-    """Attention of one token a sequence over rows 0..n[b] of every kv head -> out f32 (B, H, d_v).
+    """Computes attention of one token a sequence over rows 0..n[b] of a kv head: f32 (B, H, d_v).
 
     q (B, H, d); k f16 (B, G, capacity, d), v f16 (B, G, capacity, d_v), any strides of rows; n
-    int32 (B,), n_max >= all of them. lse f32 (B, H), if given, receives the log of the sum of
-    exponentials of a head's scores. With it ``merge`` joins results of disjoint rows. others:
-    attention over other rows, which the result then includes; ignored where its lse is -inf. new:
-    the last row of each sequence, which is written to k and v; not with ``others``.
+    int32 (B,), n_max >= all of them. lse f32 (B, H), if given, is set to the log of the sum of
+    exponentials of a head's scores. ``merge`` needs it to join results of disjoint rows. others:
+    attention over other rows, which the result includes; ignored where its lse is -inf. new: the
+    last row of each sequence, which is written to k and v; not with ``others``.
     """
     check("n", n, torch.int32, (q.shape[0],), q.device)
     assert new is None or others is None
@@ -213,10 +213,10 @@ def attend_rows(
     lse: torch.Tensor | None = None,
     scratch: AttendScratch | None = None,
 ) -> torch.Tensor:
-    """Attention over listed rows: idx int32 (B, U, m), of which the first counts int32 (B, U).
+    """Computes attention over the first counts int32 (B, U) rows of each list idx int32 (B, U, m).
 
-    U is the number of lists: H (one a query head) or G (one a kv head, shared by its group). Else
-    as ``attend_dense``. A list without rows gives 0, and -inf as its lse.
+    U is the number of lists: H (one a query head) or G (one a kv head, shared by its group). Other
+    arguments: see ``attend_dense``. A list without rows gives 0, and -inf as its lse.
     """
     n_batch, n_list, n_max = idx.shape
     check("idx", idx, torch.int32, (n_batch, n_list, n_max), q.device, strided=True)
@@ -277,7 +277,7 @@ def _attend(
         BLOCK_D=_width(d, d), BLOCK_V=_width(d_v, d_v), BLOCK_N=block, GATHER=idx is not None,
         HALVES=q.dtype != torch.float16, HAS_OTHERS=others is not None, HAS_NEW=new is not None,
         HAS_LSE=pieces_lse is not None,
-        # Row numbers must arrive before rows can be asked for: twice the stages, as much in flight.
+        # Row numbers must arrive before rows can be loaded. So a list needs more stages.
         num_warps=4, num_stages=3 if idx is None else 5,
     )  # fmt: skip
     if scratch is not None:
@@ -286,7 +286,7 @@ def _attend(
 
 
 def merge_ref(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch: outs (S, B, H, d_v), lses (S, B, H) -> out (B, H, d_v), lse (B, H), in f64."""
+    """torch reference: outs (S, B, H, d_v), lses (S, B, H) -> out (B, H, d_v), lse (B, H), f64."""
     lse = torch.logsumexp(lses.double(), 0)
     weight = torch.where(lse > -torch.inf, torch.exp(lses.double() - lse), 0)[..., None]
     return torch.where(weight > 0, weight * outs.double(), 0).sum(0), lse
@@ -331,10 +331,10 @@ def merge(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over the union of S disjoint sets of rows, from that over each -> (B, H, d_v).
+    """Merges attention over S disjoint sets of rows to attention over their union (B, H, d_v).
 
     outs f32 (S, B, H, d_v), lses f32 (S, B, H); an output whose lse is -inf is ignored. lse f32 (B,
-    H), if given: receives that of the union.
+    H), if given, is set to the lse of the union.
     """
     n_piece, n_batch, n_head, d_v = outs.shape
     device = outs.device

@@ -1,4 +1,4 @@
-"""The rows of a sliding window with sinks, as attention reads them, on the GPU."""
+"""Lists the rows of a sliding window with sinks, for attention on the GPU."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ BLOCK = 256  # rows that one program lists
 
 
 def recent_rows_ref(n: torch.Tensor, budget: torch.Tensor, n_sinks: int) -> list[list[int]]:
-    """Plain Python: the rows of each sequence."""
+    """Python reference: returns the rows of each sequence."""
     sizes = zip(n.tolist(), budget.tolist(), strict=True)
     return [[*range(n_sinks), *range(n_b - budget_b, n_b)] for n_b, budget_b in sizes]
 
@@ -47,11 +47,11 @@ def recent_rows(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first n_sinks rows of each sequence and its last ``budget``; writes its new row, n - 1.
+    """Lists the first n_sinks and last ``budget`` rows of each sequence; writes its new row, n - 1.
 
     n, budget int32 (B,), n_sinks + budget <= n, budget <= budget_max; k f16 (B, G, capacity, d), v
-    f16 (B, G, capacity, d_v), any strides of rows. Returns idx int32 (B, G, n_sinks + budget_max),
-    of which counts int32 (B, G) are filled, and counts.
+    f16 (B, G, capacity, d_v), any strides of rows. Returns idx int32 (B, G, n_sinks + budget_max)
+    and the numbers of rows in it, counts int32 (B, G).
     """
     n_batch, n_kv_head, d = new.k.shape
     d_v, device, width = new.v.shape[2], new.k.device, n_sinks + budget_max

@@ -1,4 +1,4 @@
-"""Scores of all rows of the KV cache on the GPU: what an exact selection chooses by."""
+"""Scores all rows of the KV cache on the GPU, for an exact selection."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def _score_rows_kernel(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
     HAS_NEW: tl.constexpr,
 ):  # fmt: skip
-    """HAS_NEW: the last row comes from the step; the first split scores it and stores it."""
+    """HAS_NEW: the step gives the last row. The first split scores it and stores it."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n = tl.load(n_ptr + b) - HAS_NEW

@@ -1,10 +1,11 @@
-"""Exact selection of the k largest scores of every row, on the GPU, without asking the host.
+"""Exact selection of the k largest scores of every row, on the GPU, without the host.
 
 Scores become int32 keys of the same order. One program reads a short row once. It bisects the range
 of its keys until k of them are at or above a threshold. A long row takes several programs. Each
-finds the largest key of each of some strided groups. The k-th largest of these is a lower bound of
-the k-th largest of all, and few keys lie between. Each program collects its own of these, and one
-program finishes. All of it counts integers, so the result does not depend on the order of programs.
+program finds the largest key of each of some strided groups. The k-th largest of these is a lower
+bound of the k-th largest of all keys, and few keys lie between. Each program collects its keys that
+reach the bound. One program selects from them. All steps count integers, so the result does not
+depend on the order of programs.
 """
 
 from typing import NamedTuple
@@ -22,14 +23,14 @@ from sparsekv_cli.kernels.attention.threshold import (
 from sparsekv_cli.kernels.checks import check
 
 CHUNK = 2048  # entries of a row that one program reads
-CHUNKS = 64  # of a row that one compiled kernel takes, that is 131072 entries
-ONE_PROGRAM = 8192  # entries up to which one program does the whole row, in registers
-REGISTERS = 8192  # keys that one program can hold
+CHUNKS = 64  # fewest chunks for which a kernel is compiled, that is 131072 entries
+ONE_PROGRAM = 8192  # one program selects from a whole row of up to so many entries
+REGISTERS = 8192  # keys that a program's registers can hold
 
 
 @triton.jit
 def _middle_of(n_ptr, k_ptr, b, n_first, n_last, k_less):
-    """Where the rows to choose from begin and end, and how many of them are chosen."""
+    """Returns the first and the end of the rows to choose from, and the number to choose."""
     n = tl.load(n_ptr + b)
     begin = tl.minimum(n_first, n)
     end = tl.maximum(n - n_last, begin)
@@ -53,7 +54,7 @@ def _tops_kernel(
     is_key = (j >= begin) & (j < end)
     scores = tl.load(scores_ptr + b * stride_sb + u * stride_su + j, mask=is_key, other=0.0)
     keys = tl.where(is_key, order_keys(scores), LEAST)
-    # Neighbours lie in different groups: large scores come side by side.
+    # Large scores are often neighbours, so neighbours go to different groups.
     tops = tl.max(tl.reshape(keys, [CHUNK // GROUPS, GROUPS]), 0)
     at = (row * tl.num_programs(0) + chunk) * GROUPS
     tl.store(tops_ptr + at + tl.arange(0, GROUPS), tops)
@@ -86,7 +87,7 @@ def _collect_kernel(
     n_last, k_less, n_chunk, stride_sb, stride_su,
     CHUNK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entries of a chunk that reach the bound to the chunk's place, and their number."""
+    """Writes a chunk's entries that reach the bound, and their number, to the chunk's place."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SOME:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(wanted_ptr + row) == 0:
@@ -110,10 +111,10 @@ def _close_gaps(
     sizes_at, keys_at, rows_at, n_chunk, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr, LOG_C: tl.constexpr,
 ):  # fmt: skip
-    """Moves what chunks have collected to the front, side by side; returns how much it is.
+    """Moves the collected entries of all chunks to the front; returns their number.
 
-    ``sizes`` become the places where each chunk's part begins. A place is never after its source,
-    so nothing is overwritten that is still to be moved.
+    ``sizes`` are replaced by the first place of each chunk's part. A place is never after its
+    source, so no entry is overwritten before it is moved.
     """
     chunks = tl.arange(0, BLOCK_C)
     sizes = tl.load(sizes_at + chunks, mask=chunks < n_chunk, other=0)
@@ -123,7 +124,7 @@ def _close_gaps(
     tl.debug_barrier()
     for start in range(0, size, BLOCK):
         j = start + tl.arange(0, BLOCK)
-        chunk = tl.zeros([BLOCK], tl.int32)  # the last one that begins at j or ahead of it
+        chunk = tl.zeros([BLOCK], tl.int32)  # the last chunk whose part starts at j or before
         for i in tl.static_range(LOG_C):
             later = chunk + (BLOCK_C >> (i + 1))
             begin = tl.load(sizes_at + later, mask=later < n_chunk, other=0x7FFFFFFF)
@@ -145,7 +146,7 @@ def _select_kernel(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, BLOCK_C: tl.constexpr,
     LOG_C: tl.constexpr, COLLECTED: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the threshold of its entries, or those collected, and what passes it."""
+    """Selects from one row: finds the threshold of its (collected) entries, lists the largest."""
     row = tl.program_id(0).to(tl.int64)
     if SOME:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.load(wanted_ptr + row) == 0:
@@ -166,7 +167,7 @@ def _select_kernel(
         keys = tl.load(keys_at + lane, mask=lane < size, other=LEAST)
     else:
         keys = order_keys(tl.load(scores_at + lane, mask=lane < size, other=0.0))
-    threshold = tl.where(k > 0, LEAST, 0x7FFFFFFF)  # all, or none
+    threshold = tl.where(k > 0, LEAST, 0x7FFFFFFF)  # all entries pass, or none
     if (k > 0) & (k < size):
         if size <= BLOCK:
             threshold = threshold_of_tile(keys, lane < size, k)
@@ -179,7 +180,7 @@ def _select_kernel(
             j = start + lane
             more = tl.load(keys_at + j, mask=j < size, other=LEAST)
             n_above += tl.sum((more > threshold).to(tl.int32), 0)
-    n_tie = k - n_above  # how many of those equal to the threshold are taken: the first ones
+    n_tie = k - n_above  # number of entries equal to the threshold that are taken, the first ones
     above, ties = 0, 0
     lane = tl.arange(0, PIECE)
     for start in range(0, size, PIECE):
@@ -208,17 +209,17 @@ def _select_kernel(
 
 
 class SelectScratch(NamedTuple):
-    """The memory that a launch of ``select_largest`` over R long rows leaves for the next one."""
+    """Memory between the launches of ``select_largest`` over R long rows."""
 
     tops: torch.Tensor  # int32 (R, n_top): the largest key of each group
     bound: torch.Tensor  # int32 (R,)
     sizes: torch.Tensor  # int32 (R, n_chunk): entries of a chunk that reach the bound
-    keys: torch.Tensor  # int32 (R, n_chunk CHUNK): those, in each chunk's place
-    rows: torch.Tensor  # int32 (R, n_chunk CHUNK)
+    keys: torch.Tensor  # int32 (R, n_chunk CHUNK): keys of these entries, at each chunk's place
+    rows: torch.Tensor  # int32 (R, n_chunk CHUNK): their rows
 
 
 def _groups(n_max: int, k_max: int) -> int:
-    """Groups of a chunk; of all chunks, if possible, at least twice the entries to choose."""
+    """Returns the groups of a chunk. All chunks have, if possible, 2 k_max groups or more."""
     size = 32
     while size > 2 and n_max < 2 * size * k_max:
         size //= 2
@@ -226,7 +227,7 @@ def _groups(n_max: int, k_max: int) -> int:
 
 
 def select_scratch(n_row: int, n_max: int, k_max: int, device: torch.device) -> SelectScratch:
-    """Memory for ``select_largest`` of n_row = B U rows."""
+    """Allocates memory for ``select_largest`` of n_row = B U rows."""
     n_chunk = triton.cdiv(n_max, CHUNK) if n_max > ONE_PROGRAM else 0
     sizes = (n_chunk * _groups(n_max, k_max), 1, n_chunk, n_chunk * CHUNK, n_chunk * CHUNK)
     return SelectScratch(*(_empty(n_row, size, device) for size in sizes))
@@ -239,7 +240,7 @@ def _empty(n_row: int, size: int, device: torch.device) -> torch.Tensor:
 def select_largest_ref(
     scores: torch.Tensor, n: torch.Tensor, k: torch.Tensor, n_first: int = 0, n_last: int = 0
 ) -> list[list[list[int]]]:
-    """Plain Python: the rows of each list, ascending; see ``select_largest``."""
+    """Python reference of ``select_largest``: returns the rows of each list, ascending."""
     chosen = []
     for of_sequence, n_row, k_row in zip(scores.tolist(), n.tolist(), k.tolist(), strict=True):
         begin = min(n_first, n_row)
@@ -267,15 +268,14 @@ def select_largest(
     scratch: SelectScratch | None = None,
     k_less: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses from every list the first n_first rows, the last n_last, and the best between them;
-    ascending.
+    """Chooses the first n_first rows of every list, the last n_last, and the best between them.
 
     scores f32 (B, U, >= n_max), no NaN among the first n int32 (B,) of a row, n_max >= all n. k
-    int32 (B,) less k_less is the number of rows chosen in addition to the first n_first. k_max >=
-    all of that. It includes the last n_last rows, which are chosen even if k is less. Ties go to
-    the first. Returns idx int32 (B, U, n_first + max(k_max, n_last)), of which counts int32 (B, U)
-    are filled, and counts. wanted int32 (B, U), if given: lists whose entry is 0 are left as they
-    are.
+    int32 (B,) minus k_less is the number of rows chosen in addition to the first n_first; k_max is
+    at least that. It includes the last n_last rows, which are chosen even if k is less. Ties go to
+    the first. Returns idx int32 (B, U, n_first + max(k_max, n_last)), ascending, and the numbers of
+    rows in it, counts int32 (B, U). wanted int32 (B, U), if given: lists whose entry is 0 are not
+    written.
     """
     n_batch, n_list = scores.shape[:2]
     device, n_row = scores.device, n_batch * n_list
@@ -340,5 +340,5 @@ def select_largest(
 
 
 def _warps(block: int) -> int:
-    """Warps of a program: eight keys a thread if there are few keys; 32 warps at most."""
+    """Returns the warps of a program: eight keys a thread, 1 to 8 warps."""
     return max(1, min(8, block // 256))

@@ -1,6 +1,4 @@
-"""The k-th largest of int32 keys, by bisection of their range; parts of kernels in
-attention/select.py.
-"""
+"""Finds the k-th largest of int32 keys by bisection; parts of kernels in attention/select.py."""
 
 import triton
 import triton.language as tl
@@ -10,23 +8,23 @@ LEAST = tl.constexpr(-(2**31))  # below the key of every number
 
 @triton.jit
 def order_keys(scores):
-    """int32 keys with the order of f32 scores (no NaN): a signed-magnitude flip."""
+    """Returns int32 keys with the order of f32 scores (no NaN), by a signed-magnitude flip."""
     bits = scores.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _middle(low, high):
-    """(low + high) / 2, rounded up, of int32 whose sum may overflow.
+    """Returns (low + high) / 2, rounded up, of int32 whose sum may overflow.
 
-    It is the bits that both have, and half of those that differ.
+    It is the bits that either has, minus half of the bits that differ.
     """
     return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
 def threshold_of_tile(keys, is_key, k):
-    """t such that >= k of the keys are >= t, and <= k are > t; 1 <= k <= number of keys."""
+    """Returns t with at least k keys >= t and at most k keys > t; 1 <= k <= number of keys."""
     low = tl.min(tl.where(is_key, keys, 0x7FFFFFFF), 0)
     high = tl.max(tl.where(is_key, keys, LEAST), 0)
     while low < high:
@@ -39,7 +37,7 @@ def threshold_of_tile(keys, is_key, k):
 
 @triton.jit
 def threshold_of_row(at, n, k, BLOCK: tl.constexpr):
-    """``threshold_of_tile`` of n int32 keys in memory, more than fit a tile."""
+    """``threshold_of_tile`` for n int32 keys in memory, more than a tile holds."""
     low = tl.full([], 0x7FFFFFFF, tl.int32)
     high = tl.full([], LEAST, tl.int32)
     for start in range(0, n, BLOCK):

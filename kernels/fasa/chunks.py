@@ -1,13 +1,13 @@
 """FASA's decode step on the GPU: scores of all keys by the dominant dims of their kv head.
 
-Variant c keeps the keys whole, and next to them a copy of their dominant dims, f16 (B, G, C,
-capacity). The copy has one dim of all tokens after the other. A scan then reads 2 C bytes a token
-in whole lines. At d/8 chunks the copy costs an eighth more memory than splitting the keys. In
-return no row has to be put together, neither in a step's gather nor for a later prefill.
+Variant c keeps whole keys and a copy of their dominant dims, f16 (B, G, C, capacity). In the copy
+one dim of all tokens is contiguous. So a scan reads 2 C bytes a token, in whole lines. At d/8
+chunks the copy takes an eighth more memory than split keys. But no row has to be joined, neither in
+a step's gather nor for a later prefill.
 
-Variant m splits the keys, because the host keeps the other dims and the values, and bytes over PCIe
-count. Rows that any head of a group chooses are put together on the device (fasa/row_cache.py).
-``attend_rows`` (attention/decode.py) attends to them in the order of the split dims.
+Variant m splits the keys, because the host keeps the other dims and the values, and PCIe is slow.
+Rows that any head of a group chooses are joined on the device (fasa/row_cache.py). ``attend_rows``
+(attention/decode.py) attends to them in the order of the split dims.
 """
 
 import torch
@@ -17,21 +17,21 @@ import triton.language as tl
 from sparsekv_cli.kernels.attention.decode import QUERY_TYPES, TILE, NewRow, check_new, store_row
 from sparsekv_cli.kernels.checks import check, check_on_host
 
-PROGRAMS = 1056  # aimed at in a scan: eight on each of 132 multiprocessors
-TILE_BYTES = 16384  # of a scan: in each dim at least 256 bytes side by side
+PROGRAMS = 1056  # target of a scan: eight on each of 132 multiprocessors
+TILE_BYTES = 16384  # bytes of a tile of a scan: at least 256 contiguous bytes in each dim
 
 
 def build_chunks(
     k: torch.Tensor, first: int, stop: int, dims: torch.Tensor, dom: torch.Tensor
 ) -> None:
-    """dom[..., first:stop] of these rows of k f16 (B, G, capacity, d): the dims int32 (G, C)."""
+    """Copies dims int32 (G, C) of rows first..stop - 1 of k f16 (B, G, capacity, d) to dom."""
     n_batch, n_kv_head = k.shape[:2]
     wide = dims.long()[None, :, None].expand(n_batch, n_kv_head, stop - first, -1)
     dom[..., first:stop] = k[:, :, first:stop].gather(3, wide).transpose(2, 3)
 
 
 def score_chunks_ref(q: torch.Tensor, dims: torch.Tensor, dom: torch.Tensor) -> torch.Tensor:
-    """q (B, H, d), dims (G, C), dom f16 (B, G, C, n) -> f64 (B, H, n), not scaled."""
+    """torch reference: q (B, H, d), dims (G, C), dom f16 (B, G, C, n) -> f64 (B, H, n)."""
     n_kv_head = dims.shape[0]
     grouped = q.double().unflatten(1, (n_kv_head, -1))  # (B, G, group, d)
     wide = dims.long()[None, :, None].expand(*grouped.shape[:3], -1)
@@ -47,9 +47,9 @@ def _score_chunks_kernel(
     D_V: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, HAS_NEW: tl.constexpr, HAS_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """HAS_NEW: the last row comes from the step; the first split scores it and stores it.
+    """HAS_NEW: the step gives the last row. The first split scores it and stores it.
 
-    HAS_DIMS: k has not all dims of a key, but these.
+    HAS_DIMS: k has only the dims ``k_dims`` of a key.
     """
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
@@ -86,7 +86,7 @@ def _score_chunks_kernel(
             store_row(v_new_ptr + unit * D_V, v_at, c_v, D_V)
     for start in range(split * chunk, last, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
-        # By eight tokens, that is 16 bytes: tokens that are read after the last one are not stored.
+        # Loads take eight tokens, 16 bytes. Tokens after the last one are not stored.
         is_token = (j // 8 * 8 < last)[None, :]
         keys = tl.load(dom_at + j[None, :], mask=is_token & (c < C)[:, None], other=0.0)
         scores = tl.dot(q_low, keys, acc=tl.dot(q_high, keys))
@@ -107,10 +107,10 @@ def score_chunks(
     """out[b, h, j] = q[b, h] . k[b, g, j] over the dominant dims, j < n[b]: f32 (B, H, >= n_max).
 
     q (B, H, d), dims int32 (G, C), dom f16 (B, G, C, capacity), capacity a multiple of 16; n int32
-    (B,), n_max >= all of them. Not scaled. Scores from n[b] on are not written. new: the last row
-    of each sequence. It is written to ``dom`` and to the two of ``into``, k f16 (B, G, capacity, d)
-    and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k is f16 (B, G, capacity, d_k), these dims
-    of keys; k and v lie in pinned memory of the host then.
+    (B,), n_max >= all of them. Scores are not scaled. Scores from n[b] on are not written. new: the
+    last row of each sequence. It is written to ``dom`` and to ``into``: k f16 (B, G, capacity, d)
+    and v (B, G, capacity, d_v). k_dims int32 (G, d_k): k has only these dims of keys, f16 (B, G,
+    capacity, d_k), and k and v lie in pinned memory of the host.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, n_dim = dims.shape

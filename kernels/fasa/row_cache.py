@@ -1,9 +1,9 @@
-"""FASA-M's row cache on the GPU: recently chosen rows stay there, others come from the host.
+"""FASA-M's row cache: recently chosen rows stay on the GPU, others are fetched from the host.
 
-V and the dims of K that do not dominate lie in pinned memory of the host (fasa/chunks.py). Each kv
+V and the dims of K that are not dominant lie in pinned memory of the host (fasa/chunks.py). Each kv
 head has as many slots on the device as its query heads can choose rows in a step. A chosen row
-without a slot is fetched over the bus into a slot whose row no head has chosen. Slots are reused
-one after the other.
+without a slot is fetched over the bus into a slot whose row no head has chosen. Slots are reused in
+their order.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,16 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check, check_on_host
 
 FETCHED = 16  # rows that a program fetches from the host
-# Columns of ``state``: launches of ``place_rows`` so far, the slot whose turn it is, and how many
-# are to be filled.
+# Columns of ``state``: launches of ``place_rows`` so far, the slot that is reused next, and the
+# number of slots to fill.
 CLOCK, HAND, N_MISSING, N_STATE = (tl.constexpr(i) for i in range(4))
-# Columns of ``statistics``: rows of steps that were there or not.
+# Columns of ``statistics``: chosen rows that had a slot, and rows that were fetched.
 HIT, RECALLED, N_STATISTICS = (tl.constexpr(i) for i in range(3))
 NO_ROW = tl.constexpr(-1)
 
 
 class Resident(NamedTuple):
-    """B sequences, G kv heads, S slots each."""
+    """The slots of B sequences: G kv heads, S slots each."""
 
     k: torch.Tensor  # f16 (B, G, S, d), the dominant dims first
     v: torch.Tensor  # f16 (B, G, S, d_v)
@@ -32,7 +32,7 @@ class Resident(NamedTuple):
     row_in: torch.Tensor  # int32 (B, G, S): the row in a slot, or -1
     used: torch.Tensor  # int32 (B, G, S): CLOCK when a slot's row was last chosen
     free: torch.Tensor  # int32 (B, G, S): scratch of a launch
-    missing: torch.Tensor  # int32 (B, G, S): the slots to be filled
+    missing: torch.Tensor  # int32 (B, G, S): the slots to fill
     state: torch.Tensor  # int32 (B, G, N_STATE)
     statistics: torch.Tensor  # int64 (B, G, N_STATISTICS)
 
@@ -40,7 +40,7 @@ class Resident(NamedTuple):
 def empty_resident(
     n_batch: int, n_kv_head: int, n_slot: int, d: int, d_v: int, capacity: int, device: torch.device
 ) -> Resident:
-    """Slots without rows, for a context of at most ``capacity`` rows."""
+    """Returns slots without rows, for a context of at most ``capacity`` rows."""
     heads = n_batch, n_kv_head
 
     def numbers(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -65,7 +65,7 @@ def _place_rows_kernel(
     state_ptr, statistics_ptr, places_ptr, m, n_slot, capacity, n_kv_head, stride_ib, stride_iu,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program a kv head takes its lists one after another."""
+    """One program takes the lists of a kv head one after another."""
     unit = tl.program_id(0)
     b, g = (unit // n_kv_head).to(tl.int64), unit % n_kv_head
     unit = unit.to(tl.int64)
@@ -74,7 +74,7 @@ def _place_rows_kernel(
     state_at, statistics_at = state_ptr + unit * N_STATE, statistics_ptr + unit * N_STATISTICS
     lane, lane_s = tl.arange(0, BLOCK), tl.arange(0, BLOCK_S)
     now = tl.load(state_at + CLOCK) + 1
-    # A step that was broken off has left another row in place of the newest one.
+    # An interrupted step may have left another row in the slot of the newest row.
     newest = tl.load(n_ptr + b) - 1
     stale = tl.load(slot_of_at + newest)
     tl.store(row_in_at + tl.maximum(stale, 0), NO_ROW, mask=stale >= 0)
@@ -137,10 +137,10 @@ def place_rows(
     n: torch.Tensor,
     places: torch.Tensor,
 ) -> None:
-    """Gives slots to the rows that query heads have chosen; ``fetch_rows`` fills them.
+    """Assigns slots to the rows that query heads have chosen. ``fetch_rows`` fills the slots.
 
-    idx int32 (B, H, m), no row twice in a list, of which the first counts int32 (B, H); n int32
-    (B,) rows in context. places int32 (B, H, m): receives the slots of ``idx``.
+    idx int32 (B, H, m): lists of counts int32 (B, H) rows, no row twice in a list; n int32 (B,):
+    rows in context. places int32 (B, H, m): set to the slots of ``idx``.
     """
     n_batch, n_head, m = idx.shape
     n_kv_head, n_slot, device = resident.k.shape[1], resident.k.shape[2], idx.device
@@ -163,7 +163,7 @@ def place_rows(
     _place_rows_kernel[(n_batch * n_kv_head,)](
         idx, counts, n, *resident[2:], places, m, n_slot, capacity, n_kv_head, *idx.stride()[:2],
         GROUP=group, BLOCK=block, BLOCK_S=block_s, num_warps=4,
-        maxnreg=96,  # programs are few: none need be saved by a spill, as Triton 3.6's ptxas does
+        maxnreg=96,  # programs are few, so registers need not be saved: Triton 3.6's ptxas spills
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _fetch_rows_kernel(
         c_r, c_v = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_V)[None, :]
         rest_at = rest_ptr + b * stride_rb + g * stride_rg
         v_at = v_ptr + b * stride_vb + g * stride_vg
-        # From the host, asked for first: what comes from there takes longest.
+        # Loads from the host come first, because they take longest.
         rest = tl.load(rest_at + row * stride_rn + c_r, mask=is_row & (c_r < N_REST), other=0.0)
         v = tl.load(v_at + row * stride_vn + c_v, mask=is_row & (c_v < D_V), other=0.0)
         c = tl.arange(0, BLOCK_C)[None, :]
@@ -201,7 +201,7 @@ def _fetch_rows_kernel(
 
 
 def fetch_rows(resident: Resident, dom: torch.Tensor, rest: torch.Tensor, v: torch.Tensor) -> None:
-    """Fills the slots that ``place_rows`` has given out.
+    """Fills the slots that ``place_rows`` has assigned.
 
     dom f16 (B, G, C, capacity) on the device; rest f16 (B, G, capacity, d_rest) and v f16
     (B, G, capacity, d_v) in pinned memory of the host.

@@ -1,4 +1,4 @@
-"""The beginning of FreeKV's step on the GPU: stores the new row, finds the kv heads to correct."""
+"""The start of FreeKV's step on the GPU: stores the new row, finds the kv heads to correct."""
 
 import torch
 import triton
@@ -74,13 +74,13 @@ def enter_row(
     wanted: torch.Tensor,
     query: torch.Tensor,
 ) -> None:
-    """Writes the row of a decode step into the window, and says which kv heads choose again.
+    """Writes the row of a decode step into the window, and finds the kv heads that choose again.
 
     q, previous f32 (B, H, d): queries of row n - 1 and of the row before it; k_new f32 (B, G, d),
-    v_new (B, G, d_v); n, budget int32 (B,). wanted int32 (B, G) becomes 1 for a choice with q. This
-    is the case if ``current``, or if the queries' mean cosine with the previous ones is below tau.
-    It becomes 2 if the choice with the previous query is still to be made, else 0. query f32 (B, H,
-    d): the query to choose with. See freekv/recall.py offload_pages for the rest.
+    v_new (B, G, d_v); n, budget int32 (B,). wanted int32 (B, G) is set to 1 if the kv head chooses
+    with q. It does if ``current``, or if its queries' mean cosine with the previous ones is below
+    tau. It is set to 2 if the kv head has not yet chosen with the previous query, else to 0. query
+    f32 (B, H, d) is set to the query to choose with. Other arguments: see ``offload_pages``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, n_head, device = pages.v.shape[4], q.shape[1], q.device

@@ -1,10 +1,10 @@
-"""The arrays of FreeKV on a GPU: K and V of a layer in pages, on the host and on the device.
+"""FreeKV's arrays on a GPU: K and V of a layer in pages, on the host and on the device.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
     pool       all pages between sinks and window       HND (page, kv head, K and V, p, d), pinned
 
-Names as in cpu/freekv/pages.py, with a leading dimension of B sequences. Slots are an LRU cache of
-pages for each kv head. A kv head's part of a page is contiguous in the pool.
+Names are those of cpu/freekv/pages.py, with a leading dimension of B sequences. Slots are an LRU
+cache of pages for each kv head. A kv head's part of a page is contiguous in the pool.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.pinned import zeros_on_host
 
-# Columns of ``state`` as in cpu/freekv/pages.py, and how many pages are in the pool or are sinks'.
+# Columns of ``state`` as in cpu/freekv/pages.py, and the number of pages in sinks and pool.
 CLOCK, N_CHOSEN, QUERY, END, BEST, OFFLOADED, N_STATE = (tl.constexpr(i) for i in range(7))
 # Columns of ``statistics``.
 HIT, RECALLED, SENT, SCORED, CORRECTED, STEPPED, ATTENDED, N_STATISTICS = (
@@ -36,14 +36,14 @@ class PageTensors(NamedTuple):
     page_in: torch.Tensor  # int32 (B, G, n_slot): the page in a slot, or -1
     stamps: torch.Tensor  # int32 (B, G, n_slot): when a slot was last used
     chosen: torch.Tensor  # int32 (B, G, m): pages chosen, ascending
-    slots: torch.Tensor  # int32 (B, G, m): where they are
-    missing: torch.Tensor  # int32 (B, G, m): whether they are still to be fetched
+    slots: torch.Tensor  # int32 (B, G, m): the slots of the chosen pages
+    missing: torch.Tensor  # int32 (B, G, m): whether a chosen page must still be fetched
     state: torch.Tensor  # int32 (B, G, N_STATE)
     statistics: torch.Tensor  # int64 (B, G, N_STATISTICS)
 
 
 class Layout(NamedTuple):
-    """Numbers of pages at the front of ``PageTensors.k``, and how pages are chosen."""
+    """Numbers of pages at the front of ``PageTensors.k``, and the kind of summaries."""
 
     n_sink: int
     n_ring: int

@@ -1,8 +1,8 @@
-"""FreeKV's step on the GPU: pages leave the window for pinned host memory, chosen ones come back.
+"""FreeKV's step on the GPU: copies pages from the window to pinned host memory, and back.
 
-The arrays are in freekv/pages.py. The kernels write and read the pool over the bus themselves, and
-convert the layout as they copy. The device decides everything. There is one program a kv head and
-sequence, and none waits for another. ``wanted`` says which kv heads choose pages.
+The arrays are in freekv/pages.py. The kernels read and write the pool over the bus and change the
+layout as they copy. The host decides nothing. There is one program for each kv head and sequence,
+and none waits for another. ``wanted`` says which kv heads choose pages.
 """
 
 import torch
@@ -35,7 +35,7 @@ from sparsekv_cli.kernels.quest.pages import summarise_rows
 
 @triton.jit
 def _pool_at(pool_ptr, pools_ptr, b, n_unit, APART: tl.constexpr, SIZE: tl.constexpr):
-    """Where sequence b's pool of n_unit pages of SIZE elements, counted by kv heads, begins."""
+    """Returns the start of sequence b's pool, which has n_unit units of SIZE elements."""
     if APART:
         # The hint keeps loads and stores at 16 bytes each.
         return pool_ptr + tl.multiple_of(tl.load(pools_ptr + b), 8)
@@ -78,7 +78,7 @@ def _offload_pages_kernel(
         at = ((b * n_kv_head + g) * n_page_max + j) * D
         tl.store(hi_ptr + at + c, high.to(tl.float16), mask=c < D)
         tl.store(lo_ptr + at + c, low.to(tl.float16), mask=c < D)
-    tl.debug_barrier()  # every warp has read OFFLOADED, by which it knows the pages to copy
+    tl.debug_barrier()  # every warp has read OFFLOADED, the first page to copy
     if window > first:
         tl.store(state_at + OFFLOADED, window)
         sent_at = statistics_ptr + unit * N_STATISTICS + SENT
@@ -104,10 +104,10 @@ def offload_pages(
 ) -> None:
     """Copies pages that have left the window into the pool and summarises them.
 
-    The window of n[b] + ahead rows begins at page (n[b] + ahead - recent) // p. With ``wanted``
-    int32 (B, G) it also tells which kv heads still have to choose. They choose for that many rows
-    with the query of the row before. The candidates are the pages up to that window; max(1,
-    (budget - reserved) // p) of them are chosen. pools: see ``check_pools``.
+    The window of n[b] + ahead rows starts at page (n[b] + ahead - recent) // p. ``wanted`` int32
+    (B, G), if given, is set to 1 for kv heads that have not yet chosen for that many rows. They
+    choose with the query of the row before. The candidates are the pages before the window. They
+    choose max(1, (budget - reserved) // p) of these. pools: see ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, device = pages.v.shape[4], pages.k.device
@@ -127,10 +127,10 @@ def offload_pages(
 
 
 def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
-    """Raises ValueError unless ``pools`` is None or says where each sequence's pool lies.
+    """Raises ValueError unless ``pools`` is None or has the offset of each sequence's pool.
 
-    int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8.
-    Sequences whose pools lie apart in pinned memory can then share a launch without being moved.
+    pools int64 (B,): elements from the start of pages.pool, the first sequence's, a multiple of 8.
+    With it, sequences with separate pools in pinned memory can share a launch.
     """
     if pools is not None:
         check("pools", pools, torch.int64, (len(pages.k),), pages.k.device)
@@ -139,7 +139,7 @@ def check_pools(pages: PageTensors, pools: torch.Tensor | None) -> None:
 
 
 def _rows(page: int) -> int:
-    """Rows of a page that a program moves at a time."""
+    """Returns the rows of a page that a program copies at a time."""
     return min(16, triton.next_power_of_2(page))
 
 
@@ -151,7 +151,7 @@ def _assign_slots_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """STEP: in a step itself, which is counted, and whose query becomes the previous one."""
+    """STEP: a step calls it. The step is counted, and its query becomes the previous query."""
     unit = tl.program_id(0)
     b = unit // n_kv_head
     n = tl.load(n_ptr + b) + ahead
@@ -170,7 +170,7 @@ def _assign_slots_kernel(
         is_missing = ((i < n_chosen) & (slots < 0)).to(tl.int32)
         n_missing = tl.sum(is_missing, 0)
         order = tl.cumsum(is_missing, 0) - 1
-        # The hits first, so that no chosen page can lose its slot.
+        # Hits get their time stamp first, so that no chosen page loses its slot.
         stamps_at = stamps_ptr + unit * n_slot
         tl.store(stamps_at + slots, tl.zeros_like(slots) + now, mask=(i < n_chosen) & (slots >= 0))
         tl.debug_barrier()
@@ -179,7 +179,7 @@ def _assign_slots_kernel(
         for miss in range(0, n_missing):
             is_this = (is_missing > 0) & (order == miss)
             page = tl.sum(tl.where(is_this, pages, 0), 0)
-            slot = tl.argmin(stamps, 0)  # the first of those longest unused
+            slot = tl.argmin(stamps, 0)  # the first of the least recently used slots
             old = tl.sum(tl.where(s == slot, page_in, 0), 0)
             tl.store(slot_of_at + tl.maximum(old, 0), NO_PAGE, mask=old >= 0)
             tl.store(slot_of_at + page, slot)
@@ -230,12 +230,12 @@ def assign_slots(
     q: torch.Tensor | None = None,
     previous: torch.Tensor | None = None,
 ) -> None:
-    """Gives slots to the pages that kv heads have chosen, in place of the least recently used.
+    """Assigns slots to the pages that kv heads have chosen; reuses the least recently used slots.
 
-    fresh int32 (B, G, >= m): numbers of the chosen candidates, ascending, as attention/select.py
-    gives them. sizes int32 (B, G) of them are valid. Only kv heads with ``wanted`` != 0 count. A
-    step itself gives q and previous f32 (B, H, d), and previous becomes q. A choice ahead for n + 1
-    rows gives None for both.
+    fresh int32 (B, G, >= m): numbers of the chosen candidates, ascending, from attention/select.py.
+    The first sizes int32 (B, G) of them are valid. Only kv heads with ``wanted`` != 0 choose. A
+    step passes q and previous f32 (B, H, d), and previous is set to q. A choice ahead, for n + 1
+    rows, passes None for both.
     """
     n_batch, _, page, n_kv, d = pages.k.shape
     device, m, n_slot = pages.k.device, pages.chosen.shape[2], pages.stamps.shape[2]
@@ -326,9 +326,9 @@ def fetch_pages(
 ) -> None:
     """Copies the chosen pages that are missing from the pool to their slots.
 
-    With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,), it
-    lists resident rows. These are the rows that a step of n rows attends to, in order of position.
-    pools: see ``check_pools``.
+    With idx int32 (B, G, >= (n_sink + m + n_ring) p), counts int32 (B, G) and n int32 (B,) it also
+    lists resident rows. A step of n rows attends to them, in order of position. pools: see
+    ``check_pools``.
     """
     n_batch, n_resident, page, n_kv, d = pages.k.shape
     d_v, m, device = pages.v.shape[4], pages.chosen.shape[2], pages.k.device

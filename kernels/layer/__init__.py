@@ -1,1 +1,1 @@
-"""A decoder layer between its matrix products, on the GPU."""
+"""The steps of a decoder layer between its matrix products, on the GPU."""

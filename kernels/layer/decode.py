@@ -1,8 +1,8 @@
-"""The steps of a decoder layer between its matrix products, for B rows of one decode step each.
+"""The steps of a decoder layer between its matrix products, for B rows of a decode step.
 
-``rms_norm``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of what the
-projections gave. ``silu_multiply``: silu(gate) * up. All in f32; the formulas, and the reference,
-are those of TorchChunkSteps (sparsekv_cli/device/prefill.py).
+``rms_norm``: residual sum and RMS norm. ``split_heads``: biases, q/k norm and rotation of the
+projections. ``silu_multiply``: silu(gate) * up. All are in f32. TorchChunkSteps
+(sparsekv_cli/device/prefill.py) has the formulas and is the reference.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ def rms_norm(
     out: torch.Tensor | None = None,
     y_scale: float = 1.0,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, (B, n), where y_scale y is first added to x in place.
+    """Returns x / sqrt(mean(x^2) + eps) * weight, (B, n), after adding y_scale y to x in place.
 
-    x, y f32 (B, n), weight f32 (n,); out f32, f16 or bf16 (B, n), rows any stride apart.
+    x, y f32 (B, n), weight f32 (n,); out f32, f16 or bf16 (B, n), any strides of rows.
     """
     n_batch, n = x.shape
     device = x.device
@@ -64,7 +64,7 @@ def rms_norm(
 
 
 class Heads(NamedTuple):
-    """One decode step's rows of a layer, f32 and contiguous; pairs of a rotation half-split."""
+    """One decode step's rows of a layer, f32 and contiguous, in half-split order."""
 
     q: torch.Tensor  # (B, H, d), rotated
     k: torch.Tensor  # (B, G, d), rotated
@@ -76,7 +76,7 @@ class Heads(NamedTuple):
 def empty_heads(
     n_batch: int, n_head: int, n_kv_head: int, d: int, d_v: int, device: torch.device
 ) -> Heads:
-    """Room for the output of ``split_heads``."""
+    """Allocates the output of ``split_heads``."""
     shapes = (n_head, d), (n_kv_head, d), (n_kv_head, d_v), (n_head, d), (n_kv_head, d)
     return Heads._make(torch.empty(n_batch, *shape, device=device) for shape in shapes)
 
@@ -101,7 +101,7 @@ def _split_heads_kernel(
     else:
         is_q = unit < n_head
         head = tl.where(is_q, unit, unit - n_head)
-        # Where the file has element c, and the other element of its pair.
+        # Places of element c, and of the other element of its pair, in the file's order.
         first, turned = c < half, c < 2 * half
         partner = tl.where(first, c + half, tl.where(turned, c - half, c))
         pair = tl.where(first, c, c - half)
@@ -154,13 +154,13 @@ def split_heads(
     eps: float = 0.0,
     interleaved: bool = False,
 ) -> None:
-    """q, k and v as projected, raw f32 (B, H d + G d + G d_v) -> ``out``, in the order of Heads.
+    """Splits projected q, k and v, raw f32 (B, H d + G d + G d_v), to ``out``, ordered as Heads.
 
     pos int32 (B,): each row's position in cos, sin f32 (positions, at least n_rot / 2) and q_scale
-    f32 (positions,), which multiplies the queries. n_rot: dims that are rotated; None: all that cos
-    has. biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. Both norms
-    of q and k must be there, or none. interleaved: whether raw has its rotation pairs as (0, 1),
-    (2, 3) ...
+    f32 (positions,), which multiplies the queries. n_rot: dims that are rotated; None: all pairs of
+    cos. biases: of q, k and v, f32 (rows,); norms: of q and k, f32 (d,), with ``eps``. q and k must
+    both have a bias or both have none; norms likewise. interleaved: whether the rotation pairs in
+    raw are (0, 1), (2, 3) ...
     """
     heads = Heads._make(out)
     n_batch, n_head, d = heads.q.shape
@@ -212,7 +212,7 @@ def _silu_multiply_kernel(gate_up_ptr, out_ptr, n, stride_gate_up, stride_out, B
 
 
 def silu_multiply(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) * up of f32 (B, 2 n_ff), the gate first -> (B, n_ff), f32, f16 or bf16."""
+    """Returns silu(gate) * up (B, n_ff), f32, f16 or bf16, of gate_up f32 (B, 2 n_ff)."""
     n_batch, n = gate_up.shape[0], gate_up.shape[1] // 2
     device = gate_up.device
     if out is None:

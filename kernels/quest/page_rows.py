@@ -1,4 +1,4 @@
-"""From chosen pages to the rows that attention reads, on the GPU."""
+"""Lists the rows of chosen pages for attention, on the GPU."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ def _page_rows_kernel(
     n, n_chosen = tl.load(n_ptr + b), tl.load(sizes_ptr + unit)
     sinks = tl.minimum(n_sinks, n)
     chosen_at = chosen_ptr + b * stride_cb + u * stride_cu
-    # Pages ascend, so the i-th begins at row i PAGE or later: the first few hold all the sinks.
+    # Pages ascend, so page i starts at row i PAGE or later: the first few hold all the sinks.
     i = tl.arange(0, BLOCK_S)
     pages = tl.load(chosen_at + i, mask=i < n_chosen, other=0)
     twice = tl.minimum(tl.maximum(sinks - pages * PAGE, 0), PAGE)
@@ -46,11 +46,11 @@ def page_rows(
     page: int,
     n_sinks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the chosen pages with the first n_sinks rows and the current page, ascending.
+    """Lists the rows of the chosen pages, the first n_sinks rows and the current page, ascending.
 
-    chosen int32 (B, U, m), ascending whole pages before that of row n - 1, of which sizes int32
-    (B, U) are there; n int32 (B,). Returns idx int32 (B, U, n_sinks + (m + 1) page), of which
-    counts int32 (B, U) are filled, and counts. cpu/quest/pages.py select_pages has the same result.
+    chosen int32 (B, U, m): sizes int32 (B, U) whole pages before that of row n - 1, ascending; n
+    int32 (B,). Returns idx int32 (B, U, n_sinks + (m + 1) page) and the numbers of rows in it,
+    counts int32 (B, U). The result is that of select_pages in cpu/quest/pages.py.
     """
     n_batch, n_list, m = chosen.shape
     device, width = chosen.device, n_sinks + (m + 1) * page

@@ -1,6 +1,6 @@
-"""Pages of the KV cache on the GPU: summaries of whole pages, and of those that steps complete.
+"""Summaries of pages of the KV cache, on the GPU: of whole pages, and of pages that steps complete.
 
-cpu/quest/pages.py says what a summary is. quest/scores.py scores them.
+cpu/quest/pages.py defines summaries. quest/scores.py scores pages.
 """
 
 import torch
@@ -15,7 +15,7 @@ from sparsekv_cli.kernels.checks import check
 def summarise_rows(
     at, stride_n, c, is_channel, first, count, MEANSTD: tl.constexpr
 ):  # rows first..count - 1 at ``at`` -> high, low f32 (BLOCK_D,)
-    """See cpu/quest/pages.py. Sums have the same order, so that roundings agree."""
+    """See cpu/quest/pages.py. Sums have the same order as there, so that roundings agree."""
     size = (count - first).to(tl.float32)
     row = tl.load(at + first * stride_n + c, mask=is_channel, other=0.0).to(tl.float32)
     high, low = row, row
@@ -79,7 +79,7 @@ def page_summaries(
     """Writes hi, lo f16 (B, G, >= last_page, d) of the whole pages first_page..last_page - 1.
 
     k f16 (B, G, capacity, d), any strides of rows. n_sinks < page: rows of page 0 that are left out
-    of its summary. They are attended to anyway and would stretch it.
+    of its summary. They are attended to anyway, and their large elements would widen the bounds.
     """
     _check_summaries(k, hi, lo, page, last_page, n_sinks)
     if last_page * page > k.shape[2]:
@@ -144,8 +144,8 @@ def append_row(
 ) -> None:
     """Writes the last row of each sequence, and the summary of a page that it completes.
 
-    k f16 (B, G, capacity, d) and v (B, G, capacity, d_v) get the row. n int32 (B,): rows in
-    context, the last one included. hi, lo, page, meanstd, n_sinks: see ``page_summaries``.
+    The row is written to k f16 (B, G, capacity, d) and v (B, G, capacity, d_v). n int32 (B,): rows
+    in context, the last one included. hi, lo, page, meanstd, n_sinks: see ``page_summaries``.
     """
     n_batch, n_kv_head, _, d = k.shape
     d_v = v.shape[3]

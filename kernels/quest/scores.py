@@ -1,7 +1,7 @@
 """Scores of pages on the GPU, for Quest and FreeKV: the mean of a group's softmax.
 
-cpu/quest/pages.py says what a score of a page is. The first launch writes the scores of each head,
-the second one pools them.
+cpu/quest/pages.py defines the scores of pages. The first launch writes the scores of each head.
+The second launch pools them.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from sparsekv_cli.kernels.checks import check
 
 @triton.jit
 def _halves(q):
-    """f32 as the sum of two f16."""
+    """Returns two f16 whose sum is the f32 ``q``."""
     high = q.to(tl.float16)
     return high, (q - high.to(tl.float32)).to(tl.float16)
 
@@ -25,7 +25,7 @@ def _halves(q):
 def split_query(
     q_ptr, unit, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # -> f16 (TILE_H, BLOCK_D): relu(q) and -relu(-q) of a kv head's group, two halves each
-    """The queries that ``score_pages`` takes."""
+    """Returns the queries for ``score_pages``."""
     t, c = tl.arange(0, TILE_H), tl.arange(0, BLOCK_D)
     head = unit.to(tl.int64) * GROUP + t
     q = tl.load(
@@ -42,7 +42,7 @@ def score_pages(
     up_high, up_low, down_high, down_low, hi_ptr, lo_ptr, at, stride_hn, j, last, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip # -> f32 (TILE_H, BLOCK_N): scores of the pages j < last
-    """scale (relu(q) . hi - relu(-q) . lo). at: element of the first candidate's summary."""
+    """Returns scale (relu(q) . hi - relu(-q) . lo). at: offset of the first candidate's summary."""
     c = tl.arange(0, BLOCK_D)
     place = at + j.to(tl.int64)[:, None] * stride_hn + c[None, :]
     is_page = (j < last)[:, None] & (c < D)[None, :]
@@ -62,7 +62,7 @@ def _head_scores_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, TILE_H: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Each head's scores, with peak and mass of their softmax over the split."""
+    """Writes each head's scores, and peak and mass of their softmax over the split."""
     split, unit = tl.program_id(0), tl.program_id(1)
     b, g = (unit // n_kv_head).to(tl.int64), (unit % n_kv_head).to(tl.int64)
     n = tl.load(n_ptr + b)
@@ -129,17 +129,17 @@ def _pool_softmax_kernel(
 
 
 class PooledPages(NamedTuple):
-    """Candidates of B sequences, and how many of them a kv head takes."""
+    """Scores of the candidates of B sequences, and the number of pages to choose."""
 
     scores: torch.Tensor  # f32 (B, G, n_page_max), of the pages from the first candidate on
     n_page: torch.Tensor  # int32 (B,): candidates
-    n_best: torch.Tensor  # int32 (B,)
+    n_best: torch.Tensor  # int32 (B,): pages that a kv head chooses
 
 
 def pooled_pages(
     n_batch: int, n_kv_head: int, n_page_max: int, device: torch.device
 ) -> PooledPages:
-    """Memory for the result of ``softmax_scores``."""
+    """Allocates the result of ``softmax_scores``."""
     n_page, n_best = torch.empty(2, n_batch, dtype=torch.int32, device=device)
     shape = (n_batch, n_kv_head, n_page_max)
     return PooledPages(torch.empty(shape, dtype=torch.float32, device=device), n_page, n_best)
@@ -171,9 +171,10 @@ def check_scored(
 
 
 class PageCandidates(NamedTuple):
-    """The pages first..(n - recent) // page - 1; max(least, (budget - reserved) // page) are taken.
+    """The candidates are the pages first..(n - recent) // page - 1.
 
-    reserved: rows that are attended to in addition.
+    max(least, (budget - reserved) // page) of them are chosen. reserved: rows that are attended to
+    in addition.
     """
 
     first: int
@@ -183,7 +184,7 @@ class PageCandidates(NamedTuple):
 
 
 class PageScratch(NamedTuple):
-    """The memory that the first launch of ``softmax_scores`` leaves for the second: S splits."""
+    """Memory between the two launches of ``softmax_scores``, S splits."""
 
     scores: torch.Tensor  # f32 (B, H, n_page_max)
     peak: torch.Tensor  # f32 (S, B, H)
@@ -193,7 +194,7 @@ class PageScratch(NamedTuple):
 def page_scratch(
     n_batch: int, n_head: int, n_kv_head: int, d: int, n_page_max: int, device: torch.device
 ) -> PageScratch:
-    """Memory for ``softmax_scores``."""
+    """Allocates scratch for ``softmax_scores``."""
     _, n_split = _tiling(n_batch * n_kv_head, n_page_max, _width(d, d))
     shapes = (n_batch, n_head, n_page_max), (n_split, n_batch, n_head), (n_split, n_batch, n_head)
     return PageScratch(*(torch.empty(s, dtype=torch.float32, device=device) for s in shapes))
@@ -213,12 +214,12 @@ def softmax_scores(
     out: PooledPages | None = None,
     scratch: PageScratch | None = None,
 ) -> PooledPages:
-    """Returns the mean of the group's softmax over the candidates, and how many are to be taken.
+    """Returns the mean of the group's softmax over the candidates, and the number to choose.
 
     A head's score of a page is scale (relu(q) . hi - relu(-q) . lo). q (B, H, d); hi, lo f16 (B, G,
-    pages, d); n, budget int32 (B,): rows in context, and to attend to. There are n_page_max
-    candidates at most. wanted int32 (B, G), if given: the kv heads that choose; scores of others
-    are not written. out: memory for the result, for n_page_max pages.
+    pages, d); n, budget int32 (B,): rows in context, and rows to attend to. There are at most
+    n_page_max candidates. wanted int32 (B, G), if given: kv heads whose entry is 0 do not choose,
+    and their scores are not written. out: memory for the result, for n_page_max pages.
     """
     n_batch, n_head, d = q.shape
     n_kv_head, device = hi.shape[1], q.device

@@ -1,8 +1,8 @@
-"""SALS's attention on the GPU: chosen latents become rotated keys and are attended to, in one pass.
+"""SALS' attention on the GPU: reconstructs chosen latents as keys and attends to them in one pass.
 
 A program takes some of the chosen rows of one kv head. It multiplies their latents by D and rotates
-the keys to their positions. It attends to them with the values as stored, in 4 or 2 bits. ``merge``
-(attention/decode.py) joins the programs' pieces and the attention over the exact rows.
+the keys to their positions. It attends to them and decodes the stored values of 4 or 2 bits.
+``merge`` (attention/decode.py) joins the programs' pieces and the attention over the exact rows.
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.sals.latent import DeviceBasis, _cos_sin, head_bytes
 
-PROGRAMS = 128  # wanted at least
+PROGRAMS = 128  # fewest programs, if possible
 
 
 class Pieces(NamedTuple):
-    """Attention over S sets of rows, which ``merge`` joins; the last is that over exact rows."""
+    """Attention over S sets of rows, for ``merge``. The last set is the exact rows."""
 
     out: torch.Tensor  # f32 (S, B, H, d_v)
     lse: torch.Tensor  # f32 (S, B, H)
@@ -53,7 +53,7 @@ def _attend_latents_kernel(
         is_row = j < count
         position = first + tl.load(idx_ptr + b * stride_ib + j, mask=is_row, other=0).to(tl.int64)
         row = b * capacity + position
-        # Keys before RoPE, one half of the turned dims apart from the other.
+        # Keys before RoPE: k1, k2 are the two halves of the rotated dims, k3 the other dims.
         c = tl.arange(0, BLOCK_C)
         latents_at = latents_ptr + row[:, None] * r
         decode_at = decode_ptr + g * D
@@ -79,7 +79,7 @@ def _attend_latents_kernel(
         turned = factor * rope_scale
         keys1 = ((k1 * cos - k2 * sin) * turned).to(tl.float16)
         keys2 = ((k1 * sin + k2 * cos) * turned).to(tl.float16)
-        # Scores: queries as two f16 halves, since one would lose three digits.
+        # Scores: queries are two f16 halves, because one half would lose three digits.
         q_at = q_ptr + head[:, None] * D
         mask = is_head[:, None] & (i < HALF)[None, :]
         q1 = tl.load(q_at + i[None, :], mask=mask, other=0.0)
@@ -123,7 +123,7 @@ def _attend_latents_kernel(
 
 
 def _rows_a_piece(n_batch: int, n_kv: int, m: int) -> int:
-    """Chosen rows that one program reconstructs: they share D, but programs must be enough."""
+    """Returns the chosen rows of a program. They share D, but there must be enough programs."""
     fits = (rows for rows in (64, 32) if n_batch * n_kv * triton.cdiv(m, rows) >= PROGRAMS)
     return next(fits, 16)
 
@@ -131,7 +131,7 @@ def _rows_a_piece(n_batch: int, n_kv: int, m: int) -> int:
 def empty_pieces(
     n_batch: int, n_head: int, n_kv: int, d_v: int, m: int, device: torch.device
 ) -> Pieces:
-    """Room for ``attend_latents`` of at most m chosen rows, and for the exact rows."""
+    """Allocates pieces for ``attend_latents`` of at most m chosen rows, and for the exact rows."""
     n_piece = triton.cdiv(m, _rows_a_piece(n_batch, n_kv, m)) + 1
     shape = n_piece, n_batch, n_head
     return Pieces(torch.empty(*shape, d_v, device=device), torch.empty(shape, device=device))
@@ -150,11 +150,11 @@ def attend_latents(
     first: int,
     out: Pieces,
 ) -> None:
-    """Attention over the chosen latents, in pieces: all of ``out`` but its last one.
+    """Computes attention over the chosen latents, in pieces: all of ``out`` except the last piece.
 
-    q f32 (B, H, d), rotated; idx int32 (B, 1, m): latents, counted from position ``first`` on, of
-    which counts int32 (B, 1) are there. latents f16 (B, capacity, r) and values uint8
-    (B, capacity, G, head bytes) by position.
+    q f32 (B, H, d), rotated; idx int32 (B, 1, m): counts int32 (B, 1) chosen latents, counted from
+    position ``first`` on. latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head
+    bytes): by position.
     """
     n_batch, n_head, d = q.shape
     m, n_kv, device = idx.shape[2], basis.n_kv, q.device

@@ -1,10 +1,10 @@
-"""SALS's cache on the GPU: pre-RoPE keys as latents, values in 4 or 2 bits, a row a token.
+"""SALS' cache on the GPU: pre-RoPE keys as latents, values in 4 or 2 bits, a row a token.
 
 The latent of a token is its pre-RoPE key of all kv heads times a basis E, in f16. It is one row of
-r columns, of which the first r* are scored. D turns it back. Values lie as in cpu/sals/values.py:
-groups of 32 channels, each an f16 scale, an f16 minimum and its codes. E and D are kept as f16
-times a power of two. Angles are fixed-point fractions of a turn, 2^-64 each. A position times an
-angle then keeps all its digits and wraps by itself.
+r columns, of which the first r* are scored. D maps it back to a key. Values have the layout of
+cpu/sals/values.py: groups of 32 channels, each an f16 scale, an f16 minimum and its codes. E and D
+are f16 times a power of two. Angles are int64 in units of 2^-64 of a full circle. So a position
+times an angle keeps all its digits and wraps at full circles.
 """
 
 import math
@@ -30,7 +30,7 @@ class DeviceBasis(NamedTuple):
     decode: torch.Tensor  # D^T f16 (r, G d), times 2^-decode_exponent
     encode_factor: float  # 2^encode_exponent
     decode_factor: float
-    half_turns: torch.Tensor  # int64 (pairs,): half the rotation a position, 2^-64 of a turn each
+    half_turns: torch.Tensor  # int64 (pairs,): half the rotation a position, in 2^-64 circles
     rope_scale: float
     n_kv: int
     d: int
@@ -65,9 +65,9 @@ def make_basis(
 
 @triton.jit
 def _cos_sin(turns):
-    """cos and sin of an angle in units of 2^-64 of a turn, int64; errors below 1e-6.
+    """Returns cos and sin of an angle int64 in units of 2^-64 circles; errors below 1e-6.
 
-    The library's functions handle any angle, and keep a stack for it.
+    The library's functions allow any angle and need a stack for that.
     """
     quarters = (turns >> 32).to(tl.float32) * (4.0 / 4294967296.0)  # -2 to 2
     nearest = tl.floor(quarters + 0.5)
@@ -84,9 +84,9 @@ def _cos_sin(turns):
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, half_turns: torch.Tensor, scale: float, sign: int = 1
 ) -> torch.Tensor:
-    """x f32 (..., n, d) half-split, turned to ``positions`` int64 (n,), or back with sign = -1."""
+    """Rotates x f32 (..., n, d), half-split, to ``positions`` int64 (n,), or back if sign is -1."""
     half = len(half_turns)
-    fraction = (2 * positions[:, None] * half_turns).double() * 2.0**-64  # wraps at whole turns
+    fraction = (2 * positions[:, None] * half_turns).double() * 2.0**-64  # wraps at full circles
     angles = sign * 2 * math.pi * fraction
     cos, sin = ((scale * f(angles)).float() for f in (torch.cos, torch.sin))
     a, b = x[..., :half], x[..., half : 2 * half]
@@ -110,7 +110,7 @@ def reconstruct_rows(
 
 
 def head_bytes(d_v: int, bits: int) -> int:
-    """Bytes of one token's values in one kv head."""
+    """Returns the bytes of one token's values in one kv head."""
     if bits == 16:
         return 2 * (-(-d_v // 16) * 16)
     return -(-d_v // GROUP) * (4 + 4 * bits)
@@ -154,9 +154,9 @@ class Exact(NamedTuple):
     """The exact rows: the first ``first`` positions, and a ring of the last ones.
 
     Position p >= first lies in slot first + p % ring. k f16 (B, G, first + ring, d), v likewise;
-    listed, counts: which slots take part in a step, int32 (B, G, first + window), (B, G). n_latent
-    int32 (B,): positions from ``first`` on that are attended to as latents. k_latent int32 (B,):
-    how many of them are chosen. floor int32 (B,): position of the oldest row in the ring.
+    listed, counts: the slots that take part in a step, int32 (B, G, first + window), (B, G).
+    n_latent int32 (B,): positions from ``first`` on that are attended to as latents. k_latent int32
+    (B,): the number of latents that are chosen. floor int32 (B,): the ring's oldest position.
     """
 
     k: torch.Tensor
@@ -172,7 +172,7 @@ def empty_exact(
     n_batch: int, n_kv: int, sizes: Sequence[int], first: int, window: int, ring: int,
     device: torch.device,
 ) -> Exact:  # fmt: skip
-    """sizes: d and d_v."""
+    """Returns room for exact rows; sizes: d and d_v."""
     rows = (
         torch.zeros(n_batch, n_kv, first + ring, size, dtype=torch.float16, device=device)
         for size in sizes
@@ -193,7 +193,7 @@ def _append_latent_kernel(
     b, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     pos = tl.load(pos_ptr + b)
     n, row, unit = pos + 1, b * capacity + pos, b * n_kv + g
-    # The row as it is.
+    # The exact row.
     slot = tl.where(pos < first, pos, first + pos % ring)
     at = unit * (first + ring) + slot
     c = tl.arange(0, BLOCK_D)
@@ -201,7 +201,7 @@ def _append_latent_kernel(
     v = tl.load(v_new_ptr + unit * D_V + c, mask=c < D_V)
     tl.store(k_ptr + at * D + c, k.to(tl.float16), mask=c < D)
     tl.store(v_ptr + at * D_V + c, v.to(tl.float16), mask=c < D_V)
-    # Which rows a step attends to as they are.
+    # The list of the exact rows to which a step attends.
     start = tl.maximum(tl.maximum(n - window, tl.load(floor_ptr + b)), first)
     n_first = tl.minimum(first, n)
     j = tl.arange(0, BLOCK_L)
@@ -258,12 +258,12 @@ def append_latent(
     window: int,
     n_back: int = 0,
 ) -> None:
-    """Adds a row a sequence in every form, at position pos int32 (B,), and lists the exact rows.
+    """Adds a row to each sequence at position pos int32 (B,), exact and latent; lists exact rows.
 
     latent f32 (B, r), times ``factor``; k_new f32 (B, G, d), v_new f32 (B, G, d_v); budget int32
     (B,). latents f16 (B, capacity, r) and values uint8 (B, capacity, G, head bytes), both by
-    position. Exact rows are the first ``first`` and the last ``window`` that the ring has. A step
-    chooses budget + n_back of the latents between.
+    position. Exact rows are the first ``first`` and the last ``window`` rows that the ring holds. A
+    step chooses budget + n_back of the latents between.
     """
     n_batch, n_kv, d = k_new.shape
     d_v, device, capacity, r = v_new.shape[2], k_new.device, latents.shape[1], latents.shape[2]

@@ -1,10 +1,10 @@
-"""SALS's scores on the GPU: how much attention each latent would get, computed in latent space.
+"""SALS' scores on the GPU: the attention that each latent would get, estimated in latent space.
 
-``score_latents`` turns the queries to the centre of each block of 128 tokens. It projects them to
-latent space, one matrix product a head. Then the block's own queries of all heads score the block's
-latents at once. The heads' softmax weights are added up. ``score_summed`` is the paper's score. The
-queries of blocks pass through memory, a fraction of the latents' bytes. Blocks then share a product
-that reads D once. Fused with the scoring, D would be read again for every few blocks.
+``score_latents`` rotates the queries to the centre of each block of 128 tokens. It projects them to
+latent space, one matrix product a head. Then a block's queries of all heads score the block's
+latents at once. The softmax weights of the heads are added. ``score_summed`` is the paper's score.
+The queries of blocks are written to memory; they are small compared to the latents. So all blocks
+share a product that reads D once. A fused kernel would read D again for every few blocks.
 """
 
 import torch
@@ -14,10 +14,10 @@ import triton.language as tl
 from sparsekv_cli.kernels.checks import check
 from sparsekv_cli.kernels.sals.latent import ROPE_BLOCK, DeviceBasis, _cos_sin
 
-TILE = 32  # latents that are scored at a time; as many or more share a query
+TILE = 32  # latents that are scored at a time; a divisor of ROPE_BLOCK
 TILES_A_PROGRAM = 4
 QUERY_TILE = 64  # blocks whose queries one program projects
-PROGRAMS = 264  # wanted of the projections: two on each of 132 multiprocessors
+PROGRAMS = 264  # target of the projections: two on each of 132 multiprocessors
 IMPORTANCE_TILE = 512  # tokens whose weights one program adds up
 
 
@@ -157,12 +157,12 @@ def score_latents(
     first: int,
     exact_lse: torch.Tensor,
 ) -> torch.Tensor:
-    """Sum over the heads of their softmax weights of the latents, f32 (B, 1, n_max).
+    """Returns the sum over the heads of their softmax weights of the latents, f32 (B, 1, n_max).
 
-    q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the turned dims, which
-    leave out the pairs that turn much within a block. latents f16 (B, capacity, r) by position. The
-    positions first .. first + n[b] count, n int32 (B,) <= n_max, with their first ``score_rank``
-    columns. exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores.
+    q f32 (B, H, d), rotated to its position. damp f32 (pairs,): factors of the rotated pairs; 0 for
+    pairs that rotate much within a block. latents f16 (B, capacity, r), by position. The positions
+    first .. first + n[b] are scored, n int32 (B,) <= n_max, by their first ``score_rank`` columns.
+    exact_lse f32 (B, H): log of the sum of exponentials of the other rows' scores.
     """
     n_batch, n_head, d = q.shape
     capacity, r = latents.shape[1:]
@@ -176,7 +176,7 @@ def score_latents(
     shape = n_batch, n_tile * QUERY_TILE, n_head, score_rank
     queries = torch.empty(shape, dtype=torch.float16, device=device)
     columns = max(16, min(64, triton.next_power_of_2(score_rank)))
-    # A head's angles are found once for all columns, unless there were too few programs then.
+    # A head's angles are computed once for all columns, unless that gives too few programs.
     n_span = max(1, min(triton.cdiv(score_rank, columns), PROGRAMS // (n_tile * n_batch * n_head)))
     span = triton.cdiv(triton.cdiv(score_rank, columns), n_span) * columns
     _block_queries_kernel[(n_tile, triton.cdiv(score_rank, span), n_batch * n_head)](
@@ -231,7 +231,7 @@ def score_summed(
 ) -> torch.Tensor:
     """Returns the paper's scores f32 (B, 1, n_max).
 
-    query f32 (B, r*): all heads' queries added up. latents f16 (B, capacity, r): the positions
+    query f32 (B, r*): the sum of all heads' queries. latents f16 (B, capacity, r): the positions
     first .. first + n[b] are scored by their first r* columns.
     """
     n_batch, score_rank = query.shape

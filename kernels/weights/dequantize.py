@@ -52,7 +52,7 @@ def _dequantize_kernel(
 def dequantize(
     w: PackedMatrix, dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """W (rows, columns) as ``dtype``, f32, f16 or bf16, each weight rounded once, for prefill."""
+    """Returns W (rows, columns) as ``dtype``: f32, f16 or bf16. Each weight is rounded once."""
     if out is None:
         out = torch.empty(w.n_rows, w.n_columns, dtype=dtype, device=w.low.device)
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):

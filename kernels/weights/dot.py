@@ -1,8 +1,8 @@
 """Products of quantised matrices with a few vectors, on the GPU.
 
-A decode step reads every weight once, so instructions a weight decide its speed. At 4.5 bits a
-weight and full memory speed, an H200 has 3.4 instructions for each weight, an H100 4.8. Layout:
-weights/packed.py; kernels: weights/matvec.py and weights/matmul.py.
+A decode step reads every weight once, so its speed depends on the instructions a weight. At 4.5
+bits a weight and full memory speed, an H200 has 3.4 instructions for each weight, an H100 4.8. The
+layout is in weights/packed.py, the kernels are in weights/matvec.py and weights/matmul.py.
 """
 
 import torch
@@ -12,17 +12,17 @@ from sparsekv_cli.kernels.weights import matmul, matvec
 from sparsekv_cli.kernels.weights.packed import PackedMatrix
 
 MAX_BATCH = matmul.BATCH
-MAX_FUSED = 2  # vectors above which the tensor cores take less time, on an H200
-MAX_INPUTS = 16384  # of these vectors together, above which they do: a program has to round them
+MAX_FUSED = 2  # most vectors for matvec; for more, tensor cores take less time on an H200
+MAX_INPUTS = 16384  # most numbers of these vectors, because each program rounds all of them
 
 
 def multiply(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """y f32 (B, rows) = x W^T for x (B, columns) f32, f16 or bf16, B from 1 to 16, summed in f32.
+    """Returns x W^T, f32 (B, rows), for x (B, columns) f32, f16 or bf16, B from 1 to 16.
 
-    Up to MAX_FUSED vectors have at most MAX_INPUTS numbers. Inputs are rounded to 16 bits relative
-    to the largest of 32 (of 16 with Q8_0). Plain floats take them as they are. More: weights and
-    inputs are rounded to 11 bits. Where an input is no finite number, no output of its vector is.
-    out: f32 (B, rows), rows any stride apart.
+    Up to MAX_FUSED vectors and MAX_INPUTS numbers, inputs are rounded to 16 bits relative to the
+    largest of 32 (of 16 with Q8_0). For plain floats they are not rounded. For more vectors,
+    weights and inputs are rounded to 11 bits. Sums are f32. If an input is not finite, all outputs
+    of its vector are NaN. out: f32 (B, rows), any strides of rows.
     """
     n_batch, device = x.shape[0], w.low.device
     if not 1 <= n_batch <= MAX_BATCH:

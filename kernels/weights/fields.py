@@ -1,8 +1,8 @@
-"""Fields of packed words as numbers, in few GPU instructions (layout: weights/packed.py).
+"""Turns fields of packed words into numbers with few GPU instructions (layout: weights/packed.py).
 
 A field of at most 10 bits becomes an f16 when it is written into the mantissa of 1024. Two fields
-of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits, a byte each, are
-multiplied with four bytes of the inputs at once.
+of a word, 16 bits apart, become two f16 at once. Four fields of at most 8 bits, one a byte, are
+multiplied by four bytes of the inputs at once.
 """
 
 import os
@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @triton.jit
 def halves(word):
-    """The low and the high f16 of words u32."""
+    """Returns the low and the high f16 of words u32."""
     low = word.to(tl.uint16).to(tl.float16, bitcast=True)
     high = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return low, high
@@ -27,7 +27,7 @@ def halves(word):
 
 @triton.jit
 def dot4_ref(a, b, c):
-    """c plus the sum of the products of four bytes: a unsigned, b signed; all int32."""
+    """Returns c plus the sum of the products of four bytes: a unsigned, b signed; all int32."""
     for i in tl.static_range(4):
         c += ((a >> (8 * i)) & 255) * ((b << (24 - 8 * i)) >> 24)
     return c
@@ -46,17 +46,18 @@ dot4 = dot4_ref if INTERPRETED else _dot4_ptx
 
 @triton.jit
 def byte_fields(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, HALVES: tl.constexpr):
-    """The fields of words as bytes: two int32 of four bytes; of fields of 8 bits only the first.
+    """Returns the fields of words as bytes: two int32 of four bytes.
 
-    They are fields 0, 2, 4, 6 and 1, 3, 5, 7. With HALVES = 2 the first four fields have another
-    scale than the last four. The fields are then 0, 2, 1, 3 and 4, 6, 5, 7.
+    They are fields 0, 2, 4, 6 and 1, 3, 5, 7. If fields have 8 bits, only the first int32 is valid.
+    With HALVES = 2 the first four fields have another scale than the last four. The fields are then
+    0, 2, 1, 3 and 4, 6, 5, 7.
     """
     even = low
     odd = low
     if LOW_BITS == 4:
         even = low & 0x0F0F0F0F
         odd = (low >> 4) & 0x0F0F0F0F
-    if HIGH_BITS == 1:  # field k at bit k: to bit 4 of its byte; sums of bits carry to none of them
+    if HIGH_BITS == 1:  # bit k to bit 4 of its byte; the products carry into none of these
         even |= ((high & 0x55) * 0x00410410) & 0x10101010
         odd |= (((high >> 1) & 0x55) * 0x00410410) & 0x10101010
     if HIGH_BITS == 2:  # field k at bit 2 k
@@ -71,7 +72,7 @@ def byte_fields(low, high, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, HALV
 
 @triton.jit
 def wide_bits(high, HIGH_BITS: tl.constexpr):
-    """The words of the plane of high bits as u32."""
+    """Returns the words of the plane of high bits as u32."""
     if HIGH_BITS == 2:
         high = high.to(tl.uint16, bitcast=True)
     return high.to(tl.uint32)
@@ -79,7 +80,7 @@ def wide_bits(high, HIGH_BITS: tl.constexpr):
 
 @triton.jit
 def _spread(high):
-    """Two bits each at 0, 4, 8 and 12 to bits 4 and 5 of the four bytes."""
+    """Moves the pairs of bits at 0, 4, 8 and 12 to bits 4 and 5 of the four bytes."""
     outer = ((high & 0x0303) * 0x1010) & 0x00300030
     inner = ((high & 0x3030) * 0x10100) & 0x30003000
     return outer | inner
@@ -89,16 +90,13 @@ def _spread(high):
 def field_pair(
     low, high, K: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr
 ):  # fmt: skip
-    """Two fields of each word minus ZERO, f16.
-
-    They are K and K + 4, or K and K + 2 for fields of 8 bits.
-    """
+    """Returns two fields of each word minus ZERO, f16: K and K + 4, or K and K + 2 if of 8 bits."""
     word = low
     if K > 0:
         word = low >> (LOW_BITS * K)
     word &= 0x000F000F if LOW_BITS == 4 else 0x00FF00FF
     if HIGH_BITS > 0:
-        # The bits of field K + 4 lie 4 HIGH_BITS above those of field K: 16 in the copy.
+        # The bits of field K + 4 are 4 HIGH_BITS above those of field K. In the copy they are 16.
         both = high | (high << (16 - 4 * HIGH_BITS))
         left: tl.constexpr = 4 - HIGH_BITS * K
         moved = both << left if left >= 0 else both >> -left
@@ -110,7 +108,7 @@ def field_pair(
 
 @triton.jit
 def load_scales(scale_ptr, super_ptr, row, group, n_group, mask, SUPER: tl.constexpr):
-    """The words of a group's scales, and of the 256 elements that it is in (absent: the same)."""
+    """Returns the words of a group's scales and of its super-block's (or the former twice)."""
     of_group = tl.load(scale_ptr + row * n_group + group, mask=mask, other=0)
     of_super = of_group
     if SUPER:
@@ -123,9 +121,9 @@ def load_scales(scale_ptr, super_ptr, row, group, n_group, mask, SUPER: tl.const
 def group_values(
     of_group, of_super, HALVES: tl.constexpr, MINIMUM: tl.constexpr, SUPER: tl.constexpr
 ):
-    """f32: the scale of a group, and its minimum (0 without).
+    """Returns f32: the scale of a group, and its minimum (0 if it has none).
 
-    With HALVES = 2: the scales of its first and of its second 16 elements.
+    With HALVES = 2 it returns the scales of the group's first and second 16 elements.
     """
     if HALVES == 2:
         scale = of_super.to(tl.float32)
@@ -147,7 +145,7 @@ def group_values(
 
 
 def planes_of(w: PackedMatrix) -> tuple[torch.Tensor, ...]:
-    """Returns the kernels' first four arguments; a plane that is absent is not read."""
+    """Returns the kernels' first four arguments. A kernel does not read a plane that is missing."""
     planes = (w.low, w.high, w.scale, w.super_scale)
     return tuple(w.low if plane is None else plane for plane in planes)
 

@@ -1,7 +1,7 @@
 """Products of matrices with several vectors, by the GPU's tensor cores.
 
-Weights and inputs are f16 (of plain floats TF32), sums f32. The inputs of a vector are scaled, so
-that none is beyond f16. They are put in the order in which the kernel unpacks weights.
+Weights and inputs are f16 (TF32 for plain floats), sums f32. The inputs of a vector are scaled to
+the range of f16. They are stored in the order in which the kernel unpacks weights.
 """
 
 import torch
@@ -18,12 +18,12 @@ from sparsekv_cli.kernels.weights.fields import (
 )
 from sparsekv_cli.kernels.weights.packed import FLOATS, PackedMatrix
 
-BATCH = 16  # vectors that a program multiplies, some of them idle
-ROWS = 64  # of a program: they share its inputs
-UNITS = 8  # of a step of a program
+BATCH = 16  # vectors of a program; some may be unused
+ROWS = 64  # rows of a program: they share its inputs
+UNITS = 8  # units of a step of a program
 WARPS, STAGES = 4, 3  # of a program, and of its pipeline of loads
-PROGRAMS = 512  # wanted at least, a few for each multiprocessor
-PEAK = 2048.0  # of a vector's inputs as f16
+PROGRAMS = 512  # fewest programs, if possible: a few for each multiprocessor
+PEAK = 2048.0  # largest input of a vector as f16
 
 
 @triton.jit
@@ -31,9 +31,9 @@ def _to_f16_kernel(
     x_ptr, out_ptr, scale_ptr, n_columns, stride_xb,
     BLOCK: tl.constexpr, FIELDS: tl.constexpr, UNITS: tl.constexpr, PEAK: tl.constexpr,
 ):  # fmt: skip
-    """A vector as f16 times 1 / scale, in steps of UNITS units: by field, unit and word.
+    """Writes a vector times 1 / scale as f16, in steps of UNITS units: by field, unit and word.
 
-    Elements after the last column in the last step are 0.
+    Elements after the last column are 0.
     """
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _to_f16_kernel(
     column = unit * (4 * FIELDS) + within // (4 * UNITS) * 4 + within % 4
     x = tl.load(x_ptr + b * stride_xb + column, mask=column < n_columns, other=0).to(tl.float32)
     peak = tl.max(tl.abs(x), 0)
-    damage = tl.sum(x * 0.0, 0)  # no number, if one of x is none or infinite
+    damage = tl.sum(x * 0.0, 0)  # NaN if one of x is NaN or infinite
     inverse = PEAK / tl.maximum(peak, 1e-30)
     n_out = tl.cdiv(n_columns, SIZE) * SIZE
     tl.store(out_ptr + b * n_out + at, (x * inverse).to(tl.float16), mask=at < n_out)
@@ -104,14 +104,14 @@ def _matmul_kernel(
 
 @triton.jit
 def _a_word(values, ROWS: tl.constexpr, UNITS: tl.constexpr):
-    """(ROWS, UNITS) for each of the four words of a unit: (ROWS, 4 UNITS)."""
+    """Repeats values (ROWS, UNITS) for the four words of a unit: (ROWS, 4 UNITS)."""
     wide = tl.broadcast_to(values[:, :, None], (ROWS, UNITS, 4))
     return tl.reshape(wide, (ROWS, 4 * UNITS))
 
 
 @triton.jit
 def _rounded(x):
-    """f32 rounded to the 10 bits of mantissa that tensor cores keep; they would cut them off."""
+    """Rounds f32 to the 10 bits of mantissa that tensor cores keep. They would truncate."""
     bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
     return bits.to(tl.float32, bitcast=True)
 
@@ -148,14 +148,14 @@ def _add_parts_kernel(parts_ptr, out_ptr, n, n_row, n_part, stride_ob, BLOCK: tl
 
 
 def _parts(n_rows: int, n_step: int) -> tuple[int, int]:
-    """Steps of the inner loop in a program, and programs a row."""
+    """Returns the steps of the inner loop of a program, and the programs of a row."""
     wanted = max(1, PROGRAMS // -(-n_rows // ROWS))
     steps = -(-n_step // min(wanted, n_step))
     return steps, -(-n_step // steps)
 
 
 def matmul(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    """See weights/dot.py; for up to BATCH vectors."""
+    """``multiply`` of weights/dot.py for up to BATCH vectors."""
     n_batch = x.shape[0]
     columns = 64 if w.name in FLOATS else UNITS * 128 // constants_of(w)["LOW_BITS"]
     n_step = -(-w.n_columns // columns)

@@ -1,7 +1,7 @@
 """Products of matrices with one or two vectors, on the GPU.
 
-The vectors' units are rounded to 16 bits a number and multiplied as bytes, four at once. A program
-keeps its inputs in registers, goes through many rows, and loads the next ones ahead.
+The numbers of a unit are rounded to 16 bits and multiplied as bytes, four at once. A program keeps
+its inputs in registers, multiplies many rows by them, and loads the next rows ahead.
 """
 
 import torch
@@ -20,7 +20,7 @@ from sparsekv_cli.kernels.weights.fields import (
 from sparsekv_cli.kernels.weights.packed import FLOATS, PackedMatrix
 
 PROGRAMS = 792  # six on each of 132 multiprocessors
-LARGEST = 32512  # of the inputs as integers of two bytes
+LARGEST = 32512  # largest input as an integer of two bytes
 
 
 @triton.jit
@@ -30,16 +30,16 @@ def _pack_inputs(
 ):  # fmt: skip
     """Rounds the inputs of units to two bytes, in the order of ``byte_fields``.
 
-    x_at: of field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of the
-    first and of the second word of bytes, and the unit's scale (BATCH, 1, UNITS). It also returns
-    sums of the integers of the first and of the second word's fields, (BATCH, 1, UNITS).
+    x_at: pointers to field 0 of each word, (BATCH, 1, 4 UNITS). Returns high bytes and low bytes of
+    the first and of the second word of bytes, and the unit's scale (BATCH, 1, UNITS). It also
+    returns the sums of the first and of the second word's integers, (BATCH, 1, UNITS).
     """
     peak = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
     damage = tl.zeros((BATCH, 1, 4 * UNITS), tl.float32)
     for i in tl.static_range(FIELDS):
         x = tl.load(x_at + 4 * i, mask=mask, other=0).to(tl.float32)
         peak = tl.maximum(peak, tl.abs(x))
-        damage += x * 0.0  # no number, if x is none or infinite
+        damage += x * 0.0  # NaN if x is NaN or infinite
     peak = tl.max(tl.reshape(peak, (BATCH, 1, UNITS, 4)), 3)
     inverse = LARGEST / tl.maximum(peak, 1e-30)
     wide = tl.broadcast_to(inverse[:, :, :, None], (BATCH, 1, UNITS, 4))
@@ -85,7 +85,7 @@ def _matvec_kernel(
     LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, ZERO: tl.constexpr, HALVES: tl.constexpr,
     MINIMUM: tl.constexpr, SUPER: tl.constexpr,
 ):  # fmt: skip
-    """A program goes through its rows ``step`` by ``step`` and loads the next ones ahead."""
+    """A program takes rows that are ``step`` apart and loads the next rows ahead."""
     FIELDS: tl.constexpr = 32 // LOW_BITS  # of a word
     SPLIT: tl.constexpr = 32 // (4 * FIELDS)  # units a group of 32 elements
     batch = tl.arange(0, BATCH)[:, None, None]
@@ -165,13 +165,13 @@ def _matvec_float_kernel(
 
 
 def _warps_along(n: int, a_warp: int) -> int:
-    """Warps that share n items of a row, ``a_warp`` each at a time, with few of them idle."""
+    """Returns the warps that share n items of a row, ``a_warp`` each at a time, with few idle."""
     padded = {warps: -(-n // (warps * a_warp)) * warps * a_warp for warps in (4, 2, 1)}
     return next(warps for warps in padded if 10 * padded[warps] <= 11 * min(padded.values()))
 
 
 def _rows_a_program(n_rows: int) -> int:
-    """Rows that share the inputs a thread has loaded, as long as there are programs enough."""
+    """Returns the rows that share a thread's inputs, if that leaves enough programs."""
     most = 4
     while most > 1 and n_rows < PROGRAMS * most:
         most //= 2
@@ -179,9 +179,9 @@ def _rows_a_program(n_rows: int) -> int:
 
 
 def _tiling(n_unit: int, n_fields: int, n_values: int) -> tuple[int, int]:
-    """Rows of a step of a program and its warps; a thread has two units of a row.
+    """Returns the rows of a step of a program and its warps; a thread has two units of a row.
 
-    n_values: of a unit and row, sums that a thread has at once. More rows would not fit registers.
+    n_values: sums of a unit and row that a thread holds at once. They limit the rows.
     """
     units = triton.next_power_of_2(n_unit)
     rows = 4 if units * n_fields <= 1024 and n_values < 4 else 2
@@ -189,7 +189,7 @@ def _tiling(n_unit: int, n_fields: int, n_values: int) -> tuple[int, int]:
 
 
 def matvec(w: PackedMatrix, x: torch.Tensor, out: torch.Tensor) -> None:
-    """See weights/dot.py; for one or two vectors."""
+    """``multiply`` of weights/dot.py for one or two vectors."""
     n_batch = x.shape[0]
     batch = triton.next_power_of_2(n_batch)
     if w.name in FLOATS:

@@ -1,13 +1,13 @@
-"""Quantised weights as the GPU reads them: planes of integers, of scales and of minima.
+"""Layout of quantised weights on the GPU: planes of integers, of scales and of minima.
 
-Blocks of 18, 20, 34, 144 or 210 bytes leave no 16-byte load aligned. A matrix is therefore
-rearranged once when it is loaded, and every bit is kept. A row is cut into units of four 32-bit
-words, which one thread loads at a time. Field k of word t is element 4 k + t of the unit. A unit
-has 32 elements of 4 bits, or 16 elements of 8 bits. Bits above the fourth have a plane of their
-own, with the fields of a word side by side. A weight is (q - zero) * scale + minimum. In the K
-formats scale and minimum are small integers times a float that 256 elements share. The fields of a
-group of 32 elements lie in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger;
-other formats keep their size.
+With blocks of 18, 20, 34, 144 or 210 bytes no 16-byte load is aligned. So a matrix is rearranged
+once when it is loaded. Every bit is kept. A row is cut into units of four 32-bit words, which one
+thread loads at a time. Field k of word t is element 4 k + t of the unit. A unit has 32 elements of
+4 bits, or 16 elements of 8 bits. Bits above the fourth have their own plane, with the fields of a
+word side by side. A weight is (q - zero) * scale + minimum. In the K formats scale and minimum are
+small integers times a float that 256 elements share. The scale and the minimum of a group of 32
+elements lie in one word. Unpacked 6-bit scales make Q4_K and Q5_K 2.8% and 2.3% larger. Other
+formats keep their size.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +19,23 @@ import torch
 
 from sparsekv_cli.kernels.checks import check
 
-ROWS_AT_ONCE = 1 << 24  # elements that are rearranged at a time: bounds the memory it takes
+ROWS_AT_ONCE = 1 << 24  # elements that are rearranged at a time; this bounds the memory
 SUPER = 256  # elements of a block of the K formats
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """W (rows, columns) on a device. Planes that a format lacks are None; n_unit a row.
+    """W (rows, columns) on a device, n_unit units a row. Planes that a format lacks are None.
 
-    low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high: uint8 (rows, 4 n_unit) of
-    one bit a field, int16 of two bits. scale (rows, columns / 32): f16. With a minimum it is int32,
-    the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum. Q6_K has
-    the signed scales of the first and of the second 16 elements. super_scale (rows, columns / 256),
-    what these are multiplied by: int32, two f16 for scale and minus the minimum, or f16 (Q6_K).
+    low: int32 (rows, 4 n_unit), or plain floats (rows, columns). high (rows, 4 n_unit): uint8 for
+    one bit a field, int16 for two bits. scale (rows, columns / 32): f16. With a minimum it is
+    int32, the scale in the low f16. In the K formats it is int16, two bytes: scale and minimum.
+    Q6_K has the signed scales of the first and of the second 16 elements. super_scale (rows,
+    columns / 256), the factor of these: int32, two f16 for scale and minus the minimum, or f16
+    (Q6_K).
     """
 
-    name: str  # of the format, as GGUF calls it
+    name: str  # GGUF's name of the format
     n_rows: int
     n_columns: int
     low: torch.Tensor
@@ -55,10 +56,10 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a block format is packed: bits of the planes, zero point, and what a block decodes to.
+    """How a block format is packed: bits of the planes, zero point, decoder of a block.
 
     decode: uint8 (n, block bytes) -> integers uint8 (n, elements), then the planes of scales.
-    halves: 2 where the first and the second 16 elements of 32 have a scale each.
+    halves: 2 if the first and the second 16 elements of 32 have separate scales, else 1.
     """
 
     n_elements: int
@@ -92,7 +93,7 @@ def _q4_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _pairs(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Two numbers each in one integer of twice the size, the first in its low half."""
+    """Joins two numbers to one integer of twice the size, the first in the low half."""
     wide = {1: torch.int16, 2: torch.int32}[first.itemsize]
     return torch.stack([first, second], dim=-1).view(wide).squeeze(-1)
 
@@ -116,7 +117,7 @@ def _q8_0(b: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _k_scales(b: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Scales and minima of Q4_K and Q5_K: eight 6-bit pairs in the 12 bytes at 4."""
+    """Decodes scales and minima of Q4_K and Q5_K: eight 6-bit pairs in the 12 bytes at 4."""
     first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scale = torch.cat([first & 63, (third & 15) | first >> 6 << 4], dim=1)
     minimum = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=1)
@@ -161,7 +162,7 @@ PACKABLE = (*PACKINGS, *FLOATS)
 
 
 def _pack_low(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 (rows, columns) -> int32 (rows, columns bits / 32) in units, the lowest ``bits``."""
+    """Packs the lowest ``bits`` of q uint8 (rows, columns) in units: int32 (.., columns b / 32)."""
     unit = q.unflatten(1, (-1, 32 // bits, 4)).transpose(2, 3)  # (rows, units, word, field)
     if bits == 4:
         unit = (unit[..., 0::2] & 15) | unit[..., 1::2] << 4
@@ -169,7 +170,7 @@ def _pack_low(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _pack_high(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns the ``bits`` above the fourth: uint8 or int16 (rows, columns / 8)."""
+    """Packs the ``bits`` above the fourth: returns uint8 or int16 (rows, columns / 8)."""
     unit = q.unflatten(1, (-1, 8, 4)).transpose(2, 3) >> 4  # (rows, units, word, field)
     per_byte = 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=q.device)
@@ -178,7 +179,7 @@ def _pack_high(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _planes(data: torch.Tensor, packing: Packing) -> dict[str, torch.Tensor]:
-    """Planes of a few rows, uint8 (rows, row bytes)."""
+    """Returns the planes of a few rows, uint8 (rows, row bytes)."""
     n_rows = len(data)
     decoded = packing.decode(data.reshape(-1, packing.n_bytes))
     q = decoded.pop("q").reshape(n_rows, -1)
@@ -190,11 +191,11 @@ def _planes(data: torch.Tensor, packing: Packing) -> dict[str, torch.Tensor]:
 
 
 def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
-    """Rows in format ``name`` as they lie in the file, uint8 (rows, row bytes), as planes.
+    """Repacks rows in format ``name`` and in file layout, uint8 (rows, row bytes), to planes.
 
-    Runs where ``data`` lies. Costs reading and writing the matrix about eight times, once; besides
-    the result some 100 MB of scratch. Raises ValueError for a format not in PACKABLE, or bytes that
-    do not make n_columns.
+    It runs on the device of ``data``. It reads and writes the matrix about eight times, and needs
+    some 100 MB of scratch. Raises ValueError for a format not in PACKABLE, or if the row bytes do
+    not fit n_columns.
     """
     if name not in PACKABLE:
         raise ValueError(f"format {name}: expected one of {', '.join(PACKABLE)}")
@@ -215,9 +216,9 @@ def repack(name: str, data: torch.Tensor, n_columns: int) -> PackedMatrix:
 
 
 def merge_alike(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
-    """Joins neighbours of one format into one matrix with the rows of both.
+    """Joins neighbours of one format into one matrix with all their rows.
 
-    Matrices that share an input are one launch then, and fill the GPU better.
+    Matrices that share an input then need one launch, which fills the GPU better.
     """
     merged: list[PackedMatrix] = []
     for _, group in groupby(matrices, lambda matrix: (matrix.name, matrix.n_columns)):
@@ -235,7 +236,7 @@ def merge_alike(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
 
 
 def dequantize_ref(matrix: PackedMatrix) -> torch.Tensor:
-    """f32 (rows, columns), to the bit what ``gguf.quants.dequantize`` gives."""
+    """Reference: returns f32 (rows, columns), bit for bit as ``gguf.quants.dequantize``."""
     if matrix.name in FLOATS:
         return matrix.low.float()
     packing = PACKINGS[matrix.name]
@@ -262,7 +263,7 @@ def dequantize_ref(matrix: PackedMatrix) -> torch.Tensor:
 def _group_values_ref(
     scale: torch.Tensor, of_super: torch.Tensor | None, packing: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """f32 (rows, groups): scale and minimum, or the scales of the first and the second half."""
+    """Returns f32 (rows, groups): scale and minimum, or the scales of both halves of a group."""
 
     def unpaired(x: torch.Tensor, kind: torch.dtype) -> list[torch.Tensor]:
         return [half.float() for half in x.contiguous().view(kind).unflatten(1, (-1, 2)).unbind(2)]

@@ -1,8 +1,9 @@
-"""Supported architectures, one small file each; add a file and its name to ARCHITECTURES.
+"""Supported architectures, one small file each.
 
-A file defines ``ARCHITECTURE``, an ``Architecture``. All architectures share the decoder
-(decoder.py). It has pre-norm layers with RMS norm and grouped-query attention with rotary
-positions. Its feed-forward is gated, or a mixture of gated experts. The differences are data.
+To add one, add a file and its name in ARCHITECTURES. A file defines ``ARCHITECTURE``, an
+``Architecture``. All architectures share the decoder (decoder.py). It has pre-norm layers with RMS
+norm and grouped-query attention with rotary positions. Its feed-forward is gated, or a mixture of
+gated experts. The differences are data.
 """
 
 from dataclasses import dataclass
@@ -28,14 +29,14 @@ class Mixture:
     # The size of an expert is ``expert_feed_forward_length``; False: ``feed_forward_length``. If
     # the key is missing, it is feed_forward_length / n_expert_used.
     own_length: bool = True
-    # An expert that all tokens take. ``none``: there is none. ``optional``: it is there if the file
-    # states its length. ``gated``: it is always there, and the sigmoid of a product with the token
-    # weighs it. ``dense``: it is the feed-forward of a layer without experts, next to the experts.
-    # The inputs of router and experts, and the outputs of both, then have norms of their own.
+    # An expert that all tokens use. ``none``: there is none. ``optional``: there is one if the
+    # file states its length. ``gated``: there is always one; its weight is the sigmoid of a product
+    # with the token. ``dense``: it is a feed-forward as in a layer without experts. Then the inputs
+    # of router and experts, and the outputs of experts and feed-forward, have their own norms.
     shared: str = "none"
     biases: bool = False  # whether router, gates, ups and downs have biases
     # How the router's products become weights. ``softmax``: over all experts. ``sigmoid``: of each
-    # product. A bias of each expert then has a part in the choice, but not in the weights.
+    # product; a bias of each expert is added for the choice, but not for the weights.
     gating: str = "softmax"
     # whether the first ``leading_dense_block_count`` layers have no experts
     dense_lead: bool = False
@@ -45,11 +46,12 @@ class Mixture:
 class Windows:
     """Layers that attend to a window of the last tokens."""
 
-    size: int  # ``attention.sliding_window`` if the file states none; 0: then no layer has a window
-    # of so many layers the last one attends to all tokens, unless the file says otherwise
+    # Used if the file has no ``attention.sliding_window``. 0: then no layer has a window.
+    size: int
+    # The last of every ``step`` layers attends to all tokens, unless the file says otherwise.
     step: int
-    # The base of the windows' RoPE, which is not scaled, if the file has no rope.freq_base_swa. 0:
-    # their RoPE is that of the other layers, but with the base that the file states.
+    # The base of the windows' RoPE if the file has no rope.freq_base_swa; that RoPE is not scaled.
+    # 0: it is the RoPE of the other layers, but with the base that the file states.
     freq_base: float = 0.0
 
 
@@ -61,37 +63,36 @@ class Architecture:
     # The file pairs the elements 2i and 2i + 1 of a head (llama.cpp's NORM); False: i and i +
     # n_rot/2 (NEOX).
     rope_interleaved: bool
-    # attn_q_norm and attn_k_norm must be there: an RMS norm of each head before the rotation
+    # The file must have attn_q_norm and attn_k_norm: an RMS norm of each head before the rotation.
     qk_norm: bool = False
-    # attn_{q,k,v}.bias must be there; False: they are used if they are there
+    # The file must have attn_{q,k,v}.bias; False: it may have them.
     qkv_bias: bool = False
-    o_bias: bool = False  # attn_output.bias must be there; False: it must not be there
-    # attn_sinks must be there: for each head a score without a value in the softmax
+    o_bias: bool = False  # the file must have attn_output.bias; False: it must not have it
+    # The file must have attn_sinks: for each head a score without a value in the softmax.
     sinks: bool = False
-    ffn_norm: str = "ffn_norm"  # the name of the tensor of the norm ahead of the feed-forward
-    fused_gate_up: bool = False  # ffn_up holds the rows of the gate, then those of up
-    no_rope_step: int = 0  # of so many layers the last one is not rotated; 0: all are rotated
+    ffn_norm: str = "ffn_norm"  # the name of the norm's tensor before the feed-forward
+    fused_gate_up: bool = False  # ffn_up has the rows of the gate, then those of up
+    no_rope_step: int = 0  # the last of every so many layers is not rotated; 0: all are rotated
     scalars: tuple[str, ...] = ()  # further keys to read, of SCALARS in models/hparams.py
-    # of attention's scores and of the logits, if the file states none
+    # softcaps of attention's scores and of the logits, if the file states none
     softcaps: tuple[float, float] = (0.0, 0.0)
     mixture: Mixture | None = None  # None: no experts
     windows: Windows | None = None  # None: no window layers
-    # The outputs of attention and of the feed-forward have norms of their own before they are
-    # added.
+    # The outputs of attention and of the feed-forward have their own norms before they are added.
     post_norms: bool = False
     activation: str = "silu"  # of the gate, one of ACTIVATIONS in cpu/layer/activation.py
-    embeds_by_width: bool = False  # embeddings are multiplied by the root of their length
-    # In a model with so many layers the softmax scale follows n_embd / n_head, not the heads' size.
-    # 0: there is no such model.
+    embeds_by_width: bool = False  # embeddings are multiplied by the square root of their length
+    # In a model with so many layers the softmax scale depends on n_embd / n_head, not on the heads'
+    # size. 0: there is no such model.
     wide_scale_layers: int = 0
-    # Layers without attention have ``short_convolution`` or ``delta_net`` in its place; empty: all
-    # layers have attention.
+    # Layers without attention have ``short_convolution`` or ``delta_net``; empty: all layers
+    # have attention.
     recurrence: str = ""
     # attn_q holds each head's query rows, then its gate rows. The gate's sigmoid multiplies the
     # head's attention.
     output_gate: bool = False
-    output_norm: str = "output_norm"  # the name of the tensor of the norm after the last layer
-    attention_scale: float = 0.0  # the softmax scale; 0: it follows the heads' size
+    output_norm: str = "output_norm"  # the name of the norm's tensor after the last layer
+    attention_scale: float = 0.0  # the softmax scale; 0: it depends on the heads' size
     # Values have an RMS norm without a weight. A layer without attn_v takes its keys, before their
     # norm, as values.
     value_norm: bool = False
@@ -101,7 +102,7 @@ class Architecture:
 
     @property
     def host_only(self) -> str:
-        """The parts of its blocks that run on the CPU only, in words. Empty if there are none."""
+        """Names the parts of its blocks that run on the CPU only. Empty if there are none."""
         parts = {
             "norms behind its blocks": self.post_norms,
             "sinks": self.sinks,

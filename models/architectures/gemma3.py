@@ -1,6 +1,6 @@
 """Gemma 3: windows in five of six layers, norms around both blocks, q and k with a norm, GELU.
 
-Windows have a RoPE of their own; the scaling of long contexts is that of the full layers.
+Windows have their own RoPE. Only full layers have the RoPE scaling for long contexts.
 """
 
 from sparsekv_cli.models.architectures import Architecture, Windows

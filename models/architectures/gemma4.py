@@ -1,7 +1,7 @@
-"""Gemma 4: Gemma 3's decoder with larger heads in the full layers, whose RoPE turns few dims.
+"""Gemma 4: Gemma 3's decoder with larger heads in the full layers, whose RoPE rotates few dims.
 
-Values have a norm, the softmax no scale. Small models have an input for each layer and layers that
-read the rows of another. A large one has experts next to the feed-forward of its layers.
+Values have a norm, and the softmax has no scale. Small models have an input for each layer, and
+layers that read the rows of another layer. One large model has experts next to the feed-forward.
 """
 
 from sparsekv_cli.models.architectures import Architecture, Mixture, Windows

@@ -1,6 +1,6 @@
 """gpt-oss: experts with biases and a clamped SwiGLU, sinks in the softmax, windows of 128 tokens.
 
-The softmax of the router is over the chosen experts, which is one over all, normalised.
+The softmax of the router is over the chosen experts. A normalised softmax over all is the same.
 """
 
 from sparsekv_cli.models.architectures import Architecture, Mixture, Windows

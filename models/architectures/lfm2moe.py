@@ -1,4 +1,4 @@
-"""LFM2 with experts: a sigmoid routes, and a bias has a part in the choice."""
+"""LFM2 with experts: the router takes sigmoids, and a bias is added for the choice."""
 
 from dataclasses import replace
 

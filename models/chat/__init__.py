@@ -1,1 +1,1 @@
-"""Chat templates, rendered within bounds."""
+"""Chat templates, rendered with limits on work and memory."""

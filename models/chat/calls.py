@@ -1,7 +1,7 @@
-"""The parts of an answer, and the calls of functions in the texts that models write for them.
+"""The parts of an answer, and readers of the function calls that models write.
 
-A call is written as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or in
-tags (tags.py). A text that is none of a form has no calls in it.
+A model writes a call as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or
+in tags (tags.py). A reader finds no calls in a text of another form.
 """
 
 import ast
@@ -19,7 +19,7 @@ class Text(NamedTuple):
 
 
 class Thought(NamedTuple):
-    """A part of what was thought ahead of it."""
+    """A part of the thinking before the answer."""
 
     text: str
 
@@ -38,19 +38,19 @@ class ReadCalls(NamedTuple):
     """The calls that were read in a text."""
 
     calls: list[Part]  # empty: the text is no call
-    # 0: the text is whole; 1: its last tags are missing; MAYBE: it ends within a value
+    # 0: the text is complete; 1: its last tags are missing; MAYBE: it ends within a value
     doubt: int = 0
 
 
 MAYBE = 2
 MAX_DEPTH = 100  # of arguments: objects and lists within each other
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot say
+SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 ANY_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.S)
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
-    """Returns a number; the text of one that is out of the range of ``kind``."""
+    """Returns a number, or its text if it is out of the range of ``kind``."""
     try:
         value = kind(text)
     except ValueError:  # more digits than Python reads
@@ -64,9 +64,9 @@ DECODER = json.JSONDecoder(
 
 
 def read_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError for another one.
+    """Returns the value of a JSON text. Raises ValueError for any other text.
 
-    Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) are texts.
+    Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) become texts.
     """
     try:
         return DECODER.decode(text)
@@ -75,7 +75,7 @@ def read_json(text: str) -> Any:
 
 
 def call_of(name: str, arguments: Any) -> ToolCall | None:
-    """Returns a call; None: the arguments are no JSON object, or are nested too deeply.
+    """Returns a call, or None if the arguments are no JSON object or nested too deeply.
 
     arguments: an object, or its JSON text.
     """
@@ -109,7 +109,7 @@ def in_string(text: str) -> bool:
 
 
 def json_calls(text: str) -> list[Part]:
-    """Returns the calls in JSON texts that follow one another; none if anything else is there."""
+    """Returns the calls in a series of JSON texts; none if the text has anything else."""
     calls: list[Part] = []
     rest = text.strip()
     while rest:
@@ -127,7 +127,7 @@ def json_calls(text: str) -> list[Part]:
 
 
 def _described(value: Any) -> Part | None:
-    """Returns a call that an object describes; None if it describes none."""
+    """Returns the call that an object describes; None if it describes none."""
     if not isinstance(value, dict):
         return None
     value = value.get("function", value) if isinstance(value.get("function"), dict) else value
@@ -141,7 +141,7 @@ NAMED = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.S)
 
 
 def gemma_calls(text: str) -> ReadCalls:
-    """``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between ``<|"|>``."""
+    """Reads ``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between ``<|"|>``."""
     parts = text.split(QUOTE)
     if len(parts) % 2 == 0:
         return ReadCalls([], MAYBE)
@@ -159,7 +159,7 @@ def gemma_calls(text: str) -> ReadCalls:
 
 
 def python_calls(text: str) -> ReadCalls:
-    """``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
+    """Reads ``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -170,11 +170,11 @@ def python_calls(text: str) -> ReadCalls:
 
 
 def _python_call(call: ast.expr) -> ToolCall:
-    """Raises ValueError for what is no call with names and literals."""
+    """Returns a call. Raises ValueError unless it is a call with named literals."""
     if not isinstance(call, ast.Call) or call.args or any(w.arg is None for w in call.keywords):
         raise ValueError("no call with named arguments")
     arguments = {str(w.arg): ast.literal_eval(w.value) for w in call.keywords}
     found = call_of(ast.unparse(call.func), arguments)
-    if found is None:  # bytes, sets, numbers without an end
+    if found is None:  # bytes, sets, infinite numbers
         raise ValueError("no arguments that JSON can say")
     return found

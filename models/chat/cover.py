@@ -1,13 +1,13 @@
-"""Keeps the text of a conversation plain: nothing in it is read as a control token.
+"""Covers the texts of a conversation, so that nothing in them is read as a control token.
 
-A template mixes its own control tokens with what users, tools and the model said. First the texts
-of users, tools and the model are covered. A character of Unicode's private use area replaces the
-first character of every control token's text in them. The rendered text is cut at its control
-tokens. Only then the characters are put back. A user can then write no token. No token arises where
-a template trims, joins or cuts texts.
+A template mixes its own control tokens with the texts of users, tools and the model. These texts
+are covered before: a character of Unicode's private use area replaces the first character of every
+control token in them. The rendered text is cut at its control tokens. Only then the original
+characters are restored. So a user cannot write a token. No token arises if a template trims, joins
+or cuts texts.
 
-Templates look for words such as ``</think>`` in the texts. A word that the template names stays as
-it is, unless a control token may begin in it.
+Templates search for words such as ``</think>`` in the texts. A word that the template names is not
+covered, unless a control token may start in it.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from sparsekv_cli.models.chat.template import source_of, texts_of
 
 PRIVATE_USE = range(0xE000, 0xF900)
 ROLES = ("system", "user", "assistant", "tool")
-MAX_WORD = 100  # characters; templates look for shorter ones
+MAX_WORD = 100  # characters; templates search for shorter words
 ESCAPED = r"\\u([0-9a-fA-F]{4})"  # as JSON and Python's repr write a private use character
 
 
 class Cover:
-    """Stand-ins for characters of one conversation, which one template is to render.
+    """Replacement characters for one conversation that one template renders.
 
-    controls: the texts that are read as control tokens where special tokens are parsed; not empty.
-    template: as ``render`` takes it.
-    conversation: all messages and tools that are to be covered.
+    controls: the texts of control tokens; not empty.
+    template: see ``render``.
+    conversation: all messages and tools to cover.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Cover:
         self._originals = {mark: char for char, mark in self._stand_ins.items()}
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """``messages`` with all texts covered; a known role is the program's own word."""
+        """Returns ``messages`` with all texts covered, except the roles in ROLES."""
         covered = []
         for message in messages:
             covered.append(self.value(message))
@@ -67,7 +67,7 @@ class Cover:
         return covered
 
     def value(self, value: Any) -> Any:
-        """``value`` with all texts in it covered; keys that the template names stay."""
+        """Returns ``value`` with all texts in it covered, except keys that the template names."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ class Cover:
         return value
 
     def text(self, text: str) -> str:
-        """``text``, covered."""
+        """Returns ``text``, covered."""
         if self._completes(text):
             rest = text.lstrip()
             text = text[: -len(rest)] + self._stand_ins[rest[0]] + rest[1:]
@@ -94,12 +94,12 @@ class Cover:
         return "".join(parts) + replaced(text[end:], self._firsts)
 
     def _completes(self, text: str) -> bool:
-        """Returns whether ``text`` goes on with a control token that the template only begins."""
+        """Returns whether ``text`` continues a control token whose start the template writes."""
         text = text.strip()
         return text.startswith(self._rests) or text in self._parts
 
     def lift(self, text: str) -> str:
-        """Returns the original of a covered text. Characters in JSON escapes are JSON again."""
+        """Returns the original of a covered text. Covered JSON escapes become escapes again."""
 
         def json_of(found: re.Match[str]) -> str:
             original = self._originals.get(chr(int(found[1], 16)))
@@ -109,7 +109,7 @@ class Cover:
 
 
 def replaced(text: str, new: Mapping[str, str]) -> str:
-    """``text`` with characters replaced; faster than ``translate`` for a few in a long text."""
+    """Returns ``text`` with characters replaced; for a few, this is faster than ``translate``."""
     for char in new:
         text = text.replace(char, new[char])
     return text
@@ -118,7 +118,7 @@ def replaced(text: str, new: Mapping[str, str]) -> str:
 def words_of(source: str) -> tuple[set[str], set[str]]:
     """Returns the names of keys that a template may read, and the texts that it writes."""
     names, written = set(), set()
-    with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # whoever renders it says so
+    with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # ``render`` reports it
         for token in jinja2.Environment().lexer.tokenize(source):
             if token.type in ("data", "string"):
                 written.add(str(token.value))
@@ -128,7 +128,7 @@ def words_of(source: str) -> tuple[set[str], set[str]]:
 
 
 def rests_of(controls: Iterable[str], written: Iterable[str]) -> set[str]:
-    """Returns the ends of control tokens of which the template writes only the beginning.
+    """Returns the ends of control tokens of which the template writes only the start.
 
     ``'<' ~ key ~ '>'`` in a template makes ``</s>`` of the key ``/s``.
     """
@@ -138,14 +138,14 @@ def rests_of(controls: Iterable[str], written: Iterable[str]) -> set[str]:
 
 
 def head_pattern(word: str) -> str:
-    """Finds where ``word`` may begin, also where another one may begin a character later."""
+    """Returns a pattern for places where ``word`` may start. A match is one character."""
     return f"{re.escape(word[0])}(?={re.escape(word[1:3])})"
 
 
 def kept_words(
     controls: Iterable[str], firsts: Collection[str], written: Iterable[str]
 ) -> set[str]:
-    """Returns the words that stay as they are, each from the first of ``firsts`` in it on."""
+    """Returns the words that are not covered, each from the first of ``firsts`` in it on."""
     tokens = tuple(controls)
     longest = max(map(len, tokens), default=0)
     beginnings = {token[:n] for token in tokens for n in range(1, len(token) + 1)}
@@ -159,9 +159,9 @@ def kept_words(
 
 
 def stand_ins(characters: Sequence[str], texts: str) -> dict[str, str]:
-    """Returns a private use character for each of ``characters``, none of which is in ``texts``.
+    """Returns a private use character for each of ``characters`` that is not in ``texts``.
 
-    Their JSON escapes are not there either. Raises SparseKVError where too few are left.
+    Its JSON escape is not in ``texts`` either. Raises SparseKVError if too few are free.
     """
     taken = {*texts, *(chr(int(found, 16)) for found in re.findall(ESCAPED, texts))}
     free = (char for char in map(chr, PRIVATE_USE) if char not in taken)

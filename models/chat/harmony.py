@@ -1,4 +1,4 @@
-"""gpt-oss's answers: messages on channels, of which one is thinking and one is for functions."""
+"""Reads gpt-oss's answers: messages on channels, one for thinking and one for functions."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from sparsekv_cli.models.chat.calls import Part, Text, Thought, call_of, in_stri
 
 
 class HarmonyReader:
-    """gpt-oss: messages on channels; ``analysis`` is thought, a recipient is a function.
+    """Reads messages on channels. ``analysis`` is thinking; a recipient is a function.
 
     ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``
     """
@@ -45,7 +45,7 @@ class HarmonyReader:
 
     @property
     def _recipient(self) -> str | None:
-        """The function for which the message is that is open."""
+        """The function to which the current message is sent, or None."""
         found = None if self._is_header else self.RECIPIENT.search(self._header)
         return None if found is None else found[1]
 
@@ -58,7 +58,7 @@ class HarmonyReader:
             yield Thought(text) if "analysis" in self._header else Text(text)
 
     def _end(self) -> Iterator[Part]:
-        """Ends a message."""
+        """Ends a message; yields its call, if it is one."""
         if self._recipient is not None and self._body:
             body = self._body.strip()
             yield call_of(self._recipient, body) or Text(body)

@@ -1,7 +1,7 @@
-"""A conversation in the form that one chat template takes.
+"""Converts a conversation to the form that one chat template accepts.
 
-Templates differ in what they take of calls and of system messages, and some drop the rest without a
-word. The code tries a template on a short conversation, once, when a conversation needs it.
+Templates accept different forms of calls and system messages. Some silently drop other forms. The
+code tries a template on a short conversation, once, when a conversation needs it.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from sparsekv_cli.models.chat.template import render
 
 Messages = list[dict[str, Any]]
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-ID_LENGTH = 9  # Mistral's templates take ids of so many letters and digits only
+ID_LENGTH = 9  # Mistral's templates accept only ids of so many letters and digits
 USER = {"role": "user", "content": "Well?"}
 PROBES = ("first-probe", "second-probe")
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 
 
 class CallForm(NamedTuple):
-    """How a template takes the calls of an assistant's message."""
+    """The form in which a template accepts the calls of an assistant's message."""
 
     are_texts: bool = False  # arguments are JSON texts, not objects
     is_null: bool = False  # the content of a message without text is None, not empty
@@ -34,15 +34,15 @@ class CallForm(NamedTuple):
 
 
 def new_call_id() -> str:
-    """Returns an id of a call that every template takes."""
+    """Returns a call id that every template accepts."""
     return _short(uuid.uuid4().bytes)
 
 
 def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Returns a conversation as the template takes it. None of it is lost.
+    """Returns a conversation in the form that the template accepts. Nothing of it is lost.
 
-    System messages are one, at the front, if the template takes no others. Calls have the form that
-    it takes; those without an id get one, and so do their results.
+    System messages become one, at the front, if the template accepts no others. Calls get the form
+    that the template accepts. Calls without an id, and their results, get an id.
     """
     result = [dict(message) for message in messages]
     n_systems = sum(message.get("role") == "system" for message in result)
@@ -58,7 +58,7 @@ def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messa
 
 @lru_cache(16)
 def takes_systems(template: str | None) -> bool:
-    """Returns whether a template writes several system messages, also after others."""
+    """Returns whether a template writes several system messages, also after other messages."""
     first, second = ({"role": "system", "content": word} for word in PROBES)
     answer = {"role": "assistant", "content": "Yes."}
     return all(
@@ -69,7 +69,7 @@ def takes_systems(template: str | None) -> bool:
 
 @lru_cache(16)
 def call_form(template: str | None) -> CallForm:
-    """Returns the form in which a template takes calls; the plain form if it takes no calls."""
+    """Returns the form in which a template accepts calls; the plain form if it accepts none."""
     for are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=4):
         form = CallForm(are_texts, is_null, has_short_ids, is_alone)
         calls = [
@@ -84,7 +84,7 @@ def call_form(template: str | None) -> CallForm:
 
 
 def _writes(template: str | None, messages: Messages) -> bool:
-    """Returns whether a template takes a conversation and writes the probes in it."""
+    """Returns whether a template accepts a conversation and writes its probes."""
     try:
         text = render(template, messages, tools=[TOOL])
     except SparseKVError:
@@ -124,7 +124,7 @@ def _call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _one_by_one(messages: Messages) -> Messages:
-    """Puts each call in a message of its own, followed by its result."""
+    """Puts each call into its own message, followed by the call's result."""
     result: Messages = []
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -135,7 +135,7 @@ def _one_by_one(messages: Messages) -> Messages:
     n_calls = Counter(m["tool_calls"][0]["id"] for m in result if m.get("tool_calls"))
     results: dict[str, Messages] = {identity: [] for identity in n_calls}
     others: Messages = []
-    for message in result:  # a result whose call is known stands after that call
+    for message in result:  # a result with a known call goes after that call
         is_known = message.get("role") == "tool" and message["tool_call_id"] in results
         (results[message["tool_call_id"]] if is_known else others).append(message)
     ordered: Messages = []
@@ -151,7 +151,7 @@ def _one_by_one(messages: Messages) -> Messages:
 
 
 def _id(given: str, form: CallForm) -> str:
-    """Returns an id as the template takes it; the same one for the same id."""
+    """Returns an id that the template accepts. The same id always gives the same result."""
     is_short = len(given) == ID_LENGTH and given.isascii() and given.isalnum()
     if is_short or not form.has_short_ids:
         return given
@@ -159,7 +159,7 @@ def _id(given: str, form: CallForm) -> str:
 
 
 def _short(data: bytes) -> str:
-    """Returns nine letters and digits that stand for bytes."""
+    """Returns an id of nine letters and digits from bytes."""
     number, digits = int.from_bytes(data[:8], "little"), ""
     for _ in range(ID_LENGTH):
         number, digit = divmod(number, len(DIGITS))

@@ -1,4 +1,4 @@
-"""The work and memory of a chat template. Text functions refuse before they make too much."""
+"""Limits the work and memory of a chat template. Sizes are checked before texts are made."""
 
 import json
 import re
@@ -9,28 +9,28 @@ from typing import Any
 from jinja2 import TemplateError, Undefined, filters
 
 MAX_STEPS = 1_000_000  # loop iterations, calls and filters of one rendering
-MAX_SECONDS = 2.0  # of wall time and of this thread, whose own time a garbage collection can be
-MAX_BITS = 60  # of a computed number: Python's hashes of smaller ones differ, so dicts stay fast
-MAX_SHOWN_BITS = 4096  # of a number that the conversation brings
+MAX_SECONDS = 2.0  # of wall time and also of this thread's time: garbage collection may add time
+MAX_BITS = 60  # of a computed number; smaller numbers have different hashes, so dicts stay fast
+MAX_SHOWN_BITS = 4096  # of a number in the conversation
 MAX_WIDTH = 1000  # of a field in a format
-MAX_PATTERN = 100  # characters, where a search takes the product of text and pattern
+MAX_PATTERN = 100  # characters of a pattern, if a search takes the product of text and pattern
 MAX_JSON_INDENT = 16
-NODE_WEIGHT = 8  # characters that an element of a container counts as
-MAX_COPIES = 64  # of the largest text, that may be made in all
+NODE_WEIGHT = 8  # an element of a container counts as so many characters
+MAX_COPIES = 64  # all texts that are made, in units of the largest allowed text
 
 SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
 
 
 class LimitError(TemplateError):
-    """A template that does too much, or what templates may not do."""
+    """A template does too much, or something that templates may not do."""
 
 
 class Limits:
     """The work and the sizes of one rendering.
 
-    max_chars: of the output, and of any text or container on the way. A container counts with all
-    that it holds, as often as it holds it. So no container can be exponentially larger than its
-    text. Texts that are made and thrown away count too, ``MAX_COPIES`` times as much.
+    max_chars: of the output, and of any text or container. A container counts with everything that
+    it holds, as often as it holds it. So no container can be exponentially larger than its text.
+    All texts that are made have at most ``MAX_COPIES`` times as many characters.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -58,35 +58,35 @@ class Limits:
         return value
 
     def fits(self, n_chars: int) -> None:
-        """Refuses what would be larger than the whole output may be."""
+        """Raises LimitError for a text or list that is larger than the output may be."""
         if n_chars > self.max_chars:
             raise LimitError(f"it makes a text or list of more than {self.max_chars} characters")
 
     def makes(self, n_chars: int) -> None:
-        """Refuses a new text or list that is too large, and too many of them."""
+        """Counts a new text or list. Raises LimitError if it, or all of them, are too large."""
         self.fits(n_chars)
         self.n_chars_made += max(0, n_chars)
         if self.n_chars_made > MAX_COPIES * self.max_chars:
             raise LimitError("its texts and lists have too many characters in all")
 
     def fits_number(self, n_bits: int) -> None:
-        """Refuses to compute a whole number of more than ``MAX_BITS`` bits."""
+        """Raises LimitError for a whole number of more than ``MAX_BITS`` bits."""
         if n_bits > MAX_BITS:
             raise LimitError(f"it makes a number of more than {MAX_BITS} bits")
 
     def number(self, value: Any) -> Any:
-        """``value``, refused if it is a whole number of more than ``MAX_BITS`` bits."""
+        """Returns ``value``. Raises LimitError for an integer of more than ``MAX_BITS`` bits."""
         if isinstance(value, int):
             self.fits_number(value.bit_length())
         return value
 
     def built(self, value: Any) -> Any:
-        """``value``, a new text, or a new container of values that there were before."""
+        """Returns ``value``, measured: a new text, or a new container of existing values."""
         self.makes(len(value) if isinstance(value, str) else NODE_WEIGHT * len(value))
         return self.weighed(value)
 
     def weighed(self, value: Any) -> Any:
-        """``value``, measured with all that it holds, which must be plain values."""
+        """Returns ``value``, measured with everything that it holds. It must hold plain values."""
         self.step()
         weight = 0
         waiting = [value]
@@ -112,11 +112,11 @@ class Limits:
         return value
 
     def text(self, value: Any) -> str:
-        """``str(value)``, measured first."""
+        """Returns ``str(value)``; measures the value first."""
         return value if isinstance(value, str) else str(self.weighed(value))
 
     def show(self, value: Any) -> str:
-        """Returns an expression's value on its way to the output: never an address in memory."""
+        """Returns the text of an expression for the output. It never has an address in memory."""
         self.step()
         text = self.text(value)
         self.n_chars_shown += len(text)
@@ -124,7 +124,7 @@ class Limits:
         return text
 
     def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """``iterable``, each element a step."""
+        """Yields the elements of ``iterable``; each counts as a step."""
         for item in iterable:
             self.step()
             yield item
@@ -147,7 +147,7 @@ class Limits:
         return separator.join(texts)
 
     def replace(self, text: str, old: str, new: str, count: int | None = -1) -> str:
-        """``text.replace``; count None or negative: all."""
+        """Runs ``text.replace``; count None or negative: all."""
         self.step()
         text = self.text(text)
         n_found = text.count(old)
@@ -159,7 +159,7 @@ class Limits:
         return text.replace(old, new, count)
 
     def padded(self, text: str, method: str, width: int = 80, fill: str = " ") -> str:
-        """``text.center``, ``ljust``, ``rjust`` or ``zfill``."""
+        """Runs ``text.center``, ``ljust``, ``rjust`` or ``zfill``."""
         self.step()
         self.makes(width)
         return getattr(self.text(text), method)(width, *([] if method == "zfill" else [fill]))
@@ -174,7 +174,7 @@ class Limits:
         return filters.do_indent(text, width, first, blank)
 
     def percent_format(self, text: str, values: Any) -> str:
-        """``text % values``."""
+        """Returns ``text % values``."""
         self.check_format(text, r"\*|\d{4}", [values], text.count("%"))
         return text % values
 
@@ -185,7 +185,7 @@ class Limits:
         self.check_format(text, r"\{[^{}]*\{|\d{4}", values, text.count("{"))
 
     def check_format(self, text: str, refused: str, values: list[Any], n_fields: int) -> None:
-        """Refuses large widths. Counts the result as if every field showed all values."""
+        """Raises LimitError for large widths. Counts the result as if each field had all values."""
         if re.search(refused, text):
             raise LimitError(f"it formats with a width beyond {MAX_WIDTH} or one given elsewhere")
         n_chars = sum(len(self.text(value)) for value in values)
@@ -220,7 +220,7 @@ class Limits:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """JSON as transformers' templates have it: not escaped for HTML."""
+        """Returns JSON as in transformers' templates: not escaped for HTML."""
         n_columns = len(indent) if isinstance(indent, str) else indent or 0
         if n_columns > MAX_JSON_INDENT:
             raise LimitError(f"it indents JSON by more than {MAX_JSON_INDENT} columns")
@@ -232,10 +232,10 @@ class Limits:
         )
         if not n_columns:
             return self.built(encoder.encode(value))
-        return self.joined(encoder.iterencode(value))  # in pieces: indents may be most of it
+        return self.joined(encoder.iterencode(value))  # in pieces, because indents may be large
 
     def text_method(self, text: str, name: str) -> Callable[..., Any]:
-        """Returns the method of ``text`` called ``name``, refusing what would be too large."""
+        """Returns the method ``name`` of ``text``. It raises LimitError for too large results."""
         if name == "replace":
             return lambda *args, **kwargs: self.replace(text, *args, **kwargs)
         if name == "join":

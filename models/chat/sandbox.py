@@ -1,11 +1,11 @@
-"""A Jinja environment for templates that nobody has read: no escape, bounded work and memory.
+"""A Jinja environment for untrusted templates: no access to Python, limited work and memory.
 
-jinja2's sandbox keeps a template away from Python's internals, but not from ``'a' * 10**10`` or
-loops in loops. And a call that hangs inside C cannot be interrupted. Every operation that can make
-something large is checked before it runs. The syntax tree is rewritten, so that loops and
-comparisons are counted. New lists, tuples, dicts, slices and ``~`` texts are measured. Only listed
-operators, methods and filters are allowed. Some of them have a check of their own. A call that
-still hangs ends with the process (watchdog.py).
+jinja2's sandbox protects Python's internals, but it allows ``'a' * 10**10`` and loops in loops. A
+call that hangs inside C cannot be interrupted. So every operation that can make something large is
+checked before it runs. The syntax tree is rewritten: loops and comparisons are counted, and new
+lists, tuples, dicts, slices and ``~`` texts are measured. Only listed operators, methods and
+filters are allowed. Some of them have their own check. If a call still hangs, the process ends
+(watchdog.py).
 """
 
 import functools
@@ -22,7 +22,7 @@ from jinja2.visitor import NodeTransformer
 
 from sparsekv_cli.models.chat.limits import MAX_BITS, NODE_WEIGHT, LimitError, Limits
 
-# Filters of ours; no name in Jinja is like them.
+# Names of our own filters; a template cannot write them.
 COUNTED, JOINED, BUILT, SLICED, TIMED = "(counted)", "(joined)", "(built)", "(sliced)", "(timed)"
 
 STR_METHODS = (
@@ -38,17 +38,17 @@ METHODS: dict[type, tuple[str, ...]] = {
     list: ("count", "index", "copy"),
     tuple: ("count", "index"),
 }
-FILTERS = (  # of jinja2's own: their result is about as large as their input
+FILTERS = (  # jinja2's filters whose result is about as large as their input
     *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
     *("groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject"),
     *("rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title"),
     *("truncate", "unique", "upper", "wordcount"),
 )
-ITERATING = (  # of FILTERS: they take any iterable
+ITERATING = (  # FILTERS that take any iterable
     *("first", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select"),
     *("selectattr", "sort", "unique"),
 )
-TEXT_FILTERS = (  # of FILTERS: they take the text of any value
+TEXT_FILTERS = (  # FILTERS that take the text of any value
     *("capitalize", "e", "escape", "lower", "safe", "string", "title", "truncate", "upper"),
     "wordcount",
 )
@@ -58,11 +58,11 @@ MEASURED = (str, list, tuple, dict, MappingView)
 
 
 class RefusalError(TemplateError):
-    """The text that a template says with ``raise_exception``."""
+    """The text that a template passes to ``raise_exception``."""
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` marks the model's part of a text for training; here it does nothing."""
+    """Ignores ``{% generation %}``, which marks the model's part of a text for training."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -72,7 +72,7 @@ class GenerationTag(Extension):
 
 
 class Instrument(NodeTransformer):
-    """Puts our filters around what makes a template work long or hold much."""
+    """Wraps nodes that can take long or need much memory in this module's filters."""
 
     n_nodes = 0
 
@@ -125,17 +125,17 @@ class Instrument(NodeTransformer):
 
 
 def through(name: str, node: nodes.Node) -> nodes.Filter:
-    """``node`` piped through the filter ``name``."""
+    """Returns ``node`` piped through the filter ``name``."""
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def runtime_only(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Returns a filter that the compiler does not apply to a constant."""
+    """Returns a filter that jinja2's compiler does not apply to constants."""
     return pass_context(lambda _context, value: function(value))
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one rendering, with options and names as transformers has them."""
+    """The environment of one rendering. Options and names are those of transformers."""
 
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
@@ -182,9 +182,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def measured(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a filter of jinja2 that counts as a step, as does each element of its input.
+        """Returns jinja2's filter ``name``. It counts a step for itself and for each input element.
 
-        A new text or container is measured, and a text made of another value before it is made.
+        A new text or container is measured. The text of a value is measured before it is made.
         """
         place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
 
@@ -205,7 +205,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return run
 
     def computed(self, value: Any) -> Any:
-        """``value``, measured if it is a text or container."""
+        """Returns ``value``; measures it if it is a text or container."""
         return self.limits.built(value) if isinstance(value, MEASURED) else value
 
     def join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
@@ -221,7 +221,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.limits.sum(iterable, start)
 
     def call_binop(self, context: runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """``left operator right`` where the operator can make something large."""
+        """Returns ``left operator right``, for operators that can make something large."""
         limits = self.limits
         limits.step()
         if operator == "%" and isinstance(left, str):
@@ -242,7 +242,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return limits.number(self.computed(result))
 
     def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call in a template: of our functions, macros, and methods of a list."""
+        """Runs a call in a template: our functions, macros, and the listed methods."""
         limits = __self.limits
         limits.step()
         limits.makes(NODE_WEIGHT * len(args))  # *args may be any number
@@ -271,12 +271,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def raise_exception(message: Any = "") -> NoReturn:
-    """A template's own refusal, e.g. of roles that do not alternate."""
+    """Raises RefusalError: a template refuses a conversation, e.g. roles that do not alternate."""
     raise RefusalError(message if isinstance(message, str) else type(message).__name__)
 
 
 def strftime_now(format: str) -> str:
-    """Returns the local time by a strftime format of at most 100 characters."""
+    """Returns the local time in a strftime format of at most 100 characters."""
     if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
         raise LimitError("it formats the time with a width or more than 100 characters")
     return datetime.now().strftime(format)

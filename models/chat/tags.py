@@ -1,7 +1,7 @@
-"""Calls in tags, as Qwen3-Coder and Qwen3.5 write them, read by the schemas of the functions.
+"""Reads calls in the tags of Qwen3-Coder and Qwen3.5, with the schemas of the functions.
 
-``<function=NAME><parameter=KEY>VALUE</parameter></function>``: the tags do not tell a text from a
-number, and a text may hold the tags themselves.
+A call is ``<function=NAME><parameter=KEY>VALUE</parameter></function>``. The tags do not say
+whether a value is a text or a number. A text may hold the tags themselves.
 """
 
 import re
@@ -22,7 +22,7 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict,
     "array": list, "null": type(None),
 }  # fmt: skip
-MAX_REFERENCES = 8  # that are followed from one schema
+MAX_REFERENCES = 8  # most references that are followed from one schema
 
 
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
@@ -65,7 +65,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
 
 
 def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
-    """Returns the names of the types that a JSON schema allows; None where it does not say.
+    """Returns the names of the types that a JSON schema allows; None if it does not say.
 
     root: the schema in which references are looked up.
     """
@@ -103,7 +103,7 @@ def is_of(value: Any, name: str) -> bool:
 
 
 def typed(text: str, types: set[str] | None) -> Any:
-    """Returns the value of a text. types: the types that it may have; None: as the text looks."""
+    """Returns the value of a text. types: its allowed types; None: the text's form decides."""
     if types is not None and "string" in types:
         return None if "null" in types and text in ("null", "None") else text
     word = text.strip()

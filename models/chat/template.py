@@ -1,8 +1,8 @@
-"""A conversation as the text that the model was trained on, by the model's Jinja chat template.
+"""Renders a conversation with the model's Jinja chat template to the form the model was trained on.
 
-The template comes out of the model file. It runs in ``BoundedEnvironment``, and every failure in it
-is one line for the user. Options and extra functions are those of transformers'
-``apply_chat_template``, which templates are written for.
+The template is in the model file. It runs in ``BoundedEnvironment``. Every failure in it becomes
+one line for the user. Templates are written for transformers' ``apply_chat_template``, so options
+and extra functions are the same as there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from sparsekv_cli.models.chat.limits import LimitError, Limits
 from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
 from sparsekv_cli.models.chat.watchdog import watched
 
-MAX_TEMPLATE_CHARS = 1 << 17  # the longest known is about a quarter of this
-SPARE_CHARS = 1 << 20  # characters of output, in addition to a multiple of the conversation's
+MAX_TEMPLATE_CHARS = 1 << 17  # the longest known template is about a quarter of this
+SPARE_CHARS = 1 << 20  # of output, in addition to CHARS_PER_INPUT_CHAR times the conversation
 CHARS_PER_INPUT_CHAR = 16
 MAX_MESSAGE_CHARS = 300
 
@@ -41,12 +41,12 @@ def render(
 ) -> str:
     """Returns the prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
 
-    template: the model's ``tokenizer.chat_template``; None takes ChatML. add_generation_prompt: end
-    with what begins the model's answer. tools: JSON schemas of functions, for templates that know
-    tools. variables: for the template, e.g. ``date_string``, ``enable_thinking``; None is not set.
-    Raises SparseKVError when the template is not valid or refuses the conversation. It is also
-    raised when the template tries what is not allowed, or exceeds its time or size. In a process'
-    main thread a template that hangs in a single operation ends the process (watchdog.py).
+    template: the model's ``tokenizer.chat_template``; None: ChatML. add_generation_prompt: whether
+    the text ends with the start of the model's answer. tools: JSON schemas of functions. variables:
+    of the template, e.g. ``date_string``, ``enable_thinking``; None is not set. Raises
+    SparseKVError if the template is not valid or refuses the conversation. It also raises it if the
+    template does something that is not allowed, or exceeds its time or size. In a process' main
+    thread a template that hangs in a single operation ends the process (watchdog.py).
     """
     source = source_of(template)
     given: dict[str, Any] = {
@@ -79,14 +79,14 @@ def render(
         raise SparseKVError(f"chat template: not allowed: {one_line(error)}") from None
     except LimitError as error:
         raise SparseKVError(f"chat template: stopped: {one_line(error)}") from None
-    except Exception as error:  # the template is a foreign program: anything can come out of it
+    except Exception as error:  # the template is a foreign program: it can raise anything
         raise SparseKVError(
             f"chat template: failed with {type(error).__name__}: {one_line(error)}"
         ) from None
 
 
 def source_of(template: str | None) -> str:
-    """Returns the template, or ChatML for None. Raises SparseKVError if it is far too long."""
+    """Returns the template, or ChatML for None. Raises SparseKVError if it is too long."""
     source = CHATML if template is None else template
     if len(source) > MAX_TEMPLATE_CHARS:
         raise SparseKVError(
@@ -96,7 +96,7 @@ def source_of(template: str | None) -> str:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yields every text in a conversation, the keys of dicts too."""
+    """Yields every text in a conversation, with the keys of dicts."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -109,6 +109,6 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns an exception's message without line breaks, cut where it gets long."""
+    """Returns an exception's message without line breaks, cut to MAX_MESSAGE_CHARS."""
     text = " ".join(str(error)[: 4 * MAX_MESSAGE_CHARS].split())
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."

@@ -1,6 +1,6 @@
-"""Thinking ahead of an answer: the markers around it, and the splitter of a stream.
+"""Thinking before an answer: the markers around it, and the splitter of a stream.
 
-A chat template names the markers of its family, and mostly a variable that switches thinking off.
+A chat template names the markers of its family. Most also have a variable that disables thinking.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MARKERS = (
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
-SWITCHES = ("enable_thinking", "thinking")  # a template's variable, the first that it has
-# Variables of a template that are no user's.
+SWITCHES = ("enable_thinking", "thinking")  # the first that a template has is its switch
+# Variables of a template that a user cannot set.
 SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 N_TAIL_BYTES = 256  # at the end of the thinking, which may hold the end marker
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
@@ -41,15 +41,15 @@ class Thinking(NamedTuple):
 
     start: str
     end: str
-    control_ids: frozenset[int]  # tokens of the markers that are no text otherwise
+    control_ids: frozenset[int]  # control tokens of the markers
 
     @property
     def is_channel(self) -> bool:
-        """Whether answers are on channels (gpt-oss). One channel is the answer proper."""
+        """Whether answers are on channels (gpt-oss). One channel is the final answer."""
         return self[:2] == CHANNELS
 
     def closing(self, thought: bytes) -> str:
-        """Returns the text that ends the thinking after ``thought`` and begins the answer."""
+        """Returns the text that ends the thinking after ``thought`` and starts the answer."""
         if not self.is_channel:
             return f"\n{self.end}\n\n"
         again = f"<|end|><|start|>assistant{FINAL}"
@@ -61,9 +61,9 @@ class Thinking(NamedTuple):
         return (thinks[len(header) :] if thinks.startswith(header) else "<|message|>") + again
 
     def rests_of_header(self, thought: bytes) -> tuple[str, ...]:
-        """Returns the texts that may follow until a message begins; nothing where one has begun.
+        """Returns the texts that may complete a message's header; nothing if the header has ended.
 
-        Ahead of an answer a message is thinking, or it is the answer.
+        A message is either thinking or the answer.
         """
         if not self._is_header(thought):
             return ()
@@ -71,7 +71,7 @@ class Thinking(NamedTuple):
         return tuple(each[len(header) :] for each in whole if each.startswith(header))
 
     def _headers(self, thought: bytes) -> tuple[str, str, str]:
-        """Returns the header so far, that of a message with thinking, and that of the answer."""
+        """Returns the header so far, the header of thinking, and the header of the answer."""
         _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
         begin = "<|start|>assistant" if end else ""
         return header, begin + self.start, begin + FINAL
@@ -80,13 +80,13 @@ class Thinking(NamedTuple):
         return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
 
     def end_of(self, thought: bytes) -> bytes:
-        """Returns the last bytes of the thinking, which are enough for the methods around."""
+        """Returns the last bytes of the thinking, as many as the other methods need."""
         end = thought[-N_TAIL_BYTES:]
         is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
         return b"<|message|>" + end if is_cut_body else end
 
     def is_closed(self, thought: bytes) -> bool:
-        """Returns whether the thinking has ended with its last bytes, and the answer begins."""
+        """Returns whether the thinking ends with ``thought``. The answer follows then."""
         if self.is_channel:
             return FINAL_BEGINS.search(thought) is not None
         return thought.rstrip().endswith(self.end.encode())
@@ -98,8 +98,7 @@ class Thinking(NamedTuple):
         return ThinkingSplitter(self, is_open=is_open)
 
     def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        """Returns the end of a prompt from the start marker on, if it opens the thinking, or
-        nothing.
+        """Returns the end of a prompt that opens the thinking, from the start marker on, or "".
 
         ids: the prompt, or its end.
         """
@@ -107,9 +106,9 @@ class Thinking(NamedTuple):
         return start + after if start and not after.strip() else ""
 
     def written(self, prompt: str, thought: str) -> str:
-        """Returns the text that continues a prompt up to the beginning of the answer proper.
+        """Returns the text that continues a prompt up to the start of the final answer.
 
-        thought: what has been thought already.
+        thought: the thinking so far.
         """
         if self.is_channel:
             analysis = f"{self.start}{thought}<|end|><|start|>assistant" if thought else ""
@@ -126,12 +125,12 @@ class Thinking(NamedTuple):
 
 
 def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Returns the text that a prompt ends with."""
+    """Returns the text of the last N_TAIL tokens of a prompt."""
     return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
-    """Returns the markers that a chat template names; None without any."""
+    """Returns the markers that a chat template names; None if it names none."""
     for start, end in MARKERS:
         is_named = template is not None and (start in template or end in template)
         if (start, end) == CHANNELS:
@@ -168,13 +167,13 @@ def variables_of(template: str | None) -> frozenset[str]:
     environment = BoundedEnvironment(Limits(SPARE_CHARS))
     try:
         names = meta.find_undeclared_variables(environment.parse(source_of(template)))
-    except TemplateError:  # whoever renders it says so
+    except TemplateError:  # ``render`` reports it
         return frozenset()
     return frozenset(names - set(environment.globals) - SET_BY_PROGRAM)
 
 
 def overlap(text: str, word: str) -> int:
-    """Returns the length of the longest end of ``text`` that is a beginning of ``word``."""
+    """Returns the length of the longest end of ``text`` that is a start of ``word``."""
     for length in range(min(len(text), len(word) - 1), 0, -1):
         if word.startswith(text[-length:]):
             return length
@@ -182,24 +181,24 @@ def overlap(text: str, word: str) -> int:
 
 
 class ThinkingSplitter:
-    """Divides a text that arrives in pieces into what is thought and what is answered.
+    """Splits a text that arrives in pieces into thinking and answer.
 
-    Only what begins a text is thinking; a marker later on is text. The white space between marker
-    and text belongs to neither. is_open: the prompt ended with the start marker.
+    Only the start of a text can be thinking. A later marker is text. White space between marker and
+    text is dropped. is_open: the prompt ended with the start marker.
     """
 
     def __init__(self, thinking: Thinking, *, is_open: bool) -> None:
         self._start, self._end = thinking.start, thinking.end
         self._step = self._think if is_open else self._begin
         self._held = ""
-        self._is_blank = True  # nothing but white space has come since the last marker
+        self._is_blank = True  # only white space has come since the last marker
 
     def push(self, text: str) -> tuple[str, str]:
-        """Returns the new parts of the thinking and of the answer, as far as they are certain."""
+        """Returns the new parts of the thinking and of the answer that are certain."""
         return self._step(self._held + text)
 
     def flush(self) -> tuple[str, str]:
-        """Returns the text that was held back, when nothing follows any more."""
+        """Returns the text that was held back. Call it after the last piece."""
         held, self._held = self._held, ""
         if self._step == self._think:
             return held.rstrip(), ""
@@ -237,7 +236,7 @@ class ThinkingSplitter:
 
 
 class ChannelSplitter:
-    """Divides what gpt-oss writes: the channel of analysis is thought, calls are shown as text."""
+    """Splits gpt-oss's text. The analysis channel is thinking; calls are shown as text."""
 
     def __init__(self) -> None:
         self._reader = HarmonyReader()
@@ -260,7 +259,7 @@ def _sides(parts: Iterable[Part]) -> tuple[str, str]:
 
 
 def without_thinking(thinking: Thinking | None, text: str) -> str:
-    """Returns a whole answer without what was thought."""
+    """Returns a whole answer without its thinking."""
     if thinking is None:
         return text
     splitter = thinking.splitter(is_open=False)

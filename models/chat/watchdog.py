@@ -1,4 +1,4 @@
-"""Ends a process whose template hangs inside a C call, where no deadline is looked at."""
+"""Ends a process whose template hangs inside a C call, where no deadline is checked."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from sparsekv_cli.cpu import last_words
 
-MAX_SECONDS = 7.0  # limits.MAX_SECONDS, and five more for a machine with other work
+MAX_SECONDS = 7.0  # limits.MAX_SECONDS, and five more for a busy machine
 LAST_WORDS = f"error: chat template: stopped: one of its operations takes {MAX_SECONDS:g} s"
 
 
@@ -16,8 +16,8 @@ LAST_WORDS = f"error: chat template: stopped: one of its operations takes {MAX_S
 def watched(seconds: float = MAX_SECONDS) -> Iterator[None]:
     """Ends the process with one line and exit code 1 if the block takes longer than ``seconds``.
 
-    A timer that was set already goes on after the block. In the main thread only, since a process
-    has one timer; elsewhere, and on Windows, the block just runs.
+    A timer that was set before continues after the block. A process has one timer, so this works in
+    the main thread only. In other threads, and on Windows, the block runs without a timer.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield

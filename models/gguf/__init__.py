@@ -1,1 +1,1 @@
-"""The GGUF reader: bounded, checked before use."""
+"""The GGUF reader. It bounds its memory and checks a file before use."""

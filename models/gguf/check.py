@@ -1,4 +1,4 @@
-"""Looks for NaN and infinity where a tensor keeps its floats: values, or the scales of blocks."""
+"""Finds NaN and infinity in the floats of tensors: values, or the scales of blocks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
 
-CHUNK_BYTES = 8 << 20  # looked at in one step, so that memory does not grow with the model
+CHUNK_BYTES = 8 << 20  # checked in one step, so that memory does not grow with the model
 
 # IEEE 754: the exponent bits that are all set in NaN and infinity.
 _EXPONENTS: dict[GGMLType, tuple[str, int]] = {
@@ -17,14 +17,14 @@ _EXPONENTS: dict[GGMLType, tuple[str, int]] = {
     GGMLType.F64: ("<u8", 0x7FF0_0000_0000_0000),
 }
 _INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
-_NAN_E8M0 = 255  # OCP MX: the one value of an E8M0 scale that is no number
-# Their scales are no f16 in its place; of NVFP4's bytes ggml takes the one for NaN for zero.
+_NAN_E8M0 = 255  # OCP MX: the only NaN of an E8M0 scale
+# Types whose scales are no plain f16. NVFP4 has no NaN: ggml reads the byte of NaN as zero.
 _OTHER_SCALES = frozenset({GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ1_M})
 
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """n_bad of a tensor's floats are not finite; the first of them is in row ``first_row``."""
+    """n_bad of a tensor's floats are not finite. The first of these is in row ``first_row``."""
 
     tensor: TensorInfo
     n_bad: int
@@ -37,7 +37,7 @@ class CheckResult:
 
     n_tensors: int
     bad: tuple[TensorCheck, ...]  # tensors with NaN or infinity
-    unchecked: tuple[GGMLType, ...]  # types whose scales were not looked at
+    unchecked: tuple[GGMLType, ...]  # types whose scales were not checked
 
 
 def find_non_finite(file: GGUFFile) -> CheckResult:
@@ -65,7 +65,7 @@ def find_non_finite(file: GGUFFile) -> CheckResult:
 
 
 def check_tensors(file: GGUFFile) -> CheckResult:
-    """Scans all tensors. Raises SparseKVError, which names the first with a NaN or an infinity."""
+    """Scans all tensors. Raises SparseKVError, which names the first with NaN or infinity."""
     result = find_non_finite(file)
     if result.bad:
         first = result.bad[0]
@@ -80,9 +80,9 @@ def check_tensors(file: GGUFFile) -> CheckResult:
 
 
 def non_finite_blocks(kind: GGMLType, blocks: np.ndarray) -> np.ndarray | None:
-    """Which of n blocks, (n, block bytes) uint8, have a non-finite float: (n,) bool.
+    """Returns bool (n,): which of n blocks, uint8 (n, block bytes), have a non-finite float.
 
-    None for integer types, which have no floats.
+    Returns None for integer types, which have no floats.
     """
     if kind in _EXPONENTS:
         dtype, exponent = _EXPONENTS[kind]

@@ -1,7 +1,7 @@
-"""Which model a file holds: a hash of every byte, read once and remembered.
+"""Identifies a model by a hash of every byte. The hash is computed once and kept.
 
-To read a large model takes seconds. A thread does it. A file in the user's cache has the hashes of
-files by device, inode, size and both times of change.
+Reading a large model takes seconds, so a thread does it. A file in the user's cache has the hashes
+of files by device, inode, size and both times of change.
 """
 
 import contextlib
@@ -19,19 +19,16 @@ from sparsekv_cli.models.gguf.part import GGUFPart
 from sparsekv_cli.system.files import is_private, open_regular, replace_file, user_cache
 
 DIGITS = 32
-SMALL = 16 << 20  # bytes; a model of so few is read at once, and its hash is not remembered
+SMALL = 16 << 20  # bytes; a smaller model is read at once, and its hash is not kept
 BUFFER = 1 << 20  # bytes
 MOST_REMEMBERED = 256  # files
-# Seconds since the last change. A file that changed later may change again within the same step of
-# the file system's clock, so its hash is not remembered.
+# Seconds since the last change. The hash of a file with a later change is not kept: the file may
+# change again within the same step of the file system's clock.
 SETTLED = 2.0
 
 
 class ModelContent:
-    """The hash of all bytes of a model's parts, in order, for as long as none of them changes.
-
-    Its methods may be called from any thread.
-    """
+    """The hash of a model's bytes, valid while no part changes. Its methods are thread-safe."""
 
     def __init__(self, parts: Sequence[GGUFPart]) -> None:
         self._parts = tuple(parts)
@@ -41,9 +38,9 @@ class ModelContent:
         self._failure = ""
 
     def known(self) -> str | None:
-        """32 hex digits, or None while they are not known. The first call begins to read.
+        """Returns 32 hex digits, or None while they are not known. The first call starts to read.
 
-        None, too, if a file cannot be read, or has changed since it was opened.
+        Returns None, too, if a file cannot be read or has changed since it was opened.
         """
         if not all(part.is_unchanged() for part in self._parts):
             return None
@@ -53,9 +50,7 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """Returns ``known`` when all is read. Raises SparseKVError for an unreadable or changed
-        file.
-        """
+        """Returns the hash after a wait. Raises SparseKVError for an unreadable or changed file."""
         found = self.known()
         if found is None and self._thread is not None:
             self._thread.join()
@@ -67,7 +62,7 @@ class ModelContent:
         return found
 
     def _begin(self) -> None:
-        """Finds the hash at once if the model is small or it is remembered; else in a thread."""
+        """Computes the hash at once for a small model or a kept hash, else in a thread."""
         if sum(part.size for part in self._parts) <= SMALL:
             self._read(is_small=True)
             return
@@ -126,7 +121,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def _remember(found: Mapping[str, str]) -> None:
-    """Adds hashes to those of the user's cache. Where that cannot be, the file is read again."""
+    """Adds hashes to the user's cache. If that fails, the files are read again next time."""
     path = user_cache("hashes.json")
     if path is None or not found:
         return

@@ -25,18 +25,18 @@ NOT_LANGUAGE_MODELS = {"clip": "a vision projector", "controlvector": "a control
 
 
 class GGUFFile:
-    """An open model.  Data are read-only views on the memory maps: nothing is copied.
+    """An open model. Data are read-only views on the memory maps: nothing is copied.
 
-    path: of the first part, by which the model is called.
+    path: of the first part, which names the model.
     metadata: of the first part; scalars as Python values, numeric arrays as numpy, string arrays
         as StringArray.
-    value_types: the type each key has in the file, e.g. ``uint32``, ``string``, ``array``.
+    value_types: the type of each key in the file, e.g. ``uint32``, ``string``, ``array``.
     tensors: by name, in file order, part by part.
-    parts: its files, in order.  missing: why it is only one part of several; None if it is all.
+    parts: its files, in order. missing: why other parts are missing; None if none is missing.
     """
 
     def __init__(self, parts: Sequence[GGUFPart], missing: SparseKVError | None = None) -> None:
-        """The model of ``parts``, which now belong to this object."""
+        """Makes the model of ``parts`` and takes ownership of them."""
         self.parts = tuple(parts)
         self.missing = missing
         first = self.parts[0]
@@ -56,7 +56,7 @@ class GGUFFile:
 
     @cached_property
     def content(self) -> ModelContent:
-        """Tells the model from all others, by every byte."""
+        """The hash of the model's bytes."""
         return ModelContent(self.parts)
 
     @property
@@ -66,7 +66,7 @@ class GGUFFile:
 
     @property
     def has_data(self) -> bool:
-        """Whether all tensors are there; not if it was opened for its header and is cut."""
+        """Whether all tensors are there. A file that was opened for its header may be cut."""
         return all(part.has_data for part in self.parts)
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
@@ -78,20 +78,20 @@ class GGUFFile:
         return self.parts[info.part].data(info)
 
     def release(self, data: np.ndarray) -> None:
-        """Takes the pages of ``data``, a view on a map, out of this process' memory.
+        """Removes the pages of ``data``, a view on a map, from this process' memory.
 
-        They come back from the file, or the system's cache of it, when they are read again.
+        A later access reads them again from the file, or from the system's cache of it.
         """
         for part in self.parts:
             part.release(data)
 
     def check_intact(self) -> None:
-        """Raise LostModelError if a file has become shorter: reading on would be a SIGBUS."""
+        """Raises LostModelError if a file has become shorter. A further read would be a SIGBUS."""
         for part in self.parts:
             part.check_intact()
 
     def check_types(self, supported: Collection[GGMLType] = DECODABLE_TYPES) -> None:
-        """Raise SparseKVError for the first tensor whose type is not in ``supported``."""
+        """Raises SparseKVError for the first tensor whose type is not in ``supported``."""
         for info in self.tensors.values():
             if info.type not in supported:
                 names = ", ".join(kind.name for kind in sorted(supported))
@@ -101,7 +101,7 @@ class GGUFFile:
                 )
 
     def close(self) -> None:
-        """Close the files; arrays that view the maps keep them until they are gone."""
+        """Closes the files. Arrays that view the maps keep the maps open."""
         for part in self.parts:
             part.close()
 
@@ -115,11 +115,11 @@ class GGUFFile:
 def open_gguf(
     path: str | os.PathLike[str], *, vocab_only_ok: bool = False, header_only: bool = False
 ) -> GGUFFile:
-    """Open a GGUF file, and with one part of a split model all of it; check all of the headers.
+    """Opens a GGUF file, or all parts of a split model from one of them; checks all headers.
 
-    vocab_only_ok: also accept incomplete models, for ``inspect`` and ``tokenize``. These are
-    vocabulary-only files, one part of a split model whose others are missing, adapters and
-    projectors. Raises SparseKVError, in one line, for everything that cannot be read.
+    vocab_only_ok: accepts incomplete models, too, for ``inspect`` and ``tokenize``. These are
+    vocabulary-only files, parts of a split model without the other parts, adapters and projectors.
+    Raises SparseKVError, in one line, for a file that cannot be read.
     """
     part = open_part(Path(path), header_only)
     try:
@@ -138,7 +138,7 @@ def open_gguf(
 
 
 def check_whole_model(file: GGUFFile) -> None:
-    """Raise SparseKVError for models that miss a part, adapters, projectors and vocabularies."""
+    """Raises SparseKVError for models that lack a part, adapters, projectors and vocabularies."""
     if file.missing is not None:
         raise file.missing
     kind = file.metadata.get("general.type", "model")

@@ -1,8 +1,8 @@
-"""Tells from the first bytes of a file that is not GGUF which kind of file it is."""
+"""Finds the kind of a file that is not GGUF from its first bytes."""
 
 import struct
 
-# (bytes at the start, what they say); llama.cpp's older formats stored the magic as a u32.
+# (bytes at the start, kind of file); llama.cpp's older formats stored the magic as a u32.
 _STARTS: tuple[tuple[bytes, str], ...] = (
     (b"version https://git-lfs", "a git-LFS pointer (run `git lfs pull` to fetch the file)"),
     (b"PK\x03\x04", "a zip archive, as PyTorch checkpoints are (convert the model to GGUF)"),
@@ -26,13 +26,13 @@ _STARTS: tuple[tuple[bytes, str], ...] = (
 
 
 def describe_foreign(start: bytes) -> str:
-    """Returns one phrase about a file that begins with ``start`` (512 bytes will do)."""
+    """Returns one phrase about a file that starts with the bytes ``start``, at best 512."""
     for magic, description in _STARTS:
         if start.startswith(magic):
             return f"it looks like {description}"
     if len(start) >= 9 and start[8:9] == b"{":
         (header,) = struct.unpack_from("<Q", start)
-        if 2 <= header <= 100 << 20:  # the largest that safetensors allows
+        if 2 <= header <= 100 << 20:  # the largest header that safetensors allows
             return "it looks like safetensors (convert the model to GGUF)"
     if start[257:262] == b"ustar":
         return "it looks like a tar archive (unpack it first)"

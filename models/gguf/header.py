@@ -1,7 +1,7 @@
-"""The header of a GGUF file, read front to back; a length is checked before it is believed.
+"""Reads the header of a GGUF file, front to back. Every length is checked before it is used.
 
-Source of the layout: ggml's GGUF specification. It allocates memory only for bytes that lie within
-the file and within ``MAX_HEADER_BYTES``.
+Source of the layout: ggml's GGUF specification. The reader allocates memory only for bytes that are
+within the file and within ``MAX_HEADER_BYTES``.
 """
 
 import mmap
@@ -46,10 +46,10 @@ def show(text: str) -> str:
 
 
 class StringArray(Sequence[str]):
-    """An array of strings as it lies in the file; an element is decoded when asked for.
+    """An array of strings in the file's layout. An element is decoded when it is read.
 
-    raw: the bytes of the array, (length u64, text) after another.
-    starts, ends: (n,) int64, where each text begins and ends in ``raw``.
+    raw: the bytes of the array, pairs of (length u64, text).
+    starts, ends: (n,) int64, the start and the end of each text in ``raw``.
     """
 
     __slots__ = ("ends", "raw", "starts")
@@ -82,7 +82,7 @@ class StringArray(Sequence[str]):
 
 
 class HeaderCursor:
-    """A position in the header that moves forward only after the bytes are known to be there."""
+    """A position in the header. It moves forward only over bytes that exist."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, size: int) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class HeaderCursor:
         )
 
     def take(self, n_bytes: int, what: str) -> int:
-        """Steps over ``n_bytes`` and returns where they begin."""
+        """Moves forward by ``n_bytes`` and returns their start."""
         start = self.position
         if n_bytes > self.end - start:
             raise self.past_end(n_bytes, what)
@@ -163,7 +163,7 @@ class HeaderCursor:
         return values
 
     def strings(self, count: int, what: str) -> StringArray:
-        """``count`` strings: one pass over the chain of lengths, nothing decoded."""
+        """Reads ``count`` strings in one pass over their lengths, without decoding."""
         if count * 8 > self.end - self.position:
             raise self.past_end(count * 8, f"the array of {count} strings in {what}")
         self.n_strings += count
@@ -201,7 +201,7 @@ class HeaderCursor:
         return array
 
     def _check_utf8(self, array: StringArray, what: str) -> None:
-        """Decode all strings at once, with the eight bytes of each length made ASCII."""
+        """Decodes all strings at once, to check them. The bytes of each length become spaces."""
         joined = np.frombuffer(array.raw, np.uint8).copy()
         for byte in range(1, 9):
             joined[array.starts - byte] = 0x20

@@ -1,4 +1,4 @@
-"""Typed, bounded access to the hyper-parameters of a file: the keys ``{architecture}.*``."""
+"""Reads hyper-parameters (keys ``{architecture}.*``) of a file and checks type and range."""
 
 import math
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 
-MAX_TOKENS = 1 << 31  # of a context or a vocabulary; llama.cpp counts both in i32
+MAX_TOKENS = 1 << 31  # limit of a context and of a vocabulary; llama.cpp counts both in i32
 
 
 class ModelKeys:
-    """Typed, bounded access to the keys ``{architecture}.*`` of one file."""
+    """Reads the keys ``{architecture}.*`` of one file. Errors are SparseKVErrors with the key."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
@@ -59,7 +59,7 @@ class ModelKeys:
         return self._bounded(name, value, low, high)
 
     def per_layer(self, name: str, n_layer: int, high: int, low: int = 1) -> tuple[int, ...]:
-        """Returns a scalar, repeated for every layer, or an array with one integer a layer."""
+        """Returns one integer per layer. A scalar in the file applies to every layer."""
         value = self.get(name)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
             if len(value) != n_layer:

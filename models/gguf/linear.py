@@ -1,4 +1,4 @@
-"""Matrices of a file: views on its bytes, still quantised."""
+"""Quantised matrices: views on the bytes of the file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Linear:
-    """y = W x + b."""
+    """The weights of y = W x + b, or of several matrices of one shape."""
 
     code: int  # ggml's type number
-    data: np.ndarray  # uint8 (rows, bytes a row)
+    data: np.ndarray  # uint8 (rows, bytes per row)
     n_columns: int
     bias: np.ndarray | None = None  # f32 (rows,)
     # ``data`` has the layout of cpu/weights/interleaved.py, which only its dot products read
     repacked: bool = False
-    # matrices of one shape that follow one another, such as the experts of a layer
+    # matrices that follow one another in ``data``, such as the experts of a layer
     n_matrices: int = 1
 
     @property
@@ -26,14 +26,14 @@ class Linear:
         return self.data.shape[0]
 
     def matrix(self, i: int) -> Linear:
-        """Returns one of its matrices, not copied."""
+        """Returns matrix i as a view."""
         n = self.n_rows // self.n_matrices
         return replace(self, data=self.data[i * n : (i + 1) * n], n_matrices=1)
 
 
 @dataclass(frozen=True)
 class GatedWeights:
-    """A gated feed-forward: down(silu(gate x) * up x)."""
+    """The weights of a gated feed-forward network: down(act(gate x) * up x)."""
 
     gate: Linear
     up: Linear
@@ -41,7 +41,7 @@ class GatedWeights:
 
     @property
     def gate_up(self) -> tuple[Linear, ...]:
-        """The matrices of an input: their rows are those of gate, then of up."""
+        """The matrices whose input is x: gate, then up."""
         return (self.gate, self.up)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -57,7 +57,7 @@ class GatedWeights:
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """A gated feed-forward with gate and up in one matrix. The gate's rows come first."""
+    """A gated feed-forward network with gate and up in one matrix. The gate's rows come first."""
 
     fused: Linear
     down: Linear

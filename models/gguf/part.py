@@ -2,8 +2,8 @@
 
 Source of the layout: ggml's GGUF specification and gguf.cpp (llama.cpp). A file is: magic, version,
 tensor count, key count, key/value pairs, tensor table, padding, tensor data. The file may be
-damaged. A count is compared with the bytes that remain before anything is allocated. The header may
-take at most ``MAX_HEADER_BYTES``. Tensors must lie one after the other as ggml demands.
+damaged. A count is compared with the remaining bytes before anything is allocated. The header has
+at most ``MAX_HEADER_BYTES``. The tensors must follow one another without gaps (ggml).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ DEFAULT_ALIGNMENT = 32  # GGUF specification, general.alignment
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies."""
+    """A line of the tensor table: type, shape and place of a tensor."""
 
     name: str
     shape: tuple[int, ...]  # numpy order, GGUF's reversed: a weight is (rows, row length)
@@ -53,17 +53,17 @@ class TensorInfo:
 
 
 class GGUFPart:
-    """An open GGUF file.  Data are read-only views on the memory map: nothing is copied.
+    """An open GGUF file. Data are read-only views on the memory map, without a copy.
 
-    metadata, value_types, tensors: as GGUFFile has them.
-    data_offset: where the tensor data begin; size: bytes of the file when it was opened.
-    has_data: whether all of the data are there.
-    mark: tells the file, as it was when it was opened, from all others of this machine.
-    changed: seconds since 1970 when it was changed last.
+    metadata, value_types, tensors: as in GGUFFile.
+    data_offset: start of the tensor data in bytes. size: bytes of the file when it was opened.
+    has_data: whether the file has the data of all tensors.
+    mark: identifies the file's content on this machine by device, inode, size and times.
+    changed: time of the last change, in seconds since 1970.
     """
 
     def __init__(self, path: Path, descriptor: int, size: int, header_only: bool = False) -> None:
-        """Read the header of the file of ``descriptor``, which now belongs to this object."""
+        """Reads the header of the file. This object closes ``descriptor``, also on an error."""
         self.path = path
         self.size = size
         self._descriptor: int | None = descriptor
@@ -96,17 +96,17 @@ class GGUFPart:
         except BaseException:
             self.close()
             raise
-        self._bytes = np.frombuffer(self._map, np.uint8)  # read-only, as the map is
+        self._bytes = np.frombuffer(self._map, np.uint8)  # read-only like the map
 
     def data(self, info: TensorInfo) -> np.ndarray:
-        """Returns a tensor's bytes, uint8 (rows, bytes a row), read-only, on the memory map."""
+        """Returns a tensor's bytes: a read-only view on the map, uint8 (rows, bytes per row)."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         row_bytes = info.type.row_bytes(info.shape[-1])
         return self._bytes[info.offset : info.offset + info.n_bytes].reshape(-1, row_bytes)
 
     def release(self, data: np.ndarray) -> None:
-        """Takes the pages of ``data`` out of this process' memory, if it is a view on the map."""
+        """Releases the memory pages of ``data`` if it is a view on the map (madvise)."""
         if self._descriptor is None or self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = data.__array_interface__["data"][0] - self._bytes.__array_interface__["data"][0]
@@ -116,7 +116,7 @@ class GGUFPart:
             self._map.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, length)
 
     def check_intact(self) -> None:
-        """Raise LostModelError if the file has become shorter: reading on would be a SIGBUS."""
+        """Raises LostModelError if the file has become shorter. A read would raise SIGBUS."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         size = os.fstat(self._descriptor).st_size
@@ -131,14 +131,14 @@ class GGUFPart:
         return self._descriptor is not None and _mark(os.fstat(self._descriptor)) == self.mark
 
     def is_current(self) -> bool:
-        """Returns whether the path still names this file, with the same bytes."""
+        """Returns whether the path names this unchanged file, or no file any more."""
         try:
             return _mark(os.stat(self.path)) == self.mark
         except OSError:  # the path is gone: the open file is the only one
             return True
 
     def reopened(self) -> FileIO:
-        """Returns the same file at its beginning, even if its path is another file's now."""
+        """Returns a second file object at offset 0. Its path may name another file by now."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         file = FileIO(os.dup(self._descriptor), "rb")
@@ -146,7 +146,7 @@ class GGUFPart:
         return file
 
     def close(self) -> None:
-        """Close the file; arrays that view the map keep it until they are gone."""
+        """Closes the file. The map stays open while arrays view it."""
         if self._descriptor is None:
             return
         os.close(self._descriptor)
@@ -167,7 +167,7 @@ def _mark(status: os.stat_result) -> str:
 
 
 def _read_counts(cursor: HeaderCursor) -> tuple[int, int, int]:
-    """Version, number of tensors, number of keys."""
+    """Returns the version, the number of tensors and the number of keys."""
     start = cursor.buffer[: min(cursor.size, 512)]
     if start[:4] != b"GGUF":
         raise cursor.fail(f"not a GGUF file: {describe_foreign(start)}")
@@ -222,7 +222,7 @@ def _read_alignment(
 def _read_tensors(
     cursor: HeaderCursor, n_tensors: int, alignment: int
 ) -> tuple[dict[str, TensorInfo], int]:
-    """Returns the tensor table (offsets made absolute) and where the tensor data begin."""
+    """Returns the tensor table with absolute offsets, and the offset of the tensor data."""
     relative: list[TensorInfo] = []
     names: set[str] = set()
     expected = 0  # ggml writes tensors one after the other, each padded to the alignment
@@ -246,7 +246,7 @@ def _read_tensors(
 
 
 def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
-    """Returns a line of the tensor table. Its offset counts from the start of the data."""
+    """Returns a line of the tensor table. Its offset is relative to the tensor data."""
     name = cursor.text(f"the name of {what}", MAX_NAME_BYTES)
     if not name:
         raise cursor.fail(f"{what} has an empty name")
@@ -282,11 +282,9 @@ def _read_tensor(cursor: HeaderCursor, what: str) -> TensorInfo:
 
 
 def open_part(path: Path, header_only: bool = False) -> GGUFPart:
-    """Opens one file and checks all of its header.
+    """Opens one file and checks its whole header. Raises SparseKVError for a wrong one.
 
-    Raises SparseKVError, in one line, if it is not right.
-
-    header_only: also accept a file that ends ahead of its last tensor.
+    header_only: also accept a file that ends before the end of its last tensor.
     """
     try:
         status = os.stat(path)

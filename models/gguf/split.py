@@ -1,8 +1,8 @@
-"""Split models: ``NAME-00001-of-00003.gguf`` and so on, found by name and checked as one model.
+"""Finds and checks the files of a split model: ``NAME-00001-of-00003.gguf`` and so on.
 
 Source: llama.cpp's llama-gguf-split and llama_model_loader. ``split.count`` is the number of files,
 ``split.no`` the number of this file (from 0). ``split.tensors.count`` is the number of tensors in
-all files. The metadata are in the first file, and others may repeat them.
+all files. The first file has the metadata, and the other files may repeat them.
 """
 
 import os
@@ -22,7 +22,7 @@ COUNT, NUMBER, N_TENSORS = "split.count", "split.no", "split.tensors.count"
 
 
 def split_integer(part: GGUFPart, key: str, default: int) -> int:
-    """Returns the whole number under one of the keys above. Raises SparseKVError if it is none."""
+    """Returns the value of a ``split.*`` key. Raises SparseKVError if it is no integer."""
     value = part.metadata.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         wanted = "int32" if key == N_TENSORS else "uint16"
@@ -32,9 +32,9 @@ def split_integer(part: GGUFPart, key: str, default: int) -> int:
 
 
 def part_paths(part: GGUFPart) -> list[Path]:
-    """Returns the files of the model that ``part`` belongs to; itself alone if it is whole.
+    """Returns the paths of all files of ``part``'s model, in order.
 
-    Raises SparseKVError if they are not all there, or cannot be told from its name.
+    Raises SparseKVError if a file is missing, or if the name of ``part`` does not fit its number.
     """
     count = split_integer(part, COUNT, 1)
     if count < 2:
@@ -61,9 +61,9 @@ def part_paths(part: GGUFPart) -> list[Path]:
 
 
 def open_others(part: GGUFPart, paths: Sequence[Path], header_only: bool = False) -> list[GGUFPart]:
-    """``part`` and the other files of its model, in order, checked to belong together.
+    """Opens the other files of ``part``'s model. Returns all files in order, ``part`` included.
 
-    Raises SparseKVError, which names the file that does not. Then all of them are closed.
+    Raises SparseKVError with the name of a file of another model. Then all files are closed.
     """
     if len(paths) == 1:
         return [part]
@@ -96,7 +96,7 @@ def _check_number(part: GGUFPart, number: int, count: int) -> None:
 
 
 def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
-    """Checks that a later part says of the model the same as the first one."""
+    """Checks that the metadata of a later part agree with those of the first part."""
     for key, value in part.metadata.items():
         if key == NUMBER or part is first:
             continue
@@ -117,7 +117,7 @@ def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
 
 
 def _check_tensors(parts: Sequence[GGUFPart]) -> None:
-    """Every tensor is there once, and there are as many as the first part says."""
+    """Checks that each tensor is in one file only, and their number against the first part."""
     holder: dict[str, GGUFPart] = {}
     for part in parts:
         for name in part.tensors:
@@ -136,7 +136,7 @@ def _check_tensors(parts: Sequence[GGUFPart]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value that can be compared."""
+    """Returns a metadata value in a form that ``==`` compares as a whole."""
     if isinstance(value, StringArray):
         return value.raw
     return value.tolist() if isinstance(value, np.ndarray) else value

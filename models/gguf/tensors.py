@@ -1,4 +1,4 @@
-"""Reads tensors of a file by name, and checks their shapes."""
+"""Reads tensors of a file by name and checks their shapes."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 
 
 class TensorReader:
-    """Tensors of a file; ``used`` has the names of those that were read."""
+    """Reads the tensors of a file. ``used``: the names of the tensors that were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.used: set[str] = set()
 
     def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """Returns a tensor. Raises SparseKVError if it is missing or of another shape."""
+        """Returns the table's line. Raises SparseKVError for a missing tensor or another shape."""
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
@@ -26,7 +26,7 @@ class TensorReader:
                 f"{self.file.path}: tensor {name} is missing; the file is incomplete or its "
                 "architecture is another one"
             )
-        # leading dimensions of 1 do not count, as in llama.cpp
+        # llama.cpp also ignores leading dimensions of 1
         if info.shape != (1,) * (len(info.shape) - len(expected)) + expected:
             found, wanted = (" x ".join(map(str, shape)) for shape in (info.shape, expected))
             raise SparseKVError(
@@ -35,13 +35,13 @@ class TensorReader:
         return info
 
     def vector(self, name: str, length: int, required: bool = True) -> np.ndarray | None:
-        """Returns a small f32 tensor (a norm, a bias), copied so that it is aligned."""
+        """Returns a copy of a vector (a norm, a bias) as f32, or None if it is not required."""
         if not required and name not in self.file.tensors:
             return None
         return self.floats(name, (length,))
 
     def floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a small f32 tensor of any shape, copied."""
+        """Returns a copy of an F32, F16 or BF16 tensor as f32."""
         info = self.info(name, shape)
         data = self.file.data(name).reshape(-1)
         if info.type.name == "F32":
@@ -56,9 +56,9 @@ class TensorReader:
         )
 
     def linear(self, name: str, n_rows: int, n_columns: int, *, bias: bool | None = None) -> Linear:
-        """Returns a matrix. Its bias must (True), may (False) or must not (None) be there.
+        """Returns a matrix. bias: True: required, False: optional, None: not read.
 
-        With None a file that has one is refused, because that tensor would not be used.
+        A bias that is not read makes the file unusable: ``read_weights`` refuses unused tensors.
         """
         info = self.info(f"{name}.weight", (n_rows, n_columns))
         return Linear(
@@ -69,7 +69,7 @@ class TensorReader:
         )
 
     def split(self, fused: Linear, rows: Sequence[int]) -> tuple[Linear, ...]:
-        """Returns a matrix as several, of so many rows each."""
+        """Splits a matrix into matrices of ``rows`` rows each."""
         parts, at = [], 0
         for n in rows:
             bias = None if fused.bias is None else fused.bias[at : at + n].copy()
@@ -78,17 +78,17 @@ class TensorReader:
         return tuple(parts)
 
     def stack(self, name: str, n_matrices: int, n_rows: int, n_columns: int) -> Linear:
-        """Matrices of one shape from a tensor of three dimensions."""
+        """Returns the matrices (n_rows, n_columns) of a tensor of three dimensions."""
         info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
         return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
 
     def table(self, name: str, *shape: int) -> np.ndarray:
-        """Returns a small tensor of any type, such as the biases of experts, as f32."""
+        """Returns a small tensor of any type as f32, such as the biases of experts."""
         info = self.info(name, shape)
         return dot.dequantize(int(info.type), self.file.data(info), shape[-1]).reshape(shape)
 
     def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
-        """Returns a gated feed-forward from three tensors."""
+        """Returns the weights of a gated feed-forward network from three tensors."""
         return GatedWeights(
             self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
             self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),

@@ -1,1 +1,1 @@
-"""The parts that some layers have: experts, and recurrent parts in place of attention."""
+"""Parts of some layers: experts, recurrent parts, windows and per-layer inputs."""

@@ -1,4 +1,4 @@
-"""The experts of a layer, as the metadata state them."""
+"""Reads the hyper-parameters of a layer's experts."""
 
 from dataclasses import dataclass
 
@@ -6,29 +6,30 @@ from sparsekv_cli.models.architectures import Architecture, Mixture
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
-MAX_WIDTH = 1 << 24  # of an expert
+MAX_WIDTH = 1 << 24  # limit of an expert's length
 SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
-SOFTMAX_WEIGHT = 3  # a softmax of the chosen, which is one of all, normalised
+SOFTMAX_WEIGHT = 3  # softmax over the chosen experts: equals the normalised softmax over all
 
 
 @dataclass(frozen=True)
 class ExpertParams:
-    """The experts of a layer."""
+    """Sizes of a layer's experts. See Mixture for the fields from ``shared_gate`` on."""
 
     n_expert: int
-    n_expert_used: int  # experts that a token takes
+    n_expert_used: int  # experts per token
     n_ff_expert: int  # length of one expert
-    n_ff_shared: int  # length of the expert that all tokens take; 0: none
-    shared_gate: bool  # see Mixture, here and below
+    n_ff_shared: int  # length of the shared expert, which all tokens use; 0: none
+    shared_gate: bool
     normalised: bool
     gating: str = "softmax"
     normed: bool = False
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
-    """Returns the architecture's mixture if the file has experts. It refuses all other kinds.
+    """Returns the architecture's mixture, or None if the file has no experts.
 
-    Groups of experts, other gates and factors: llama.cpp's graphs of these architectures have none.
+    Raises UnsupportedModelError for groups of experts, other gates and other factors. llama.cpp's
+    graphs of these architectures have none.
     """
     mixture = architecture.mixture
     n_expert = keys.integer("expert_count", 0, MAX_EXPERTS, default=0)
@@ -63,7 +64,7 @@ def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
 def read_experts(
     keys: ModelKeys, mixture: Mixture, layer: int, n_layer: int, n_ff: int
 ) -> ExpertParams:
-    """Returns the experts of one layer; n_ff: its feed_forward_length, 0 if the file has none."""
+    """Returns the experts of one layer. n_ff: its feed_forward_length, or 0 if it is missing."""
     n_expert = keys.integer("expert_count", 1, MAX_EXPERTS)
     n_used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)[layer]
     if n_used > n_expert:

@@ -15,40 +15,39 @@ from sparsekv_cli.models.layers.expert_params import ExpertParams
 
 @dataclass(frozen=True)
 class ExpertNorms:
-    """RMS norms, f32 (n_embd,), of experts next to a layer's own feed-forward (Gemma 4)."""
+    """Weights f32 (n_embd,) of Gemma 4's RMS norms around experts and shared feed-forward."""
 
-    router: np.ndarray  # of the residual stream, for the router
-    experts: np.ndarray  # of the residual stream, for the experts
-    after: np.ndarray  # of the experts' sum
-    shared: np.ndarray  # of the feed-forward's output
+    router: np.ndarray  # norm of the router's input
+    experts: np.ndarray  # norm of the experts' input
+    after: np.ndarray  # norm of the experts' sum
+    shared: np.ndarray  # norm of the shared feed-forward's output
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Experts that a router chooses from (models/experts.py)."""
+    """The weights of a router and its experts (models/experts.py)."""
 
     params: ExpertParams
     router: Linear  # (experts, n_embd)
     experts: GatedWeights | FusedWeights  # one Linear holds the matrices of all experts
-    shared: GatedWeights | None  # the expert that all tokens take
-    # f32 (n_embd,): its product with a token weighs ``shared`` by a sigmoid; None: weight 1
+    shared: GatedWeights | None  # the expert that all tokens use
+    # w f32 (n_embd,): ``shared`` has the weight sigmoid(w x); None: weight 1
     shared_gate: np.ndarray | None
     # f32 (experts, 2 n_ff) of gate and up, and (experts, n_embd) of down
     biases: tuple[np.ndarray, np.ndarray] | None = None
-    choice_bias: np.ndarray | None = None  # f32 (experts,), for sigmoids
-    norms: ExpertNorms | None = None  # None: those of the layer
+    choice_bias: np.ndarray | None = None  # f32 (experts,), with sigmoid gating
+    norms: ExpertNorms | None = None  # None: the layer's norms
     scales: np.ndarray | None = None  # f32 (experts,): factors of the outputs
 
     def linears(self) -> tuple[Linear, ...]:
-        """Returns the matrices that decode reads as they are or repacked, without the router's."""
+        """Returns the matrices that may be repacked: all except the router's."""
         shared = () if self.shared is None else self.shared.linears()
         return (*self.experts.linears(), *shared)
 
     def bytes_a_step(self, n_rows: int) -> int:
-        """Returns the bytes that a step of n_rows reads. Only chosen experts count.
+        """Returns the expected bytes that a step of n_rows reads.
 
-        An expert that several rows choose is read once. The count is the mean for rows that choose
-        independently.
+        A step reads each chosen expert once. The rows are assumed to choose independently.
         """
         left_out = (1 - self.params.n_expert_used / self.params.n_expert) ** n_rows
         shared = 0 if self.shared is None else self.shared.n_bytes
@@ -62,7 +61,7 @@ class ExpertWeights:
 def read_mixture(
     reader: TensorReader, at: str, n_embd: int, params: ExpertParams, has_biases: bool
 ) -> ExpertWeights:
-    """Returns the router and experts of a layer whose tensors begin with ``at``."""
+    """Returns the router and experts of a layer whose tensor names begin with ``at``."""
     prefix, tensors = f"{at}ffn_", reader.file.tensors
     old = f"{prefix}gate.0.weight"
     if old in tensors:
@@ -106,7 +105,7 @@ def read_mixture(
 
 
 def _read_norms(reader: TensorReader, at: str, n_embd: int) -> ExpertNorms:
-    """Reads the norms. The router's is a scale divided by the root of its length."""
+    """Reads the norms. The router's weight is the file's scale divided by sqrt(n_embd)."""
     scale = reader.floats(f"{at}ffn_gate_inp.scale", (n_embd,))
     experts, after, shared = (
         reader.floats(f"{at}{name}.weight", (n_embd,))

@@ -1,4 +1,4 @@
-"""The layers' own inputs in prefill and decode, by the kernels of cpu/layer/layer_input.py."""
+"""Per-layer inputs in prefill and decode, computed by the kernels of cpu/layer/layer_input.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from sparsekv_cli.models.layers.layer_input import InputEmbedding, LayerInput
 
 
 class PromptInputs:
-    """The inputs of the rows of a prompt that go through the layers together.
+    """The per-layer inputs of a prompt's rows in prefill.
 
-    ids: their tokens; x: their embeddings in the products' type; pos: of the first.
+    ids: the tokens. x: their embeddings in the products' type. pos: position of the first token.
     """
 
     def __init__(
         self, embedding: InputEmbedding, ids: Sequence[int], x: Any, pos: int, eps: np.float32
     ) -> None:
         self._embedding, self._ids, self._x, self._pos = embedding, np.asarray(ids), x, pos
-        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are not scaled
+        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are unscaled
 
     def gated(
         self, i: int, products: Mapping[str, Any], gate: Any, activation: int, pos: int, n: int
     ) -> Any:
-        """Returns act(gate) times layer i's input of the rows from ``pos`` on, of gate's type."""
+        """Returns act(gate) * input of layer i for the rows from ``pos`` on, in gate's type."""
         at = slice(pos - self._pos, pos - self._pos + len(gate))
         projected = products["input_projection"](self._x[at])
         embedded = self._embedding.rows(self._ids[at], i)
@@ -38,7 +38,7 @@ class PromptInputs:
 
 
 class InputSteps:
-    """The layers' inputs and scales in decode steps of up to ``capacity`` rows."""
+    """The per-layer inputs and scales in decode steps of up to ``capacity`` rows."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class InputSteps:
     ) -> None:
         self.records = np.zeros(len(layers), kernels.INPUT)
         self._embedding = embedding
-        self._kept: list[np.ndarray] = []  # keeps arrays alive: the records have their addresses
+        self._kept: list[np.ndarray] = []  # arrays whose addresses are in ``records``
         self.are_any = embedding is not None or any(scale != 1.0 for _, scale in layers)
         self.records["scale"] = [scale for _, scale in layers]
         if embedding is None:
             return
         n, n_all = len(embedding.norm), embedding.projection.n_rows
-        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are not scaled
+        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are unscaled
         self._table = fused.matrix_table([embedding.projection], n_planes)
         self._projected, self._inputs, hidden = (
             on_lines((capacity, width + fused.LANES), np.float32, zeros=True)
@@ -81,7 +81,7 @@ class InputSteps:
     def begin(
         self, tokens: Sequence[int], x: np.ndarray, quantized: np.ndarray, n_threads: int
     ) -> None:
-        """Computes the inputs of all layers for a step's tokens. x has their embeddings."""
+        """Computes the inputs of all layers for a step's tokens. x: the tokens' embeddings."""
         if self._embedding is None:
             return
         n_all = self._embedding.projection.n_rows

@@ -1,6 +1,6 @@
-"""The input that a layer may have next to the residual stream, and the tensors that make it.
+"""Per-layer inputs: a second input of a layer next to the residual stream (Gemma 4).
 
-A token has an embedding for each layer; a projection of its common embedding is added to that.
+The input is (norm(projection of the token's embedding) + the layer's embedding) / sqrt(2).
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,12 @@ from sparsekv_cli.models.gguf.tensors import TensorReader
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The weights of a layer's own input of P elements.
+    """One layer's weights for an input of P elements: x += norm(output (act(gate x) * input))."""
 
-    The activation of the gate's product, times the input, goes through ``output``.
-    """
-
-    projection: Linear  # (P, n_embd), of the token's embedding
-    gate: Linear  # (P, n_embd), of the residual stream
+    projection: Linear  # (P, n_embd), times the token's embedding
+    gate: Linear  # (P, n_embd), times the residual stream
     output: Linear  # (n_embd, P)
-    norm: np.ndarray  # f32 (n_embd,), of the output
+    norm: np.ndarray  # f32 (n_embd,), weights of the output's RMS norm
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.projection, self.gate, self.output)
@@ -37,14 +34,14 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class InputEmbedding:
-    """The tensors for all layers' own inputs of P elements."""
+    """The tensors that make the inputs of P elements of all layers."""
 
     table: Linear  # (n_vocab, layers P)
     projection: Linear  # (layers P, n_embd)
     norm: np.ndarray  # f32 (P,)
 
     def rows(self, ids: Sequence[int] | np.ndarray, layer: int | None = None) -> np.ndarray:
-        """Returns scaled embeddings f32 (T, P) for one layer, or (T, layers P) for all."""
+        """Returns embeddings times sqrt(P): f32 (T, P) of one layer, or (T, layers P) of all."""
         table, n = self.table, len(self.norm)
         data, n_columns = table.data[np.asarray(ids)], table.n_columns
         if layer is not None:

@@ -1,4 +1,4 @@
-"""Sizes of a recurrent layer, and which layers are recurrent, read from the metadata."""
+"""Reads from the metadata which layers are recurrent, and their sizes."""
 
 from dataclasses import dataclass
 
@@ -7,40 +7,40 @@ import numpy as np
 from sparsekv_cli.cpu.recurrent import MAX_HEAD
 from sparsekv_cli.models.gguf.keys import ModelKeys
 
-MAX_LENGTH = 64  # of a convolution
+MAX_LENGTH = 64  # limit of a convolution's length
 MAX_WIDTH = 1 << 24
 MAX_HEADS = 1 << 12
-FULL_ATTENTION_INTERVAL = 4  # qwen35's, where the file says nothing
+FULL_ATTENTION_INTERVAL = 4  # qwen35's default
 
 
 @dataclass(frozen=True)
 class StateParams:
-    """The sizes of the recurrent part of a layer, which replaces attention."""
+    """The sizes of a layer's recurrent part, which replaces attention."""
 
-    length: int  # rows that its convolution sees
-    n_out: int  # elements of its output
-    n_key: int = 0  # key heads of a gated delta net; 0: a gated convolution alone
+    length: int  # rows of the convolution's filter
+    n_out: int  # elements of the output
+    n_key: int = 0  # key heads of a gated delta net; 0: only a gated convolution
     n_value: int = 0  # value heads of a gated delta net
     head_dim: int = 0  # elements of a head
 
     @property
     def n_mixed(self) -> int:
-        """Channels of the convolution."""
+        """The channels of the convolution."""
         return (2 * self.n_key + self.n_value) * self.head_dim or self.n_out
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of a state in f32: the convolution's last rows, and a matrix of each value head."""
+        """The bytes of a state in f32: the last convolution rows, and a matrix per value head."""
         return 4 * ((self.length - 1) * self.n_mixed + self.n_value * self.head_dim**2)
 
 
 def read_states(
     keys: ModelKeys, recurrence: str, n_layer: int, n_embd: int, n_head_kv: tuple[int, ...]
 ) -> list[StateParams | None]:
-    """For each layer its recurrent part, None where it has attention.
+    """Returns each layer's recurrent part, or None for a layer with attention.
 
-    recurrence: as Architecture.recurrence. n_head_kv: of each layer; in models with short
-    convolutions 0 where it has no attention.
+    recurrence: see Architecture. n_head_kv: KV heads of each layer. With short convolutions a
+    recurrent layer has 0 of them.
     """
     if not recurrence:
         return [None] * n_layer
@@ -61,7 +61,7 @@ def read_states(
 
 
 def _recurrent(keys: ModelKeys, n_layer: int) -> list[bool]:
-    """Which layers have a delta net: those of a list, or all but every so many."""
+    """Returns which layers have a delta net: by the file's list, or all except each n-th layer."""
     name = "attention.recurrent_layers"
     if name in keys:
         value = keys.get(name)

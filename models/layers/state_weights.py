@@ -1,4 +1,4 @@
-"""The tensors of a recurrent layer's mixer, from the file to what its cache computes with."""
+"""Reads the tensors of a recurrent layer's mixer."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from sparsekv_cli.models.layers.state_params import StateParams
 def read_mixer(
     reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float
 ) -> dict[str, Any]:
-    """Returns the fields of StateWeights that are the mixer's; reader: of models/weights.py."""
+    """Returns the mixer's fields of StateWeights. reader: a ``WeightsReader``."""
     of = _short_convolution if not params.n_key else _delta_net
     wide, gates, output, recurrence = of(reader, prefix, n_embd, params, eps)
     return {
@@ -62,6 +62,6 @@ GATES = ("beta", "alpha")
 
 
 def _filters(reader: Any, name: str, params: StateParams) -> np.ndarray:
-    """Returns a filter of each channel, f32 (length, channels); the file has (channels, length)."""
+    """Returns the channels' filters, f32 (length, channels), transposed from the file's layout."""
     filters = reader.floats(name, (params.n_mixed, params.length))
     return np.ascontiguousarray(filters.T)

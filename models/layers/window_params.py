@@ -1,4 +1,4 @@
-"""Which layers have a window, and which read the rows of others."""
+"""Reads which layers have a window, and which layers read the K and V of other layers."""
 
 import numpy as np
 
@@ -7,10 +7,9 @@ from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 
 
 def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tuple[int, ...]:
-    """Returns the window of each layer, 0 for one that attends to all tokens.
+    """Returns the window of each layer in tokens; 0: the layer attends to all tokens.
 
-    The file may say of each layer whether it has a window. It may instead state a period, whose
-    last layer has no window.
+    The file states a flag for each layer, or a period. The last layer of a period has no window.
     """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)
@@ -29,9 +28,9 @@ def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tupl
 def read_sources(
     keys: ModelKeys, architecture: Architecture, windows: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Returns for each layer the layer whose rows it reads; -1: its own.
+    """Returns for each layer the layer whose K and V it reads; -1: its own.
 
-    The last layers have no rows. They read the rows of the last layer of their kind before them.
+    The last layers may have none. Each of them reads the rows of the last own layer of its kind.
     """
     n_layer, n_shared, name = len(windows), 0, "attention.shared_kv_layers"
     if architecture.layer_inputs:

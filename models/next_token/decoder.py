@@ -1,4 +1,4 @@
-"""The decoder of a next-token block: a model of one layer with embeddings of its own kind."""
+"""The decoder of a next-token block: a model of one layer with its own embeddings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from sparsekv_cli.models.repack import repack_weights
 
 
 class NextTokenDecoder(Decoder):
-    """A decoder of one layer. It takes rows from ``inputs`` instead of token ids."""
+    """A decoder of one layer. Its input are rows from ``inputs`` instead of token ids."""
 
     def __init__(self, main: Decoder, block: NextTokenWeights) -> None:
-        """main: the model's decoder. The block is computed as its layers are."""
+        """main: the model's decoder. The block uses the same kernels as its layers."""
         layer, weights = main.hparams.next_block, block.model
         assert layer is not None
         super().__init__(
@@ -32,15 +32,15 @@ class NextTokenDecoder(Decoder):
         )
         self._block, repacked = block, main._decode_weights
         if repacked is not main.weights:
-            if weights.output is main.weights.output:  # one copy of a large matrix is enough
+            if weights.output is main.weights.output:  # shares the repacked copy
                 weights = replace(weights, output=repacked.output)
             self._decode_weights = repack_weights(weights)
             self._step = self._new_step(1)
 
     def inputs(self, tokens: Sequence[int], hidden: np.ndarray) -> np.ndarray:
-        """Returns the rows f32 (T, n_embd) of the layer's residual stream.
+        """Returns the layer's input rows, f32 (T, n_embd).
 
-        hidden: f32 (T, n_embd), the model's hidden row ahead of each token.
+        hidden: f32 (T, n_embd), the model's hidden row of the token before each token.
         """
         block, table, norm = self._block, self.weights.token_embd, self._few[0].norm
         data = np.ascontiguousarray(table.data[np.asarray(tokens)])

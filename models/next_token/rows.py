@@ -1,4 +1,4 @@
-"""One sequence's rows of a next-token block: cached rows, and rows that wait."""
+"""One sequence's rows of a next-token block: cached rows and pending rows."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,41 +10,41 @@ from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.models.decoder import FEW_ROWS
 from sparsekv_cli.models.next_token.decoder import NextTokenDecoder
 
-NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass without a use for logits
+NO_TOKEN = np.zeros(1, np.int64)  # the vocabulary of a pass whose logits are not used
 
 
 class NextTokenRows:
-    """The rows of K and V of a block. Row p comes from the hidden row p and the token p + 1.
+    """The rows of K and V of a block. Row p is computed from hidden row p and token p + 1.
 
-    The hidden row of the last token waits until the next token is known. Tokens whose rows were
-    loaded or taken over have no rows here. The block works without them.
+    The last hidden row is pending until the next token is known. Tokens that were loaded from a
+    file or copied from another sequence have no rows here. The block works without these rows.
     """
 
     def __init__(self, decoder: NextTokenDecoder) -> None:
         self.cache = DenseCache(decoder.layer_specs()[0])
         self._decoder = decoder
-        self._positions: list[int] = []  # of the cache's rows
-        self._first = 0  # position of the first row that waits
-        self._tokens: list[int] = []  # of the rows that wait
+        self._positions: list[int] = []  # positions of the cached rows
+        self._first = 0  # position of the first pending row
+        self._tokens: list[int] = []  # tokens of the pending rows
         self._hidden = np.empty((0, decoder.hparams.n_embd), np.float32)
 
     def take(self, pos: int, tokens: Sequence[int], hidden: np.ndarray) -> None:
-        """Takes the hidden rows f32 (T, n_embd) of the tokens from position ``pos`` on."""
-        self.compute_many()  # no draft can take these back any more
+        """Adds the hidden rows f32 (T, n_embd) of tokens from position ``pos`` on as pending."""
+        self.compute_many()  # drafts cannot remove these rows any more
         if pos != self._first + len(self._tokens):
             self._first, self._tokens, self._hidden = pos, [], self._hidden[:0]
         self._tokens += tokens
         self._hidden = np.concatenate([self._hidden, hidden])
 
     def take_prompt(self, ids: Sequence[int], n_past: int, pos: int, hidden: np.ndarray) -> None:
-        """Takes hidden rows of the prompt ``ids``, which begins at position ``n_past``."""
+        """Adds hidden rows of the prompt ``ids``, whose first token is at position ``n_past``."""
         first = pos - n_past
         self.take(pos, ids[first : first + len(hidden)], hidden)
         self.compute_many()
 
     def compute_many(self) -> None:
-        """Computes the rows whose next token is known, if more wait than a step takes."""
-        self.cache.truncate(len(self._positions))  # of rows that an interrupted call has left
+        """Computes the pending rows with a known next token if they exceed ``FEW_ROWS``."""
+        self.cache.truncate(len(self._positions))  # drops rows of an interrupted call
         n = len(self._tokens) - 1
         if n > FEW_ROWS:
             x = self._inputs(n, self._tokens[1:])
@@ -52,9 +52,9 @@ class NextTokenRows:
             self._add(n)
 
     def draft(self, last: int, most: int) -> list[int]:
-        """Returns the likeliest tokens after ``last``, at most ``most``, each by the one before.
+        """Returns a draft of up to ``most`` tokens after ``last``: the likeliest token each time.
 
-        last: the token after the last row. Without the hidden row ahead of it there is no draft.
+        last: the token after the last row. The draft is empty without a pending hidden row.
         """
         self.compute_many()
         n = len(self._tokens)
@@ -73,7 +73,7 @@ class NextTokenRows:
         return draft
 
     def truncate(self, n: int) -> None:
-        """Forgets all rows except those of the sequence's first n tokens."""
+        """Drops all rows except those of the sequence's first n tokens."""
         del self._positions[bisect_left(self._positions, n - 1) :]
         self.cache.truncate(len(self._positions))
         n_waiting = max(0, n - self._first)
@@ -91,7 +91,7 @@ class NextTokenRows:
         return logits[-1], self._decoder.hidden(n)[-1:]
 
     def _add(self, n: int) -> None:
-        """Moves the first n waiting rows to the cache's positions."""
+        """Moves the first n rows from the pending to the cached ones."""
         self._positions += range(self._first, self._first + n)
         self._first += n
         del self._tokens[:n]

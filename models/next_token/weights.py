@@ -12,21 +12,21 @@ from sparsekv_cli.models.weights import Weights, WeightsReader
 
 @dataclass(frozen=True)
 class NextTokenWeights:
-    """The parts of a block. llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2) have the same."""
+    """The weights of a block. Sources: llama.cpp and DeepSeek-V3 (arXiv:2412.19437, 2.2)."""
 
     embedding_norm: np.ndarray  # f32 (n_embd,), enorm
     hidden_norm: np.ndarray  # f32 (n_embd,), hnorm
     projection: Linear  # eh_proj (n_embd, 2 n_embd); the columns of the embedding come first
-    # a model of one layer, with the embeddings and the output head that the block takes
+    # a model of one layer with the block's embeddings and output head
     model: Weights
 
 
 def read_next_token(
     weights: Weights, hparams: HParams, architecture: Architecture
 ) -> NextTokenWeights:
-    """Returns the first next-token block of a file. Tensors that it lacks are the model's.
+    """Returns the first next-token block of a file. The model's tensors replace missing ones.
 
-    Raises SparseKVError as ``read_weights`` does.
+    Raises SparseKVError for a missing tensor or another shape.
     """
     assert hparams.next_block is not None
     reader, i, n_embd = WeightsReader(weights.file), hparams.n_layer, hparams.n_embd

@@ -1,1 +1,1 @@
-"""Where models are: files of the user's folder and of the Hugging Face hub's cache, by name."""
+"""Finds models by name: in the user's folder, the Hugging Face hub's cache and packages."""

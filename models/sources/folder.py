@@ -1,4 +1,4 @@
-"""The user's models folder: files that ``-m`` takes by name."""
+"""The user's models folder. ``-m`` accepts its files by name."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ ENVIRONMENT_VARIABLE = "SPARSEKV_MODELS"
 
 
 def models_folder() -> Path | None:
-    """SPARSEKV_MODELS, or a folder for the user's data; None where there is no home folder."""
+    """Returns SPARSEKV_MODELS, else a folder of the user's data; None without a home folder."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -23,9 +23,9 @@ def models_folder() -> Path | None:
 
 
 def models_by_name() -> dict[str, Path]:
-    """Returns the folder's models by name, without suffix and without the number of a part.
+    """Returns the folder's models by name. Names have no suffix and no part number.
 
-    A split model is the first of its parts that is there. Empty if there is no such folder.
+    The path of a split model is its first existing part. A missing folder has no models.
     """
     folder = models_folder()
     try:
@@ -42,7 +42,7 @@ def models_by_name() -> dict[str, Path]:
 
 
 def find_by_name(name: str) -> Path | None:
-    """Returns the folder's model of this name, if any. Case and suffix do not matter."""
+    """Returns the folder's model of this name, or None. Case and suffix do not matter."""
     models = models_by_name()
     wanted = split_name(name)[0]
     if wanted in models:

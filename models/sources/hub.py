@@ -1,8 +1,8 @@
-"""Models of the Hugging Face hub: ``owner/repo[:quant]``, kept in huggingface_hub's cache.
+"""Models of the Hugging Face hub: ``owner/repo[:quant]``, stored in huggingface_hub's cache.
 
-Files in the cache are taken without asking the hub. A model then starts the same with and without a
-network. A file has its name when all of it is there. An interrupted download leaves its beginning
-under another name. The next download goes on after it.
+Cached files are used without a request to the hub, so a network is not necessary. Only a complete
+file gets its final name. An interrupted download leaves a partial file, and the next download
+continues it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from sparsekv_cli.system.installation import install_command
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}")
-TRUE = ("1", "ON", "YES", "TRUE")  # huggingface_hub's words for it
+TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub reads as true
 TIMEOUT = 15.0  # seconds for the list of files
 HOW_TO_LOG_IN = "`hf auth login` or a token in HF_TOKEN"
 
@@ -29,22 +29,19 @@ Say = Callable[[str], None]
 
 
 class CachedModel(NamedTuple):
-    """A model in the cache: how -m names it, and its file, or the first of its parts."""
+    """A model in the cache. name: its name for -m. path: its file or its first part."""
 
     name: str
     path: Path
 
 
 def is_hub_name(name: str) -> bool:
-    """Returns whether ``-m name``, of which there is no file, can mean a repository."""
+    """Returns whether ``name``, which is no file, can be the name of a repository."""
     return NAME.fullmatch(name) is not None and not name.lower().endswith(".gguf")
 
 
 def cache_folder() -> Path:
-    """huggingface_hub's cache, where its environment variables put it.
-
-    Raises SparseKVError where there is no home folder.
-    """
+    """Returns huggingface_hub's cache folder. Raises SparseKVError if there is no home folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
@@ -57,12 +54,12 @@ def cache_folder() -> Path:
 def fetch(name: str, say: Say) -> Path:
     """Returns the first file of ``owner/repo[:quant]``, from the cache or downloaded.
 
-    say: told of a download in a line. Raises SparseKVError, in one line, for everything that fails.
+    say: called with a line about each download. Raises SparseKVError for each failure.
     """
     found = NAME.fullmatch(name)
     assert found is not None, "is_hub_name"
     repo, quant = found[1], found[2]
-    if quant is None and Path(name).parent.is_dir():  # most likely a file's name, mistyped
+    if quant is None and Path(name).parent.is_dir():  # probably a mistyped file name
         raise SparseKVError(
             f"{name}: no such file in {Path(name).parent}; if a repository of the hub is meant, "
             f"name the quantisation too, such as {name}:{DEFAULT_QUANTS[0]}"
@@ -89,7 +86,7 @@ def fetch(name: str, say: Say) -> Path:
 
 
 def find_cached(repo: str, quant: str | None) -> Path | None:
-    """Returns a whole model of ``repo`` in the cache, as ``choose`` chooses it."""
+    """Returns the first file of the cached model of ``repo`` that ``choose`` chooses, or None."""
     for snapshot in snapshots(cache_folder() / f"models--{repo.replace('/', '--')}"):
         files = choose(files_of(snapshot), quant)
         if files:
@@ -98,19 +95,19 @@ def find_cached(repo: str, quant: str | None) -> Path | None:
 
 
 def snapshots(folder: Path) -> list[Path]:
-    """Returns the revisions of a repository in the cache; the newest first."""
+    """Returns the folders of a repository's cached revisions, the newest first."""
     found = [path for path in folder.glob("snapshots/*/") if path.is_dir()]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """Returns GGUF files of a revision by their names in the repository."""
+    """Returns the names of a revision's GGUF files, relative to the repository."""
     paths = (path for path in snapshot.rglob("*.gguf") if path.is_file())
     return sorted(path.relative_to(snapshot).as_posix() for path in paths)
 
 
 def cached_models() -> list[CachedModel]:
-    """Returns all models in the cache, each once, from the newest revision that has it."""
+    """Returns all complete models in the cache, each from the newest revision with it."""
     models: dict[str, Path] = {}
     try:
         cache = cache_folder()
@@ -126,9 +123,9 @@ def cached_models() -> list[CachedModel]:
 
 
 def download(repo: str, quant: str | None, say: Say) -> Path:
-    """Returns the model's file out of the hub, or its first part.
+    """Downloads a model from the hub. Returns its file or its first part.
 
-    Raises ConnectionError if the hub cannot be reached, SparseKVError for an error that it tells.
+    Raises ConnectionError if the hub cannot be reached, and SparseKVError for the hub's errors.
     """
     try:
         from huggingface_hub import HfApi, constants, hf_hub_download
@@ -161,10 +158,9 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
 
 
 def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
-    """Downloads a file's bytes to where huggingface_hub takes them from.
+    """Downloads a file's bytes into the folder of huggingface_hub's cache that holds them.
 
-    The bytes of a download that broke off are kept, and the next one goes on after them. Raises
-    SparseKVError if they are not the hub's.
+    Continues an interrupted download. Raises SparseKVError for a wrong checksum.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -173,7 +169,7 @@ def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
     url = hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
     told = get_hf_file_metadata(url, timeout=TIMEOUT)
     if not told.etag or not told.size or told.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
-        return  # huggingface_hub has another way for it
+        return  # huggingface_hub downloads such a file itself
     blob = cache_folder() / f"models--{repo.replace('/', '--')}" / "blobs" / told.etag
     partial = blob.with_name(f"{told.etag}.part")
     blob.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +195,7 @@ def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
 
 
 def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
-    """Returns a line: why no file of a repository was chosen, and the files that it has."""
+    """Returns the error line for a repository without a chosen file, with its quantisations."""
     models = whole_models(files)
     if not models:
         return (
@@ -212,7 +208,10 @@ def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
 
 @contextlib.contextmanager
 def explained(repo: str, endpoint: str) -> Iterator[None]:
-    """Turns what huggingface_hub raises into SparseKVError, and ConnectionError for no network."""
+    """Replaces huggingface_hub's exceptions by SparseKVError, or ConnectionError (no network).
+
+    Other errors of the operating system, such as a full disk, pass unchanged.
+    """
     from huggingface_hub import errors
 
     try:
@@ -239,7 +238,7 @@ def explained(repo: str, endpoint: str) -> Iterator[None]:
         raise SparseKVError(f"{repo}: is no name of a repository: {first_line(error)}") from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-            raise  # the disk's: full, or not to be written to
+            raise
         if is_connection_error(error):
             raise ConnectionError(f"cannot reach {endpoint}: {first_line(error)}") from error
         raise SparseKVError(
@@ -248,7 +247,7 @@ def explained(repo: str, endpoint: str) -> Iterator[None]:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Returns whether the network is at fault, whichever HTTP library huggingface_hub has."""
+    """Returns whether the network failed. huggingface_hub may use any HTTP library."""
     from huggingface_hub import errors
 
     kinds: tuple[Any, ...] = (ConnectionError, TimeoutError, errors.LocalEntryNotFoundError)
@@ -257,6 +256,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an exception's first line, or its class if it has no text."""
+    """Returns the first line of an exception's text, or its class name without a text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".") if lines else type(error).__name__

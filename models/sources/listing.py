@@ -1,4 +1,4 @@
-"""The models that ``-m`` finds by name, read from their headers, one line each."""
+"""Lists the models that ``-m`` finds by name. Their properties are read from the headers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from sparsekv_cli.models.sources.locate import SOURCES
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model that -m takes by ``name``. A value that could not be read is None."""
+    """A model that -m accepts by ``name``. An unreadable value is None."""
 
     name: str
     where: str  # ``folder``, ``hub cache`` or ``package``
@@ -22,14 +22,14 @@ class ListedModel:
     architecture: str | None = None
     n_parameters: int | None = None
     weight_type: str | None = None
-    n_bytes: int | None = None  # of all its files
+    n_bytes: int | None = None  # bytes of all files
     n_files: int = 1
     context_length: int | None = None
-    problem: str | None = None  # why it cannot be run; None: it can
+    problem: str | None = None  # the reason why it cannot be run; None: it can
 
 
 def list_models() -> Iterator[ListedModel]:
-    """Yields the models of the folder, of the hub's cache, and those that packages ship."""
+    """Yields the models of the folder, of the hub's cache and of packages."""
     for where, find in SOURCES.items():
         for name, path in find():
             yield read_model(name, where, path)
@@ -60,7 +60,7 @@ def read_model(name: str, where: str, path: Path) -> ListedModel:
 
 
 def find_problem(file: GGUFFile) -> SparseKVError | None:
-    """Returns why a model cannot be run: UnsupportedModelError if only this program is at fault."""
+    """Returns why a model cannot be run, or None. UnsupportedModelError: the file is correct."""
     try:
         check_whole_model(file)
     except SparseKVError as error:
@@ -82,7 +82,7 @@ def without_path(error: SparseKVError, path: Path) -> str:
 
 
 def weight_type(file: GGUFFile) -> str | None:
-    """Returns the type that the file states, such as ``Q4_K_M``, or the type of most bytes."""
+    """Returns the file's stated type, such as ``Q4_K_M``, else the type with the most bytes."""
     from gguf import LlamaFileType
 
     number: Any = file.metadata.get("general.file_type")

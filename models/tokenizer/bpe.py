@@ -1,7 +1,7 @@
-"""BPE tokenizers on the tokenizers library.
+"""BPE tokenizers that use the tokenizers library.
 
-Byte-level ones have ``tokenizer.ggml.model = "gpt2"``. Gemma 4's (``gemma4``) merges characters and
-spells unknown text in bytes.
+Byte-level BPE has ``tokenizer.ggml.model = "gpt2"``. Gemma 4's BPE (``gemma4``) merges characters
+and encodes unknown text as bytes.
 """
 
 import re
@@ -24,11 +24,11 @@ from sparsekv_cli.models.tokenizer.vocab import (
 )
 
 LINES = re.compile(r"[^\n]+|\n+")
-MISSING_BYTE = "\0missing byte"  # holds the place of a byte that is no token; never in the output
+MISSING_BYTE = "\0missing byte"  # token of a byte without a token; not in the output
 
 
 def byte_symbols() -> list[str]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else U+0100 onwards."""
+    """Returns GPT-2's symbol for each byte: the character itself if printable, else from U+0100."""
     symbols, n_moved = [], 0
     for byte in range(256):
         if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF:
@@ -42,7 +42,7 @@ def byte_symbols() -> list[str]:
 def make_bpe_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary, pre: PreTokenizer
 ) -> Callable[[str], list[int]]:
-    """Returns text -> ids for plain text. Raises SparseKVError for missing or malformed merges."""
+    """Returns an encoder of plain text. Raises SparseKVError for missing or malformed merges."""
     pairs = read_merges(metadata, vocabulary)
     ids = vocabulary.ids
     n_tokens = len(ids)
@@ -71,9 +71,9 @@ def make_bpe_encoder(
 def make_line_encoder(
     metadata: Mapping[str, Any], vocabulary: Vocabulary
 ) -> Callable[[str], list[int]]:
-    """Returns an encoder of plain text as Gemma 4 wants it: the lines apart, and runs of newlines.
+    """Returns Gemma 4's encoder of plain text. It encodes lines and runs of newlines separately.
 
-    Raises SparseKVError when merges or byte tokens are missing or malformed.
+    Raises SparseKVError for missing or malformed merges or byte tokens.
     """
     check_all_bytes(vocabulary)
     ids = vocabulary.ids
@@ -83,7 +83,7 @@ def make_line_encoder(
     def encode(text: str) -> list[int]:
         found: list[int] = []
         for piece in LINES.findall(text.replace(" ", SPACE_MARK)):
-            if piece[0] == "\n" and piece in ids:  # has no merges
+            if piece[0] == "\n" and piece in ids:  # no merge makes these tokens
                 found.append(ids[piece])
             else:
                 found += merge.encode(piece, add_special_tokens=False).ids
@@ -93,7 +93,7 @@ def make_line_encoder(
 
 
 def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Returns the merge rules by rank. In each, both parts and the result must be tokens."""
+    """Returns the merge rules by rank. Both parts and the result must be tokens."""
     merges = string_list(metadata, "merges")
     ids = vocabulary.ids
     if len(set(merges)) != len(merges):
@@ -108,7 +108,7 @@ def read_merges(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> list[tup
 
 
 def malformed_merge(merge: str, ids: Mapping[str, int]) -> SparseKVError:
-    """Returns the error for one merge rule: what is wrong with it."""
+    """Returns the error for a malformed merge rule."""
     left, _, right = merge.partition(" ")
     if not left or not right:
         reason = "two tokens with a space between them were expected"

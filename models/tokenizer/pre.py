@@ -1,9 +1,9 @@
-"""How text is cut into words before byte-level BPE, by the name in ``tokenizer.ggml.pre``.
+"""Pre-tokenizers: regular expressions that split text into words before byte-level BPE.
 
-The regular expressions and settings are those of llama.cpp's llama-vocab.cpp. They run one after
-the other, each on the pieces that the one before left. Text between matches stays as pieces.
-llama.cpp's own matcher reads some expressions in its own way. The expression here then follows that
-matcher, with a comment.
+``tokenizer.ggml.pre`` names the pre-tokenizer. Source of expressions and settings: llama.cpp's
+llama-vocab.cpp. The expressions run one after the other on the pieces of the one before. Text
+between matches stays as pieces. llama.cpp's own matcher reads some expressions differently. The
+expressions here follow that matcher, with a comment.
 """
 
 import re
@@ -21,7 +21,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 LLAMA3 = rf"(?:{CONTRACTION})|{WORD}|\p{{N}}{{1,3}}|{SYMBOLS}|{SPACES}"
 QWEN2 = rf"(?:{CONTRACTION})|{WORD}|\p{{N}}|{SYMBOLS}|{SPACES}"
 
-# A capitalised or lower-case word; only ASCII letters have a case for llama.cpp.
+# A capitalised or lower-case word. In llama.cpp only ASCII letters have a case.
 LOWER = r"(?:(?![A-Z])\p{L})"
 UPPER = r"(?:(?![a-z])\p{L})"
 CASED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*@"
@@ -31,14 +31,14 @@ GPT4O = (
 )
 # llama.cpp has one class for all letters, so \p{Lu} and \p{Ll} are both \p{L}
 MARKED_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+(?:{CONTRACTION})?"
-# digits in threes from the right; what stands before a number stays with its first group
+# groups of three digits from the right; the text before a number belongs to its first group
 DIGITS_FROM_RIGHT = r"[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 ASCII_SIGN = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 MARKED_LETTERS = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 DEEPSEEK3 = rf"{ASCII_SIGN}[A-Za-z]+|{MARKED_LETTERS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}"
 DEEPSEEK3_CJK = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+"
-# \s is taken out: llama.cpp replaces wide spaces before it matches
+# without \s: llama.cpp replaces wide spaces before it matches
 DEEPSEEK_CJK = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}&&[^\s]]+"
 DEEPSEEK_LETTERS = (  # hexadecimal code points and ranges
     "00B5 00C0-00D6 00D8-00F6 00F8-01BA 01BC-01BF 01C4-0293 0295-02AF 0370-0373 0376 0377 "
@@ -60,17 +60,17 @@ BLOOM = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{0964}\x{06D4}\x{060C})]
 
 
 def class_of(ranges: str) -> str:
-    """``0041-005A 00B5`` as the inside of a character class."""
+    """Returns the inside of a character class for ranges such as ``0041-005A 00B5``."""
     return re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", ranges).replace(" ", "")
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The rules by which a text is cut into words before the merges."""
+    """The rules that split a text into words before the merges."""
 
     regexes: tuple[str, ...]  # applied one after the other
-    ignore_merges: bool = False  # a word that is a token stays whole
-    add_bos: bool = False  # the setting when the file has none
+    ignore_merges: bool = False  # a word that is a token is not split
+    add_bos: bool = False  # the default if the file has no setting
 
     def oniguruma(self) -> list[str]:
         """Returns the expressions for the tokenizers library, with llama.cpp's categories."""
@@ -78,8 +78,8 @@ class PreTokenizer:
         return [category.sub(lambda m: f"[{m[0]}&&[^{LATER}]]", regex) for regex in self.regexes]
 
 
-# Letters, marks, digits and signs of Unicode 16, which the library's engine knows and llama.cpp's
-# tables (15.1) do not: there they belong to no category.  Ends of a range may be unassigned.
+# Letters, marks, digits and signs of Unicode 16. The library's engine knows them. In llama.cpp's
+# tables (Unicode 15.1) they have no category. Ends of a range may be unassigned.
 LATER = class_of(
     "0897 1B4E-1B4F 1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D8F "
     "10EC2-10EFC 11380-113E2 116D0-116E3 11BC0-11BF9 11F5A 13460-143FA 16100-16139 16D40-16D79 "
@@ -172,7 +172,7 @@ TABLE: dict[str, PreTokenizer] = {
 
 
 def same(pre: PreTokenizer, *names: str) -> None:
-    """Enter ``pre`` under several names."""
+    """Adds ``pre`` to TABLE under several names."""
     for name in names:
         TABLE[name] = pre
 
@@ -211,10 +211,7 @@ same(
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
-    """Returns the pre-tokenizer ``name``; for None the one called default, as in llama.cpp.
-
-    Raises SparseKVError that names what is not known.
-    """
+    """Returns the pre-tokenizer ``name`` (None: ``default``). Raises SparseKVError if unknown."""
     if name is None or (isinstance(name, str) and not name):
         return TABLE["default"]
     if not isinstance(name, str) or name not in TABLE:

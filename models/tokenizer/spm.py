@@ -1,9 +1,9 @@
-"""SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) on the sentencepiece library.
+"""SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) by the sentencepiece library.
 
 llama.cpp repeatedly merges the adjacent pair whose joined text is the token with the highest score.
-The leftmost pair wins a tie, and the kind of the token does not matter. Text that is no token
-becomes bytes. sentencepiece's BPE does the same if every token is a NORMAL piece, so a ModelProto
-is written with those rules. Special tokens and the space before the text are the caller's job.
+The leftmost pair wins a tie, and the kind of the token does not matter. Text without a token
+becomes bytes. sentencepiece's BPE does the same if each token is a NORMAL piece. This module
+writes a ModelProto with these rules. The caller handles special tokens and the leading space.
 """
 
 import struct
@@ -19,10 +19,7 @@ PIECE_NORMAL, PIECE_UNKNOWN, PIECE_BYTE = 1, 2, 6
 
 
 def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """Returns an encoder of plain text: text -> ids.
-
-    Raises SparseKVError when a byte token is missing: text outside the vocabulary needs them all.
-    """
+    """Returns an encoder of plain text. Raises SparseKVError for a missing byte token."""
     check_all_bytes(vocabulary)
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -40,14 +37,14 @@ def make_spm_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 def model_proto(vocabulary: Vocabulary) -> bytes:
     """Returns the vocabulary as a serialized ModelProto (sentencepiece_model.proto).
 
-    Written by hand: the protobuf package would take longer to import than this takes to run.
+    It is written without the protobuf package, whose import takes longer than this function.
     """
     assert vocabulary.scores is not None
     parts: list[bytes] = []
     for text, score in zip(vocabulary.texts, vocabulary.scores.tolist(), strict=True):
         kind = PIECE_BYTE if BYTE_TOKEN.fullmatch(text) else PIECE_NORMAL
         parts.append(piece(text, score, kind))
-    unknown = "<unknown>"  # the library wants one; with all bytes there it is never used
+    unknown = "<unknown>"  # required by the library; not used, because all bytes are tokens
     while unknown in vocabulary.ids:
         unknown += ">"
     parts.append(piece(unknown, 0.0, PIECE_UNKNOWN))
@@ -71,7 +68,7 @@ def model_proto(vocabulary: Vocabulary) -> bytes:
 
 
 def piece(text: str, score: float, kind: int) -> bytes:
-    """Returns one vocabulary entry: ModelProto.pieces."""
+    """Returns an entry of ModelProto.pieces."""
     score_bytes = b"\x15" + struct.pack("<f", score)  # field 2, 32 bits
     return field(1, field(1, text.encode()) + score_bytes + number(3, kind))
 
@@ -82,12 +79,12 @@ def field(index: int, payload: bytes) -> bytes:
 
 
 def number(index: int, value: int) -> bytes:
-    """Returns a protobuf field with a variable-length whole number."""
+    """Returns a protobuf field with a variable-length integer."""
     return varint(index << 3) + varint(value & 0xFFFFFFFFFFFFFFFF)
 
 
 def varint(value: int) -> bytes:
-    """Seven bits a byte, lowest first, the high bit set on all but the last."""
+    """Encodes an integer in 7 bits per byte, lowest first. All bytes except the last have bit 7."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, as llama.cpp does it, from the metadata of a GGUF file.
+"""Converts text to token ids and back like llama.cpp, by the metadata of a GGUF file.
 
-``load_tokenizer`` picks BPE or SentencePiece; special tokens are split here, before either sees the
-text (llama.cpp: ``tokenizer_st_partition``).
+``load_tokenizer`` chooses BPE or SentencePiece. This module splits off special tokens before that
+(llama.cpp: ``tokenizer_st_partition``).
 """
 
 import codecs
@@ -31,19 +31,20 @@ ASCII_SPACES = " \t\n\v\f\r"
 
 
 class SpecialToken(NamedTuple):
-    """A token that is cut out of the text before the rest is tokenized."""
+    """A token that is split off from the text before the rest is tokenized."""
 
     text: str
     id: int
-    parsed_only: bool  # only where special tokens are parsed
-    eats_spaces: bool  # white space after it is lost
+    parsed_only: bool  # split off only if special tokens are parsed
+    eats_spaces: bool  # the white space after it is dropped
 
 
 class Tokenizer:
-    """One model's tokenizer.  Build it with ``load_tokenizer``.
+    """One model's tokenizer. ``load_tokenizer`` makes it.
 
-    add_bos, add_eos: what the model wants around a text.  eog_ids: tokens that end a generation.
-    control_texts: what is parsed only where special tokens are.
+    add_bos, add_eos: whether the model needs BOS before and EOS after a text.
+    eog_ids: tokens that end a generation.
+    control_texts: texts of the tokens that are parsed only with ``parse_special``.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the token ids of ``text``.
 
-        add_bos: None adds BOS and EOS as the model wants them. False adds neither. True puts BOS
-        first, and EOS last if the model wants it. add_eos: False never adds EOS (a prompt that is
-        to be continued). parse_special: ``<|im_end|>`` in the text is that token, not its letters.
-        plain: a function that turns the text between control tokens into its original
-        (chat/cover.py). No control token is parsed in its result. Raises SparseKVError for text
-        that is not Unicode (lone surrogates) and for BOS without one.
+        add_bos: None adds BOS and EOS if the model needs them. False adds neither. True adds BOS,
+        and EOS if the model needs it. add_eos: False never adds EOS (for a prompt whose text goes
+        on). parse_special: ``<|im_end|>`` in the text is that token, not its letters. plain: a
+        function that returns the original of the text between control tokens (chat/cover.py). No
+        control token is parsed in its result. Raises SparseKVError for lone surrogates, and for
+        BOS or EOS that the model lacks.
         """
         check_encodable(text)
         ids: list[int] = []
@@ -116,7 +117,7 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a part of a text. No control token is added or read."""
+        """Returns the ids of a part of a text. Control tokens are neither added nor parsed."""
         check_encodable(text)
         ids: list[int] = []
         for fragment in split_special(text, self._specials, parse_special=False):
@@ -126,7 +127,7 @@ class Tokenizer:
     def _fragments(
         self, text: str, parse_special: bool, plain: Callable[[str], str] | None
     ) -> Iterator[str | int]:
-        """``text`` as plain texts and the ids of special tokens."""
+        """Yields plain texts and the ids of special tokens, in the order of ``text``."""
         if plain is None:
             yield from split_special(text, self._specials, parse_special)
             return
@@ -140,27 +141,27 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Returns the text of ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
-        The space that SentencePiece puts before a text is removed from the first token.
-        skip_special: control and unknown tokens give nothing.
+        The space that SentencePiece adds before a text is removed from the first token.
+        skip_special: control and unknown tokens have no text.
         """
         decoder = StreamDecoder(self, skip_special=skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token stands for, special tokens as their text."""
+        """Returns the bytes of a token's text. A special token is its name in the vocabulary."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(self.token_text(token_id), token_id)
         return piece
 
     def token_text(self, token_id: int) -> str:
-        """Returns a token as the vocabulary has it. Raises ValueError for an id out of range."""
+        """Returns a token's text in the vocabulary. Raises ValueError for an id out of range."""
         if not 0 <= token_id < self.n_vocab:
             raise ValueError(f"token id {token_id}: must be 0 to {self.n_vocab - 1}")
         return self._vocabulary.texts[token_id]
 
     def is_control(self, token_id: int) -> bool:
-        """Returns whether a token steers the model and is not part of the text."""
+        """Returns whether a token is a control token, which is not part of the text."""
         self.token_text(token_id)
         return bool(self._vocabulary.kinds[token_id] & CONTROL)
 
@@ -170,7 +171,7 @@ class Tokenizer:
         return not self._vocabulary.kinds[token_id] & SPECIAL
 
     def _make_piece(self, text: str, token_id: int) -> bytes:
-        """llama.cpp's token_to_piece."""
+        """Returns the bytes of a token (llama.cpp: ``token_to_piece``)."""
         kind = int(self._vocabulary.kinds[token_id])
         if kind & (SPECIAL | USER_DEFINED):
             return text.encode()
@@ -182,19 +183,19 @@ class Tokenizer:
             match = BYTE_TOKEN.fullmatch(text)
             assert match is not None, "checked when the vocabulary was read"
             return bytes([int(match[1], 16)])
-        return b""  # unused or of unknown type
+        return b""  # an unused token or an unknown type
 
     def _symbol_bytes(self, symbol: str, text: str) -> bytes:
         byte = self._bytes_of_symbol.get(symbol)
-        if byte is None:  # a character that byte-level BPE has not: llama.cpp says so in the text
+        if byte is None:  # no symbol of byte-level BPE; llama.cpp writes this text too
             return f"[UNK_BYTE_0x{symbol.encode().hex()}{text}]".encode()
         return byte
 
 
 class StreamDecoder:
-    """Tokens to text as they come: only complete UTF-8 characters are handed out.
+    """Converts tokens to text one by one. It returns only complete UTF-8 characters.
 
-    The texts together equal ``decode`` of all ids.
+    The joined texts equal ``decode`` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -204,7 +205,7 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Returns the text that ``token_id`` completes; may be empty."""
+        """Returns the text that ``token_id`` completes. It may be empty."""
         tokenizer = self._tokenizer
         piece = tokenizer.token_bytes(token_id)
         if self._skip_special and not tokenizer.is_shown(token_id):
@@ -215,7 +216,7 @@ class StreamDecoder:
         return self._decoder.decode(piece)
 
     def flush(self) -> str:
-        """Returns the rest at the end: U+FFFD for an incomplete character. Starts anew."""
+        """Returns U+FFFD for an incomplete character, else an empty string. Resets the decoder."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         self._at_start = True
@@ -223,10 +224,10 @@ class StreamDecoder:
 
 
 def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that a GGUF file describes (``GGUFFile.metadata``).
+    """Returns the tokenizer of a GGUF file. metadata: ``GGUFFile.metadata``.
 
-    Raises SparseKVError, in one line, for a tokenizer model or pre-tokenizer that is not supported.
-    It also raises it for a vocabulary that contradicts itself.
+    Raises SparseKVError for an unsupported tokenizer model or pre-tokenizer, and for a vocabulary
+    that contradicts itself.
     """
     model = metadata.get(PREFIX + "model")
     if not isinstance(model, str) or model not in ("gpt2", "llama", "gemma4"):
@@ -235,7 +236,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             "or 'gemma4' was expected"
         )
     if model == "gpt2":
-        # the library is imported here: a SentencePiece model does without
+        # imported here because a SentencePiece model does not need the library
         from sparsekv_cli.models.tokenizer.bpe import make_bpe_encoder
 
         pre = find_pre_tokenizer(metadata.get(PREFIX + "pre"))
@@ -247,7 +248,7 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
         vocabulary = read_vocabulary(metadata, model)
         encode_plain = make_line_encoder(metadata, vocabulary)
-        add_bos, space_prefix = True, False  # also against the file, as in llama.cpp
+        add_bos, space_prefix = True, False  # llama.cpp ignores the file's setting too
     else:
         from sparsekv_cli.models.tokenizer.spm import make_spm_encoder
 
@@ -265,12 +266,12 @@ def load_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def find_specials(vocabulary: Vocabulary, model_name: str) -> list[SpecialToken]:
-    """Returns the tokens that are cut out of a text first, longest first."""
+    """Returns the tokens that are split off from a text, the longest first."""
     is_phi3 = any(name in model_name.lower() for name in ("phi-3", "phi3"))
     specials = []
     for i in np.flatnonzero(vocabulary.kinds & (SPECIAL | USER_DEFINED)).tolist():
         text = vocabulary.texts[i]
-        # llama.cpp sets this by the model's name: GGUF has no field for it
+        # llama.cpp decides by the model's name too: GGUF has no field for it
         eats_spaces = is_phi3 and text not in ("<unk>", "<s>", "<|endoftext|>")
         specials.append(SpecialToken(text, i, bool(vocabulary.kinds[i] & SPECIAL), eats_spaces))
     specials.sort(key=lambda special: len(special.text.encode()), reverse=True)
@@ -278,7 +279,7 @@ def find_specials(vocabulary: Vocabulary, model_name: str) -> list[SpecialToken]
 
 
 def split_special(text: str, specials: list[SpecialToken], parse_special: bool) -> list[str | int]:
-    """``text`` as plain texts and special token ids; no text is empty."""
+    """Splits ``text`` into plain texts and special token ids. No text is empty."""
     fragments: list[str | int] = [text] if text else []
     for special in specials:
         if special.text not in text or (special.parsed_only and not parse_special):
@@ -297,7 +298,7 @@ def split_special(text: str, specials: list[SpecialToken], parse_special: bool) 
 
 
 def check_encodable(text: str) -> None:
-    """Raises SparseKVError where ``text`` holds a lone surrogate, which UTF-8 cannot say."""
+    """Raises SparseKVError if ``text`` has a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -307,7 +308,7 @@ def check_encodable(text: str) -> None:
 
 
 def symbol_bytes() -> dict[str, bytes]:
-    """GPT-2's printable symbol -> the byte it stands for."""
+    """Returns the byte of each of GPT-2's printable symbols."""
     from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 
     return {symbol: bytes([byte]) for byte, symbol in enumerate(byte_symbols())}

@@ -1,7 +1,7 @@
-"""The vocabulary of a GGUF file, checked: token texts, their kinds and the special ids.
+"""Reads and checks the vocabulary of a GGUF file: token texts, their kinds and the special ids.
 
 Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``). A token's kind is a set of bits.
-llama.cpp marks end-of-generation texts as control tokens in addition to the kind in the file.
+An end-of-generation text is a control token in addition to its kind in the file.
 """
 
 import re
@@ -16,7 +16,7 @@ from sparsekv_cli.models.gguf.file import StringArray
 from sparsekv_cli.models.gguf.header import show
 
 PREFIX = "tokenizer.ggml."
-SPACE_MARK = "\u2581"  # the visible space of SentencePiece, and of Gemma 4
+SPACE_MARK = "\u2581"  # stands for a space in tokens of SentencePiece and Gemma 4
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 4, 8, 16, 32
 KIND_OF_TYPE = (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)  # by token_type
@@ -60,7 +60,7 @@ ALWAYS_SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model, and what the file says about special tokens."""
+    """The tokens of a model and the ids of its special tokens."""
 
     model: str
     texts: list[str]  # by id
@@ -77,14 +77,14 @@ class Vocabulary:
 
 
 def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
-    """Read and check the vocabulary for the tokenizer model ``llama``, ``gpt2`` or ``gemma4``.
+    """Returns the vocabulary. model: the tokenizer model ``llama``, ``gpt2`` or ``gemma4``.
 
-    Raises SparseKVError for what is missing, short, mistyped, doubled or out of range.
+    Raises SparseKVError for a missing, short, mistyped, doubled or impossible value.
     """
     texts = string_list(metadata, "tokens")
     if not texts:
         raise SparseKVError(f"{PREFIX}tokens is empty: a vocabulary was expected")
-    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]  # as llama.cpp names them
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]  # llama.cpp's names
     ids = {text: i for i, text in enumerate(texts)}
     if len(ids) != len(texts):
         i = next(i for i, text in enumerate(texts) if ids[text] != i)
@@ -110,7 +110,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
         defaults: tuple[int | None, int | None, int | None] = (1, 2, 0)
     elif model == "gemma4":
         defaults = (None, None, None)
-    else:  # llama.cpp takes 11 (Falcon's); believe it only where that is a control token
+    else:  # llama.cpp's default is 11 (Falcon's); used only if that is a control token
         falcon = 11 if len(texts) > 11 and kinds[11] & CONTROL else None
         no_bos = str(metadata.get(PREFIX + "pre")) in ("chatglm-bpe", "glm4", "glm5")
         defaults = (None if no_bos else falcon, falcon, None)
@@ -118,7 +118,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     unk_id, pad_id = special("unknown_token_id", defaults[2]), special("padding_token_id")
 
     def known_by_text(name: str | None, candidates: tuple[str, ...]) -> int | None:
-        """Returns the id that the file gives, else the first text found, made a control token."""
+        """Returns the file's id, else the first candidate's, which becomes a control token."""
         given = special(name) if name else None
         if given is not None:
             return given
@@ -147,7 +147,7 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     ending |= {eos_id, eot_id, eom_id}
     eog_ids = frozenset(i for i in ending if i is not None)
     has = {text for text in EOG_TEXTS if ids.get(text) in eog_ids}
-    # gpt-oss and Solar Open: <|end|> closes one message of several, not the answer
+    # gpt-oss and Solar Open: <|end|> ends one message, not the answer
     calls = "<|call|>" in has or "<|calls|>" in has
     if "<|end|>" in has and calls and has & {"<|return|>", "<|flush|>"}:
         eog_ids -= {ids["<|end|>"]}
@@ -173,7 +173,7 @@ def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:
 def number_array(
     metadata: Mapping[str, Any], name: str, n_tokens: int, dtype_kinds: str, wanted: str
 ) -> np.ndarray:
-    """Returns the numeric array ``tokenizer.ggml.<name>``, cut to one element a token."""
+    """Returns the first ``n_tokens`` elements of the numeric array ``tokenizer.ggml.<name>``."""
     value = metadata.get(PREFIX + name)
     if isinstance(value, list):
         value = np.array(value)
@@ -187,7 +187,7 @@ def number_array(
 def special_id(
     metadata: Mapping[str, Any], name: str, n_tokens: int, default: int | None
 ) -> int | None:
-    """Returns the token id under ``tokenizer.ggml.<name>``; ``default`` if absent and in range."""
+    """Returns the id ``tokenizer.ggml.<name>``. Without it: ``default``, or None out of range."""
     value = metadata.get(PREFIX + name)
     if value is None:
         return default if default is not None and default < n_tokens else None
@@ -207,7 +207,7 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_all_bytes(vocabulary: Vocabulary) -> None:
-    """Raises SparseKVError if a byte token is missing. They spell text outside the vocabulary."""
+    """Raises SparseKVError for a missing byte token. Text outside the vocabulary needs all."""
     for byte in range(256):
         if f"<0x{byte:02X}>" not in vocabulary.ids:
             raise SparseKVError(
@@ -217,7 +217,7 @@ def check_all_bytes(vocabulary: Vocabulary) -> None:
 
 
 def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
-    """Every token of type byte must be spelled ``<0x00>`` to ``<0xFF>``."""
+    """Raises SparseKVError if a byte token has another text than ``<0x00>`` to ``<0xFF>``."""
     for i in np.flatnonzero(kinds == BYTE).tolist():
         if not BYTE_TOKEN.fullmatch(texts[i]):
             raise SparseKVError(
@@ -227,7 +227,7 @@ def check_byte_tokens(texts: list[str], kinds: np.ndarray) -> None:
 
 
 def describe(value: Any) -> str:
-    """Describes a metadata value in words, for an error line."""
+    """Returns a short description of a metadata value for an error line."""
     if value is None:
         return "missing"
     if isinstance(value, np.ndarray):
