@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import HIGH_BITS, KIND, NIBBLES, Q4_0, Q5_1, Q8_0, QUANT_BLOCK
@@ -75,3 +77,21 @@ class RowReader:
         high = const(I32, 16, VECTOR_LANES)
         quants = b.select(fifth, b.or_(low, high), low)
         return llvm.fma(b, b.uitofp(quants, VW), *scale)
+
+
+@intrinsic
+def widen_halves(typingctx, source, count, target):
+    """target[i] = f32 of the f16 source[i], i < count rounded up to 16; addresses."""
+
+    def codegen(context, b, signature, args):
+        source, count, target = args
+
+        def body(j, carried):
+            lanes = llvm.load_half_lanes(b, b.add(source, b.mul(j, I64(2))))
+            llvm.store(b, lanes, b.add(target, b.mul(j, I64(4))))
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen

@@ -18,7 +18,6 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST, larger, soften_rows
-from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import (
     K_HEAD,
     K_KIND,
@@ -204,33 +203,6 @@ def _add_values(typingctx, weights, count, values, panel_bytes, n_panels, old, a
 
 
 @intrinsic
-def _widen_halves(typingctx, row, width, out):
-    """out f32 (width,) = an f16 row; addresses. width: a multiple of 16."""
-
-    def codegen(context, b, signature, args):
-        row, width, out = args
-
-        def body(c, carried):
-            halves = llvm.load_half_lanes(b, b.add(row, b.mul(c, I64(2))))
-            llvm.store(b, halves, b.add(out, b.mul(c, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), width, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
-
-
-@njit(cache=True, nogil=True)
-def _widen(kind, row, out):
-    """out f32 (width,) = the row of ``kind`` at an address."""
-    if kind == F16_ROWS:
-        _widen_halves(row, len(out), out.ctypes.data)
-    else:
-        widen_row(kind, row, out)
-
-
-@intrinsic
 def _spread(typingctx, row, n_panels, out, panel_bytes):
     """out[p] = row[p ROWS .. (p + 1) ROWS), f32, p < n_panels, panel_bytes apart; addresses."""
 
@@ -260,8 +232,8 @@ def _read_block(layout, head, first, count, d_v, row, keys, values):
     v = layout[V] + head * layout[V_HEAD] + first * layout[V_ROW]
     v_at, row_at = values.ctypes.data, row.ctypes.data
     for j in range(count):
-        _widen(layout[K_KIND], k + j * layout[K_ROW], keys[j])
-        _widen(layout[V_KIND], v + j * layout[V_ROW], row[:v_width])
+        widen_row(layout[K_KIND], k + j * layout[K_ROW], keys[j])
+        widen_row(layout[V_KIND], v + j * layout[V_ROW], row[:v_width])
         _spread(row_at, values.shape[0], v_at + 4 * ROWS * j, 4 * ROWS * BLOCK)
         values[d_v // ROWS, j, d_v % ROWS] = 1
 

@@ -25,7 +25,7 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader
+from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader, widen_halves
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import GATHER, KIND, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
@@ -299,6 +299,9 @@ def tile_values(typingctx, tile, mode, p, p_stride, v, row_bytes, idx, count, d,
 @njit(cache=True, nogil=True)
 def widen_row(kind, row, out):
     """out f32 (width,) = the row of ``kind`` at an address."""
+    if kind == F16_ROWS:
+        widen_halves(row, len(out), out.ctypes.data)
+        return
     one = np.ones(1, np.float32)
     out[:] = 0
     tile_values(1, kind, one.ctypes.data, 0, row, 0, 0, 1, len(out), out.ctypes.data)

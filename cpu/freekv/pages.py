@@ -14,11 +14,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import DTypeLike
 
+from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, K
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
-from sparsekv_cli.cpu.sals.vectors import widen
 
 ELEMENTS = 4  # f16 elements in a uint64
 GROUPED = 8  # pages of a group
@@ -230,8 +230,8 @@ def group_summaries(pages, first, last, meanstd):
     for g in range(pages.hi.shape[0]):
         for i in range(first, last):
             for j in range(i * GROUPED, (i + 1) * GROUPED):
-                widen(pages.hi[g, j].ctypes.data, d, hi.ctypes.data)
-                widen(pages.lo[g, j].ctypes.data, d, lo.ctypes.data)
+                widen_halves(pages.hi[g, j].ctypes.data, d, hi.ctypes.data)
+                widen_halves(pages.lo[g, j].ctypes.data, d, lo.ctypes.data)
                 is_first = j == i * GROUPED
                 for c in range(d):
                     if meanstd:  # top: sum of means, bottom: of squares

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, prange
 
 from sparsekv_cli.cpu.attention import byte_scores
+from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines
@@ -31,7 +32,6 @@ from sparsekv_cli.cpu.sals.vectors import (
     rotate_row,
     scatter_halves,
     scatter_words,
-    widen,
 )
 
 PIECE = 32  # rows that are reconstructed at a time: as many stay in the L1 cache
@@ -250,7 +250,7 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             for g in range(n_kv):
                 key = x[j, g * d_padded : (g + 1) * d_padded]
                 at = rows.k + g * rows.k_head + (slot + start + j) * rows.k_row
-                widen(at, d_padded, key.ctypes.data)
+                widen_halves(at, d_padded, key.ctypes.data)
                 rotate_row(
                     key.ctypes.data, basis.n_pairs, cosines.ctypes.data, sines.ctypes.data,
                     np.float32(1) / basis.rope_scale,
@@ -270,7 +270,7 @@ def encode_rows(rows, slot, position, count, basis, latents, index):
             values = at + 2 * (latents.rank - r_star)
             for g in range(n_kv):
                 at = rows.v + g * rows.v_head + (slot + start + j) * rows.v_row
-                widen(at, len(value), value.ctypes.data)
+                widen_halves(at, len(value), value.ctypes.data)
                 quantize_head(value, basis.d_v, latents.bits, values + g * latents.head_bytes)
 
 
@@ -316,7 +316,7 @@ def reconstruct_rows(chosen, slots, basis, latents, out):
         gather_words(tile + 4 * (i % LANES), byte_scores.LINE, n_words + 1, words.ctypes.data)
         record = latents.records + i * latents.record
         join_bytes(words.ctypes.data, record, float_of(words[n_words]), r_star, z[j].ctypes.data)
-        widen(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)
+        widen_halves(record + 4 * n_words, r - r_star, z[j, r_star:].ctypes.data)
         cos_sin(
             basis.turns.ctypes.data, np.float64(latents.first + i), basis.n_pairs,
             cosines[j].ctypes.data, sines[j].ctypes.data,

@@ -237,25 +237,6 @@ def scale_lanes(typingctx, x, n_rows, factors):
 
 
 @intrinsic
-def widen(typingctx, source, count, target):
-    """target[i] = f32 of the f16 source[i], i < count rounded up to 16; addresses."""
-
-    def codegen(context, b, signature, args):
-        source, count, target = args
-
-        def body(j, carried):
-            lanes = llvm.load_half_lanes(b, b.add(source, b.mul(j, I64(2))))
-            llvm.store(b, lanes, b.add(target, b.mul(j, I64(4))))
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    i64 = types.int64
-    return types.void(i64, i64, i64), codegen
-
-
-@intrinsic
 def gather_words(typingctx, source, step, count, target):
     """target[i] = the int32 at source + i step, i < count; addresses."""
 

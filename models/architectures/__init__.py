@@ -104,7 +104,7 @@ class Architecture:
     def host_only(self) -> str:
         """Names the parts of its blocks that run on the CPU only. Empty if there are none."""
         parts = {
-            "norms behind its blocks": self.post_norms,
+            "norms after its blocks": self.post_norms,
             "sinks": self.sinks,
             "softcaps": self.softcaps[0] > 0,
             "its activation": self.activation != "silu",

@@ -16,7 +16,7 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 
 MAX_HEADER_BYTES = 128 << 20  # everything before the tensor data; large vocabularies take 16 MB
-MAXSTRINGS = 1 << 21  # elements of all string arrays; large vocabularies hold 0.8 M with merges
+MAX_STRINGS = 1 << 21  # elements of all string arrays; large vocabularies hold 0.8 M with merges
 
 # GGUF specification, enum gguf_metadata_value_type: number -> (name, struct code, numpy dtype).
 UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
@@ -167,10 +167,10 @@ class HeaderCursor:
         if count * 8 > self.end - self.position:
             raise self.past_end(count * 8, f"the array of {count} strings in {what}")
         self.n_strings += count
-        if self.n_strings > MAXSTRINGS:
+        if self.n_strings > MAX_STRINGS:
             raise self.fail(
                 f"{what} brings the strings in arrays to {self.n_strings}; "
-                f"at most {MAXSTRINGS} are allowed"
+                f"at most {MAX_STRINGS} are allowed"
             )
         buffer, length_at, base = self.buffer, _U64.unpack_from, self.position
         position = base

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.sals import vectors
 
@@ -45,7 +46,7 @@ def scatter_halves(source, count, target, step):
 
 @njit
 def widen(source, count, target):
-    vectors.widen(source, count, target)
+    widen_halves(source, count, target)
 
 
 @njit
@@ -132,8 +133,7 @@ def test_rotate_pair_turns_back():
 def test_halves(count):
     rng = np.random.default_rng(count)
     source = rng.standard_normal((48, 3)).astype(np.float16)
-    target = np.empty(48, np.float32)
-    row = source.reshape(-1)
+    row, target = source.reshape(-1), np.empty(48, np.float32)
     widen(address(row), count, address(target))
     np.testing.assert_array_equal(target[:count], row[:count].astype(np.float32))
 
