@@ -125,9 +125,8 @@ def test_calibration_and_what_comes_of_it(sequence):
     for method in (build_method("full", {}), FAEDKV(budget=Budget(share=0.7))):
         caches = [method.layer(spec) for spec in specs]
         sequence.model.decoder.forward(ids, 0, caches)
-        logits = [
-            sequence.model.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)
-        ]
+        decode = sequence.model.decoder.decode_batch
+        logits = [decode([t], [400 + i], [caches])[0] for i, t in enumerate(following)]
         answers.append(torch.from_numpy(np.stack(logits)).log_softmax(-1))
     full, actual = answers
     kld = float((full.exp() * (full - actual)).sum(-1).mean())
@@ -147,9 +146,8 @@ def test_every_bin_answers_like_full(sequence):
     for method in (build_method("full", {}), exact, fewer):
         caches = [method.layer(spec) for spec in specs]
         sequence.model.decoder.forward(ids, 0, caches)
-        logits = [
-            sequence.model.decoder.decode(t, 400 + i, caches) for i, t in enumerate(following)
-        ]
+        decode = sequence.model.decoder.decode_batch
+        logits = [decode([t], [400 + i], [caches])[0] for i, t in enumerate(following)]
         answers.append(torch.from_numpy(np.stack(logits)).double().log_softmax(-1))
     full = answers[0]
     klds = [float((full.exp() * (full - each)).sum(-1).mean()) for each in answers[1:]]
