@@ -23,11 +23,8 @@ def install(signal_number: int, message: bytes) -> Iterator[None]:
 
     Nothing is flushed or cleaned up, so stdout may end within a line. After the block the signal
     has its former handler, also if that is not Python's. Raises ValueError for a number that is no
-    signal. On Windows the block runs without a handler.
+    signal.
     """
-    if os.name != "posix":
-        yield
-        return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal.restype = ctypes.c_void_p

@@ -4,7 +4,6 @@ A read of a page that a mapped file no longer has raises SIGBUS. A library that 
 aborts. Python gets an exception for neither.
 """
 
-import contextlib
 import signal
 from contextlib import AbstractContextManager
 
@@ -16,22 +15,17 @@ def explain_cut(model: str, start: str = "") -> AbstractContextManager[None]:
 
     model: the file's name in the line. start: written before the line, for a terminal.
     """
-    return _explain(
-        "SIGBUS",
+    line = (
         f"{start}error: {model}: a part of the file cannot be read: it became shorter while in "
-        "use, or its disk failed; stop what writes to it and start again",
+        "use, or its disk failed; stop what writes to it and start again"
     )
+    return install(signal.SIGBUS, line.encode())
 
 
 def explain_abort(start: str = "") -> AbstractContextManager[None]:
     """Ends the process with a line and code 1 if a library aborts while the block runs."""
-    return _explain(
-        "SIGABRT",
+    line = (
         f"{start}error: a library of this program has given up (its words are above), most often "
-        "for want of memory: use a smaller context (-c) or a smaller model",
+        "for want of memory: use a smaller context (-c) or a smaller model"
     )
-
-
-def _explain(name: str, line: str) -> AbstractContextManager[None]:
-    number = getattr(signal, name, None)  # Windows has no SIGBUS
-    return contextlib.nullcontext() if number is None else install(number, line.encode())
+    return install(signal.SIGABRT, line.encode())

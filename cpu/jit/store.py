@@ -6,6 +6,7 @@ never stops a run. The kernel is then compiled again, and kept in memory only.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import sys
@@ -14,11 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sparsekv_cli.system.files import DAY, is_private, replace_file, user_cache
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 MAGIC = b"sparsekv kernel 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
@@ -146,7 +142,7 @@ class KernelStore:
         """
         self._open()
         handle = None
-        if self._may_write and fcntl is not None:
+        if self._may_write:
             assert self.folder is not None
             with contextlib.suppress(OSError):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC

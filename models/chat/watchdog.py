@@ -17,9 +17,9 @@ def watched(seconds: float = MAX_SECONDS) -> Iterator[None]:
     """Ends the process with one line and exit code 1 if the block takes longer than ``seconds``.
 
     A timer that was set before continues after the block. A process has one timer, so this works in
-    the main thread only. In other threads, and on Windows, the block runs without a timer.
+    the main thread only. In other threads the block runs without a timer.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     start = time.monotonic()

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from sparsekv_cli.models import faults
-
 PROGRAM = """
 import os, signal
 from sparsekv_cli.models import faults
@@ -27,9 +25,3 @@ def test_a_fault_is_a_line(fault, words):
     done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(words) and done.stderr.count("\n") == 1
-
-
-def test_a_signal_that_the_system_lacks_is_left_out(monkeypatch):
-    monkeypatch.delattr(faults.signal, "SIGBUS")
-    with faults.explain_cut("a.gguf"):
-        pass

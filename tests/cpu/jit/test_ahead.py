@@ -12,8 +12,6 @@ import pytest
 from sparsekv_cli.cpu.jit import ahead, llvm
 from sparsekv_cli.cpu.weights import dot, integer
 
-pytest.importorskip("fcntl")
-
 PROGRAM = """
 import sys
 import numpy as np

@@ -6,11 +6,8 @@ import sys
 import threading
 import time
 
-import pytest
-
 from sparsekv_cli.models.chat.watchdog import LAST_WORDS, watched
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="the system has no SIGALRM")
 HANGING = "('a' * 1000000).rfind('a' * 250000 + 'b' + 'a' * 250000)"  # a minute, the GIL held
 
 
