@@ -54,16 +54,18 @@ def method_key(method: Method) -> str:
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
-def read_speeds(path: Path) -> Speeds | None:
+def read_speeds(path: Path | None) -> Speeds | None:
     """Returns the kept speeds. None if there is no such file, or it holds something else."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
-    with contextlib.suppress(OSError, *bad), open_regular(path) as file:
+    with contextlib.suppress(OSError, *bad), open_regular(path or "") as file:
         return Speeds.from_dict(json.loads(file.read()))
     return None
 
 
-def write_speeds(path: Path, speeds: Speeds) -> None:
+def write_speeds(path: Path | None, speeds: Speeds) -> None:
     """Replaces the file as a whole. Raises SparseKVError if it cannot be written."""
+    if path is None:
+        raise SparseKVError("speeds cannot be kept: there is no home folder and no XDG_CACHE_HOME")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(speeds.as_dict(), indent=1) + "\n").encode())
@@ -123,10 +125,8 @@ def speeds_of(
     from sparsekv_cli.planning.measure import Measurement
 
     hparams, machine = read_hparams(file), cpu_name()
-    folder = user_cache("speeds")
-    if folder is None:
-        raise SparseKVError("speeds cannot be kept: there is no home folder and no XDG_CACHE_HOME")
-    path = folder / f"{shape_key(file, config, machine, config.threads or physical_cores())}.json"
+    name = shape_key(file, config, machine, config.threads or physical_cores())
+    path = user_cache(f"speeds/{name}.json")
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
     entries = {
         key: calibration_of(each, file, hparams)
@@ -136,7 +136,7 @@ def speeds_of(
     wanted = {key: each for key, each in wanted.items() if entries.get(key, each) is not None}
     known = None if again else _without_others(read_speeds(path), entries)
     if is_quick and (known is None or not known.methods.keys() >= wanted.keys()):
-        path = path.with_suffix(".quick.json")
+        path = user_cache(f"speeds/{name}.quick.json")
         known = None if again else _without_others(read_speeds(path), entries)
     is_busy = load_beyond_cores() is not None
     if is_quick and known is not None and known.is_busy and not is_busy:

@@ -63,17 +63,12 @@ class MethodCurve:
     def times(self, factor: float) -> MethodCurve:
         """Returns the curve with all times multiplied by ``factor``."""
 
-        def layer(point: LayerPoint) -> LayerPoint:
-            return replace(point, seconds=factor * point.seconds)
+        def layer(point: LayerPoint | None) -> Any:
+            return point and replace(point, seconds=factor * point.seconds)
 
         points = [
-            DepthPoint(
-                point.n,
-                factor * point.byte_seconds,
-                layer(point.sparse),
-                None if point.dense is None else layer(point.dense),
-            )
-            for point in self.points
+            DepthPoint(at.n, factor * at.byte_seconds, layer(at.sparse), layer(at.dense))
+            for at in self.points
         ]
         return replace(self, points=points)
 
@@ -142,15 +137,11 @@ class Speeds:
 
 
 def _curve(values: Mapping[str, Any]) -> MethodCurve:
-    points = [
-        DepthPoint(
-            each["n"],
-            each["byte_seconds"],
-            LayerPoint(**each["sparse"]),
-            None if each["dense"] is None else LayerPoint(**each["dense"]),
-        )
-        for each in values["points"]
-    ]
+    points = []
+    for each in values["points"]:
+        sparse, dense = LayerPoint(**each["sparse"]), each["dense"]
+        dense = None if dense is None else LayerPoint(**dense)
+        points.append(DepthPoint(each["n"], each["byte_seconds"], sparse, dense))
     return MethodCurve(**{**values, "points": points})
 
 

@@ -28,6 +28,11 @@ from sparsekv_cli.settings.config import SessionConfig
 
 NAMES = ("full", "quest", "lfps", "freekv")
 FULL, QUEST, LFPS, FREEKV = (build_method(name, {}) for name in NAMES)
+CONFIG = SessionConfig(device="cpu", threads=1)
+
+
+def into(seen):
+    return lambda what, *_: seen.append(what)
 
 
 def curve(method, dense, sparse, each, index=0):
@@ -145,17 +150,13 @@ def briefly(monkeypatch, tmp_path):
 
 
 def test_speeds_are_measured_once(header, briefly):
-    config, seen = SessionConfig(device="cpu", threads=1), []
-
-    def report(what, done, total):
-        seen.append(what)
-
+    seen = []
     with open_gguf(header, header_only=True) as file:
-        first = speeds_of(file, config, [QUEST], on_measure=report)
+        first = speeds_of(file, CONFIG, [QUEST], on_measure=into(seen))
         assert seen == ["weights", *["full", "quest"] * 3, "done"]
-        again = speeds_of(file, config, [QUEST, build_method("sals", {})], on_measure=report)
+        again = speeds_of(file, CONFIG, [QUEST, build_method("sals", {})], on_measure=into(seen))
         assert len(seen) == 8
-        more = speeds_of(file, config, [LFPS], on_measure=report)
+        more = speeds_of(file, CONFIG, [LFPS], on_measure=into(seen))
     assert json.dumps(again.as_dict()) == json.dumps(first.as_dict())
     assert seen[8:] == ["weights", *["lfps"] * 3, "done"]
     assert more.methods.keys() > first.methods.keys()
@@ -171,7 +172,7 @@ def test_memory_grows_with_the_context_on_a_full_machine(header, briefly, monkey
     monkeypatch.setattr(measure, "DEPTHS", (300, 600, 900))
     monkeypatch.setattr(measure, "available_memory", lambda: 1)
     with open_gguf(header, header_only=True) as file:
-        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [])
+        speeds = speeds_of(file, CONFIG, [])
     full = speeds.methods[method_key(FULL)]
     assert [point.n for point in full.points] == [300, 600]
     assert full.host(60_000) > 50 * full.host(600)
@@ -179,18 +180,14 @@ def test_memory_grows_with_the_context_on_a_full_machine(header, briefly, monkey
 
 def test_a_quick_measurement_is_kept_apart(header, briefly):
     """It measures each method once; what --measure finds goes first."""
-    config, seen = SessionConfig(device="cpu", threads=1), []
-
-    def report(what, done, total):
-        seen.append(what)
-
+    seen = []
     with open_gguf(header, header_only=True) as file:
         for methods in ([QUEST], [QUEST], [QUEST, LFPS]):
-            quick = speeds_of(file, config, methods, is_quick=True, on_measure=report)
+            quick = speeds_of(file, CONFIG, methods, is_quick=True, on_measure=into(seen))
         assert seen == ["weights", "full", "quest", "done", "weights", "lfps", "done"]
-        assert quick.is_quick and not speeds_of(file, config, [QUEST]).is_quick
-        assert not speeds_of(file, config, [QUEST], is_quick=True).is_quick
-        assert speeds_of(file, config, [QUEST, LFPS], is_quick=True).is_quick
+        assert quick.is_quick and not speeds_of(file, CONFIG, [QUEST]).is_quick
+        assert not speeds_of(file, CONFIG, [QUEST], is_quick=True).is_quick
+        assert speeds_of(file, CONFIG, [QUEST, LFPS], is_quick=True).is_quick
     assert len(list(briefly.iterdir())) == 2
 
 
@@ -198,13 +195,13 @@ def test_what_a_busy_machine_measured_is_measured_again_when_it_is_quiet(
     header, briefly, monkeypatch
 ):
     """Not while it is busy, and not if it took minutes."""
-    config, seen = SessionConfig(device="cpu", threads=1), []
+    seen = []
 
     def measured(is_busy, **given):
         monkeypatch.setattr(kept, "load_beyond_cores", lambda: (9.0, 2) if is_busy else None)
         seen.clear()
         with open_gguf(header, header_only=True) as file:
-            found = speeds_of(file, config, [], on_measure=lambda *told: seen.append(told), **given)
+            found = speeds_of(file, CONFIG, [], on_measure=lambda *told: seen.append(told), **given)
         return bool(seen), found.is_busy
 
     busy = [True, True, False, False, True]
@@ -228,10 +225,9 @@ def test_curves_of_slow_and_fast_minutes_are_alike(header, briefly, monkeypatch)
 
     monkeypatch.setattr(measure.Measurement, "pace", pace)
     monkeypatch.setattr(measure.Measurement, "curve", measured)
-    config = SessionConfig(device="cpu", threads=1)
     with open_gguf(header, header_only=True) as file:
-        speeds_of(file, config, [])
-        slow = speeds_of(file, config, [LFPS])
+        speeds_of(file, CONFIG, [])
+        slow = speeds_of(file, CONFIG, [LFPS])
     assert slow.pace == 0.01
     full, lfps = (slow.methods[method_key(each)] for each in (FULL, LFPS))
     assert lfps.seconds(1000) == pytest.approx(full.seconds(1000))
@@ -246,12 +242,11 @@ def test_a_curve_is_of_one_calibration(header, briefly, monkeypatch):
         return curve(method, 0, 4, (0.1, 0.2))
 
     monkeypatch.setattr(measure.Measurement, "curve", measure_curve)
-    config = SessionConfig(device="cpu", threads=1)
     for i, own in enumerate(entries):
         monkeypatch.setattr(kept, "calibration_of", lambda *of, own=own: own)
         for _ in range(2):
             with open_gguf(header, header_only=True) as file:
-                found = speeds_of(file, config, [sals])
+                found = speeds_of(file, CONFIG, [sals])
             assert (method_key(sals) in found.methods) == (own is not None), i
     assert measured == ["full", "sals"] * 3 + ["sals"] * 6
 
@@ -259,12 +254,11 @@ def test_a_curve_is_of_one_calibration(header, briefly, monkeypatch):
 def test_what_is_measured_is_what_a_session_holds(header, briefly):
     """Bytes of rows and index after a prompt, and of weights in a step."""
     whole = header.with_name("whole.gguf")
-    config = SessionConfig(device="cpu", threads=1)
     with open_gguf(whole) as file:
-        speeds = speeds_of(file, config, [QUEST])
+        speeds = speeds_of(file, CONFIG, [QUEST])
     assert speeds.methods[method_key(QUEST)].dense_layers == 2
     for method in (FULL, QUEST):
-        sequence = open_sequence(whole, method, config)
+        sequence = open_sequence(whole, method, CONFIG)
         sequence.prefill(np.arange(600) % 500)
         memory = [cache.memory() for cache in sequence.caches]
         found = speeds.methods[method_key(method)]
@@ -279,7 +273,7 @@ def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
     """Methods have a part in full layers only, which bounds what they can gain."""
     path = make_model(tmp_path / "model.gguf", arch=architecture, n_layer=6, n_ff=256)
     with open_gguf(path) as file:
-        speeds = speeds_of(file, SessionConfig(device="cpu", threads=1), [QUEST, FREEKV])
+        speeds = speeds_of(file, CONFIG, [QUEST, FREEKV])
         plan = make_plan(file, speeds, [FULL, QUEST, FREEKV], 4096)
     assert 0 < plan.full_layers < plan.layers == 6
     assert f"{plan.full_layers} of 6 layers attend to all rows" in plan.verdict()
