@@ -5,14 +5,17 @@ Each such loop starts the threads once more.
 """
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from sparsekv_cli.cpu.jit import pool
 
 pool.install()
+_LIMIT = RLock()  # of the thread that has set one
 
 PRANGE_ONLY = {
     "prange": True,
@@ -34,11 +37,20 @@ def _blas() -> Any:
     return ThreadpoolController()
 
 
-def blas_threads(n: int) -> Any:
-    """Returns a context in which numpy's BLAS uses at most ``n`` threads. Outside it uses all."""
-    if n >= (os.cpu_count() or 1):
-        return nullcontext()
-    return _blas().limit(limits=n, user_api="blas")
+@contextmanager
+def blas_threads(n: int) -> Iterator[None]:
+    """Lets numpy's BLAS use at most ``n`` threads in the block. Outside it uses all.
+
+    The limit is the process's. While a thread has set one, other threads leave it as it is.
+    """
+    if n >= (os.cpu_count() or 1) or not _LIMIT.acquire(blocking=False):
+        yield
+        return
+    try:
+        with _blas().limit(limits=n, user_api="blas"):
+            yield
+    finally:
+        _LIMIT.release()
 
 
 def physical_cores() -> int:
