@@ -48,11 +48,11 @@ def results(path: Path, names: list[str]) -> dict[str, MethodResult]:
     config = SessionConfig(threads=2, prefill_dtype="f32", activations="16", ctx_size=2048)
     sequence = open_sequence(path, build_method("full", {}), config)
     ids = sequence.model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: N_PROMPT + N_STEPS]
-    rows = compare(
-        sequence.model, parse_methods(",".join(names)), ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:]
-    )
+    methods = parse_methods(",".join(names))
+    rows = compare(sequence.model, methods, ids[:N_PROMPT], N_STEPS, ids[N_PROMPT:])
+    found = {row.name: row for row in rows}
     sequence.model.gguf.close()
-    return {row.name: row for row in rows}
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -162,8 +162,10 @@ def compare(
     continuation: Ids[int] | None = None,
     on_prefill: OnProgress | None = None,
     on_step: OnProgress | None = None,
-) -> list[MethodResult]:
+) -> Iterator[MethodResult]:
     """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
+
+    Yields a method's result when the method is done.
 
     continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
     Raises SparseKVError when prompt and steps do not fit the context.
@@ -183,11 +185,9 @@ def compare(
     watched, timed = split_steps(n_steps, 0 if shared else UNTIMED)
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
-    rows: list[MethodResult] = []
-    for spec, (logits, sequence, seconds) in prefill_each(
-        model, methods, ids, n_steps=n_steps, progress=on_prefill
-    ):
-        i, result, layers = len(rows), Measured(), sequence.caches
+    each = prefill_each(model, methods, ids, n_steps=n_steps, progress=on_prefill)
+    for spec, (logits, sequence, seconds) in each:  # enumerate would keep the last sequence
+        i, result, layers = list(methods).index(spec), Measured(), sequence.caches
         if i == 0 and shared:
             keys = exact_keys(layers, len(ids))
         elif i == 0:
@@ -208,9 +208,8 @@ def compare(
             eog_ids = model.tokenizer.eog_ids
             following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
         decode_tokens(sequence, following, result, keys, watched, see)
-        rows.append(method_result(spec, methods[spec], layers, result, seconds, timed))
+        yield method_result(spec, methods[spec], layers, result, seconds, timed)
         del layers, sequence  # frees it before the next method
-    return rows
 
 
 def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:

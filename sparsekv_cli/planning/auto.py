@@ -222,8 +222,8 @@ def measure_losses(
         )
     by_key = {"full": build_method("full", {}), **{method_key(each): each for each in methods}}
     prompt, following = loss_task(ids)
-    rows = compare(model, by_key, prompt, len(following), following, on_step=progress)
-    kld = {row.spec: max(0.0, row.kld_mean) for row in rows[1:]}
+    _, *rows = compare(model, by_key, prompt, len(following), following, on_step=progress)
+    kld = {row.spec: max(0.0, row.kld_mean) for row in rows}
     date, calibrations = datetime.now(UTC).date().isoformat(), model.calibrations.digests(methods)
     losses = Losses(cpu_name(), date, kld, calibrations)
     return losses, losses.as_entry(len(ids), text)

@@ -45,7 +45,7 @@ def test_figures_are_those_of_the_cpu(path, monkeypatch):
         return cache
 
     monkeypatch.setattr(models[1].engine, "layer", lambda *given: kept(real(*given)))
-    host, device = (compare(model, methods, IDS[:80], 3, IDS[80:]) for model in models)
+    host, device = (list(compare(model, methods, IDS[:80], 3, IDS[80:])) for model in models)
     assert len(caches) == 2 * 3 * 3 and max(full_ones) == 0
     assert [row.name for row in device] == ["full", "topk", "lfps"]
     for expected, found in zip(host, device, strict=True):
@@ -67,5 +67,5 @@ def test_what_cannot_run_is_refused_first(path):
     steps = []
     model.decoder.forward_steps = lambda *_, **__: steps.append(1)
     with pytest.raises(SparseKVError, match="caches on a GPU are f16"):
-        compare(model, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4)
+        next(compare(model, parse_methods("topk,quest:cache_type_k=q8_0"), IDS[:80], 4))
     assert not steps

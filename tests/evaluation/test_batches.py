@@ -9,7 +9,7 @@ def test_little_memory_means_more_prefills(sequence_of, monkeypatch):
     sequence = sequence_of("full")
     ids, following = list(range(3, 103)), list(range(50, 58))
     methods = parse_methods("topk:budget=20%,streaming,lfps")
-    together = compare(sequence.model, methods, ids, 8, following)
+    together = list(compare(sequence.model, methods, ids, 8, following))
     prefilled: list[int] = []
     real = shared_prefill.prefill_all
 
@@ -19,7 +19,7 @@ def test_little_memory_means_more_prefills(sequence_of, monkeypatch):
 
     monkeypatch.setattr(shared_prefill, "prefill_all", count)
     monkeypatch.setattr(shared_prefill, "available_memory", lambda: 1)
-    apart = compare(sequence.model, methods, ids, 8, following)
+    apart = list(compare(sequence.model, methods, ids, 8, following))
     assert prefilled == [2, 2, 2] and [row.spec for row in apart] == list(methods)
     for row, other in zip(together, apart, strict=True):
         assert (row.kld_mean, row.recall) == (other.kld_mean, other.recall)

@@ -306,11 +306,10 @@ def test_kld_of_a_known_pair():
 def test_figures_of_dense_exact_and_recent_rows(sequence):
     names = "topk:budget=100%,topk:budget=20%;recent=1,streaming:budget=20%,lfps"
     progress: list[tuple[int, int]] = []
-    rows = compare(
+    rows = full, everything, best, recent, lfps = list(compare(
         sequence.model, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
         lambda *done: progress.append(done),
-    )  # fmt: skip
-    full, everything, best, recent, lfps = rows
+    ))  # fmt: skip
     assert [row.name for row in rows] == ["full", "topk", "topk", "streaming", "lfps"]
     assert full.kld_mean == 0 and full.top1_agreement == 1
     assert full.attn_mass_recall is None and full.topk_overlap is None
@@ -344,7 +343,7 @@ def test_the_continuation_is_what_full_would_write(sequence, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Sequence, "decode", remember)
-        rows = compare(sequence.model, parse_methods("topk"), prompt, 8)
+        rows = list(compare(sequence.model, parse_methods("topk"), prompt, 8))
     assert len(seen) == 16 and seen[:8] == seen[8:]
     sequence.reset()
     banned = list(sequence.model.tokenizer.eog_ids)
@@ -370,7 +369,7 @@ def test_greedy_tokens_skip_what_is_banned():
 
 def test_what_does_not_fit_the_context(sequence):
     with pytest.raises(SparseKVError, match="395 tokens and 8 steps do not fit the context of 400"):
-        compare(sequence.model, parse_methods("topk"), random_ids(395), 8)
+        next(compare(sequence.model, parse_methods("topk"), random_ids(395), 8))
 
 
 def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
@@ -389,5 +388,5 @@ def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):
 def test_memory_is_taken_after_decoding(sequence, monkeypatch):
     monkeypatch.setattr(ForgetfulCache, "memory", lambda self: Memory(1, 20, 300))
     methods = {"full": build_spec("full"), "x": Forgetful()}
-    row = compare(sequence.model, methods, random_ids(80), 4)[1]
+    _, row = compare(sequence.model, methods, random_ids(80), 4)
     assert (row.bytes_host, row.bytes_device, row.index_bytes) == (3, 60, 900)

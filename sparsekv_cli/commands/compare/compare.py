@@ -26,11 +26,13 @@ from sparsekv_cli.commands.options.numbers import number_list
 from sparsekv_cli.commands.options.prompt import file_option, prompt_option
 from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
-from sparsekv_cli.commands.shared.terminal import write_json
+from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import prompt_ids
 
 if TYPE_CHECKING:
+    from sparsekv_cli.evaluation.needles import Needle
+    from sparsekv_cli.evaluation.result import MethodResult
     from sparsekv_cli.methods.base import Method
 
 DEFAULT_STEPS = 64
@@ -135,10 +137,19 @@ def command(
     steps = count_steps(n_steps, tokens)
     prompts = plant_needles(model, text, needles, encode)
     prepare_methods(model, chosen.values(), compiling)
-    with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
-        rows = compare(model, chosen, ids, steps, tokens, prefilling, decoding)
-    with PrefillProgress("needles", "prompts") as planting:
-        planted = list(find_needles(model, chosen, prompts, planting))
+    rows: list[MethodResult] = []
+    planted: list[Needle] = []
+    stop = None
+    try:
+        with PrefillProgress() as prefilling, PrefillProgress("decode") as decoding:
+            rows.extend(compare(model, chosen, ids, steps, tokens, prefilling, decoding))
+        with PrefillProgress("needles", "prompts") as planting:
+            planted.extend(find_needles(model, chosen, prompts, planting))
+    except KeyboardInterrupt as error:
+        if not rows:
+            raise
+        stop = error
+        say(f"stopped: {len(rows)} of {len(chosen)} methods have finished")
     found = contents(len(ids), steps, rows, planted, about(model))
     try:
         write_reports(found, html, png)
@@ -147,6 +158,8 @@ def command(
             write_json(found)
         else:
             print_report(found)
+    if stop is not None:
+        raise stop
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
@@ -154,12 +167,10 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
     from sparsekv_cli.evaluation.compare import parse_methods
     from sparsekv_cli.evaluation.sweep import parse_sweep
 
-    common = dict(options.method_options)
-    for key, value in options.named.items():
-        if value is not None:
-            if key in common:
-                raise click.UsageError(f"{key} is given twice, as an option and with -o")
-            common[key] = value
+    named = {key: value for key, value in options.named.items() if value is not None}
+    for key in named.keys() & options.method_options.keys():
+        raise click.UsageError(f"{key} is given twice, as an option and with -o")
+    common = {**options.method_options, **named}
     try:
         return parse_methods(text, common, [parse_sweep(sweep) for sweep in sweeps])
     except ValueError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tiny_models import make_model
 
 from sparsekv_cli import warmup
+from sparsekv_cli.evaluation import compare as comparison
 from sparsekv_cli.evaluation import needles, prefill
 from sparsekv_cli.evaluation.report import figures
 
@@ -54,15 +56,12 @@ def test_json(model, invoke):
     full, topk, lfps, streaming = found["methods"]
     for row in found["methods"]:
         assert set(row) >= CONTRACT and row["decode_tps"] > 0 and row["ttft_s"] > 0
+        assert all(low <= row[each] <= high for each, (low, high) in row["intervals"].items())
     assert [row["name"] for row in found["methods"]] == ["full", "topk", "lfps", "streaming"]
     assert (full["kld_mean"], full["top1_agreement"], full["topk_overlap"]) == (0, 1, None)
     assert topk["options"]["budget"] == "10%" and streaming["options"]["budget"] == "20%"
-    assert lfps["options"]["expand"] == "filtered"
-    assert lfps["spec"] == "lfps:preset=paper;budget=10%"
+    assert (lfps["options"]["expand"], lfps["spec"]) == ("filtered", "lfps:preset=paper;budget=10%")
     assert topk["kld_mean"] > 0 and 0 < topk["attn_mass_recall"] < 1
-    for row in found["methods"]:
-        for figure, (low, high) in row["intervals"].items():
-            assert low <= row[figure] <= high
     assert topk["recall"]["layers"] == [2] and len(topk["recall"]["heads"][0]) == 4
     assert np.mean(topk["recall"]["heads"]) == pytest.approx(topk["attn_mass_recall"])
     assert topk["attn_mass_recall"] <= topk["oracle_mass_recall"] + 1e-6 and not found["needles"]
@@ -148,6 +147,23 @@ def test_reports(model, invoke, tmp_path, monkeypatch):
     assert "fill: var(--ink)" in text and "<script" not in text and text.count("<title>") == 4
     loaded = re.findall(r"""(?:src|href)=["']([^"']*)|url\(([^)]*)\)|@import""", text)
     assert all(link.startswith(("#", "data:")) for pair in loaded for link in pair if link)
+
+
+@pytest.mark.parametrize(("during", "n_done"), [("topk", 1), ("full", 0)])
+def test_ctrl_c_costs_no_finished_method(during, n_done, model, invoke, monkeypatch):
+    real = comparison.method_result
+
+    def result(spec: str, *arguments: Any) -> Any:
+        if spec == during:
+            signal.raise_signal(signal.SIGINT)
+        return real(spec, *arguments)
+
+    monkeypatch.setattr(comparison, "method_result", result)
+    given = ["-p", TEXT, "--methods", "topk,lfps", "--steps", "4", "--json"]
+    found = invoke("compare", "-m", model, *given)
+    is_told = "stopped: 1 of 3 methods have finished" in found.err
+    assert (found.code, is_told) == (130, n_done > 0)
+    assert len(json.loads(found.out or '{"methods": []}')["methods"]) == n_done
 
 
 def test_a_calibrated_method(model, invoke, monkeypatch):
