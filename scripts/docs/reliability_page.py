@@ -27,10 +27,10 @@ This page says how we look for faults, and what we found. A test runs a small pa
 ## Bad inputs
 
 `scripts/fuzz TARGET` changes inputs: files, lines, requests and commands. If it changes fields of a
-header, it makes the checksum again. A child process runs each input. No input may end the process by
-a signal. None may take more than 10 s of CPU time, or 1 GiB more than the model. A refusal is one
-line, or a status of 4xx. If a file of rows is accepted, the answer is the same as without the file.
-Inputs that showed a fault lie in `tests/data/fuzz`. Every run begins with them.
+header, it makes the checksum again. A child process runs each input. No input may end the process
+by a signal. None may take more than 10 s of CPU time, or 1 GiB more than the model. A refusal is
+one line, or a status of 4xx. If a file of rows is accepted, the answer is the same as without the
+file. Inputs that showed a fault lie in `tests/data/fuzz`. Every run begins with them.
 
 The table has the last run of each target. "Found" counts the faults of that run. Later commits mend
 them.
