@@ -8,7 +8,7 @@ the context is longer than
     heads of a group x rows that a dense step could read in the time of one head's own work.
 
 The second factor is a constant of each method, ``Method.work_of_a_head``, for its default budget.
-That of lfps is a count. The others were measured on a CPU and rounded up. They are not measured
+For lfps it is a count. For the others it was measured on a CPU and rounded up. It is not measured
 again, so that the same command gives the same text. docs/methods.md has the figures.
 """
 
