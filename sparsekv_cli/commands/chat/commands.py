@@ -259,7 +259,7 @@ COMMANDS: dict[str, ChatCommand] = {
     "set": ChatCommand(
         "[NAME [VALUE]]", "samplers, n_predict, stop, think, ctx ...; alone: show all", _set
     ),
-    "read": ChatCommand("FILE", "put a text file before your next message", _read),
+    "read": ChatCommand("FILE", "put a text, PDF or Word file before your next message", _read),
     "save": ChatCommand("FILE", "write the conversation to a JSON file", _save),
     "load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
     "stats": ChatCommand("", "speed and KV rows of the last answer", _stats),
