@@ -110,14 +110,14 @@ class SamplingParams:
         1.0, "Power of the uncertainty that the temperature follows.", at_least=0,
         flags=("--dynatemp-exp",),
     )  # fmt: skip
-    repeat_last_n: int = option(64, "Tokens that are penalised; 0: off, -1: all.", at_least=-1)
+    repeat_last_n: int = option(64, "Last tokens that are penalised; 0: off, -1: all.", at_least=-1)
     repeat_penalty: float = option(1.0, "1: off.", above=0)
     presence_penalty: float = option(0.0, "0: off.")
     frequency_penalty: float = option(0.0, "0: off.")
     dry_multiplier: float = option(0.0, "0: off.", at_least=0)
     dry_base: float = option(1.75, "Growth of the penalty a token.", at_least=1)
     dry_allowed_length: int = option(2, "Tokens that may be repeated.", at_least=0)
-    dry_penalty_last_n: int = option(64, "Tokens looked at; 0: off, -1: all.", at_least=-1)
+    dry_penalty_last_n: int = option(64, "Last tokens that count; 0: off, -1: all.", at_least=-1)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     samplers: tuple[str, ...] = SAMPLER_ORDER

@@ -86,16 +86,16 @@ WARM_UP_TOKENS = 3  # decoded by the untimed run
     help="Format on stdout. [default: md]",
 )  # fmt: skip
 @click.option(
-    "--no-warmup", is_flag=True, help="Leave out the run ahead of each test that is not timed.",
+    "--no-warmup", is_flag=True, help="Leave out the untimed run before each test.",
 )  # fmt: skip
 @click.option(
     "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
-    help="Keep the rows of depths there, at most 16 GiB; other methods and later runs take them.",
+    help="Keep the rows of each depth in DIR, at most 16 GiB, for other methods and later runs.",
 )  # fmt: skip
 @click.option(
     "-f", "--file", "text", metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Take the tokens of this text in place of random ones. Drafts are made of a text only.",
+    help="Use the tokens of this text instead of random ones. Drafts need a text.",
 )  # fmt: skip
 @session_option("speculate", default="off")
 @session_option("draft_model")
