@@ -279,7 +279,7 @@ def prefill_to_depth(
 
     In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
     done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
-    starts from one token, because a method sees a prefill ahead of its first decode.
+    starts from one token, because a method sees a prefill before its first decode step.
     rows: finds and keeps the rows of the depth on disk.
     """
     n_decoded = min(n_last, test.n_depth - 1) if test.decodes_only and test.n_depth > 1 else 0
