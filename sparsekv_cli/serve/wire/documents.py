@@ -49,7 +49,7 @@ class Documents:
         finally:
             self._n_waiting -= 1
         if self._has_ended:
-            raise BusyError("the server is ending: try again later")
+            raise BusyError("the server ends: try again later")
         if not said:
             raise SparseKVError(
                 f"{name} takes more than {SECONDS} s or {BYTES >> 30} GiB to read: split it, or "
