@@ -64,7 +64,7 @@ class Generation:
     Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
 
     A step may add a draft after the chosen token. The sampler sees the same logits and tokens as
-    without drafts, in the same order, so it chooses the same tokens. A step keeps the rows of a
+    without drafts, in the same order. So it chooses the same tokens. A step keeps the rows of a
     draft up to the first token that the sampler does not choose.
     """
 

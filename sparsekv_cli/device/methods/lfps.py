@@ -5,8 +5,8 @@ kernel attends to the sinks and merges the host's output by its log-sum-exp. The
 the sinks' keys, but not of their values. It scores the keys, because the sinks' mass decides
 whether a head is bypassed (eq 6).
 
-The host sends its output first. While the device continues with the layer, the host updates its
-tables (eq 10) and finds the candidates of the next step (eq 7, 8). It does so in ``end_step``.
+The host sends its output first, and the device continues with the layer. Meanwhile, in
+``end_step``, the host updates its tables (eq 10) and finds the next candidates (eq 7, 8).
 """
 
 from collections import Counter
