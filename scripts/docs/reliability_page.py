@@ -22,15 +22,15 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 TOP = """# Reliability
 
-Three scripts look for faults. A test runs a small part of each.
+This page says how we look for faults, and what we found. A test runs a small part of each script.
 
 ## Bad inputs
 
-`scripts/fuzz TARGET` changes inputs: files, lines, requests and commands. It changes header fields
-and makes their checksum again. A child process runs each of them. No input may end the process by a
-signal, take more than 10 s of CPU time, or take 1 GB more than the model. A refusal is one line, or
-a status of 4xx. If a file of rows is accepted, the answer is the same as without the file. Inputs
-that showed a fault lie in `tests/data/fuzz`, and every run begins with them.
+`scripts/fuzz TARGET` changes inputs: files, lines, requests and commands. If it changes fields of a
+header, it makes the checksum again. A child process runs each input. No input may end the process
+by a signal. None may take more than 10 s of CPU time, or 1 GiB more than the model. A refusal is
+one line, or a status of 4xx. If a file of rows is accepted, the answer is the same as without the
+file. Inputs that showed a fault lie in `tests/data/fuzz`. Every run begins with them.
 
 The table has the last run of each target. "Found" counts the faults of that run. Later commits mend
 them.
@@ -44,7 +44,7 @@ MIDDLE = """
 The faults are a kill before the operation or within a write, a short write, and a missing folder.
 Or the disk is full (ENOSPC), over its quota (EDQUOT) or read-only (EROFS). The next run must find
 the old file or the new one, and go on. An appended answer is there as a whole, or not at all. The
-user's other files must be as they were. Three processes write at once, too.
+user's other files must be as they were. Another test has three processes that write at once.
 
 """
 LAST = """
@@ -52,9 +52,9 @@ LAST = """
 ## A server under attack
 
 `scripts/soak attack` attacks a server. Meanwhile a normal client asks it questions. The client's
-first token may take twice its usual time. An attacker holds up to 150 connections that send a byte
-now and then, or sends up to 200 requests a second. Times are medians. The machine had other work to
-do.
+first token may take twice its usual time. One attacker holds 150 connections, and each sends a byte
+now and then. Another sends up to 200 requests a second. Times are medians. The machine had other
+work to do.
 
 """
 SOAK = """
@@ -63,18 +63,18 @@ SOAK = """
 
 `scripts/soak` uses the program for a given time. It ends with an error if memory (PSS), open files
 or threads grow, or if counters contradict each other. Conversations continue past their context
-with every method. 32 clients ask a server about long documents, and many of them leave. The prefix
-cache on disk is used for simulated days. The clock jumps, and writers are killed.
+with every method. A server has 32 clients that ask about long documents. Many of them leave. The
+prefix cache on disk is used for simulated days. The clock jumps, and writers are killed.
 
 """
 ARM = """
 
 ## ARM under emulation
 
-`scripts/arm` runs tiny models with kernels for ARM, under `qemu-user`. A run is a prompt of 300
-tokens and 16 greedy tokens with one method, of all 11. The tokens must be those of x86, and logits
-may differ by 1e-3. `sals` with the layers of `gemma4` differs by 0.2, because rounding chooses
-other rows. On x86, embeddings that differ by 2e-6 cause the same difference.
+`scripts/arm` runs tiny models with kernels for ARM, under `qemu-user`. A run has one of the 11
+methods, a prompt of 300 tokens and 16 greedy tokens. The tokens must be those of x86. Logits may
+differ by 1e-3. `sals` with the layers of `gemma4` differs by 0.2, because rounding chooses other
+rows. On x86, embeddings that differ by 2e-6 cause the same difference.
 
 """
 

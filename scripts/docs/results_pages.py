@@ -19,9 +19,9 @@ BUSY = 0.5  # cores in other programs' hands that a page speaks of
 
 INTRO = """# Benchmarks
 
-`scripts/results` wrote this page from the files in [data](data). Each section names its commands,
-machine, commit and date. Figures of different sections may be of different machines or commits.
-Where a table names no model, it is SmolLM2-135M-Instruct (Q4_1). No prompt comes from disk
+This page says how fast and how accurate the methods are. `scripts/results` wrote it from the files
+in [data](data). Each section names its commands, machine, commit and date, which may differ. Where
+a table names no model, it is SmolLM2-135M-Instruct (Q4_1). No prompt comes from disk
 (`SPARSEKV_NO_CACHE=1`). Speed is in tokens a second. It is the median of several runs.
 """
 

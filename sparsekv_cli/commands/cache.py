@@ -27,9 +27,9 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def list_command(cache_dir: Path | None, as_json: bool) -> None:
-    """List the prompts that are kept, the one used last first.
+    """List the kept prompts, last used first.
 
-    Prompts that begin alike share files: MIB counts those that a prompt has for itself.
+    Prompts with the same beginning share files. MIB counts the files that only one prompt has.
     """
     folder = _folder(cache_dir)
     prompts, n_bytes = prompts_of(folder)
@@ -49,7 +49,7 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
 @DIRECTORY_OPTION
 @verbose_option
 def clear_command(cache_dir: Path | None) -> None:
-    """Remove all prompts that are kept."""
+    """Remove all kept prompts."""
     folder = _folder(cache_dir)
     n_files, n_bytes = folder.clear()
     left = folder.entries()

@@ -40,8 +40,8 @@ ALL, AUTO = "all", "auto"
 @MODEL_OPTION
 @click.option(
     "--method", metavar="LIST", shell_complete=completers.methods, default=ALL,
-    help="The methods, with commas between, or all that need it; auto: what each method loses, by "
-    "which --method auto chooses. [default: all]",
+    help="Methods with commas between, or all that need a calibration; auto: the losses by which "
+    "--method auto chooses. [default: all]",
 )  # fmt: skip
 @file_option("Measure on this text instead of the built-in one; - is stdin.")
 @click.option(
@@ -70,7 +70,7 @@ def command(
     """Calibrate methods for a model and store the result in its sidecar, an npz file.
 
     A method that needs a calibration makes it by itself when it is first used. This command makes
-    it again, beforehand, or on another text; what other methods have stored is kept.
+    it again, beforehand, or on another text. Calibrations of other methods stay.
     """
     config = SessionConfig(threads=threads, device=device, prefill_dtype=prefill_dtype)
     names = choose_methods(method)

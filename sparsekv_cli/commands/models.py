@@ -26,8 +26,8 @@ def command(context: click.Context, as_json: bool) -> None:
     """List the models that -m takes by name.
 
     They are the *.gguf files of the models folder (SPARSEKV_MODELS, or
-    ~/.local/share/sparsekv-cli/models) and the models that were downloaded from the Hugging Face
-    hub. 'sparsekv-cli models get smollm2' gets a small one.
+    ~/.local/share/sparsekv-cli/models) and the downloaded models of the Hugging Face hub.
+    'sparsekv-cli models get smollm2' gets a small one.
     """
     if context.invoked_subcommand is not None:
         return
@@ -52,7 +52,7 @@ def command(context: click.Context, as_json: bool) -> None:
 def get(name: str) -> None:
     """Download smollm2, or a model of the Hugging Face hub, and print the path of its file.
 
-    Nothing is downloaded again. A download that broke off goes on where it ended.
+    A file that is there is not downloaded again. An interrupted download continues where it ended.
     """
     from sparsekv_cli.commands.shared.progress import PrefillProgress
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_models, resolve_model

@@ -72,12 +72,12 @@ class Listen:
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="[default: 127.0.0.1]")
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8080,
-    help="0 takes a free one. [default: 8080]",
+    help="Port; 0 takes a free one. [default: 8080]",
 )  # fmt: skip
-@click.option("--api-key", metavar="KEY", help=f"Clients must send it. [env: {KEY}]")
+@click.option("--api-key", metavar="KEY", help=f"Key that clients must send. [env: {KEY}]")
 @click.option(
     "--cors", metavar="ORIGIN", multiple=True,
-    help="Pages from there may use the server, such as https://example.org; repeatable.",
+    help="Origin whose pages may use the server, such as https://example.org; repeatable.",
 )  # fmt: skip
 @click.option(
     "--parallel", metavar="N", type=click.IntRange(1, 256), default=8,
@@ -106,11 +106,11 @@ class Listen:
 )  # fmt: skip
 @click.option(
     "--timeout", metavar="SECONDS", type=FiniteRange(min=0, min_open=True), default=600.0,
-    help="Most time of a request, waiting included. [default: 600]",
+    help="Most time for a request, waiting included. [default: 600]",
 )  # fmt: skip
 @click.option(
     "--max-body", metavar="MIB", type=FiniteRange(min=0, min_open=True), default=4.0,
-    help="Most that a request's body may have. [default: 4]",
+    help="Largest body of a request. [default: 4]",
 )  # fmt: skip
 @click.option(
     "--prepare", metavar="NAME,...", default="",
@@ -118,7 +118,7 @@ class Listen:
 )  # fmt: skip
 @click.option(
     "--drain", metavar="SECONDS", type=click.IntRange(0), default=60,
-    help="At the end, the time that answers have to become whole. [default: 60]",
+    help="Time for running answers when the server ends. [default: 60]",
 )  # fmt: skip
 @model_options(models=MODELS_OPTION)
 @folder_options

@@ -1,17 +1,17 @@
 """Sequences of a step whose caches launch each kernel once for all of them.
 
 Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
-sequences at one stride, but each cache has tensors of its own. Caches of a layer that will launch
-the same kernels are therefore moved into common tensors (B, ...), as wide as the widest cache. Each
-cache keeps its part as a view, until it outgrows the part or leaves. Much longer sequences launch
-their own kernels: a long sequence gets at most twice the rows that it needs.
+sequences at one stride, but each cache has tensors of its own. So caches of a layer that will
+launch the same kernels move into common tensors (B, ...), as wide as the widest cache. A cache
+keeps its part as a view until it outgrows the part or leaves. A sequence gets at most twice the
+rows that it needs there. Much longer sequences launch their own kernels.
 
-A captured step has a fixed number of rows, so a step has 1, 2, 4, 8, or a multiple of 8 rows. Rows
-after those of the sequences are padding. A padded row has parts of common tensors too, in which it
-writes, and no cache. A sequence that joins takes its parts, so that no tensor moves. Then the step
-that was captured goes on. A sequence that leaves makes its row a padded one.
+A captured step has a fixed number of rows: 1, 2, 4, 8, or a multiple of 8. The rows after those of
+the sequences are padding. A padded row also has parts of common tensors, into which it writes, but
+no cache. A sequence that joins takes over such parts. So no tensor moves, and the captured step can
+be replayed. A sequence that leaves makes its row a padded one.
 
-The plan of a step holds for later steps too. The caches state the number of rows up to which it
+The plan of a step also holds for later steps. The caches state the number of rows up to which it
 holds.
 """
 
@@ -27,16 +27,16 @@ from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceCache, spread
 from sparsekv_cli.device.host import HostCache
 
 SHORT = 4096  # rows for which there is room in every sequence of a batch
-SIZES = 1, 2, 4, 8  # rows of a step; beyond the last one its multiples
+SIZES = 1, 2, 4, 8  # rows of a step; larger steps have a multiple of the last size
 
 
 def rows_of_step(n_sequences: int) -> int:
-    """The rows of a step of so many sequences, padding included."""
+    """Returns the rows of a step of so many sequences, padding included."""
     return next((n for n in SIZES if n >= n_sequences), -(-n_sequences // SIZES[-1]) * SIZES[-1])
 
 
 class Run(NamedTuple):
-    """Rows first..last - 1 of a step in one layer; the first one's ``cache`` decodes all."""
+    """Rows first .. last - 1 of a step in one layer. The first row's ``cache`` decodes all."""
 
     first: int
     last: int
@@ -47,7 +47,7 @@ class StepPlan(NamedTuple):
     """The launches of a step. runs: for each layer, first and last of each ``Run`` on the device.
 
     on_host: for each layer, the rows that the host attends to. n_padded: n of a padded row, whose
-    budget is 1. The plan holds for ``n_more`` steps after it in which each sequence gets one row.
+    budget is 1. n_more: the plan holds for so many further steps, each with one row a sequence.
     """
 
     key: Hashable
@@ -72,7 +72,7 @@ class StepPlan(NamedTuple):
 
 
 class Planner:
-    """Plans steps, only where the plan of the step before does not hold.
+    """Plans a step if the plan of the step before does not hold for it.
 
     least_rows: steps are planned for so many rows at least.
     """
@@ -84,13 +84,13 @@ class Planner:
         self._planned: list[ref[LayerCache]] = []  # by the last plan, whether it holds or not
 
     def forget(self) -> None:
-        """Nothing is planned any more: rows were added in another way, or a step was broken off."""
+        """Drops the plan, because rows were added in another way or a step was broken off."""
         self._plan = None
 
     def order(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
-        """Which sequence each row of the next step has. ``launch_order``, or one with as few runs.
+        """Returns which sequence each row of the next step has: ``launch_order``, or a like order.
 
-        In the latter, sequences of the last step keep their rows, and others take free ones.
+        In a like order, with as few runs, only new sequences change rows.
         """
         n_layer = len(caches[0])
         before = {id(kept()): row for row, kept in enumerate(self._planned[::n_layer])}
@@ -110,7 +110,7 @@ class Planner:
         return order if n_runs(order) <= n_runs(best) else best
 
     def begin(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> StepPlan:
-        """Readies the caches of B sequences for a step; ``end`` follows when it is done."""
+        """Prepares the caches of B sequences for a step. ``end`` follows when the step is done."""
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
         self.forget()
         if plan is None or not self._holds(plan, positions, flat):
@@ -121,7 +121,7 @@ class Planner:
         return plan._replace(n_more=plan.n_more - 1)
 
     def _part_from(self, caches: Sequence[LayerCache]) -> None:
-        """Caches that are not among these any more leave the common tensors."""
+        """Makes caches that are not among these any more leave the common tensors."""
         here = set(map(id, caches))
         for planned in self._planned:
             cache = planned()
@@ -154,7 +154,7 @@ def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]
 
 
 def _kind(cache: LayerCache) -> Hashable:
-    """Caches of different kinds never launch together."""
+    """Returns the kind of a cache. Caches of different kinds never launch together."""
     return type(cache), cache.method if isinstance(cache, DeviceCache) else None
 
 
@@ -202,7 +202,7 @@ def _plan_step(
 
 
 def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:
-    """Rows whose caches lie on the host; padding too, if it follows one that only the host has."""
+    """Returns the rows whose caches lie on the host, and padding that follows such a row."""
     rows = [b for b, cache in enumerate(caches) if isinstance(cache, HostCache)]
     last = caches[-1]
     is_padded = isinstance(last, HostCache) and not last.has_device_part
@@ -212,10 +212,10 @@ def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:
 def prepare_runs(
     caches: Sequence[LayerCache], plans: Sequence[CachePlan], n_rows: int
 ) -> tuple[list[Run], list[Hashable]]:
-    """One layer's caches as runs of equal plans, ready to decode, and what tells their launches.
+    """Returns one layer's caches as runs of equal plans, ready to decode, and the launches' keys.
 
     The caches of a run are of one kind, and lie in common tensors. No run has a cache on the host.
-    The last run has the rows up to n_rows as well, unless its caches are each alone.
+    The last run also has the rows up to n_rows, unless each of its caches is alone.
     """
     runs = list(_runs(caches, plans, n_rows))
     keys: list[Hashable] = []
@@ -246,7 +246,7 @@ def _runs(caches: Sequence[Any], plans: Sequence[CachePlan], n_rows: int) -> Ite
 
 
 def _free_parts(cache: DeviceCache, others: Sequence[LayerCache]) -> None:
-    """Others leave the common tensors in which ``cache`` lies."""
+    """Makes the other caches leave the common tensors in which ``cache`` lies."""
 
     def memory(cache: DeviceCache) -> set[int]:
         return {x.untyped_storage().data_ptr() for x in cache.tensors() if x.numel()}
@@ -276,9 +276,9 @@ def _move_to_common(caches: Sequence[DeviceCache], n_rows: int) -> None:
 
 
 def _common(parts: Sequence[torch.Tensor], n_rows: int) -> torch.Tensor:
-    """The parts (1, ...) as one tensor (n_rows, ...), narrower ones and padding filled up.
+    """Returns the parts (1, ...) as one tensor (n_rows, ...). Fills up narrower parts and padding.
 
-    They are filled with 0, or in integers, which number rows and slots, with -1: none.
+    They get 0, or -1 (none) in tensors of integers, which number rows and slots.
     """
     sizes = [max(of_all) for of_all in zip(*(part.shape for part in parts), strict=True)]
     one = parts[0]

@@ -1,9 +1,9 @@
 """One layer's KV cache on a GPU: the contract of a step, and the parts that methods share.
 
 A decode step is captured in a CUDA graph, so it has three verbs. ``begin_step`` runs on the host
-before the step. Only there may buffers grow. ``decode`` launches kernels and nothing else. The
-numbers that change from step to step lie in device memory (``StepNumbers``). ``end_step`` counts
-what was done, while the device works.
+before the step, and only there may buffers grow. ``decode`` launches kernels and does nothing else.
+Numbers that change from step to step lie in device memory (``StepNumbers``). ``end_step`` counts
+the work of the step while the device works.
 
 Letters as in cache/spec.py; tensors have a leading dimension of B sequences. A cache keeps the rows
 of one sequence. If several caches lie in common tensors (batching.py), the first decodes for all.
@@ -24,24 +24,24 @@ from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import NewRow
 
-AHEAD = 64  # rows that a bound leaves for steps to come, at least
+AHEAD = 64  # rows for later steps that a bound includes, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
-UNLIMITED = 1 << 62  # rows, of a cache that is not told how many there will be at most
+UNLIMITED = 1 << 62  # rows, of a cache that does not know how many there will be at most
 
 
 class StepNumbers(NamedTuple):
     """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
 
-    pos: torch.Tensor  # row of the new token, its position
-    n: torch.Tensor  # pos + 1, the rows that there are with it
+    pos: torch.Tensor  # the position of the new token, which is its row
+    n: torch.Tensor  # pos + 1, the number of rows with the new one
     budget: torch.Tensor  # method.budget.rows(n); n for a method without a budget
 
 
 class CachePlan(NamedTuple):
-    """A cache returns this from ``begin_step``.
+    """The result of ``begin_step``.
 
     key: steps with equal keys, and tensors at equal addresses, launch the same kernels with the
-    same arguments. A captured graph can be replayed then, and caches of a layer decode together.
+    same arguments. Then a captured graph can be replayed, and caches of a layer decode together.
     until: steps up to so many rows need no other ``begin_step``.
     is_alone: whether the cache cannot decode together with others.
     """
@@ -65,7 +65,7 @@ class DeviceInput(NamedTuple):
 def grid_bound(n: int) -> int:
     """Returns a bound of n for a graph's grids: at most a quarter larger (LEAST_STEP for few rows).
 
-    The steps that follow a power of two have the same bound. Measured contexts begin there.
+    Steps shortly after a power of two have the same bound. Measured contexts begin there.
     """
     n += AHEAD
     step = max(LEAST_STEP, 1 << max(0, n.bit_length() - 3))
@@ -73,14 +73,14 @@ def grid_bound(n: int) -> int:
 
 
 def spread(x: torch.Tensor, n: int) -> torch.Tensor:
-    """From one sequence's part (1, ...) of a common tensor those of it and the next: (n, ...)."""
+    """Returns a sequence's part (1, ...) of a common tensor with the next parts, as (n, ...)."""
     return x.as_strided((n, *x.shape[1:]), x.stride())
 
 
 class DeviceStore:
     """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
 
-    n_spared = 0  # sequences share none of these
+    n_spared = 0  # rows whose memory sequences share: none
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
@@ -101,7 +101,7 @@ class DeviceStore:
         return self.k.nbytes + self.v.nbytes
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
+        """Makes room for ``n`` rows: exactly n at first; later it grows by an eighth at least."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
@@ -121,18 +121,18 @@ class DeviceStore:
         self.n += n_new
 
     def keys(self) -> torch.Tensor:
-        """f16 (G, n, d)."""
+        """Returns the keys f16 (G, n, d)."""
         return self.k[0, :, : self.n]
 
     def values(self) -> torch.Tensor:
-        """f16 (G, n, d_v)."""
+        """Returns the values f16 (G, n, d_v)."""
         return self.v[0, :, : self.n]
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
 
     def copy(self, n: int) -> DeviceStore:
-        """A store with the first n rows."""
+        """Returns a store with the first n rows."""
         new = copy.copy(self)
         new.n, new.k, new.v = n, self.k[:, :, :n].clone(), self.v[:, :, :n].clone()
         return new
@@ -145,11 +145,11 @@ class DeviceCache(LayerCache):
     ``end_step``, or derives from DeviceSelecting. ``drop_step`` takes the place of ``end_step``.
     """
 
-    store: Any  # a DeviceStore, or what a method has in its place
-    n_ctx: int = UNLIMITED  # rows that there will be at most
-    side: SideStream | None = None  # of a cache that launches work beside the steps
-    # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
-    # it ``records_attended``, ``attended`` holds the rows of the step then: idx int32 (B, U, m) and
+    store: Any  # a DeviceStore, or the method's own store
+    n_ctx: int = UNLIMITED  # the most rows that there will be
+    side: SideStream | None = None  # the stream of a cache that launches work during the steps
+    # Called after ``decode`` with its input. Steps of a cache that has one are not captured. If it
+    # ``records_attended``, ``attended`` then has the rows of the step: idx int32 (B, U, m) and
     # counts (B, U).
     on_step: Callable[[Any], None] | None = None
 
@@ -192,37 +192,37 @@ class DeviceCache(LayerCache):
         """Called on every cache of a step to ``n`` rows, while the device works: counts it."""
 
     def drop_step(self, n: int) -> None:
-        """Called in place of ``end_step`` if a step was broken off: goes back to ``n`` rows."""
+        """Called instead of ``end_step`` if a step was broken off. It goes back to ``n`` rows."""
         if self.side is not None:
             self.side.join()
         self.truncate(n)
 
     def budget_rows(self, n: int) -> int:
-        """Called before every step to ``n`` rows: returns ``StepNumbers.budget``."""
+        """Called before every step to ``n`` rows. Returns ``StepNumbers.budget``."""
         rows: int = n if self.method is None else self.method.budget.rows(n)
         return rows
 
     def rows_of_padding(self) -> int:
-        """Called after ``begin_batch``, if there is padding: returns a padded row's n.
+        """Called after ``begin_batch`` if there is padding. Returns n of a padded row.
 
-        It is the least that the launches take with a budget of 1. The row has a part of common
-        tensors that no sequence has, and that holds anything. For it launches write nothing else.
+        It is the least n that the launches take with a budget of 1. A padded row has a part of
+        common tensors that no sequence has, with any contents. Its launches write nothing else.
         """
         return 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """Called between steps: returns the tensors that ``decode`` reads, (1, ...) each.
+        """Called between steps. Returns the tensors that ``decode`` reads, (1, ...) each.
 
-        They are all that the cache has, unless it ``is_alone``.
+        They are all tensors of the cache, unless it ``is_alone``.
         """
         return [self.store.k, self.store.v]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before ``begin_batch``: takes others with the same contents as ``tensors``."""
+        """Called before ``begin_batch``: takes other tensors with the contents of ``tensors``."""
         self.store.k, self.store.v = tensors
 
     def batch_tensors(self, n: int) -> list[torch.Tensor]:
-        """Returns ``tensors`` of n rows of a step, from this one on, (n, ...) each."""
+        """Returns ``tensors`` of n rows of a step, from this cache's row on: (n, ...) each."""
         return [spread(x, n) for x in self.tensors()]
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -231,18 +231,18 @@ class DeviceCache(LayerCache):
         """Called once: takes what all sequences share from ``other``, a cache of the same layer."""
 
     def room_on_host(self, n_max: int) -> int:
-        """Rows to make room for on the host, where growing takes long: all that there will be.
+        """Returns the rows to make room for on the host, where growing takes long.
 
-        But n_max, if those would be more than twice as many.
+        They are all rows that there will be, or n_max if these are more than twice n_max.
         """
         return self.n_ctx if n_max <= self.n_ctx <= 2 * n_max else n_max
 
     def bound(self, n: int) -> int:
-        """``grid_bound`` of n rows, at most ``n_ctx``: so many are made room for, too."""
+        """Returns ``grid_bound`` of n rows, at most ``n_ctx``. It is the room for rows, too."""
         return max(n, min(grid_bound(n), self.n_ctx))
 
     def reserve(self, n: int) -> None:
-        """Room for n rows, and for the steps after them, so that the first one moves nothing."""
+        """Makes room for n rows and the next steps, so that the first step moves no row."""
         self.store.reserve(self.bound(n))
 
     def keep_attended(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
@@ -263,20 +263,20 @@ def attend_all(
     scale: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Adds the rows of a step to k and v, and attends to all: f32 (B, H, d_v)."""
+    """Adds the rows of a step to k and v. Returns the attention to all rows, f32 (B, H, d_v)."""
     new = NewRow(x.k, x.v)
     return attention.attend_dense(x.q, k, v, x.step.n, n_max, scale, out, new=new)
 
 
 def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
-    """Counts a step over all of ``n`` rows; sparse: in a layer that may leave rows out."""
+    """Counts a step over all of ``n`` rows. sparse: whether the layer may leave rows out."""
     spec = cache.spec
     rows = spec.n_head * n
     cache.ledger.step(rows, rows, rows, spec.n_head_kv * n * cache.store.row_bytes, sparse)
 
 
 class DeviceSelecting(DeviceCache):
-    """Adds a row, selects rows, attends to them; a method writes ``select`` and the plan for it.
+    """Adds a row, selects rows, and attends to them. A method writes ``select`` and its plan.
 
     While the budget covers the context, attention is dense, with the bits of ``full``.
     """
@@ -313,22 +313,22 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def is_dense_at(self, n: int) -> bool:
-        """Whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod
     def plan_selection(self, n: int, n_max: int) -> CachePlan:
-        """Host work of ``begin_step`` for a step that selects; its part of the plan."""
+        """Does the host's work of ``begin_step`` for a step that selects. Returns its plan."""
 
     @abstractmethod
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows, the new one among them: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
+        """Returns the selected rows: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
 
-        k, v: the B sequences' rows, to which it adds the new one. index: the rest of their
-        ``tensors``.
+        The new row is one of them. k, v: the rows of the B sequences, to which it adds the new
+        ones. index: the rest of their ``tensors``.
         """
 
     @abstractmethod
     def count(self, n: int) -> tuple[int, int, int]:
-        """The counts of a step at ``n`` rows: rows scored, rows attended, bytes read."""
+        """Returns the counts of a step at ``n`` rows: rows scored, rows attended, bytes read."""

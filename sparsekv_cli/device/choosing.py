@@ -1,6 +1,6 @@
 """The next tokens, chosen on the device: launches of torch without any read by the host.
 
-The settings of the sequences' chains lie in device memory, so that a captured step serves others.
+The settings of the sequences' samplers lie in device memory. So a captured step also serves others.
 """
 
 import math
@@ -14,10 +14,10 @@ from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 
 
 class Settings(NamedTuple):
-    """A sequence's chain and its random number: numbers, or of B sequences tensors f64 (B, 1).
+    """The settings of a sequence's samplers and its random number; or of B, tensors f64 (B, 1).
 
-    least: the distance of the least logit that stays to the highest. chance: uniform in [0, 1). The
-    defaults choose greedily; infinite is off.
+    least: the largest distance to the highest logit at which a logit stays. chance: uniform in
+    [0, 1). The defaults choose greedily. An infinite value switches a sampler off.
     """
 
     is_greedy: Any = 1.0
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(sampler: PlainSampler | None) -> Settings:
-    """Returns the settings that choose a sampler's next token; without a sampler the best token."""
+    """Returns the settings that choose a sampler's next token. None: they choose the best token."""
     if sampler is None or sampler.chain.is_greedy:
         return Settings()
     chain = sampler.chain
@@ -64,7 +64,7 @@ def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
 
 
 def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:
-    """Returns the tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
+    """Returns the tokens that sampling/chain.py chooses, and the highest logits, which show damage.
 
     logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
     """
@@ -78,7 +78,7 @@ def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> to
 def _drawn(
     logits: torch.Tensor, highest: torch.Tensor, settings: Settings, drawing: Drawing
 ) -> torch.Tensor:
-    """Returns a token of what each chain keeps: i64 (B, 1)."""
+    """Returns a token of those that each sequence's samplers keep: i64 (B, 1)."""
     top_k, top_p, chance = settings.top_k, settings.top_p, settings.chance
     if not drawing.sorts:
         return _index(_powers(logits, highest, settings), chance)
@@ -89,12 +89,12 @@ def _drawn(
     share = torch.cumsum(mass / mass.sum(1, keepdim=True), 1)
     is_kept = is_kept & (rank <= (share < top_p.float()).sum(1, keepdim=True))
     powers = torch.where(is_kept, _powers(values, highest, settings), 0.0)
-    # The id at a rank without indexing, which could leave the list in a step of garbled numbers.
+    # Finds the id at a rank without an index, which could lie outside if numbers are garbled.
     token = torch.where(rank == _index(powers, chance), ids, 0).sum(1, keepdim=True)
     if not drawing.by_id:
         return token
     in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
-    # Where nothing is sorted, and if top_p is off, tokens are in the order of their ids.
+    # If nothing is sorted, or top_p is off, tokens are in the order of their ids.
     is_by_id = torch.isinf(top_p)
     if logits.shape[1] > FIRST_SORTED:
         is_by_id = is_by_id | is_kept[:, FIRST_SORTED, None]
@@ -102,14 +102,14 @@ def _drawn(
 
 
 def _powers(values: torch.Tensor, highest: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Proportional to the probabilities of the logits ``values``: min_p and the temperature."""
+    """Returns values proportional to the probabilities of the logits, by min_p and temperature."""
     temp, least = settings.temp.float(), settings.least.float()
     powers = torch.exp(values / temp - highest / temp)
     return torch.where(values >= highest + least, powers, 0.0)
 
 
 def _index(powers: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """Where ``chance`` (B, 1) is in the distributions powers / sum(powers): i64 (B, 1)."""
+    """Returns where ``chance`` (B, 1) is in the distributions powers / sum(powers): i64 (B, 1)."""
     total = powers.cumsum(1, dtype=torch.float64)
     whole = total[:, -1:]
     at, last_possible = (total <= chance * whole).sum(1), (total < whole).sum(1)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: the device, the decoder, and where each cache lies."""
+"""The engine on a GPU: the device, the decoder, and the place of each cache."""
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from weakref import WeakValueDictionary
@@ -25,8 +25,8 @@ from sparsekv_cli.sequence import Sequence as SequenceOfModel
 from sparsekv_cli.settings.config import SessionConfig
 
 GIB = 1 << 30
-CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
-SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
+CHUNK = 2048  # least prompt tokens a chunk: a GPU wants more rows than a CPU
+SPARE = 0.05  # share of the free memory that stays free: for fragments, and for the libraries
 
 
 class DeviceEngine(DecoderEngine):
@@ -39,7 +39,7 @@ class DeviceEngine(DecoderEngine):
     decoder: DeviceDecoder
     shares_prefill = False
     takes_drafts = False
-    first_steps = 3  # run as it is, captured, replayed for the first time
+    first_steps = 3  # one as it is, one that is captured, one that replays the capture first
     records_attended = False
 
     def __init__(
@@ -89,7 +89,7 @@ class DeviceEngine(DecoderEngine):
         return self.on_host or device_cache(method) is None
 
     def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
-        """Nothing: CUDA graphs are of a sequence's caches, so its ``first_steps`` make them."""
+        """Does nothing: a sequence's ``first_steps`` capture the CUDA graphs of its caches."""
 
     def _decode(
         self,
@@ -97,7 +97,7 @@ class DeviceEngine(DecoderEngine):
         rows: Sequence[Sequence[int]],
         samples: Sequence[Sample],
     ) -> list[list[Outcome]]:
-        """Steps of one row a sequence: a cache on a device takes one row at a time."""
+        """Runs steps of one row a sequence, because a cache on a device takes one row at a time."""
         plain = [each if isinstance(each, PlainSampler) else None for each in samples]
         found: list[list[Outcome]] = [[] for _ in rows]
         for j in range(max(map(len, rows))):
@@ -108,7 +108,7 @@ class DeviceEngine(DecoderEngine):
                 [sequences[b].caches for b in now],
             )
             outcomes: Sequence[Outcome]
-            # A drafted token is known: only the last row's token can be chosen.
+            # A drafted token is known. Only the token of the last row can be chosen.
             if any(plain) and all(len(new) == 1 for new in rows):
                 outcomes = self.decoder.choose_batch(plain, *step)
             else:
@@ -132,8 +132,8 @@ def open_device_engine(
 ) -> DeviceEngine:
     """Loads the weights and decides where the KV cache lies. on_compile: see device/cuda.py.
 
-    SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
-    that does not fit stays on the host, and the engine's note says so.
+    Raises SparseKVError, with the numbers, for a model that does not fit. If ``config.kv`` is auto,
+    a KV cache that does not fit stays on the host. Then the engine's note says so.
     """
     if host_only := hparams.host_only or architecture.host_only:
         raise SparseKVError(
@@ -141,7 +141,7 @@ def open_device_engine(
             "--device cpu"
         )
     if config.prefill_dtype == "int8":
-        raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
+        raise SparseKVError("--prefill-dtype int8 is for a CPU; a GPU takes bf16 or f32")
     torch.set_num_threads(n_threads)
     torch.set_grad_enabled(False)
     mode = "quantized" if config.gpu_weights == "auto" else config.gpu_weights
@@ -178,7 +178,7 @@ def open_device_engine(
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:
-    """Bytes of the device's memory that may be used; limit in GiB, 0: no limit. None: no GPU."""
+    """Returns the bytes of the device's memory to use. limit: in GiB, 0: none. None: no GPU."""
     if device.type != "cuda":
         return int(limit * GIB) or None
     torch.cuda.empty_cache()  # torch keeps the memory of models that are gone
@@ -187,7 +187,7 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
 
 
 def scratch_bytes(hparams: HParams, chunk: int) -> int:
-    """Returns about the bytes that a chunk needs in addition to weights and cache.
+    """Returns about the bytes that a chunk needs next to weights and cache.
 
     These are a layer's bf16 matrices and the chunk's rows.
     """

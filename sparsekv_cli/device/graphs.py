@@ -1,4 +1,4 @@
-"""Runs a decode step in pieces: device work, captured in CUDA graphs, and host work between."""
+"""Runs a decode step in pieces: device work in CUDA graphs, and host work between them."""
 
 import gc
 import threading
@@ -11,11 +11,11 @@ import torch
 
 Call = Callable[[], None]
 _CAPTURING = threading.Lock()  # a process can capture one graph at a time
-MOST_GRAPHS = 8  # steps of different keys that are kept; each holds its own intermediate results
+MOST_GRAPHS = 8  # kept captures, of steps with different keys; each has its own results
 
 
 class Piece(NamedTuple):
-    """One piece of a step: host work, which waits for all earlier launches, or launches only."""
+    """A piece of a step: launches only, or host work, which waits for all earlier launches."""
 
     call: Call
     on_host: bool
@@ -23,16 +23,16 @@ class Piece(NamedTuple):
 
 
 class Steps:
-    """Runs steps. The second step under a key is captured; later ones replay the capture.
+    """Runs steps. It captures the second step under a key, and later replays the capture.
 
-    The first step under a key runs uncaptured, because kernels are compiled and libraries set up
-    then. On a device without graphs (Triton's interpreter) every step does.
+    The first step under a key runs uncaptured, because it compiles kernels and sets libraries up. A
+    device without graphs (Triton's interpreter) captures no step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._capture = device.type == "cuda"
         self._device = device
-        # Weak references: a cache without users frees its memory before the next step.
+        # Weak references: the memory of a cache without users is free before the next step.
         self._owners: list[ref[object]] = []
         self._pool: Any = None
         self._seen: set[Hashable] = set()
@@ -46,11 +46,11 @@ class Steps:
         *,
         watched: bool = False,
     ) -> None:
-        """Runs ``program`` or its capture; drops captures of other owners' buffers.
+        """Runs ``program`` or its capture. Drops captures of other owners' buffers.
 
-        owners: whose buffers the program uses. watched: whether pieces do more than launch in this
-        step, so that ``program`` runs uncaptured. Objects that a host piece refers to live as long
-        as its capture; the owners do not.
+        owners: the caches whose buffers the program uses. watched: whether pieces of this step do
+        more than launch, so that ``program`` runs uncaptured. A capture keeps the objects alive
+        that its host pieces refer to, but not the owners.
         """
         known = [owner() for owner in self._owners]
         if len(owners) != len(known) or any(a is not b for a, b in zip(owners, known, strict=True)):
@@ -92,7 +92,7 @@ class Steps:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collects garbage once and then not within this block: what it frees may break a capture."""
+    """Collects garbage once, and none within this block: freeing objects may break a capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

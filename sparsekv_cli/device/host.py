@@ -1,8 +1,8 @@
 """A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
-The LFPS paper works in this way. Every method without a cache class for the device does so here. In
-prefill a second stream copies the rows to page-locked memory while the device computes. A thread
-appends them to the cache.
+The LFPS paper works in this way. Here every method without a cache class for the device does so. In
+a prefill a second stream copies the rows to page-locked memory while the device computes. A thread
+then adds them to the cache.
 """
 
 from collections import deque
@@ -21,29 +21,29 @@ from sparsekv_cli.kernels.attention.decode import Attended
 
 Result = TypeVar("Result")
 ALIGNMENT = 64  # bytes: a vector of the kernels that read the rows
-N_BUFFERS = 4  # chunks on their way to the host: copied, waiting, and read
+N_BUFFERS = 4  # chunks on their way to the host: copied, waiting or read
 
 
 def as_array(t: torch.Tensor) -> np.ndarray:
-    """The memory of a CPU tensor; bf16 as cpu/jit/floats.py has it."""
+    """Returns the memory of a CPU tensor as an array; bf16 as in cpu/jit/floats.py."""
     return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def as_tensor(x: np.ndarray) -> torch.Tensor:
-    """The reverse of ``as_array``."""
+    """Returns the memory of an array as a tensor, the reverse of ``as_array``."""
     tensor = torch.from_numpy(x)
     return tensor.view(torch.bfloat16) if x.dtype == np.uint16 else tensor
 
 
 class Buffer:
-    """Memory of the host, through which a chunk's rows go; page-locked where there is a GPU."""
+    """Memory of the host through which a chunk's rows go. With a GPU it is page-locked."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._reader: Future[Any] | None = None  # of the rows that were given last
+        self._reader: Future[Any] | None = None  # reads the rows that were given last
 
     def split(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for each of ``tensors``. Waits until what was here has been read."""
+        """Returns room for each of ``tensors``. Waits until the rows here before have been read."""
         self.wait()
         sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
         if len(self._memory) < sum(sizes):
@@ -66,8 +66,8 @@ class Buffer:
 class HostWorker:
     """The thread on which caches take the rows of a prefill, in order.
 
-    Rows come through a ring of buffers. A copy waits until its buffer has been read, which was
-    filled N_BUFFERS copies earlier. It waits for no copy.
+    Rows go through a ring of buffers. Before a copy, the worker waits until the rows of N_BUFFERS
+    copies earlier have been read. It does not wait for a copy to end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,7 +83,7 @@ class HostWorker:
         return future
 
     def wait(self) -> None:
-        """Waits until all is done; raises the first exception."""
+        """Waits until all is done. Raises the first exception."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.exception()
@@ -95,7 +95,7 @@ class HostWorker:
     def hand_over(
         self, x: AttnInput, take: Callable[[AttnInput], Result], n_queries: int | None = None
     ) -> Future[Result]:
-        """Submits ``take`` of x as arrays on the host, which are its own until it returns.
+        """Submits ``take`` of x as arrays on the host, which it may use until it returns.
 
         n_queries: see LayerCache.queries_read.
         """
@@ -129,7 +129,7 @@ class HostWorker:
 class HostCache(LayerCache):
     """A cache of the host, ``cache``, in a decoder on the device.
 
-    has_device_part: whether the device attends to some rows of each step, by ``attend_on_device``.
+    has_device_part: whether the device attends to some rows of each step (``attend_on_device``).
     """
 
     has_device_part: ClassVar[bool] = False
@@ -147,13 +147,13 @@ class HostCache(LayerCache):
         return self.cache.n_spared
 
     def extend(self, x: AttnInput) -> DeviceStore:
-        """The rows on the device; the cache takes its own in while the device goes on."""
+        """Returns the rows on the device. The cache takes its own while the device continues."""
         worker, device, n_new = self._worker, self._worker.device, x.q.shape[1]
-        if x.pos != self._next:  # what is left of a prefill that was interrupted
+        if x.pos != self._next:  # rows are left of a prefill that was interrupted
             self._rows = None
         self._next = x.pos + n_new
         rows = self._rows
-        if rows is None and x.pos > 0:  # what there is of earlier rows only the cache itself knows
+        if rows is None and x.pos > 0:  # only the cache itself knows the earlier rows
             taken = worker.hand_over(x, self.cache.extend, self.cache.queries_read)
             worker.wait()
             store: KVStore = taken.result()
@@ -173,7 +173,7 @@ class HostCache(LayerCache):
         return rows
 
     def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
-        """A chunk that attends on the host in its own way, as in a calibration's trials."""
+        """Returns the attention of a chunk that attends on the host, as calibrations need it."""
         attended = self._worker.hand_over(x, lambda on_host: attend(self.cache, on_host))
         self._worker.wait()
         return as_tensor(attended.result()).to(self._worker.device)
@@ -191,16 +191,16 @@ class HostCache(LayerCache):
         self._worker.wait()
 
     def decode(self, x: Any) -> np.ndarray:
-        """LayerCache.decode, with an AttnInput on the host."""
+        """See LayerCache.decode. x: an AttnInput on the host."""
         return self.cache.decode(x)
 
     @property
     def lse(self) -> np.ndarray:
-        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
+        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` includes."""
         raise NotImplementedError
 
     def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:
-        """Launches the device's part, q f32 (1, H, d), and its merge with the host's ``others``.
+        """Launches the device's part for q f32 (1, H, d), and its merge with ``others``.
 
         out f32 (1, H, d_v) gets the attention to all rows.
         """
@@ -209,7 +209,7 @@ class HostCache(LayerCache):
     def end_step(self, n: int) -> None:
         self.cache.end_step(n)
 
-    # --- the rest is the cache's ------------------------------------------------------------------
+    # --- the cache does the rest ------------------------------------------------------------------
 
     @property
     def n(self) -> int:

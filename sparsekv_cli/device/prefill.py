@@ -13,12 +13,12 @@ from sparsekv_cli.models.weights import AttentionWeights, Linear
 
 
 def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; weight f32 (width,), an array or a tensor as x is."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight; weight f32 (width,), an array or a tensor."""
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
 
 
 def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor:
-    """f32 (heads, T, d) in half-split order -> rotated, the first row at ``pos``."""
+    """Rotates f32 (heads, T, d) in half-split order; the first row is at ``pos``."""
     half, rows = n_rot // 2, slice(pos, pos + heads.shape[1])
     cos, sin = (torch.as_tensor(table[rows, :half]) for table in (rope.cos, rope.sin))  # (T, half)
     a, b = heads[..., :half], heads[..., half:n_rot]
@@ -73,7 +73,7 @@ class TorchChunkSteps:
         n_head: int,
         sizes: LayerParams,
     ) -> torch.Tensor:
-        """(T, heads d) -> f32 (heads, T, d) with bias and norm, in half-split order."""
+        """Returns (T, heads d) as f32 (heads, T, d) with bias and norm, in half-split order."""
         n_rot = sizes.n_rot
         heads = _add_bias(rows.float(), projection).reshape(-1, n_head, sizes.head_dim)
         if norm is not None:
@@ -95,7 +95,7 @@ class TorchChunkSteps:
         return silu(gate).mul_(up)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: None = None, bias: None = None) -> None:
-        assert norm is None and bias is None  # models that have them do not run on a device
+        assert norm is None and bias is None  # models with them do not run on a device
         x.add_(y, alpha=self._hparams.residual_scale)
 
 
@@ -108,12 +108,12 @@ def _add_bias(rows: torch.Tensor, projection: Linear) -> torch.Tensor:
 def attend_causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: LayerSpec
 ) -> torch.Tensor:
-    """q (H, T, d), the last T of n rows; k (G, n, d), v (G, n, d_v) f16 -> (H, T, d_v) as q.
+    """Returns (H, T, d_v) of q (H, T, d), the last T of n rows; k (G, n, d), v (G, n, d_v) f16.
 
-    In f16, the type of the rows, which keeps more digits than bf16; in f32 for an f32 q.
+    It computes in f16, the rows' type, which has more digits than bf16; in f32 if q is f32.
     """
     kind = torch.float32 if q.dtype == torch.float32 else torch.float16
-    width = max(spec.head_dim, spec.value_dim)  # the fused kernels want one head size
+    width = max(spec.head_dim, spec.value_dim)  # the fused kernels need one head size
     wide_q, wide_k, wide_v = (_widened(t.to(kind), width)[None] for t in (q, k, v))
     out = scaled_dot_product_attention(
         wide_q,
@@ -138,5 +138,5 @@ def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> Any:
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows with zeros up to ``width``; themselves if they are as wide (``pad`` would copy them)."""
+    """Returns rows with zeros up to ``width``. Rows of that width are returned without a copy."""
     return rows if rows.shape[-1] == width else pad(rows, (0, width - rows.shape[-1]))

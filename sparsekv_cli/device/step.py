@@ -14,9 +14,9 @@ from sparsekv_cli.sampling.plain import Outcome
 
 
 class StepBuffers:
-    """Tensors of a step of B rows that keep their addresses, as captured graphs need it.
+    """Tensors of a step of B rows. They keep their addresses, because captured graphs need that.
 
-    Tensors on the host are pinned where there is a GPU, so that copies are asynchronous. x: f32 (B,
+    Tensors on the host are pinned if there is a GPU, so that copies are asynchronous. x: f32 (B,
     n_embd), the residual stream. y: f32 (B, n_embd), the part that is still to be added to it. pos,
     n, budget: int32 (B,), see StepNumbers in device/cache.py.
     """
@@ -28,7 +28,7 @@ class StepBuffers:
         self._device = device
         self.host_x, self.x = self._both((n_rows, h.n_embd), torch.float32)
         self.y = torch.zeros_like(self.x)
-        # Each on 16 bytes, whatever n_rows: Triton compiles for what an address is a multiple of.
+        # Each begins at a multiple of 16 bytes, because Triton compiles for such multiples.
         self._host_numbers, self._numbers = self._both((3, -(-n_rows // 4) * 4), torch.int32)
         self.pos, self.n, self.budget = self._numbers[:, :n_rows]
         sizes = {
@@ -48,15 +48,15 @@ class StepBuffers:
         return torch.zeros(shape, dtype=kind, pin_memory=self._device.type == "cuda")
 
     def _both(self, shape: tuple[int, ...], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros on the host and on the device."""
+        """Returns zeros on the host and on the device."""
         return self._on_host(shape, kind), torch.zeros(shape, dtype=kind, device=self._device)
 
     def set_numbers(self, b: int, pos: int, budget: int) -> None:
-        """Sets the numbers of sequence b that ``upload`` copies."""
+        """Sets the numbers of sequence b, which ``upload`` copies."""
         self._host_numbers[:, b] = torch.tensor([pos, pos + 1, budget], dtype=torch.int32)
 
     def set_chain(self, b: int, settings: Settings) -> None:
-        """Sets what ``choose`` does for sequence b."""
+        """Sets the settings by which ``choose`` chooses for sequence b."""
         self._host_settings[b] = torch.tensor(settings, dtype=torch.float64)
 
     def upload(self) -> None:
@@ -65,7 +65,7 @@ class StepBuffers:
         self._numbers.copy_(self._host_numbers, non_blocking=True)
 
     def _layer_inputs(self, packed: torch.Tensor, i: int) -> list[torch.Tensor]:
-        """q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), one after another."""
+        """Returns q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), in order of memory."""
         sizes, n_rows = self._h.layers[i], self.n_rows
         q, k, v = (
             (sizes.n_head, sizes.head_dim),
@@ -86,12 +86,12 @@ class StepBuffers:
         self._host_packed.copy_(self._packed, non_blocking=True)
 
     def host_inputs(self, i: int, b: int) -> list[np.ndarray]:
-        """Row b's inputs of layer i as an AttnInput of the host has them."""
+        """Returns row b's inputs of layer i in the layout of an AttnInput on the host."""
         rows = [part[b].numpy()[:, None] for part in self._layer_inputs(self._host_packed, i)]
         return [_widened(row) for row in rows]
 
     def attended(self, i: int) -> torch.Tensor:
-        """Layer i's attention output, f32 (B, H, d_v)."""
+        """Returns layer i's attention output, f32 (B, H, d_v)."""
         shape = (self.n_rows, self._h.layers[i].n_head, self._h.layers[i].value_dim)
         return self._attended[: math.prod(shape)].view(shape)
 
@@ -103,15 +103,15 @@ class StepBuffers:
         return Attended(out.view(self.n_rows, n_head, d_v), lse.view(self.n_rows, n_head))
 
     def from_host(self, i: int) -> Attended:
-        """Where the host writes its results of layer i."""
+        """Returns the place for the host's results of layer i."""
         return self._part(self._from_host, i)
 
     def upload_attended(self, i: int, b: int) -> None:
-        """Copies the host's results of sequence b to the device, as all of layer i's attention."""
+        """Copies the host's results for sequence b to the device. They are layer i's attention."""
         self.attended(i)[b].copy_(self.from_host(i).out[b], non_blocking=True)
 
     def upload_part(self, i: int) -> Attended:
-        """Copies the host's results and their log-sum-exp to the device, a part of attention."""
+        """Copies the host's results and their log-sum-exp to the device, as a part of attention."""
         size = self.n_rows * self._h.layers[i].n_head * (self._h.layers[i].value_dim + 1)
         self._received[:size].copy_(self._from_host[:size], non_blocking=True)
         return self._part(self._received, i)
@@ -120,9 +120,9 @@ class StepBuffers:
         self._host_logits.copy_(logits, non_blocking=True)
 
     def logits(self, order: Sequence[int]) -> np.ndarray:
-        """f32 (B, n_vocab) of the step, the caller's own; waits for it.
+        """Returns f32 (B, n_vocab) of the step, which the caller may keep. Waits for the step.
 
-        order: which sequence of the caller's each of the step's is.
+        order: for each sequence of the step, its number among the caller's.
         """
         self._wait()
         logits = np.empty((len(order), self._host_logits.shape[1]), np.float32)
@@ -130,7 +130,7 @@ class StepBuffers:
         return logits
 
     def choose(self, logits: torch.Tensor, drawing: Drawing) -> None:
-        """Chooses the next tokens of a step, as ``set_chain`` says."""
+        """Chooses the next tokens of a step by the settings of ``set_chain``."""
         self._settings.copy_(self._host_settings, non_blocking=True)
         self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
@@ -157,7 +157,7 @@ class StepBuffers:
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:
-    """(heads, 1, d) with zeros up to whole vectors, as kernels of the host read them."""
+    """Returns (heads, 1, d) with zeros up to whole vectors, as kernels of the host read them."""
     width = rows.shape[-1]
     if padded(width) == width:
         return rows

@@ -10,10 +10,10 @@ from sparsekv_cli.kernels import clock
 
 
 class SideStream:
-    """A second stream where the device has streams; elsewhere its work runs at once.
+    """A second stream if the device has streams. Otherwise its work runs at once.
 
     Fork and join are events between the streams, which a graph capture records. A capture must not
-    end ahead of the join.
+    end before the join.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,12 +55,12 @@ class SideStream:
 
     @property
     def us_waited(self) -> int:
-        """Microseconds that steps waited for this stream in ``join_all``; waits for the device."""
+        """Microseconds that steps waited for this stream in ``join_all``. Waits for the device."""
         return (self._done_at_once + int(self._times[clock.TOTAL.value])) // 1000
 
 
 def join_all(sides: Sequence[SideStream]) -> None:
-    """Joins all streams; the time that this takes is counted for the one that was forked last."""
+    """Joins all streams. The time that this takes is counted for the stream that forked last."""
     forked = [side for side in sides if side.forked]
     if forked:
         forked[-1].take_time(stop=False)

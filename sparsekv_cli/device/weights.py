@@ -1,7 +1,7 @@
 """A model's weights in device memory: quantised as in the file, or as bf16.
 
 A decode step reads every weight once, so quantised weights are faster there. The matrix products of
-a prefill need bf16; one layer at a time is dequantised for them.
+a prefill need bf16, so one layer at a time is dequantised for them.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Stack:
         return sum(part.nbytes for part in self.parts)
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """f32 (B, columns) -> f32 (B, rows), written to ``out`` if there is one."""
+        """Returns W x, f32 (B, rows), of x f32 (B, columns). It is written to ``out``, if given."""
         if out is None:
             out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
         at = 0
@@ -52,7 +52,7 @@ class Stack:
         return out
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """W (rows, columns) in ``dtype``; no copy if it is stored so."""
+        """Returns W (rows, columns) in ``dtype``, without a copy if it is stored in that type."""
         if len(self.parts) == 1 and self.parts[0].low.dtype == dtype:
             return self.parts[0].low
         device = self.parts[0].low.device
@@ -66,7 +66,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class DeviceLayer:
-    """One layer. vectors: norms and biases as tensors; the matrices in it are still the host's."""
+    """One layer. vectors: norms and biases as tensors. The matrices in it are the host's."""
 
     vectors: LayerWeights
     qkv: Stack
@@ -83,7 +83,7 @@ class DeviceLayer:
 class DeviceWeights:
     """All weights on a device. mode: ``bf16`` or ``quantized``.
 
-    Formats without a kernel are bf16 in either mode. dtype: of the prefill; bf16, or f32 for tests.
+    Formats without a kernel are bf16 in either mode. dtype: of the prefill: bf16, or f32 in tests.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class DeviceWeights:
         return repack(name, data, linear.n_columns)
 
     def _bf16(self, linear: Linear) -> torch.Tensor:
-        """Dequantised by the host, bf16 (rows, columns) on the device."""
+        """Returns a matrix that the host dequantises, bf16 (rows, columns) on the device."""
         out = torch.empty(linear.n_rows, linear.n_columns, dtype=torch.bfloat16)
         host_matvec.dequantize_into(
             linear.code, linear.data, linear.n_columns, out.data_ptr(), 2 * linear.n_columns,
@@ -144,7 +144,7 @@ class DeviceWeights:
 
 
 def resident_bytes(weights: Weights, mode: str) -> int:
-    """About how many bytes ``DeviceWeights`` will take."""
+    """Returns about the bytes that ``DeviceWeights`` will take."""
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     total = 0
     for linear in [*linears, weights.output]:

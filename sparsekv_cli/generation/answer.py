@@ -19,7 +19,7 @@ class Answer:
     thinking: str = ""  # the thinking before the answer
     written: str = ""  # thinking and text as they came, with the markers
     stopped_by: str = ""  # the stop string
-    is_cut: bool = False  # it ended because the context is full
+    is_cut: bool = False  # whether it ended because the context is full
     # one entry a token, if they are kept
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 

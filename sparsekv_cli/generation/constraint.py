@@ -39,7 +39,7 @@ class AnswerConstraint:
     ) -> None:
         if thinking is None and budget is not None:
             raise SparseKVError(
-                "--think-budget: the chat template of this model names no markers of thinking, or "
+                "--think-budget: the chat template of this model has no markers of thinking, or "
                 "is not applied: leave the option out"
             )
         self._tokenizer, self._thinking, self._grammar = tokenizer, thinking, grammar
@@ -160,7 +160,7 @@ class AnswerConstraint:
         return np.setdiff1d(self._not_ends, self._too_long(), assume_unique=True)
 
     def _too_long(self) -> list[int]:
-        """Returns tokens that end a begun end marker and also have text of the answer."""
+        """Returns tokens that complete the end marker and also hold text of the answer."""
         assert self._thinking is not None
         end = self._thinking.end.encode()
         n = overlap(self._tail.decode("latin-1"), end.decode("latin-1"))

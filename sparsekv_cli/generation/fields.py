@@ -17,7 +17,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
 MAX_SHOWN = 60  # characters of a value in a message
-MAX_FIELDS = 256  # fields of one object; each wrong one takes a kilobyte
+MAX_FIELDS = 256  # fields of one object, because each wrong one takes a kilobyte
 LARGE = re.compile(
     rb"(?<![0-9])[0-9]{200}|[eE]\+?[0-9]{3}"
 )  # matches every number that an f64 may not hold
@@ -204,7 +204,7 @@ def as_texts(value: Any) -> Any:
 
 Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Whole = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
-Off = Annotated[Literal[False], BeforeValidator(_only_false)]  # what cannot be switched on
+Off = Annotated[Literal[False], BeforeValidator(_only_false)]  # a switch that stays off
 Text = Annotated[str, Field(min_length=1)]  # not empty
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(as_texts, json_schema_input_type=str | list[str])

@@ -63,8 +63,8 @@ class Generation:
 
     Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
 
-    A step may add a draft after the chosen token. The sampler sees the same logits and tokens in
-    the same order as without drafts, so that it chooses the same tokens. A step keeps the rows of a
+    A step may add a draft after the chosen token. The sampler sees the same logits and tokens as
+    without drafts, in the same order. So it chooses the same tokens. A step keeps the rows of a
     draft up to the first token that the sampler does not choose.
     """
 

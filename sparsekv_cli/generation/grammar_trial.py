@@ -21,9 +21,9 @@ from sparsekv_cli.sampling.grammar import Grammar, read_grammar
 from sparsekv_cli.system.work import limit_work
 
 BYTES = 3 << 30  # address space of the process
-START_S, WAIT_S = 120.0, 30.0  # for a start and for a grammar, on a busy machine
+START_S, WAIT_S = 120.0, 30.0  # seconds for a start and a grammar, on a busy machine
 N_KNOWN = 256  # grammars that are remembered
-N_WAITING = 4  # grammars that are read or wait
+N_WAITING = 4  # grammars that are being read or wait
 
 
 class GrammarTrial:
@@ -42,7 +42,7 @@ class GrammarTrial:
     def _read(self, kind: str, text: str) -> Grammar:
         """See ``read_grammar``. Raises SparseKVError also for a grammar that takes too long."""
         if not self._places.acquire(blocking=False):
-            raise BusyError("the grammars of other requests are read: try again later")
+            raise BusyError("other grammars are being read: try again later")
         try:
             with self._lock:
                 line = self._ask(json.dumps([kind, text]).encode() + b"\n")

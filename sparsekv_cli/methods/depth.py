@@ -7,9 +7,9 @@ the context is longer than
 
     heads of a group x rows that a dense step could read in the time of one head's own work.
 
-The second factor is a constant of each method, ``Method.work_of_a_head``. It was measured on a CPU
-with the default budget, and rounded up. It is not measured again, so that the same command gives
-the same text. docs/methods.md has the figures.
+The second factor is a constant of each method, ``Method.work_of_a_head``, for its default budget.
+For lfps it is a count. For the others it was measured on a CPU and rounded up. It is not measured
+again, so that the same command gives the same text. docs/methods.md has the figures.
 """
 
 from collections.abc import Iterable

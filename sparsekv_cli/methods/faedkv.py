@@ -20,11 +20,11 @@ Departures; docs/methods.md has their reasons and figures:
     in f16.
 (2) Eq 13's second K~ is V~.
 (3) rfft bins, so that conjugate pairs stay together, in N_CHUNKS chunks.
-(4) ``importance=kld`` ranks chunks by what leaving them out does to the distribution.
+(4) ``importance=kld`` ranks chunks by the KLD that leaving them out causes.
 (5) ``allocation=layers`` gives each layer its own share. It covers all layers, so none is dense by
-    default; layers that the user makes dense are not counted.
+    default. Layers that the user makes dense do not count.
 (6) A share of 100% transforms nothing.
-(7) Segments have lengths that an FFT likes; up to a block of tokens waits, exact.
+(7) Additive segments have lengths that suit an FFT. Up to a block of tokens waits, exact.
 (8) Half of the rows that the study scores repeat a passage of the prefix.
 ``preset=paper``: ppl, uniform, additive.
 """
@@ -50,8 +50,8 @@ from sparsekv_cli.settings.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
 MOST = 1 << 20  # exact rows
-LONG = 512  # tokens from which an additive basis is as long as they are, and blocks get longer
-AGED_TOGETHER = 8  # tokens of an additive update: coefficients are read and written once for all
+LONG = 512  # with at least so many tokens left, an additive basis takes all of them
+AGED_TOGETHER = 8  # tokens of an additive update, which reads and writes coefficients once
 
 
 @dataclass(frozen=True)
@@ -70,26 +70,26 @@ class FAEDKV(Method):
     }
 
     dense_layers: tuple[int, ...] = option((), DENSE_HELP)
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
     budget: Budget = option(
-        Budget(share=0.25), "r: share of the frequencies kept, P%; N: N/M of M tokens transformed"
+        Budget(share=0.25), "r: share of the frequencies kept: P%, or N of the transformed tokens"
     )
-    importance: str = option("kld", "what ranks frequencies; ppl by eq 7", choices=("kld", "ppl"))
+    importance: str = option("kld", "what ranks frequencies; ppl: eq 7", choices=("kld", "ppl"))
     allocation: str = option(
-        "layers", "shares of the layers: by calibration, or uniform", choices=("layers", "uniform")
+        "layers", "share of each layer: by calibration, or uniform", choices=("layers", "uniform")
     )
     update: str = option(
-        "block", "aged tokens: a block at once, or added by eq 9", choices=("block", "additive")
+        "block", "aged tokens: by blocks, or added (eq 9)", choices=("block", "additive")
     )
     block: int = option(
         128,
-        "tokens of a block, and of room in an additive basis",
+        "tokens of a block, and spare tokens of an additive basis",
         at_least=16,
         at_most=256,
         multiple_of=4,
     )
-    sinks: int = option(SINKS, "S: first tokens kept exact", at_least=0, at_most=MOST)
-    recent: int = option(RECENT, "R: most recent tokens kept exact", at_least=1, at_most=MOST)
+    sinks: int = option(SINKS, "S: first tokens, kept exact", at_least=0, at_most=MOST)
+    recent: int = option(RECENT, "R: last tokens, kept exact", at_least=1, at_most=MOST)
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return FAEDKVCache(spec, self)
@@ -126,7 +126,7 @@ class FAEDKVCache(LayerCache):
         if self._share and method.allocation == "layers":
             self._share = self._share_of_layer(self._share)
         self.spectrum: Spectrum | BlockSpectrum | None = None  # None: all rows are exact
-        self._whole: KVStore | None = None  # all rows, during a prefill that follows on a spectrum
+        self._whole: KVStore | None = None  # all rows, in a prefill after a spectrum exists
         self._expected = 0  # rows that ``reserve`` announced
         self._n_absorbed = 0  # rows when the spectrum last changed
         self._start = _Start(0, 0, self._share)
@@ -209,7 +209,7 @@ class FAEDKVCache(LayerCache):
         return self.method.block if self.method.update == "block" else AGED_TOGETHER
 
     def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
-        """Transforms what it can of the n_aged rows from ``first`` on. Returns their number."""
+        """Transforms as many of the n_aged rows from ``first`` on as it can. Returns how many."""
         block = self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0

@@ -15,7 +15,7 @@ chunks of their kv head. Each query head attends exactly to its best N_fac keys.
 Departures; docs/methods.md has their reasons and figures:
 (1) ``metric=var`` ranks chunks by the variance of their scores over the keys.
 (2) The query heads of a kv head share one set of chunks, because its keys are stored once.
-(3) The first 4 and the last 16 rows are always among the N_fac (``force=none``: they need not be).
+(3) The first 4 and the last 16 rows are always among the N_fac (not with ``force=none``).
 (4) The dominant part of an attended key's score is not computed twice.
 (5) A context within N_fac is stored and attended to as ``full`` does it. K is whole during a
     prefill. It is split when the context outgrows N_fac.
@@ -66,21 +66,21 @@ class FASA(Method):
         "paper": {"metric": "ca", "force": "none", "allocation": "uniform", "dense_layers": ()},
     }
 
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
     budget: Budget = option(N_FAC, "rows attended a head, N_fac: N or P%")
     n_tip: int = option(
         0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)", at_least=0
     )
     allocation: str = option(
-        "layers", "chunks of the layers: by calibration, or uniform", choices=("layers", "uniform")
+        "layers", "chunks of each layer: by calibration, or uniform", choices=("layers", "uniform")
     )
     metric: str = option(
-        "var", "what ranks chunks: variance of their scores, or ca (eq 4)", choices=METRICS
+        "var", "what ranks chunks: the variance of their scores, or ca (eq 4)", choices=METRICS
     )
     force: str = option(
-        "default", "rows always attended: 4 first and 16 last, or none", choices=("default", "none")
+        "default", "rows always attended: first 4 and last 16, or none", choices=("default", "none")
     )
-    variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
+    variant: str = option("c", "m: V and most of K stay on a GPU's host", choices=("c", "m"))
 
     def is_dense_at(self, n: int) -> bool:
         """Returns whether the budget covers a context of n rows."""

@@ -14,8 +14,8 @@ before, its kv head chooses again with the new query. All other pages lie in a p
 | 4.2 streamed recall | recall_pages |
 
 Departures; docs/methods.md has their reasons and figures:
-(1) Pages are summarised by mean + std and mean - std and hold 4 rows; tau is .9. ``preset=paper``:
-    largest and smallest element, 32 rows, .8, no groups.
+(1) Pages hold 4 rows and have mean + std and mean - std. tau is .9. ``preset=paper``: largest and
+    smallest element, 32 rows, .8, 64 sinks, no groups.
 (2) The window starts at a page, so it holds W to W + p - 1 rows. A choice made a step ahead counts
     the pages that leave the window by then.
 (3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
@@ -87,27 +87,27 @@ class FreeKV(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
-    budget: Budget = option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
+    preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
+    budget: Budget = option(Budget(tokens=512), "B: rows attended a head, with S and W: N or P%")
     page: int = option(4, "p: rows of a page", at_least=1, at_most=MOST)
-    summary: str = option("meanstd", "of a page's keys", choices=("meanstd", "minmax"))
+    summary: str = option("meanstd", "summary of a page's keys", choices=("meanstd", "minmax"))
     tau: float = option(0.9, "cosine of successive queries below which a kv head is corrected")
     sinks: int = option(
-        16, "S: first rows, always attended (whole pages; at most B/4)", at_least=0, at_most=MOST
+        16, "S: first rows, always attended (in whole pages; at most B/4)", at_least=0, at_most=MOST
     )
     window: int = option(
-        64, "W: most recent rows, always attended (at most B/4)", at_least=1, at_most=MOST
+        64, "W: last rows, always attended, at least (at most B/4)", at_least=1, at_most=MOST
     )
     groups: bool = option(
-        True, "of a long context, score only pages of the best groups of 8 (on the host)"
+        True, "in a long context, score only pages of the best groups of 8 (on the host)"
     )
-    speculate: bool = option(True, "choose with the query of the step before")
-    correct: bool = option(True, "choose again where the query has turned away")
+    speculate: bool = option(True, "choose pages with the query of the step before")
+    correct: bool = option(True, "choose again for kv heads whose query has turned away")
     cache_pages: float = option(
-        2.0, "size of the cache of recalled pages, in selections", at_least=1, at_most=MOST
+        2.0, "size of the cache of recalled pages, in chosen pages", at_least=1, at_most=MOST
     )
     overlap: str = option(
-        "auto", "choose on a thread of its own; auto: if a core is free",
+        "auto", "choose pages on a second thread; auto: if a core is free",
         choices=("auto", "true", "false"),
     )  # fmt: skip
 
@@ -116,9 +116,9 @@ class FreeKV(Method):
         return 1
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
-        """Returns the pages that a step of n rows, its own included, attends to; None: all rows.
+        """Returns the pages that a step to n rows attends to; None: all rows.
 
-        n_sink: the sinks' pages if they are settled already. If the budget is a share, the window
+        n_sink: the sinks' pages, if their number is fixed. If the budget is a share, the window
         and the number of chosen pages grow with the context.
         """
         budget, page = self.budget.rows(n), self.page
@@ -140,7 +140,7 @@ class FreeKV(Method):
 
     @property
     def threshold(self) -> float:
-        """Returns tau; infinite at -1 and below and above 1, so that rounding decides nothing."""
+        """Returns tau. It is infinite at -1 and below, and above 1, so rounding decides nothing."""
         if not self.correct or self.tau <= -1:
             return -math.inf
         return math.inf if self.tau > 1 else self.tau
@@ -178,7 +178,7 @@ class FreeKVCache(LayerCache):
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
         none = np.zeros((spec.n_head, spec.head_dim), np.float32)
-        self._last = none  # the last query of a prefill under way (H, d)
+        self._last = none  # the last query (H, d) of a prefill that runs
         # The last query of the last prefill (H, d), and the number of rows at its end.
         self._start = none, 0
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
@@ -296,7 +296,7 @@ class FreeKVCache(LayerCache):
             cache.offloaded = plan.window
 
     def _wait(self) -> None:
-        """Waits until the second thread is done with the pages; raises its exception, once."""
+        """Waits until the second thread is done with the pages. Raises its exception once."""
         if self._ahead is None:
             return
         future, window = self._ahead

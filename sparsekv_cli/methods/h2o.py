@@ -45,7 +45,7 @@ class H2O(Method):
     use: ClassVar[str] = "memory that must not grow; facts of a long prompt are lost"
     holds_all_rows: ClassVar[bool] = False
 
-    budget: Budget = option(DEFAULT_BUDGET, "rows held a head, half of them recent: N or P%")
+    budget: Budget = option(DEFAULT_BUDGET, "rows held for a head, half of them recent: N or P%")
     window: int = option(0, "last queries of a prefill whose attention counts; 0 = all", at_least=0)
 
     @property

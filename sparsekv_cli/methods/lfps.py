@@ -17,7 +17,7 @@ Departures; docs/methods.md has their reasons and figures:
 (1) A bypassed head returns the mean of sinks, local rows and the mean value, by their masses.
 (2) The slash table is indexed by distance, so that nothing is shifted.
 (3) Neighbours are not filtered. R is larger. A score's variance is from the keys' covariance.
-(4) At most ``candidates`` rows are scored a head; where more pass, the thresholds are raised.
+(4) At most ``candidates`` rows are scored a head. If more pass, the thresholds rise.
 (5) a is .3 (paper: .2), and epsilon is .95 (paper: .85). (6) Layer 0 is dense; beyond
 ``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The mean of eq 8 is over
 at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv group score each other's
@@ -88,26 +88,26 @@ class LFPS(Method):
     pages_from: int = option(
         4096, "rows beyond which dense layers on the host choose pages; 0 = never", at_least=0
     )
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
-    budget: Budget = option(DEFAULT_BUDGET, "rows attended a head, k: N or P%")
+    preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
+    budget: Budget = option(DEFAULT_BUDGET, "k: rows attended a head: N or P%")
     scored_by: str = option(
-        "auto", "who scores candidates: their head, its kv group, auto: the group beyond 8192 rows",
+        "auto", "who scores a candidate: its head, its kv group; auto: a group beyond 8192 rows",
         choices=("auto", "head", "group"),
     )  # fmt: skip
     expand: str = option(
         "plain", "neighbours of candidates; filtered: as in eq 9", choices=("plain", "filtered")
     )
     recent: int = option(
-        32, "R: most recent rows always candidates (at most half the budget)", at_least=1
+        32, "R: last rows, always candidates (at most half the budget)", at_least=1
     )
     candidates: int = option(
-        2048, "most rows scored a head (a group's: twice that), or twice the budget; 0 = no limit",
+        2048, "most rows scored a head (a group: twice), at least twice the budget; 0 = no limit",
         at_least=0,
     )  # fmt: skip
     a: float = option(0.3, "factor of the candidate threshold (eq 8)", above=0, at_most=MOST)
-    horizon: int = option(6144, "most entries that eq 8 takes the mean over; 0 = all", at_least=0)
-    decay: float = option(0.95, "r: decay of the tables a step (eq 10)", above=0, below=1)
-    window: int = option(32, "s: prefill queries that start the tables (eq 4)", at_least=1)
+    horizon: int = option(6144, "most entries in the mean of eq 8; 0 = all", at_least=0)
+    decay: float = option(0.95, "r: factor of the tables in each step (eq 10)", above=0, below=1)
+    window: int = option(32, "s: last prefill queries, which start the tables (eq 4)", at_least=1)
     epsilon: float = option(
         0.95, "sink share above which a head is bypassed; 1 = never (eq 6)", above=0, at_most=MOST
     )
@@ -115,7 +115,7 @@ class LFPS(Method):
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
         choices=("cov", "ratio"),
     )  # fmt: skip
-    scout: int = option(8192, "rows whose codes a step looks at; 0 = none", at_least=0)
+    scout: int = option(8192, "rows whose codes a step scores; 0 = none", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,7 +180,7 @@ class LFPSCache(LayerCache):
         self._marked = 0  # rows of the step with marked candidates; 0: none
 
     def exclude_sinks(self) -> None:
-        """Makes ``decode`` leave the sinks out of its output; a device attends to them.
+        """Makes ``decode`` leave the sinks out of its output, because a device attends to them.
 
         ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
         includes. After a dense step, whose output includes the sinks, it is ALL.
@@ -202,7 +202,7 @@ class LFPSCache(LayerCache):
         self._n_indexed, self._marked = n, n + 1
 
     def _allocate(self, capacity: int) -> None:
-        """Makes tables of ``capacity`` entries in whole blocks; keeps entries, new ones are 0."""
+        """Makes tables of ``capacity`` entries in whole blocks. New entries are 0."""
         self._tables = self._tables.with_room(capacity)
         self._step.use_tables(self._tables)
 
@@ -361,7 +361,7 @@ class LFPSCache(LayerCache):
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """Returns the steps counted by the kernel, added to the dense ones."""
+        """Returns the counts of the kernel's steps, added to those of dense steps."""
         total = self._statistics.sum(0)
         scored, attended = int(total[search.SCORED]), int(total[search.ATTENDED])
         counts = self.ledger.counts.copy()

@@ -17,7 +17,7 @@ Departures; docs/methods.md has their reasons:
     always read.
 (4) ``summary=meanstd`` (default) scores q . mean + |q| . std instead of the paper's bound (minmax).
 (5) While the budget covers the context, attention is dense.
-(6) Keys stored as q8_0 are rounded to f16 for the summaries.
+(6) Keys of other types than f16 are rounded to f16 for the summaries.
 (7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike. The budget
     is 1024 rows at every depth.
 """
@@ -54,10 +54,10 @@ class Quest(Method):
 
     budget: Budget = option(Budget(tokens=1024), "rows attended a head, in whole pages: N or P%")
     page: int = option(
-        8, "rows of a page, more than the sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
+        8, "rows of a page, more than the 4 sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
     )
     summary: str = option(
-        "meanstd", "of a page's keys; minmax is the paper's bound", choices=("minmax", "meanstd")
+        "meanstd", "summary of a page's keys; minmax is the paper's", choices=("minmax", "meanstd")
     )
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:

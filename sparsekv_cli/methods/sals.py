@@ -73,26 +73,24 @@ class SALS(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0, 1, -1), DENSE_HELP)
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
-    budget: Budget = option(Budget(tokens=432), "critical tokens, y: N or P%")
+    preset: str = option("tuned", "a set of values; -o overrides them", choices=tuple(presets))
+    budget: Budget = option(Budget(tokens=432), "y: critical tokens: N or P%")
     rank: int = option(
         0, "r: columns of a latent, on average; 0 = 1/4 of all kv heads' dims", at_least=0
     )
     score_rank: int = option(0, "r*: columns that are scored; 0 = half the rank", at_least=0)
     allocation: str = option(
-        "layers", "ranks of the layers: by calibration, or uniform", choices=("layers", "uniform")
+        "layers", "rank of each layer: by calibration, or uniform", choices=("layers", "uniform")
     )
     bits: int = option(4, "bits of a value; 16 is f16", choices=BITS)
-    basis: str = option("diag", "of the latents; diag: keys weighted by queries", choices=BASES)
+    basis: str = option("diag", "basis; diag: keys are weighted by queries", choices=BASES)
     score: str = option(
-        "brope", "brope: RoPE by blocks, per head; paper: no RoPE, summed",
+        "brope", "brope: RoPE by blocks, for each head; paper: no RoPE, heads summed",
         choices=("brope", "paper"),
     )  # fmt: skip
-    sinks: int = option(SINKS, "x: first tokens that are always attended", at_least=0)
+    sinks: int = option(SINKS, "x: first tokens, always attended", at_least=0)
     exact_sinks: bool = option(True, "whether the sinks are kept as they are")
-    window: int = option(
-        WINDOW, "z: most recent tokens, always attended and kept as they are", at_least=1
-    )
+    window: int = option(WINDOW, "z: last tokens, always attended and kept as they are", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,10 +13,10 @@ Departures; docs/methods.md has their reasons:
 (1) The query heads of a kv head share one choice, by the sum of their scores.
 (2) The budget counts rows of the prefix. Window, sinks and generated rows are kept in addition to
     it.
-(3) A later prefill, a turn of a chat, is dense over the rows that are left and its own. Then all
-    held rows, generated ones too, are chosen among again, and neighbours are those in the cache.
-(4) A sequence that is cut after its last choice keeps its rows. A sequence that is cut earlier is
-    read again.
+(3) A later prefill, a turn of a chat, is dense over the rows that are left and its own. Then it
+    chooses again among all held rows, generated ones too. Neighbours are those in the cache.
+(4) A sequence that goes back to a place after its last choice keeps its rows. If it goes back
+    further, it is read again.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class SnapKV(Method):
     use: ClassVar[str] = "one question at the end of a prompt; later ones find little that it kept"
     holds_all_rows: ClassVar[bool] = False
 
-    budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
-    window: int = option(32, "last prompt queries that choose, and whose rows are kept", at_least=1)
+    budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept next to the window: N or P%")
+    window: int = option(32, "last rows of a prompt: they choose, and are kept", at_least=1)
     kernel: int = option(7, "width of the max-pooling of scores, odd", at_least=1)
 
     def __post_init__(self) -> None:

@@ -36,9 +36,9 @@ class Streaming(Method):
     work_of_a_head: ClassVar[int] = 256
     device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 
-    budget: Budget = option(DEFAULT_BUDGET, "recent rows attended: N or P%")
+    budget: Budget = option(DEFAULT_BUDGET, "last rows attended: N or P%")
     sinks: int = option(N_SINKS, "first rows always attended", at_least=0)
-    reposition: bool = option(False, "positions within the cache")
+    reposition: bool = option(False, "number positions within the cache")
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return _StreamingCache(spec, self)

@@ -28,7 +28,7 @@ class TopK(Method):
     device_cache: ClassVar[str] = "topk:DeviceTopK"
 
     budget: Budget = option(DEFAULT_BUDGET, "rows attended a head: N or P%")
-    recent: int = option(16, "most recent rows always attended", at_least=1)
+    recent: int = option(16, "last rows, always attended", at_least=1)
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return _TopKCache(spec, self)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AUTO = "auto"  # as a method on the command line, and in the sidecar
 N_TEXT = 4096  # tokens of the text
 N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
-# In addition to the default of each method, which is 5% of 4096 tokens for most.
+# In addition to the default of each method.
 BUDGETS = ("2%", "10%")
 LEAST_TEXT = 1024  # tokens; in shorter texts methods drop too little for a measurable loss
 GAIN = 1.02  # times as fast as ``full`` that a method must be

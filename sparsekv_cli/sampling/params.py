@@ -82,47 +82,47 @@ class SamplingParams:
     """
 
     temp: float = option(
-        0.8, "0: the most likely token.", at_least=0, flags=("--temp", "--temperature"),
+        0.8, "0: take the most likely token.", at_least=0, flags=("--temp", "--temperature"),
     )  # fmt: skip
-    top_k: int = option(40, "Most likely tokens kept; 0: all.", at_least=-1)
-    top_p: float = option(0.95, "Probability mass kept; 1: all.", at_least=0, at_most=1)
-    min_p: float = option(0.05, "Least share of the best token's.", at_least=0, at_most=1)
+    top_k: int = option(40, "Most likely tokens to keep; 0: all.", at_least=-1)
+    top_p: float = option(0.95, "Probability mass to keep; 1: all.", at_least=0, at_most=1)
+    min_p: float = option(0.05, "Least probability, in shares of the best.", at_least=0, at_most=1)
     typ_p: float = option(
-        1.0, "Locally typical mass; 1: off.", at_least=0, at_most=1,
+        1.0, "Mass of the locally typical tokens to keep; 1: off.", at_least=0, at_most=1,
         flags=("--typical", "--typical-p"),
     )  # fmt: skip
     top_n_sigma: float = option(
-        -1.0, "Standard deviations below the best logit that are kept; -1: off.",
+        -1.0, "Keep logits within N standard deviations of the best; -1: off.",
         at_least=-1, flags=("--top-nsigma", "--top-n-sigma"),
     )  # fmt: skip
     xtc_probability: float = option(
-        0.0, "Chance that all but the least likely of the top tokens go; 0: off.",
+        0.0, "Chance to drop all top tokens but the least likely one; 0: off.",
         at_least=0, at_most=1,
     )  # fmt: skip
     xtc_threshold: float = option(
-        0.1, "Probability of a top token; above 0.5: off.", at_least=0, at_most=1
+        0.1, "Least probability of a top token; above 0.5: off.", at_least=0, at_most=1
     )
     dynatemp_range: float = option(
-        0.0, "The temperature is this much lower where the model is sure, and higher where it is "
-        "not; 0: off.", at_least=0,
+        0.0, "The temperature falls by up to N if the model is sure, and rises if not; 0: off.",
+        at_least=0,
     )  # fmt: skip
     dynatemp_exponent: float = option(
-        1.0, "Power of the uncertainty that the temperature follows.", at_least=0,
+        1.0, "Power of the model's uncertainty in --dynatemp-range.", at_least=0,
         flags=("--dynatemp-exp",),
     )  # fmt: skip
-    repeat_last_n: int = option(64, "Tokens that are penalised; 0: off, -1: all.", at_least=-1)
-    repeat_penalty: float = option(1.0, "1: off.", above=0)
-    presence_penalty: float = option(0.0, "0: off.")
-    frequency_penalty: float = option(0.0, "0: off.")
-    dry_multiplier: float = option(0.0, "0: off.", at_least=0)
-    dry_base: float = option(1.75, "Growth of the penalty a token.", at_least=1)
-    dry_allowed_length: int = option(2, "Tokens that may be repeated.", at_least=0)
-    dry_penalty_last_n: int = option(64, "Tokens looked at; 0: off, -1: all.", at_least=-1)
+    repeat_last_n: int = option(64, "Last tokens that are penalised; 0: off, -1: all.", at_least=-1)
+    repeat_penalty: float = option(1.0, "Penalty for repeated tokens; 1: off.", above=0)
+    presence_penalty: float = option(0.0, "Penalty for a token that occurs; 0: off.")
+    frequency_penalty: float = option(0.0, "Penalty for each time it occurs; 0: off.")
+    dry_multiplier: float = option(0.0, "Penalty for long repetitions; 0: off.", at_least=0)
+    dry_base: float = option(1.75, "Factor of this penalty for each token.", at_least=1)
+    dry_allowed_length: int = option(2, "Tokens of a repetition without penalty.", at_least=0)
+    dry_penalty_last_n: int = option(64, "Last tokens that count; 0: off, -1: all.", at_least=-1)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     samplers: tuple[str, ...] = SAMPLER_ORDER
     seed: int = option(
-        -1, "Of the draws; -1 takes one from the system.", at_least=-1, at_most=MAX_SEED
+        -1, "Seed of the draws; -1 takes a random one.", at_least=-1, at_most=MAX_SEED
     )
 
     def __post_init__(self) -> None:

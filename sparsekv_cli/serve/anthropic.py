@@ -24,7 +24,7 @@ ROLES = ("user", "assistant", "system")
 
 
 class Message:
-    """One request, checked; ``stream`` or ``whole`` answers it."""
+    """One checked request; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
         """Raises RequestError for what cannot be answered."""
@@ -131,7 +131,7 @@ class _Blocks:
     def add(self, part: Part) -> list[str]:
         """Returns the events of a part of the answer."""
         if isinstance(part, Text) and not self._open and not part.text.strip():
-            return []  # no block for the white space between others
+            return []  # white space between other blocks gets no block of its own
         kind = _KINDS[type(part)]
         events = [] if self._open == kind != "tool_use" else self.close() + self._begin(part)
         if isinstance(part, ToolCall):
@@ -180,13 +180,13 @@ def _prompt_ids(
     *,
     is_forced: bool,
 ) -> list[int]:
-    """Returns the ids of a request's conversation (of ``_conversation``) and tools.
+    """Returns the ids of a request's conversation (see ``_conversation``) and tools.
 
     is_forced: the answer is a call without thinking.
     """
     wanted = False if is_forced else _thinking(fields)[0]
     think = wanted if service.thinking_switch else None
-    effort = fields.output_config.effort  # a hint, which Claude Code sends to every model
+    effort = fields.output_config.effort  # a hint that Claude Code sends to every model
     variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
     continues = continues_last(messages, None, None)
     return service.encode_chat(messages, tools, think, variables, continues=continues)
@@ -204,7 +204,7 @@ def _conversation(fields: CountFields) -> list[dict[str, Any]]:
 
 
 def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
-    """Returns whether the model thinks (None: as its template says), and the most tokens of it."""
+    """Returns whether the model thinks (None: as its template says), and for how many tokens."""
     thinking = fields.thinking
     if thinking is None:
         return None, None
@@ -213,7 +213,7 @@ def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
 
 
 def _messages(where: str, message: Any) -> list[dict[str, Any]]:
-    """Returns a message as templates take it; results of tools are messages of their own."""
+    """Returns a message as templates take it. Results of tools become messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
@@ -272,7 +272,7 @@ def _reference(where: str, block: Mapping[str, Any]) -> str:
 
 
 def _tools(fields: CountFields) -> list[dict[str, Any]]:
-    """Returns the tools as templates take them; none with the tool_choice none."""
+    """Returns the tools as templates take them, or none if tool_choice is none."""
     if fields.tool_choice.type == "none":
         return []
     functions = [
@@ -285,7 +285,7 @@ def _tools(fields: CountFields) -> list[dict[str, Any]]:
 def _forced(
     service: Service, fields: CountFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
-    """Returns the call that tool_choice asks for, if it does."""
+    """Returns the call that tool_choice asks for, or None."""
     if fields.tool_choice.type in ("auto", "none"):
         return None
     return service.forced_call(fields.tool_choice.name, functions_of(tools))
@@ -309,7 +309,7 @@ def _stop(end: Finished, has_called: bool) -> dict[str, str | None]:
 
 
 def _usage(end: Finished) -> dict[str, int]:
-    """Returns the tokens as Anthropic counts them: input tokens are the computed ones."""
+    """Returns the tokens as Anthropic counts them. Input tokens are those that were computed."""
     return {
         "input_tokens": end.n_prompt - end.n_cached,
         "cache_read_input_tokens": end.n_cached,

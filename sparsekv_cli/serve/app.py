@@ -1,4 +1,4 @@
-"""The web application: routes, what guards them, and errors in the shape that a client expects."""
+"""The web application: its routes, their guards, and errors in the form of a client's protocol."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from sparsekv_cli.serve.wire.guard import Access, Guard
 from sparsekv_cli.serve.wire.metrics import Metrics
 from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
-N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
-RETRY_S = 2  # after which a client may ask again
+N_READERS = 16  # requests that are read at once; grammar_trial.N_WAITING of them may wait
+RETRY_S = 2  # seconds after which a client may try again
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
-# OpenAI's paths that a text model cannot serve, by their purpose.
+# OpenAI's paths that a text model cannot serve, and what they are for.
 OTHERS = {"embeddings": "embeddings", "images": "pictures", "audio": "sounds", "videos": "videos"}
 OTHERS |= {"moderations": "moderations", "rerank": "rankings"}
 
@@ -58,7 +58,7 @@ T = TypeVar("T")
 def make_app(
     pool: ModelPool, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
-    """Returns the application. log: told a line a request, without prompts."""
+    """Returns the application. log: gets a line for each request, without prompts."""
     metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
     created, kept, documents = int(time.time()), Kept(), Documents(pool.limits.body_bytes)
 
@@ -74,7 +74,7 @@ def make_app(
         return await loop.run_in_executor(readers, make, service, fields)
 
     async def hold(request: Request, name: str) -> Service:
-        """Returns the service of a model, which stays loaded until the request is answered."""
+        """Returns the service of a model. The model stays loaded until the request is answered."""
         return await unless_gone(request, pool.hold(name, request.scope["held"]))
 
     async def chat(request: Request) -> Response:
@@ -126,7 +126,7 @@ def make_app(
     async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
             events = asked.stream()
-            first = await unless_gone(request, anext(events))  # errors before it have a status
+            first = await unless_gone(request, anext(events))  # an error before it has a status
             path = request.url.path
             return EventStream(first, events, lambda e: asked.failure(error_body(path, e)[1]))
         return JSONResponse(await unless_gone(request, asked.whole()))
@@ -199,7 +199,7 @@ def make_app(
 
 
 def _no_path(paths: Sequence[str]) -> ASGIApp:
-    """Answers requests to paths that are not there."""
+    """Answers requests to paths that do not exist."""
 
     async def missing(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -221,7 +221,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
-# Errors by their class, the first that fits: the status, the type in both protocols, OpenAI's code.
+# Errors by their class (the first that fits): status, type in both protocols, OpenAI's code.
 ERRORS: tuple[tuple[type[Exception], tuple[int, str, str | None]], ...] = (
     (NotLoadedError, (500, "api_error", "model_failed")),
     (QueueFullError, (429, "rate_limit_error", "queue_full")),
@@ -246,7 +246,7 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
-    """Returns an error's status and body, in the form of the protocol of ``path``."""
+    """Returns an error's status and body, in the protocol of ``path``."""
     status, kind, code = status_of(error)
     if isinstance(error, HTTPException):
         message = str(error.detail)
@@ -275,7 +275,7 @@ def error_response(path: str, error: Exception) -> Response:
 
 
 class _Holds:
-    """Lets go of a request's model when it is answered, whatever has become of it."""
+    """Releases a request's model at the end of the request, however it ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -286,7 +286,7 @@ class _Holds:
 
 
 class _Log:
-    """Tells of each request when it has ended: method, path, status and time; no words of it."""
+    """Logs each request when it has ended: method, path, status and time, but none of its text."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None], metrics: Metrics) -> None:
         self._app, self._log, self._metrics = app, log, metrics

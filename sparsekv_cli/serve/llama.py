@@ -1,4 +1,4 @@
-"""llama-server's routes that tell of tokens and of the model."""
+"""llama-server's routes about tokens and the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsekv_cli.serve.requests import RequestError, Service
 
 
 def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
-    """Returns the tokens of a text, with their texts if that is asked."""
+    """Returns the tokens of a text, with their own texts if the request asks for them."""
     ids = service.tokenizer.encode(
         fields.content,
         add_bos=None if fields.add_special else False,
@@ -23,7 +23,7 @@ def tokenize(service: Service, fields: TokenizeFields) -> dict[str, Any]:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """Returns a token's text; the bytes of a part of a character."""
+    """Returns a token's text, or its bytes if it is a part of a character."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -31,7 +31,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 
 def detokenize(service: Service, fields: DetokenizeFields) -> dict[str, str]:
-    """Returns the text of tokens, control tokens with it."""
+    """Returns the text of tokens, control tokens included."""
     n_vocab = service.tokenizer.n_vocab
     for i, token in enumerate(fields.tokens):
         if token >= n_vocab:

@@ -25,7 +25,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class Completion:
-    """One request, checked; ``stream`` or ``whole`` answers it."""
+    """One checked request; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
         """Raises RequestError for what cannot be answered."""
@@ -132,7 +132,7 @@ class Completion:
             think=self._think,
         )
 
-    # --- as a whole -------------------------------------------------------------------------------
+    # --- one object -------------------------------------------------------------------------------
 
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
@@ -165,7 +165,7 @@ class Completion:
         choice["finish_reason"] = finish_reason(told.end, bool(calls))
         return choice
 
-    # --- as a stream ------------------------------------------------------------------------------
+    # --- a stream ---------------------------------------------------------------------------------
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields the events of a response that streams."""
@@ -223,7 +223,7 @@ class Completion:
         return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
     def answers(self) -> Answers:
-        """Returns the answers as they grow, one a choice."""
+        """Returns the answers, one a choice, as they grow."""
         return Answers(self._service, self._requests, self._readers)
 
     def failure(self, error: Mapping[str, Any]) -> str:
@@ -231,7 +231,7 @@ class Completion:
         return event(error, "error")
 
     def about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
-        """How the answers were computed. ends: of the choices."""
+        """Returns how the answers were computed. ends: of the choices."""
         last = max(ends)
         return about(ends[last], self._service, self._requests[last])
 
@@ -253,7 +253,7 @@ class Completion:
 
 
 class _Places:
-    """Where the tokens of a completion begin in its text, in characters."""
+    """Finds where each token of a completion begins in the text, in characters."""
 
     def __init__(self, is_shown: Callable[[int], bool]) -> None:
         self._is_shown, self._n = is_shown, 0
@@ -278,7 +278,7 @@ def event(value: Mapping[str, Any], name: str = "") -> str:
 
 
 def comment(told: Ping | PromptProgress) -> str:
-    """Returns a comment of a stream: what the answer waits for."""
+    """Returns a comment of a stream, which says what the answer waits for."""
     if isinstance(told, PromptProgress):
         return f": prefill {told.done} of {told.total}\n\n"
     return f": {told.why or 'ping'}\n\n"
@@ -296,7 +296,7 @@ def _progress(head: Mapping[str, Any], told: PromptProgress) -> str:
 
 
 def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
-    """Returns the tokens of a request. ends: by choice. A prompt has n choices and counts once."""
+    """Returns the tokens of a request. ends: by choice. The n choices of a prompt share it."""
     prompts = [[ends[i] for i in range(first, first + n)] for first in range(0, len(ends), n)]
     n_prompt = sum(same[0].n_prompt for same in prompts)
     n_answer = sum(end.n_generated for end in ends.values())
@@ -330,7 +330,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(entry: Mapping[str, Any]) -> str:
-    """Returns a token's text, or the bytes of a part of a character, as OpenAI writes them."""
+    """Returns a token's text. A part of a character is written as bytes, as OpenAI does it."""
     data = bytes(entry["bytes"])
     try:
         return data.decode()
@@ -351,11 +351,11 @@ def _is_id(value: Any, n_vocab: int) -> bool:
 
 
 def _tools(fields: ChatFields) -> list[dict[str, Any]]:
-    """Returns the functions that may be called; none with tool_choice none."""
+    """Returns the functions that may be called, or none if tool_choice is none."""
     if fields.tool_choice == "none":
         return []
     tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
-    return [  # templates ask for type and description
+    return [  # templates need type and description
         {"type": "function", **tool, "function": {"description": "", **tool["function"]}}
         for tool in tools
     ]
@@ -364,7 +364,7 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
 def _forced(
     service: Service, fields: ChatFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
-    """Returns the call that tool_choice asks for, if it does."""
+    """Returns the call that tool_choice asks for, or None."""
     choice = fields.tool_choice
     if choice in ("auto", "none"):
         return None

@@ -1,8 +1,8 @@
 """The models of a server. One is loaded when a request asks for it, and unloaded for another one.
 
-The event loop alone changes what is here. A thread loads and unloads, one model at a time. Requests
+Only the event loop changes the data here. A thread loads and unloads, one model at a time. Requests
 for loaded models go on meanwhile. A model may have to wait for memory that others use. Then later
-requests wait for it too, since otherwise it might wait for ever.
+requests wait for that model, because otherwise it might wait for ever.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sparsekv_cli.serve.requests import RequestError, RequestLimits, Service
 from sparsekv_cli.serve.rows import default_limit, gib
 from sparsekv_cli.serve.running import Stats
 
-LOOK_S = 1.0  # between two looks whether somebody still waits
+LOOK_S = 1.0  # seconds between two checks whether anybody still waits
 
 
 class NotLoadedError(SparseKVError):
-    """A model cannot be loaded. The next request for it tries again."""
+    """A model cannot be loaded. The next request for it will try again."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Loaded:
     """A model in memory."""
 
     service: Service
-    n_held: int = 0  # requests that it answers
+    n_held: int = 0  # requests that it is answering
     used: float = field(default_factory=time.monotonic)
 
     @property
@@ -52,17 +52,17 @@ class Loaded:
 
 @dataclass(eq=False)
 class HostedModel:
-    """A model that requests may name."""
+    """A model that requests can name."""
 
     names: tuple[str, ...]  # the names that requests may use; responses have the first one
     path: Path
-    n_bytes: int = 0  # of its files
-    # of its header: context, methods, and the variable that switches thinking
+    n_bytes: int = 0  # the size of its files
+    # facts of its header: context, methods, and the variable that switches thinking
     about: dict[str, Any] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)  # since the start of the server, loaded or not
     loaded: Loaded | None = None
     n_loads: int = 0
-    problem: str = ""  # why it could not be loaded the last time
+    problem: str = ""  # why the last attempt to load it failed
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class HostedModel:
 
     @property
     def used(self) -> float:
-        """When it was used last."""
+        """The time at which it was used last."""
         return 0.0 if self.loaded is None else self.loaded.used
 
     @property
@@ -81,7 +81,7 @@ class HostedModel:
         return "failed" if self.problem else "unloaded"
 
     def listed(self, created: int) -> dict[str, Any]:
-        """The model's entry in /v1/models."""
+        """Returns the model's entry in /v1/models."""
         entry = {"id": self.name, "object": "model", "created": created, "owned_by": "local"}
         entry |= {"aliases": [*self.names[1:]], "status": self.status}
         entry |= self.about if self.loaded is None else about(self.loaded.service)
@@ -89,11 +89,10 @@ class HostedModel:
 
 
 class ModelPool:
-    """The models that a server has, the default one first.
+    """The models of a server, the default one first.
 
-    load: opens a model and starts its scheduler; it is called in a thread. most: bytes of the
-    models that are loaded at once; the last one stays, whatever it takes. tell: called with a line
-    for each event.
+    load: opens a model and starts its scheduler, in a thread. most: bytes of the models that are
+    loaded at once. A single model may be larger. tell: called with a line for each event.
     """
 
     def __init__(
@@ -113,18 +112,18 @@ class ModelPool:
         self._released = asyncio.Event()
         self._lacks_memory = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ends: list[Callable[[], None]] = []  # called at the end of all jobs
+        self.ends: list[Callable[[], None]] = []  # called when all jobs are ended
 
     @property
     def method(self) -> str:
-        """The name of the method that requests without one have, of the default model."""
+        """The default model's method, which requests without a method get."""
         loaded = self.models[0].loaded
         return self._method if loaded is None else loaded.service.model.method.name
 
     def find(self, name: str) -> HostedModel:
-        """Returns a model by name. Without a name, or if there is one model: the first one.
+        """Returns a model by name. Without a name, or if there is only one model: the first one.
 
-        Raises RequestError for a name that none has.
+        Raises RequestError for an unknown name.
         """
         if not name or len(self.models) == 1:
             return self.models[0]
@@ -152,11 +151,11 @@ class ModelPool:
         return loaded.service
 
     def load_first(self) -> None:
-        """Loads the default model, ahead of the first request. Raises what is wrong with it."""
+        """Loads the default model before the first request. Raises its error if that fails."""
         self._loaded(self.models[0], self._load(self.models[0]))
 
     def end_all(self) -> None:
-        """Tells the jobs of all models that the server ends, and ends them."""
+        """Tells the jobs of all models that the server is ending, and ends them."""
         for end in self.ends:
             end()
         for loaded in self._all_loaded():
@@ -185,7 +184,7 @@ class ModelPool:
         return model.loaded
 
     def _release(self, loaded: Loaded) -> None:
-        """A request is answered."""
+        """Counts a request as answered."""
         loaded.n_held -= 1
         loaded.used = time.monotonic()
         self._released.set()
@@ -193,7 +192,7 @@ class ModelPool:
     # --- loading ----------------------------------------------------------------------------------
 
     async def _wait_for(self, model: HostedModel) -> Loaded:
-        """Returns a model that is loaded, and held, when it has its turn."""
+        """Waits until it is the model's turn. Returns the model, loaded and held."""
         place: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._give(model, place))
         self._tasks.add(task)
@@ -202,7 +201,7 @@ class ModelPool:
             async with asyncio.timeout(self.limits.seconds):
                 try:
                     return await place
-                except asyncio.CancelledError:  # also by the time limit
+                except asyncio.CancelledError:  # the time limit raises it, too
                     if place.done() and not place.cancelled() and place.exception() is None:
                         self._release(place.result())  # it was given at the same moment
                     raise
@@ -212,7 +211,7 @@ class ModelPool:
             ) from None
 
     async def _give(self, model: HostedModel, place: asyncio.Future[Loaded]) -> None:
-        """Loads a model if it is not, and gives it to who waits in ``place``."""
+        """Loads a model if necessary, and gives it to the request that waits in ``place``."""
         try:
             async with self._turn:
                 if not self._is_ready(model):
@@ -227,9 +226,9 @@ class ModelPool:
                 place.set_exception(error)
 
     async def _make_room(self, model: HostedModel, place: asyncio.Future[Loaded]) -> None:
-        """Unloads models that nobody uses, the one used last at the end, until one more fits.
+        """Unloads idle models, the least recently used first, until there is room for one more.
 
-        Returns at once, without room, when nobody waits any more.
+        Returns at once, without room, if nobody waits any more.
         """
         if model.loaded is not None:  # it failed, or its file changed
             await self._unload(model)
@@ -249,7 +248,7 @@ class ModelPool:
                 self._lacks_memory = False
 
     def _idle(self) -> list[HostedModel]:
-        """Returns the loaded models that nobody uses, the one used last at the end."""
+        """Returns the loaded models that nobody uses, the least recently used first."""
         idle = [each for each in self.models if each.loaded and not each.loaded.n_held]
         return sorted(idle, key=lambda each: each.used)
 
@@ -291,13 +290,13 @@ class ModelPool:
 
 
 def about(service: Service) -> dict[str, Any]:
-    """Returns what /v1/models says of a loaded model."""
+    """Returns the facts about a loaded model in /v1/models."""
     told = {"context_length": service.model.n_ctx, "methods": service.methods()}
     return {**told, "thinking_switch": service.thinking_switch}
 
 
 def free_memory() -> None:
-    """Returns the memory of what was unloaded to the system."""
+    """Returns the memory of unloaded models to the system."""
     forget_vocabularies()
     gc.unfreeze()  # loading froze all objects
     gc.collect()
@@ -305,10 +304,10 @@ def free_memory() -> None:
 
 
 def shares(sizes: Sequence[int], models_bytes: int | None, kv_bytes: int | None) -> tuple[int, int]:
-    """Returns the bytes of models that are loaded at once, and those of one model's rows.
+    """Returns the bytes of models that are loaded at once, and the bytes of one model's rows.
 
     sizes: bytes of each model. models_bytes: None allows three quarters of the available memory.
-    kv_bytes: None allows half of what the models leave. Each model that fits has an equal part.
+    kv_bytes: None allows half of what the models leave. Each model that fits gets an equal part.
     """
     most = default_limit() * 3 // 2 if models_bytes is None else models_bytes
     if models_bytes is not None and max(sizes) > most:

@@ -1,4 +1,4 @@
-"""The requests of all protocols share the way from a JSON object to a Request."""
+"""The way from a JSON object to a Request, which the requests of all protocols share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EFFORT = "reasoning_effort"  # a variable of chat templates, too
 
 
 class RequestError(SparseKVError):
-    """A request that is not answered. param: the field, if it is one; code: a word for programs."""
+    """A request that is not answered. param: the wrong field, if any; code: a word for programs."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -48,9 +48,9 @@ class RequestLimits:
 
 
 class Service:
-    """One open model and what requests may ask of it.
+    """One open model and the settings of its requests.
 
-    method_options, sampling, seed: of requests that have none of their own, as on the command line.
+    method_options, sampling, seed: the defaults of requests, as on the command line.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Service:
         seed: int | None = None,
         name: str = "",
     ) -> None:
-        """name: that responses tell; empty: that of the model's file."""
+        """name: the name in responses; empty: the name of the model's file."""
         self._seed = seed
         self.model, self.scheduler, self.limits = model, scheduler, limits
         self.tokenizer = model.tokenizer
@@ -75,7 +75,7 @@ class Service:
         self.tool_format: ToolFormat | None = format_of(self.template)
         if sampling.think_budget is not None and self.thinking is None:
             raise SparseKVError(
-                "--think-budget: the chat template of this model names no markers of thinking"
+                "--think-budget: the chat template of this model has no markers of thinking"
             )
         self.grammars = GrammarTrial(model.gguf.path)
         self._method, self._method_options = model.method.name, dict(method_options)
@@ -83,9 +83,9 @@ class Service:
         self.kinds = [layer.kind for layer in model.hparams.layers]
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
-        """Returns the method that a request names with its options, and up to where it is dense.
+        """Returns the method of a request with its options, and the depth up to which it is dense.
 
-        Raises RequestError, which lists what there is.
+        Raises RequestError, which lists the methods.
         """
         name = self._method if fields.method is None else fields.method
         options = dict(fields.method_options)
@@ -107,7 +107,7 @@ class Service:
         return method, sparse_from
 
     def _check_sizes(self, method: Method, names: Iterable[str]) -> None:
-        """Raises RequestError for an option beyond the context: some take memory for each row."""
+        """Raises RequestError for an option above the context: some take memory for each row."""
         declared = options_of(method)
         for name in names:
             name = method.renamed.get(name, name)
@@ -117,23 +117,23 @@ class Service:
                 most = max(self.model.n_ctx, default)
                 if value > most:
                     raise RequestError(
-                        f"method_options.{name} = {value}: expected at most {most}, for the "
+                        f"method_options.{name} = {value}: expected at most {most}, because the "
                         f"context of this server holds {self.model.n_ctx} tokens",
                         param="method_options",
                     )
 
     def _check_calibrated(self, method: Method) -> None:
-        """Raises RequestError for a method that measures the model first: others would wait."""
+        """Raises RequestError for a method without a calibration: other requests would wait."""
         if method.name != self._method and not self.model.calibrations.has(method):
             raise RequestError(
-                f"{method.name} measures the model first, for which other requests would have to "
+                f"{method.name} must measure the model first, and other requests would have to "
                 f"wait: run 'sparsekv-cli calibrate --method {method.name}' with this model once, "
                 f"or start the server with --prepare {method.name}",
                 param="method",
             )
 
     def defaults(self) -> dict[str, Any]:
-        """Returns the default sampling of requests, under llama-server's names."""
+        """Returns the default sampling settings of requests, under llama-server's names."""
         values = asdict(params_from_metadata(self.model.gguf.metadata, self._sampling.explicit))
         values["temperature"], values["typical_p"] = values.pop("temp"), values.pop("typ_p")
         values["seed"] = -1 if self._seed is None else self._seed
@@ -151,7 +151,7 @@ class Service:
         self.model.close()
 
     def format_for(self, has_tools: bool) -> ToolFormat | None:
-        """Returns the format of an answer. gpt-oss writes on channels without tools, too."""
+        """Returns the format of an answer. gpt-oss writes on channels even without tools."""
         kind = self.tool_format
         return kind if has_tools or kind == HARMONY else None
 
@@ -172,10 +172,11 @@ class Service:
     ) -> Request:
         """Returns the request for the scheduler.
 
-        max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
-        kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
-        something may be thought ahead of the answer. think: whether the model is to do so; None: as
-        the template has it. think_budget: where ``fields`` has none.
+        max_tokens: None or -1: as many as the server allows. schema: the schema that the answer
+        must fit. kind: see ``format_for``. forced: the call that the answer must be, of
+        ``forced_call``. thinks: whether thinking before the answer is possible. think: whether the
+        model shall think; None: as the template says. think_budget: for requests whose ``fields``
+        have none.
         """
         thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
@@ -184,7 +185,7 @@ class Service:
         if len(ids) >= n_ctx:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx}, "
-                "the answer among them: shorten the prompt",
+                "answer included: shorten the prompt",
                 param="prompt" if isinstance(fields, CompletionFields) else "messages",
                 code=TOO_LONG,
             )
@@ -195,7 +196,7 @@ class Service:
             options = replace(options, grammar=self._grammar_of(forced, options))
         if thinking is None and fields.think_budget is not None:
             raise RequestError(
-                "think_budget: nothing is thought ahead of this answer: leave it out",
+                "think_budget: the model does not think before this answer: leave it out",
                 param="think_budget",
             )
         if thinking is None:
@@ -208,7 +209,7 @@ class Service:
             param = FORMAT
             raise RequestError(str(error).removeprefix("--"), param=param) from None
         n_predict = self.limits.tokens if max_tokens is None or max_tokens < 0 else max_tokens
-        new_sampler(self.model, options, 0)  # DRY's table is made by this thread, and remembered
+        new_sampler(self.model, options, 0)  # makes DRY's table in this thread; it is remembered
         return Request(
             ids=ids,
             method=method,
@@ -225,7 +226,7 @@ class Service:
         )
 
     def _ids_ahead_of(self, forced: ForcedCall, ids: Sequence[int]) -> list[int]:
-        """Returns the ids after a prompt whose answer must be a call: first words, no thinking."""
+        """Returns the ids after the prompt of a forced call: its first words, and no thinking."""
         thinking = self.thinking
         is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
         text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
@@ -234,8 +235,8 @@ class Service:
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
         """Returns the call for a request's ``tool_choice``: of the function ``name``, or of any.
 
-        functions: the schemas of their arguments. Raises RequestError where there is no such
-        function.
+        functions: the schemas of their arguments. Raises RequestError if the function does not
+        exist.
         """
         chosen = {key: schema for key, schema in functions.items() if name in (None, key)}
         if not chosen:
@@ -262,8 +263,8 @@ class Service:
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         """Returns the variables of the chat template that a request sets, by name.
 
-        given: of ``chat_template_kwargs``. effort: of ``reasoning_effort``. Raises RequestError for
-        a variable that the template does not read.
+        given: from ``chat_template_kwargs``. effort: from ``reasoning_effort``. Raises RequestError
+        for a variable that the template does not read.
         """
         named = {f"{KWARGS}.{name}": (name, value) for name, value in given.items()}
         if effort is not None:
@@ -288,7 +289,7 @@ class Service:
         continues: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns a conversation's ids. Raises RequestError if the template does not take it.
+        """Returns a conversation's ids. Raises RequestError if the template does not accept it.
 
         variables: of the template.
         """
@@ -322,7 +323,7 @@ class Service:
 def usable_methods(
     kinds: Sequence[str], default: str, is_calibrated: Callable[[Method], bool]
 ) -> list[str]:
-    """Returns the methods for which nothing has to be measured first. kinds: of the layers."""
+    """Returns the methods that need no further measurement. kinds: of the layers."""
 
     def is_usable(name: str) -> bool:
         try:
@@ -336,7 +337,7 @@ def usable_methods(
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    """Returns a message as gpt-oss' template takes it: one thought before a call."""
     thought, text = message.get("reasoning_content"), message["content"]
     if not thought:
         return message

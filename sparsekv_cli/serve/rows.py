@@ -1,12 +1,12 @@
 """Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
 
-A prompt's rows do not depend on the method. A sequence that has all rows of a prompt's beginning
+A prompt's rows do not depend on the method. So a sequence that has all rows of a prompt's beginning
 gives them to any other, whose prefill computes the rest. Both read them in the same memory
 (``share_prefix``). prefix/prefixes.py says where the rest may begin. Rows of decode steps are not
-given. The text is that of a whole prefill, to the bit, if the rest has more than FEW_ROWS tokens
-(models/decoder.py). A shorter rest rounds as decode does.
+given. If the rest has more than FEW_ROWS tokens (models/decoder.py), the text is that of a whole
+prefill, to the bit. A shorter rest is rounded as in decode.
 
-Memory for rows is set aside ahead of a prefill, and given back with the answer.
+Memory for rows is reserved before a prefill, and released with the answer.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 
-N_METHODS = 64  # methods with their options that are remembered
-FALLBACK = 4 << 30  # bytes for rows where the system does not tell
+N_METHODS = 64  # methods, with their options, that are remembered
+FALLBACK = 4 << 30  # bytes for rows if the system does not say how much memory it has
 LEAST_SEEN = 512  # tokens; shorter prompts say little about the growth of an index
-GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
+GROWTH = 9 / 8  # the most that a cache's memory exceeds its rows by (KVStore.reserve)
 
 
 class Parked(NamedTuple):
-    """A sequence whose answer is out, and the bytes that it takes."""
+    """A sequence whose answer is finished, and the bytes that it takes."""
 
     n_bytes: int
     sequence: Sequence
 
 
 def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
-    """Returns how many first rows of ``ids`` a sequence can give to the prompt ``ids``.
+    """Returns how many first rows a sequence can give to the prompt ``ids``.
 
     0 if a method has changed the rows, or needs the queries of all tokens.
     """
@@ -73,11 +73,11 @@ class SharedRows:
         donors: Callable[[], Iterable[Sequence]],
     ) -> None:
         self._donors = donors
-        self._method: Method | None = None  # of the next prompt
+        self._method: Method | None = None  # the method of the next prompt
         self._disk_of = lru_cache(N_METHODS)(disk_of)
-        self._disk: PromptRows | None = None  # of the sequence that is prefilled, or was last
+        self._disk: PromptRows | None = None  # of the sequence that is or was prefilled last
         self._donor: Sequence | None = None
-        self._found = Found()  # on disk
+        self._found = Found()  # the rows that were found on disk
         self._writer = ThreadPoolExecutor(1, "prefixes")
         self._writing: Future[None] | None = None
 
@@ -90,7 +90,7 @@ class SharedRows:
         method = self._method
         assert method is not None
         if self._disk is not None:
-            self._disk.finish()  # the rest of a failed answer, before it is forgotten
+            self._disk.finish()  # writes the rest of a failed answer before it is dropped
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n
@@ -122,7 +122,7 @@ class SharedRows:
             self._disk.abandon()
 
     def finish(self) -> None:
-        """Writes the prompt's rows to disk while other things go on; ``wait`` waits for that."""
+        """Writes the prompt's rows to disk in the background. ``wait`` waits for that."""
         if self._disk is not None:
             self._writing = self._writer.submit(self._disk.finish)
 
@@ -140,8 +140,8 @@ class SharedRows:
 def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool) -> int:
     """Returns how many rows of ``parked`` stay if ``ids`` continue it; 0: they do not continue it.
 
-    They do if ``ids`` end where its prompt ends: no row is left to compute. If sequences cannot
-    share rows, they also do if ``ids`` begin with nearly all of its prompt.
+    They continue it if they end where its prompt ends, so that no row is left to compute. If
+    sequences cannot share rows, they also do if they begin with nearly all of its prompt.
     """
     at = parked.checkpoint
     if at is None:
@@ -171,7 +171,7 @@ def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
 
 
 def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) -> int:
-    """Returns the most bytes of rows of ``ids`` that one of the sequences holds."""
+    """Returns the most bytes of the prompt's rows that one of the sequences holds."""
     most = 0
     for sequence in sequences:
         is_alike = sequence.method.kv_types == method.kv_types
@@ -185,10 +185,10 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
 def give_up(
     all_parked: list[Parked], room: int, shared: int, ids: Ids[int], method: Method
 ) -> None:
-    """Removes parked sequences, from the oldest on, until the others fit in ``room`` bytes.
+    """Drops parked sequences, the oldest first, until the others fit in ``room`` bytes.
 
-    A prompt of ``ids`` comes next, for which there is memory without its ``shared`` bytes. A
-    sequence that gives more rows to it goes last, and these count once.
+    A prompt of ``ids`` comes next. Its memory is reserved, but for ``shared`` bytes. A sequence
+    that gives more rows to it is dropped last, and these rows count once.
     """
     if held_together(all_parked) <= room:
         return
@@ -202,7 +202,7 @@ def give_up(
 
 
 def default_limit() -> int:
-    """Returns half of the memory that this process can still take in its container."""
+    """Returns half of the memory that is available to this process, within its container."""
     available = available_memory()
     return FALLBACK if available is None else available // 2
 
@@ -220,7 +220,7 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 def best_parked(
     all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], can_share: bool
 ) -> tuple[Parked | None, int]:
-    """Returns the parked sequence that most of ``ids`` can be taken over from, and how many."""
+    """Returns the parked sequence from which most of ``ids`` can be taken, and how many rows."""
     best, n_best = None, 0
     for parked in all_parked:
         if attend_alike(parked.sequence.attention, attention):
@@ -230,7 +230,7 @@ def best_parked(
 
 
 class IndexSizes:
-    """The memory of methods' indexes, as prompts have shown it."""
+    """The memory of methods' indexes, learnt from prompts."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}  # by method: tokens, bytes
@@ -247,7 +247,7 @@ class IndexSizes:
 
 
 def bytes_of_sequence(sequence: Sequence) -> int:
-    """Returns the bytes of a sequence's caches, with the caches that make drafts."""
+    """Returns the bytes of a sequence's caches, including caches that make drafts."""
     return held_bytes([*sequence.caches, *sequence.draft_caches])
 
 

@@ -1,7 +1,7 @@
 """The thread that owns the model. A sequence can join or leave before every decode step.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
-layers a much shorter prompt may be prefilled first. Texts are therefore those of sequences that run
+layers a much shorter prompt may be prefilled first. Therefore texts are those of sequences that run
 alone.
 """
 
@@ -50,18 +50,18 @@ from sparsekv_cli.serve.rows import (
 )
 from sparsekv_cli.serve.running import Running, Stats
 
-# A prefill computes at least as long as the step that interrupted it took, and at least so long.
+# A prefill computes at least as long as the step before it took, and at least this long.
 LEAST_PREFILL_S = 0.02
-SHORTER = 4  # times shorter than the prompt of a prefill is one that goes first
-TELL_S = 0.25  # between two words about a prefill
-WATCH_S = 1.0  # between two looks at the memory that is in use
+SHORTER = 4  # a prompt that is so many times shorter than the one in prefill goes first
+TELL_S = 0.25  # seconds between two reports about a prefill
+WATCH_S = 1.0  # seconds between two checks of the memory in use
 
 
 class Scheduler:
     """Answers jobs with a model, which nobody else uses while the scheduler runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: as SharedRows takes it. stats: that it goes on with.
+    for the rows of all sequences. disk_of: see SharedRows. stats: the counts to continue, if any.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class Scheduler:
         self._kv_bytes = self.stats.kv_limit = kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
-        self._parked: list[Parked] = []  # the one used last is the last
+        self._parked: list[Parked] = []  # the least recently used first
         self._changed = threading.Condition()
-        self._starting: list[Job] = []  # at most one, which waits for its method
-        self._prefilling: list[Prefilling] = []  # the last one goes on, then the one before it
+        self._starting: list[Job] = []  # at most one job, which waits for its method
+        self._prefilling: list[Prefilling] = []  # the last one continues, then the one before it
         self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
-        self._short_rows: SharedRows | None = None  # of a prefill within another one
+        self._short_rows: SharedRows | None = None  # for a prefill within another one
         if model.engine.shares_prefill:
             self._rows = SharedRows(disk_of, self._donors)
             self._short_rows = SharedRows(lambda method: None, self._donors)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
-        self.failure: Exception | None = None  # that ended the thread
+        self.failure: Exception | None = None  # the error that ended the thread
 
     # --- from other threads -----------------------------------------------------------------------
 
@@ -121,32 +121,32 @@ class Scheduler:
                 raise StoppingError("the server is about to end")
             if len(self._queue) + len(jobs) > self._n_queue + self._n_free:
                 raise QueueFullError(
-                    f"{len(self._queue)} wait already, at most {self._n_queue} may: try later"
+                    f"{len(self._queue)} requests wait, at most {self._n_queue} may: try later"
                 )
             self._queue.extend(jobs)
             self._changed.notify()
 
     def abort(self, job: Job) -> None:
-        """Ends a job that nobody waits for any more; its place is free within a step."""
+        """Ends a job that nobody waits for any more. Its place is free within a step."""
         job.abort()
         with self._changed:
             self._changed.notify()
 
     def end_all(self) -> None:
-        """Tells every job that the server ends, and ends it."""
+        """Tells every job that the server is ending, and ends it."""
         for job in self._all_jobs():
             job.emit(Failed(StoppingError("the server ends: try again later")))
             self.abort(job)
 
     def stop(self) -> None:
-        """Answers what has been queued, then ends the thread and waits for that."""
+        """Answers the queued jobs, then ends the thread and waits for its end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
         self._thread.join()
 
     def bytes_of(self, request: Request) -> tuple[int, int]:
-        """Returns the most bytes of a job's rows, and the same with an estimate of the index."""
+        """Returns the most bytes of a job's rows, without and with an estimate of the index."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
@@ -179,7 +179,7 @@ class Scheduler:
     def _work(self) -> None:
         import numba
 
-        numba.set_num_threads(self.model.n_threads)  # which numba keeps for each thread
+        numba.set_num_threads(self.model.n_threads)  # numba keeps the number for each thread
         try:
             while self._waits_for_work():
                 self._drop_aborted()
@@ -194,7 +194,7 @@ class Scheduler:
             self._end()
 
     def _end(self) -> None:
-        """Tells every job that is left that there is no answer, and frees all."""
+        """Tells every remaining job that it gets no answer, and frees all."""
         error = self.failure or StoppingError("the server is about to end")
         with self._changed:
             self._is_stopping = True
@@ -208,7 +208,7 @@ class Scheduler:
             rows.close()
 
     def _waits_for_work(self) -> bool:
-        """Returns when there is some; False: never again."""
+        """Waits until there is work. Returns False if there will be none."""
         with self._changed:
             while not self._queue and not self._running.jobs and not self._prefilling:
                 if self._is_stopping:
@@ -221,12 +221,12 @@ class Scheduler:
         yield from (each.sequence for each in running if each is not None)
         yield from (parked.sequence for parked in self._parked)
 
-    # --- who goes next ----------------------------------------------------------------------------
+    # --- the next job -----------------------------------------------------------------------------
 
     def _next(self, most: int | None) -> Job | None:
-        """Takes the first job for which there is a place and memory from the queue.
+        """Takes the first job from the queue for which there is a place and memory.
 
-        most: the longest prompt that may go ahead of others; None: only the first one may go.
+        most: the longest prompt that may pass others; None: only the first job may go.
         """
         with self._changed:
             if not self._n_free:
@@ -239,9 +239,9 @@ class Scheduler:
         return None
 
     def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
-        """Returns whether so much memory is free. It removes parked sequences, the oldest first.
+        """Returns whether so much memory is free. Drops parked sequences for it, the oldest first.
 
-        request: needs less if it shares the rows of another sequence.
+        request: needs less memory if it shares the rows of another sequence.
         """
         taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling]
         for job in self._running.jobs:
@@ -273,7 +273,7 @@ class Scheduler:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _new_attention(self, method: Method, sparse_from: int) -> Attention:
-        """Returns how a sequence attends. All clients are told if kernels are compiled for it."""
+        """Returns how a sequence attends. If that compiles kernels, all clients are told."""
 
         def tell(*_: object) -> None:
             for job in self._all_jobs():
@@ -300,7 +300,7 @@ class Scheduler:
         steps = engine.prefill(sequence, ids[n_kept:], rows=rows)
         now = Prefilling(job, sequence, steps, rows, started)
         self._starting = []
-        if n_kept and n_kept == len(ids):  # a parked sequence ends with the prompt
+        if n_kept and n_kept == len(ids):  # the parked sequence ends with this prompt
             self._run(now)
         else:
             self._prefilling.append(now)
@@ -317,7 +317,7 @@ class Scheduler:
         return best.sequence
 
     def _go_on(self) -> None:
-        """Goes on with a prefill until the others have their turn, or until it ends."""
+        """Continues a prefill until it is the others' turn, or until the prefill ends."""
         while self._prefilling:
             now = self._prefilling[-1]
             job = now.job
@@ -357,7 +357,7 @@ class Scheduler:
             now.rows.finish()
 
     def _has_turn(self, now: Prefilling, at: Progress) -> bool:
-        """Returns, after a chunk of a prefill, whether it is the others' turn."""
+        """Returns whether it is the others' turn after this chunk of a prefill."""
         job, n_prompt = now.job, len(now.job.request.ids)
         job.n_cached = n_prompt - at.total
         if job.is_aborted or job.is_late:
@@ -371,10 +371,10 @@ class Scheduler:
         if moment - now.told > TELL_S:
             now.told = moment
             job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
-        return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
+        return self.model.engine.shares_prefill  # False: steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:
-        """Begins a much shorter prompt, if one waits, after a layer of a prefill of n tokens."""
+        """Begins a much shorter prompt, if one waits, between layers of a prefill of n tokens."""
         if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
         if (other := self._next(n // SHORTER)) is not None:
@@ -393,7 +393,7 @@ class Scheduler:
             self.stats.kv_bytes = sum(map(bytes_of_sequence, self._donors()))
 
     def _park(self, sequence: Sequence) -> None:
-        """Keeps a sequence for later prompts, in place of those that it replaces."""
+        """Keeps a sequence for later prompts, instead of those that it replaces."""
         if sequence.checkpoint is not None:
             parked = [each for each in self._parked if not replaces(sequence, each.sequence)]
             self._parked = [*parked, Parked(whole_bytes(sequence), sequence)]

@@ -26,12 +26,12 @@ class SessionConfig:
     )  # fmt: skip
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     prefill_dtype: str = option(
-        "auto", "Products of the prefill; auto is int8 on a CPU (integer sums over inputs rounded "
-        "to 8 bits), bf16 on a GPU and on a CPU with AMX.",
+        "auto", "Type of the prefill's products; auto: bf16 on a GPU and a CPU with AMX, int8 on "
+        "other CPUs with byte products (inputs are rounded to 8 bits), else f32.",
         choices=("auto", "f32", "bf16", "int8"),
     )  # fmt: skip
     chunk: int = option(512, "Prompt tokens a prefill chunk.", at_least=1)
-    calibration: str = option("", "Calibration to read; empty: the one that belongs to the model.")
+    calibration: str = option("", "Calibration to read; empty: the model's own.")
     kv: str = option(
         "auto", "Where a GPU's run keeps the KV cache; auto: on the GPU, if the method can and it "
         "fits, otherwise on the host.", choices=("auto", "device", "host")
@@ -42,19 +42,19 @@ class SessionConfig:
     )  # fmt: skip
     repack: str = option(
         "auto", "Decode on the CPU from a copy of the weights in a faster layout, which rounds "
-        "otherwise; auto: if the weights take at most a quarter of the memory.",
+        "differently; auto: if the weights take at most a quarter of the memory.",
         choices=("auto", "on", "off"),
     )  # fmt: skip
     activations: str = option(
-        "8", "Bits to which decode on the CPU rounds what it multiplies with quantised weights; 16 "
-        "is closer to f32, and slower with several rows a step.", choices=("8", "16"),
+        "8", "Bits to which decode on the CPU rounds the inputs of quantised weights; 16 is closer "
+        "to f32, and slower with several rows a step.", choices=("8", "16"),
     )  # fmt: skip
     vram_limit: float = option(
         0.0, "Most of the GPU's memory to use; 0 takes what is free.", at_least=0, metavar="GIB"
     )
     sparse_from: int = option(
-        0, "Tokens up to which a method that keeps all rows attends to all of them; -1: as many as "
-        "follow from the model's shape (methods/depth.py).", at_least=-1
+        0, "Tokens up to which a method that keeps all rows attends to all of them; -1: the number "
+        "that fits the model's shape (methods/depth.py).", at_least=-1
     )  # fmt: skip
     speculate: str = option(
         "auto", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
@@ -72,8 +72,8 @@ class SessionConfig:
         metavar="NAME",
     )
     checkpoints: int = option(
-        8, "Most states that a model with recurrent layers keeps: another answer, or one to a "
-        "changed message, goes on from such a state. Also most snapshots of a prompt on disk.",
+        8, "Most states that a model with recurrent layers keeps. Another answer, or one to a "
+        "changed message, continues from a state. Also most snapshots of a prompt on disk.",
         at_least=0, metavar="N"
     )  # fmt: skip
 

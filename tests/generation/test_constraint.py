@@ -186,5 +186,5 @@ def test_a_token_that_ends_the_marker_and_goes_on():
 
 
 def test_a_budget_needs_markers():
-    with pytest.raises(SparseKVError, match="names no markers of thinking"):
+    with pytest.raises(SparseKVError, match="has no markers of thinking"):
         answered(TEMPLATES["meta-llama-Llama-3.1-8B-Instruct"], "", budget=5)

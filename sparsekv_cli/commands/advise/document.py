@@ -89,7 +89,7 @@ def read_document(file: str | None) -> Document:
 def _built_in() -> Document:
     from sparsekv_cli.calibration.calibrations import built_in_text
 
-    say("no document is given: what follows is of a built-in text; -f FILE measures yours")
+    say("no document is given, so a built-in text is measured: give yours with -f FILE")
     return Document(BUILT_IN, built_in_text().text)
 
 

@@ -86,16 +86,16 @@ WARM_UP_TOKENS = 3  # decoded by the untimed run
     help="Format on stdout. [default: md]",
 )  # fmt: skip
 @click.option(
-    "--no-warmup", is_flag=True, help="Leave out the run ahead of each test that is not timed.",
+    "--no-warmup", is_flag=True, help="Leave out the untimed run before each test.",
 )  # fmt: skip
 @click.option(
     "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
-    help="Keep the rows of depths there, at most 16 GiB; other methods and later runs take them.",
+    help="Keep the rows of each depth in DIR, at most 16 GiB, for other methods and later runs.",
 )  # fmt: skip
 @click.option(
     "-f", "--file", "text", metavar="FILE",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Take the tokens of this text in place of random ones. Drafts are made of a text only.",
+    help="Use the tokens of this text instead of random ones. Drafts need a text.",
 )  # fmt: skip
 @session_option("speculate", default="off")
 @session_option("draft_model")
@@ -279,7 +279,7 @@ def prefill_to_depth(
 
     In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
     done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
-    starts from one token, because a method sees a prefill ahead of its first decode.
+    starts from one token, because a method sees a prefill before its first decode step.
     rows: finds and keeps the rows of the depth on disk.
     """
     n_decoded = min(n_last, test.n_depth - 1) if test.decodes_only and test.n_depth > 1 else 0

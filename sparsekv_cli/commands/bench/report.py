@@ -74,7 +74,7 @@ class BenchModel:
 class BenchResult:
     """One row: a test with a method and the nanoseconds that each repetition took.
 
-    roofline: what bounds a test that decodes only; None for others. sparse_from: as Session's.
+    roofline: the bounds of a test that only decodes; None for others. sparse_from: see Attention.
     """
 
     model: BenchModel
@@ -171,14 +171,14 @@ class Report(ABC):
 
     @abstractmethod
     def row(self, result: BenchResult) -> None:
-        """Writes one result (and what goes before the first)."""
+        """Writes one result, and the header before the first one."""
 
     def close(self) -> None:  # noqa: B027 - a format may need nothing here
-        """Writes what goes after the last."""
+        """Writes the end, after the last result."""
 
 
 class MarkdownReport(Report):
-    """A table for people: a row of fixed column widths a result, as wide as its first row needs.
+    """A table for people. Its columns are as wide as the first row needs.
 
     Lines follow the table: the depths from which methods are sparse, and the roofline of each test
     that decodes.

@@ -37,12 +37,12 @@ from sparsekv_cli.generation.conversation import thinking_switch
 @think_option
 @click.option(
     "--drop-thinking", is_flag=True,
-    help="Leave what the model thought out of later prompts; what follows it is then read again.",
+    help="Leave the thinking out of later prompts; the tokens after it are then read again.",
 )  # fmt: skip
 @click.option(
     "--context-shift", is_flag=True,
-    help="When the context is full, drop the oldest turns and read the others again; without it "
-    "the answer ends and the chat says so.",
+    help="When the context is full, drop the oldest turns and read the others again. Otherwise "
+    "the answer ends, and a line says so.",
 )  # fmt: skip
 @click.option(
     "--keep", metavar="N", type=click.IntRange(min=0), default=0,

@@ -83,7 +83,7 @@ def enter(chat: Chat, text: str) -> bool:
             raise SparseKVError(f"/{name}: no such command{close}; /help lists them")
         command = COMMANDS[name]
         if argument and not command.takes:
-            raise SparseKVError(f"/{name} takes nothing behind it, found {argument!r}")
+            raise SparseKVError(f"/{name} takes no argument, found {argument!r}")
         if not argument and command.takes and not command.takes.startswith("["):
             raise SparseKVError(f"/{name} {command.takes}: {command.takes.split()[0]} is missing")
         command.run(chat, argument)
@@ -257,9 +257,9 @@ COMMANDS: dict[str, ChatCommand] = {
     "undo": ChatCommand("", "take your last message back, or the text that was read last", _undo),
     "system": ChatCommand("[TEXT]", 'set the system message, "" for none; alone: show it', _system),
     "set": ChatCommand(
-        "[NAME [VALUE]]", "samplers, n_predict, stop, think, ctx ...; alone: show all", _set
+        "[NAME [VALUE]]", "change a sampler, n_predict, stop, think, ctx ...; alone: show all", _set
     ),
-    "read": ChatCommand("FILE", "put a text file before your next message", _read),
+    "read": ChatCommand("FILE", "put a text, PDF or Word file before your next message", _read),
     "save": ChatCommand("FILE", "write the conversation to a JSON file", _save),
     "load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
     "stats": ChatCommand("", "speed and KV rows of the last answer", _stats),

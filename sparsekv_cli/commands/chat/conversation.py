@@ -60,7 +60,7 @@ def gather_settings(values: dict[str, Any]) -> ChatSettings:
 class Conversation:
     """The messages so far, and a sequence whose KV cache holds as many of them as it can.
 
-    The text of an answer is all that was written, thinking included.
+    The text of an answer includes its thinking.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Conversation:
         return text
 
     def replace(self, messages: Messages) -> None:
-        """Goes on with other messages. Raises SparseKVError if the template does not take them."""
+        """Continues with other messages. Raises SparseKVError if the template refuses them."""
         self.n_used = len(self.encode(messages)) if _turns(messages) else 0
         self.messages = messages
 

@@ -30,13 +30,13 @@ def save_messages(name: str, messages: list[dict[str, str]]) -> None:
                 load_messages(name)
             except SparseKVError:
                 raise SparseKVError(
-                    f"{name}: is there and no conversation: choose another name"
+                    f"{name}: exists and is no conversation: choose another name"
                 ) from None
         replace_file(path, text.encode())
 
 
 def load_messages(name: str) -> list[dict[str, str]]:
-    """Returns a saved conversation. Raises SparseKVError, which says the fault of the file."""
+    """Returns a saved conversation. Raises SparseKVError for a bad file."""
     from sparsekv_cli.generation.fields import read_json  # which imports pydantic
 
     data = _read(name)

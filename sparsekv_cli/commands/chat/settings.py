@@ -197,7 +197,7 @@ SETTINGS: dict[str, Setting] = {
         (DEFAULT, *SAMPLER_ORDER),
     ),
     "seed": Setting(
-        "of every answer's draws; -1: a random one",
+        "seed of every answer; -1: a random one",
         lambda c: "-1" if c.settings.seed is None else str(c.settings.seed),
         _change_seed,
     ),
@@ -220,12 +220,12 @@ SETTINGS: dict[str, Setting] = {
         ("on", "off", DEFAULT),
     ),
     "think_budget": Setting(
-        "most tokens that are thought ahead of an answer",
+        "most tokens of thinking before an answer",
         lambda c: DEFAULT if (n := c.settings.sampling.think_budget) is None else str(n),
         _change_think_budget,
         (DEFAULT,),
     ),
-    "drop_thinking": _switched("drop_thinking", "what was thought is no part of later prompts"),
+    "drop_thinking": _switched("drop_thinking", "later prompts leave the thinking out"),
     "ctx": Setting(
         "most tokens of the context; 0: the model's",
         lambda c: str(c.sequence.n_ctx),
@@ -233,7 +233,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "context_shift": _switched("context_shift", "a full context drops the oldest turns"),
     "keep": Setting(
-        "tokens at the start whose turns stay then",
+        "turns that begin within so many tokens stay then",
         lambda c: str(c.settings.keep),
         _changing("keep", lambda name, text: _whole(name, text, 0)),
     ),

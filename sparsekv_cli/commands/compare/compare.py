@@ -104,8 +104,8 @@ def command(
     its 95% bootstrap interval over the tokens. Methods that differ by noise are named below the
     table. A method's options, such as --budget, hold for every method that has them and does not
     state its own. The first row, full, is the reference and always has its cache in f16.
-    full:cache_type_k=q8_0;cache_type_v=q8_0 tells the cost of a cache type by itself. The prompt is
-    read with f16, too, and only stored in the type.
+    full:cache_type_k=q8_0;cache_type_v=q8_0 shows the cost of a cache type alone. The prompt is
+    read with f16 there, too, and then stored in the type.
 
     This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
     short trial.

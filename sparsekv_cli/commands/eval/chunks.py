@@ -86,7 +86,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
             "--kl-divergence-base", "base", metavar="FILE", shell_complete=files,
             type=click.Path(dir_okay=False, path_type=Path), help=base,
         ),
-        records_option("Keep a line a chunk and method there, and skip those that it has."),
+        records_option("Keep a line for each chunk and method in FILE, and skip those it has."),
         ray_option("Score the chunks"),
         JSON_OPTION,
     ]  # fmt: skip
@@ -178,8 +178,8 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     """Perplexity of a text by llama-perplexity's algorithm.
 
     The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
-    prefilled, as llama-perplexity does. With one the first half is prefilled and the method decodes
-    the second token by token. Attended are rows a head, layer and step.
+    prefilled, as in llama-perplexity. With a method the first half is prefilled, and the method
+    decodes the second half token by token. Attended are rows a head, layer and step.
     """
     from sparsekv_cli.distributed.cluster import check_address
     from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
@@ -232,7 +232,7 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
 @click.command(cls=GroupedCommand, short_help="Distance to a base, on a text.")
 @score_options(
     "[default with a base file: none; chunks are prefilled]",
-    "What to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
+    "The base to compare with, written by 'eval perplexity' or llama-perplexity; its tokens are "
     "scored. [default: full, which decodes the text given with -f]",
 )
 @model_options(bench=True, sparse_from=False, seed=False)
@@ -240,7 +240,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     """Distance of methods to a file of log-probabilities, or to dense attention.
 
     The statistics are llama-perplexity's. Q is the scored distribution, and KLD is KLD(base || Q).
-    The delta of p is the difference of the probabilities of the text's own tokens. Same top p tells
+    The delta of p is the difference of the probabilities of the text's own tokens. Same top p says
     how often both predict the same token first.
     """
     from sparsekv_cli.distributed.cluster import check_address
@@ -254,7 +254,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     if base is None and not given.methods:
         raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
     if base is not None and (given.file is not None or given.n_ctx is not None):
-        raise click.UsageError("--kl-divergence-base has its text and context: no -f, no -c")
+        raise click.UsageError("--kl-divergence-base has its text and context: leave -f and -c out")
     if given.ray is not None:
         check_address(given.ray)
     if base is None:

@@ -71,7 +71,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     "method. [default: prefill]",
 )  # fmt: skip
 @click.option("--raw", is_flag=True, help="No chat template.")
-@records_option("Keep a line a sample and method there, and skip those that it has.")
+@records_option("Keep a line for each sample and method in FILE, and skip those it has.")
 @click.option(
     "-s", "--seed", "sample_seed", metavar="N", type=click.IntRange(min=0), default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",

@@ -14,7 +14,7 @@ def files(_: click.Context, _parameter: click.Parameter, text: str) -> list[Comp
 
 
 def models(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Names that -m takes, and paths."""
+    """Returns names that -m takes, and paths."""
     from sparsekv_cli.models.sources.folder import models_by_name
     from sparsekv_cli.models.sources.hub import cached_models
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
@@ -35,7 +35,7 @@ def methods(_: click.Context, _parameter: click.Parameter, text: str) -> list[Co
 def method_options(
     context: click.Context, _parameter: click.Parameter, text: str
 ) -> list[CompletionItem]:
-    """Options of the method that stands before, each with its default or its choices."""
+    """Returns options of the method that stands before, with its default or choices."""
     from sparsekv_cli.methods import METHODS, method_class
 
     name = str(context.params.get("method") or "full").partition(",")[0]

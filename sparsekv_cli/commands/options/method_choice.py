@@ -28,7 +28,7 @@ DEFAULT_DEPTH = 8192  # assumed tokens of a conversation without -c
 def choose_method(
     model: Model, options: ModelOptions, depth: int | None = None
 ) -> tuple[Model, ModelOptions]:
-    """With ``auto``: chooses the model's default method. Returns the model and its options.
+    """Chooses the model's default method if it is ``auto``. Returns the model and its options.
 
     depth: tokens of the context for which the method is chosen. None takes -c, or DEFAULT_DEPTH.
     """

@@ -160,7 +160,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--budget", metavar="N|P%",
-        help="Tokens attended a step: a number, or a share of the context.",
+        help="Rows that a head attends to in a step: a number, or a share of the context.",
     ),
     click.option(
         "--dense-layers", metavar="LIST",
@@ -189,8 +189,8 @@ CONTEXT_OPTION = session_option("ctx_size")
 
 SPARSE_FROM_OPTION = click.option(
     "--sparse-from", metavar="N", type=click.IntRange(0, MAX_WHOLE),
-    help="Tokens up to which a method that keeps all rows attends to all of them; 0: it is sparse "
-    "at once. [default: where that pays, by the model's shape]",
+    help="Tokens up to which a method that keeps all rows attends to all of them; 0: none. "
+    "[default: as many as pay, by the model's shape]",
 )  # fmt: skip
 
 METHOD_OPTION = click.option(

@@ -26,14 +26,14 @@ SWITCH = "SPARSEKV_NO_CACHE"
 
 DIRECTORY_OPTION = click.option(
     "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
+    help="Folder of kept prompts. [default: sparsekv-cli/prefixes in the user's cache]",
 )  # fmt: skip
 
 OPTIONS: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
         "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True), default=2.0,
-        help="Most that the folder takes; what was not used for longest goes. [default: 2]",
+        help="Largest size of the folder; the least recently used files are removed. [default: 2]",
     ),
     click.option(
         "--no-cache", is_flag=True,
@@ -41,8 +41,8 @@ OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-        help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
-        "folder; also those of other machines and methods.",
+        help="Keep the prompt's rows in FILE, not in the folder. A missing FILE is made. Its rows "
+        "may be of another machine or method.",
     ),
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def check_session_file(path: Path) -> None:
         if start and start != MAGIC:
             raise SparseKVError(
                 f"--session {path}: is no file of this program's, or of another version, and is "
-                "left as it is; choose another name"
+                "left as it is: choose another name"
             )
 
 

@@ -83,8 +83,8 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--dry-sequence-breaker", "dry_sequence_breakers", metavar="TEXT", multiple=True,
         callback=_breakers,
-        help="Text that ends a repetition, in place of the default ones; repeatable; none: no such "
-        "text.",
+        help="Text that ends a repetition, instead of the default ones; repeatable; none: no text "
+        "ends one.",
     ),
     click.option(
         "-l", "--logit-bias", metavar="ID(+/-)BIAS", multiple=True, callback=_logit_bias,
@@ -92,16 +92,16 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--samplers", metavar="LIST", callback=_samplers,
-        help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
+        help=f"Samplers in order, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
     click.option(
         "--ignore-eos", is_flag=True,
-        help="Go on where the model would end, up to the most tokens.",
+        help="Continue when the model would end the answer, up to the most tokens.",
     ),
     click.option(
         "--think-budget", metavar="N", type=click.IntRange(min=0),
-        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
-        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
+        help="Most tokens of thinking before the answer; then the thinking is closed. [default: "
+        "half of -n, or of the context, with a schema, a grammar or a regex; else no limit]",
     ),
 ]  # fmt: skip
 GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [

@@ -64,8 +64,8 @@ MAX_PARALLEL = 256
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
     "--raw", is_flag=True,
-    help="Give the prompt as it is: no chat template, and control tokens in it such as <|im_end|> "
-    "are parsed, as llama.cpp does it. A model without a template gets it so, too.",
+    help="Give the model the prompt as it is, without chat template. Control tokens such as "
+    "<|im_end|> are parsed, as in llama.cpp. Always so for a model without a template.",
 )  # fmt: skip
 @parse_special_option
 @click.option(
@@ -76,8 +76,8 @@ MAX_PARALLEL = 256
 @think_option
 @click.option(
     "--inline-thinking", is_flag=True,
-    help="What the model thinks stays in the text, as it is with --raw and --special. By default "
-    "it goes to stderr, and with --json and --jsonl to a field of its own.",
+    help="Leave the thinking in the text, as --raw and --special do. By default it goes to stderr, "
+    "or with --json and --jsonl to a field of its own.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
@@ -85,10 +85,10 @@ MAX_PARALLEL = 256
     help="With --json and --jsonl: the logarithm of each token's probability, and of the N most "
     "likely ones.",
 )  # fmt: skip
-@click.option("--special", is_flag=True, help="Write control tokens such as <|im_end|>, too.")
+@click.option("--special", is_flag=True, help="Also write control tokens such as <|im_end|>.")
 @click.option(
     "--jsonl", is_flag=True,
-    help="Read a JSON object a line, with 'prompt' or 'messages', and print an object for each.",
+    help="Read lines of JSON objects with 'prompt' or 'messages', and print an object for each.",
 )  # fmt: skip
 @click.option(
     "--parallel", metavar="N", type=click.IntRange(1, MAX_PARALLEL),
@@ -96,7 +96,7 @@ MAX_PARALLEL = 256
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
-    help="With --jsonl: write to FILE, and go on where it ends.",
+    help="With --jsonl: write to FILE. If it has answers, continue after them.",
 )  # fmt: skip
 @click.option(
     "--ray", metavar="ADDRESS|auto",

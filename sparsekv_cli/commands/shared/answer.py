@@ -68,8 +68,8 @@ def stream_answer(
 
     Without ``ids`` the sequence must end with its last prefill. begin: makes the generation after
     the prefill. rows: finds and keeps the rows of prompts. make_room: called when the context is
-    full; returns the ids to continue from, or None to end the answer. interrupt: knows of a Ctrl-C
-    that came before. Raises PrefillInterrupted when Ctrl-C comes before the first token. The
+    full; returns the ids to continue from, or None to end the answer. interrupt: may have seen a
+    Ctrl-C before. Raises PrefillInterrupted when Ctrl-C comes before the first token. The
     sequence then holds what it held before. It is empty if a method that drops rows for good
     (snapkv, h2o) has already done so in a layer.
     """

@@ -1,9 +1,9 @@
 """FASA on a device (methods/fasa.py): scan of the dominant chunks, top N_fac, and attention.
 
 Variant c keeps K and V whole in device memory, and a copy of the dominant dims
-(kernels/fasa/chunks.py says why). Variant m keeps the dominant dims only; V and the other dims of K
-lie in pinned memory of the host. A step fetches the rows that it attends to, once a kv head. They
-stay in a cache on the device (kernels/fasa/row_cache.py), so that only new rows cross the bus.
+(kernels/fasa/chunks.py says why). Variant m keeps only the dominant dims there. V and the other
+dims of K lie in pinned memory of the host. A step fetches the rows that it attends to, once a kv
+head. A cache on the device keeps them (kernels/fasa/row_cache.py), so only new rows are fetched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
 
 
 def make_cache(spec: LayerSpec, device: torch.device, method: Any) -> DeviceFASA:
-    """The cache of the method's variant."""
+    """Returns the cache of the method's variant."""
     return (DeviceFASAM if method.variant == "m" else DeviceFASA)(spec, device, method)
 
 
@@ -37,7 +37,7 @@ class DeviceFASA(DeviceSelecting):
         dims, n_dom = method.dominant_dims(spec)
         self._dims = torch.from_numpy(dims).to(self.device)  # int32 (G, d)
         self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
-        self._k_dims: torch.Tensor | None = None  # those that are stored beside; all
+        self._k_dims: torch.Tensor | None = None  # the stored dims next to the copy; None: all
         self._forget_copy()
 
     def _forget_copy(self) -> None:
@@ -45,12 +45,12 @@ class DeviceFASA(DeviceSelecting):
         self._n_dom = 0  # rows that the copy has
 
     def _columns(self, capacity: int) -> torch.Tensor:
-        """Room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
+        """Returns room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
         return torch.zeros(1, *self._dom_dims.shape, capacity, dtype=torch.float16,
                            device=self.device)  # fmt: skip
 
     def _reserve_copy(self, n: int) -> None:
-        """Room for ``n`` tokens; as much as the rows have, if that is more."""
+        """Makes room for ``n`` tokens, or for as many as the rows have room for."""
         if n > self._dom.shape[3]:
             grown = self._columns(-(-max(n, self.store.capacity) // ALIGNMENT) * ALIGNMENT)
             grown[..., : self._n_dom] = self._dom[..., : self._n_dom]
@@ -94,7 +94,7 @@ class DeviceFASA(DeviceSelecting):
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
+        """Returns the best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
         (dom,) = index
         n = x.step.n
         scores = chunks.score_chunks(
@@ -123,7 +123,7 @@ class DeviceFASA(DeviceSelecting):
         return kept
 
     def memory(self) -> Memory:
-        """``index`` is the copy of the dominant dims."""
+        """See LayerCache. ``index`` is the copy of the dominant dims."""
         return Memory(device=self.store.nbytes, index=self._dom.nbytes)
 
 
@@ -146,7 +146,7 @@ class HostRows:
         return self.rest.nbytes + self.v.nbytes
 
     def reserve(self, n: int, used: int) -> None:
-        """Room for ``n`` rows; the first ``used`` rows stay."""
+        """Makes room for ``n`` rows. The first ``used`` rows stay."""
         if n <= self.capacity:
             return
         if self.device.type == "cuda":  # the device may still be writing a row
@@ -158,9 +158,9 @@ class HostRows:
 
 
 class DeviceFASAM(DeviceFASA):
-    """Variant m. While the budget covers the context, and in prefill, K and V lie in ``store``.
+    """Variant m. While the budget covers the context, and in a prefill, K and V lie in ``store``.
 
-    Otherwise ``store`` only knows the number of rows: the dominant dims are in the copy, the other
+    Otherwise ``store`` knows only the number of rows. The dominant dims are in the copy, the other
     dims and V in ``_host``.
     """
 
@@ -173,11 +173,11 @@ class DeviceFASAM(DeviceFASA):
         sizes = (spec.head_dim - n_dom, spec.value_dim)
         self._host = HostRows(spec.n_head_kv, sizes, self.device)
         self._row_bytes = 2 * sum(sizes)  # of the host's part
-        # The order of q's dims that fits K as it is put together: (1, H, d).
+        # The order of q's dims that fits the order of K's stored parts: (1, H, d).
         self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
-        self._announced = 0  # rows that are coming in all
+        self._announced = 0  # the number of rows that ``reserve`` announced
         self._is_split = False
-        self._n_made = 0  # how often buffers were made: they are other ones each time
+        self._n_made = 0  # how often buffers were made; each time they have other addresses
         self._slots: row_cache.Resident | None = None
         # Counts of all steps (kernels/fasa/row_cache.py). They survive new slots.
         self._statistics = torch.zeros(
@@ -196,7 +196,7 @@ class DeviceFASAM(DeviceFASA):
     def finish_prefill(self) -> None:
         n = self.store.n + 1
         if not self.method.is_dense_at(n):
-            self._split(self.bound(n))  # what the first step asks for
+            self._split(self.bound(n))  # what the first step needs
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
@@ -210,15 +210,15 @@ class DeviceFASAM(DeviceFASA):
         budget = self._plan_budget(n, n_max)
         self._reserve_slots(self._n_sinks + max(self._k_max, self._n_recent))
         key = n_max, budget.key, self._dom.shape[3], self._host.capacity, self._n_made
-        # Slots follow each sequence's own choices.
+        # Each sequence has slots of its own choices.
         return CachePlan(("split", *key), budget.until, is_alone=True)
 
     def drop_step(self, n: int) -> None:
         super().drop_step(n)
-        self._slots = None  # they may lack what they are said to hold
+        self._slots = None  # they may lack the rows that they should hold
 
     def _reserve_slots(self, width: int) -> None:
-        """A slot for each row that the heads of a group can choose, ``width`` rows each."""
+        """Makes a slot for each row that a group's heads can choose, ``width`` rows each."""
         spec, capacity = self.spec, self._dom.shape[3]
         n_slot = min(capacity, spec.group * width)
         slots = self._slots
@@ -230,7 +230,7 @@ class DeviceFASAM(DeviceFASA):
         self._n_made += 1
 
     def _split(self, n_max: int) -> None:
-        """Moves K and V to their two places, with room for n_max rows, unless they are there."""
+        """Moves K and V to their two places, with room for n_max rows, if they are not there."""
         if self._is_split:
             return
         store, n = self.store, self.store.n
@@ -238,7 +238,7 @@ class DeviceFASAM(DeviceFASA):
         self._build_copy()
         self._host.reserve(self.room_on_host(n_max), 0)
         wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
-        for g in range(self.spec.n_head_kv):  # whole pieces, which go to locked memory directly
+        for g in range(self.spec.n_head_kv):  # whole pieces, which go straight to locked memory
             self._host.rest[0, g, :n].copy_(store.keys()[g].gather(1, wide[g]))
             self._host.v[0, g, :n].copy_(store.values()[g])
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
@@ -246,11 +246,11 @@ class DeviceFASAM(DeviceFASA):
         self._n_made += 1
 
     def _join(self) -> None:
-        """Moves K and V back to the device, bit for bit, unless they are there."""
+        """Moves K and V back to the device, bit for bit, if they are not there."""
         if not self._is_split:
             return
         store, n = self.store, self.store.n
-        if self.device.type == "cuda":  # it may still be writing a row to the host
+        if self.device.type == "cuda":  # the device may still write a row to the host
             torch.cuda.current_stream(self.device).synchronize()
         rest, v = (x[0, :, :n].to(self.device) for x in (self._host.rest, self._host.v))
         parts = torch.cat([self._dom[0, :, :, :n].transpose(1, 2), rest], dim=2)  # (G, n, d)
@@ -291,10 +291,9 @@ class DeviceFASAM(DeviceFASA):
         return spec.n_head * n, attended, scan + attended * row_bytes
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts, and rows_hit and rows_recalled.
+        """Returns the ledger's counts, and rows_hit and rows_recalled.
 
-        These are rows that steps attended to, once a kv head, on the device already or fetched from
-        the host.
+        They count attended rows, once a kv head: hit on the device, or recalled from the host.
         """
         counts = self.ledger.counts.copy()
         hit, recalled = self._statistics[0].sum(0).tolist()
@@ -303,7 +302,7 @@ class DeviceFASAM(DeviceFASA):
         return counts
 
     def memory(self) -> Memory:
-        """``index``: which rows have which slots."""
+        """See LayerCache. ``index`` says which rows have which slots."""
         if not self._is_split:
             return Memory(device=self.store.nbytes)
         device, index = self._dom.nbytes, 0

@@ -7,10 +7,10 @@
 | 4.2 hybrid layouts, NHD and HND; offloading | kernels/freekv/pages.py, offload_pages |
 | 4.2 streamed recall | kernels/freekv/recall.py fetch_pages |
 
-A step is launches only. The device decides which kv heads choose again, what they choose and which
-pages are fetched, and a kernel reads those from pinned host memory. A kv head that need not choose
-skips the work, not the launch. While the budget covers the context, or no page has left the window,
-the rows lie in a store and attention is dense.
+A step only launches. The device decides which kv heads choose again, what they choose, and which
+pages are fetched. A kernel reads these pages from pinned host memory. A kv head that need not
+choose skips the work, not the launch. While the budget covers the context, or no page has left the
+window, attention is dense, and the rows lie in a store.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from sparsekv_cli.kernels.freekv.pages import Layout, PageTensors
 from sparsekv_cli.kernels.quest import scores
 from sparsekv_cli.methods.freekv import FreeKV, PagePlan
 
-NEVER = 1 << 30  # a page that no window reaches
+NEVER = 1 << 30  # the number of a page that no window reaches
 
 
 class Recent(NamedTuple):
-    """Number of rows that the window holds at least, in this step and in the next."""
+    """The least number of rows in the window, in this step and in the next."""
 
     now: int
     ahead: int
 
 
 class DeviceFreeKV(DeviceCache):
-    """One layer: a DeviceStore while attention is dense, and in prefill; otherwise DevicePages."""
+    """One layer. Rows lie in a DeviceStore in dense steps and prefills, else in DevicePages."""
 
     side: SideStream
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: FreeKV) -> None:
         super().__init__(spec, device, method)
         self._pages: DevicePages | None = None
-        self._n = 0  # rows, while they lie in pages
+        self._n = 0  # the number of rows while they lie in pages
         self.side = SideStream(device)
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
-        self._last: Any = None  # the last query of a prefill under way (H, d)
-        # The last query of the last prefill (H, d), and the rows when it had ended.
+        self._last: Any = None  # the last query (H, d) of a prefill that runs
+        # The last query (H, d) of the last prefill, and the number of rows at its end.
         self._start = torch.zeros(spec.n_head, spec.head_dim, device=device), 0
         self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=device)
-        self._previous_n = 0  # rows in context when that query was the current one
+        self._previous_n = 0  # rows of the context at that query's step
         self._statistics = torch.zeros(
             1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=device
         )
         self._made = 0  # how often the workspace was made
-        self._sizes: tuple[int, ...] = ()  # what it was made for
+        self._sizes: tuple[int, ...] = ()  # the sizes for which it was made
         self._pools: torch.Tensor | None = None  # see kernels/freekv/recall.py check_pools
         self._is_broken = False  # whether the last step was broken off
 
@@ -93,7 +93,7 @@ class DeviceFreeKV(DeviceCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._start, self._last = (self._last.clone(), self.n), None  # not all of its chunk
+        self._start, self._last = (self._last.clone(), self.n), None  # a copy, not all of its chunk
         self._begin()
 
     def _begin(self) -> None:
@@ -104,12 +104,12 @@ class DeviceFreeKV(DeviceCache):
         plan = self.method.plan(n + 1)
         if plan is None:
             return
-        self._enter_pages(plan, self.bound(n + 1))  # what the first step asks for
+        self._enter_pages(plan, self.bound(n + 1))  # what the first step needs
         if self._ahead:
             self._recent = self._recent_of(n)
             self.begin_batch([self], 1)
             *rows, previous = self.tensors()
-            numbers = [  # they must be there until the join
+            numbers = [  # kept until the join
                 torch.tensor([x], dtype=torch.int32, device=self.device)
                 for x in (n, self.budget_rows(n + 1))
             ]
@@ -136,11 +136,11 @@ class DeviceFreeKV(DeviceCache):
         self.store = DeviceStore(self.spec, self.device)
 
     def _n_pool(self, n_max: int) -> int:
-        """Pages to make room for on the host."""
+        """Returns the number of pages to make room for on the host."""
         return (self.room_on_host(n_max) + 1) // self.method.page
 
     def tensors(self) -> list[torch.Tensor]:
-        """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
+        """Returns all but the pool, which keeps its place: kernels/freekv/recall.py check_pools."""
         rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
         return [*rows, self._previous]
 
@@ -157,7 +157,7 @@ class DeviceFreeKV(DeviceCache):
             self._statistics = self._pages.arrays.statistics
 
     def begin_batch(self, caches: Sequence[DeviceFreeKV], n_rows: int) -> Hashable:
-        """Makes a workspace for these rows, unless there is a fitting one."""
+        """Makes a workspace for these rows if the last one does not fit."""
         if self._pages is not None:
             pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
             self._make_workspace(pools[0], n_rows)
@@ -179,7 +179,7 @@ class DeviceFreeKV(DeviceCache):
         return self._pages.layout.n_sink * self.method.page + self._recent.now
 
     def _make_workspace(self, pool: int, n: int) -> None:
-        """For n rows. pool: the address of the first one's pool."""
+        """Makes a workspace for n rows. pool: the address of the first row's pool."""
         assert self._pages is not None
         spec, device, arrays = self.spec, self.device, self._pages.arrays
         n_sink, n_ring, _ = self._pages.layout
@@ -242,7 +242,7 @@ class DeviceFreeKV(DeviceCache):
         super().drop_step(n)
 
     def _leave_broken_step(self) -> None:
-        """Leaves a step that was broken off: slots may lack the pages they are said to hold."""
+        """Leaves a step that was broken off, because slots may lack pages that they should hold."""
         if self._is_broken:
             self._leave_pages()
             self._previous_n, self._is_broken = 0, False
@@ -284,13 +284,13 @@ class DeviceFreeKV(DeviceCache):
         previous: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A step that attends to all rows."""
+        """Runs a step that attends to all rows."""
         self.attended = None
         previous.copy_(x.q)
         return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
-        """``keep_attended`` of a step at n rows of one sequence, before the next step's choice."""
+        """Does ``keep_attended`` for a step at n rows of a sequence, before the next choice."""
         assert self._pages is not None
         p, n_sink = self.method.page, self._pages.layout.n_sink
         plan = self.method.plan(n, n_sink)
@@ -330,7 +330,7 @@ class DeviceFreeKV(DeviceCache):
         self, arrays: PageTensors, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
         recent: int, reserved: int,
     ) -> None:  # fmt: skip
-        """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
+        """Returns the best candidates of kv heads in ``work.wanted``, counted from the first."""
         assert self._pages is not None
         work = self._work
         n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
@@ -374,7 +374,7 @@ class DeviceFreeKV(DeviceCache):
         return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernels, added to the dense ones."""
+        """Returns the steps counted by the kernels, added to the dense ones."""
         spec = self.spec
         hit, recalled, sent, scored, corrected, stepped, attended = (
             self._statistics[0].sum(0).tolist()

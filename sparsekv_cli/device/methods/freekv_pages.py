@@ -13,11 +13,11 @@ from sparsekv_cli.kernels.pinned import zeros_on_host
 from sparsekv_cli.kernels.quest import pages
 from sparsekv_cli.kernels.quest.scores import PageScratch, PooledPages
 
-COPIED = 1 << 26  # bytes of a store that go to the host at a time
+COPIED = 1 << 26  # bytes of a store that are copied to the host at a time
 
 
 class Workspace(NamedTuple):
-    """Buffers between the launches of a choice; made anew only when something grows."""
+    """Buffers between the launches of a choice. They are made again only if one of them grows."""
 
     wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
     query: torch.Tensor  # f32 (B, H, d)
@@ -36,7 +36,7 @@ class Workspace(NamedTuple):
 
 
 class DevicePages:
-    """The pages of one sequence. ``offloaded``: pages n_sink..offloaded - 1 are in the pool."""
+    """The pages of one sequence. The pool has the pages from n_sink to ``offloaded`` - 1."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class DevicePages:
         n_slot: int,
         n_best: int,
     ) -> None:
-        """window: first page of the window; n_page: number of pages to make room for.
+        """window: the first page of the window; n_page: the number of pages to make room for.
 
-        n_pool: for how many there is to be room on the host.
+        n_pool: the number of pages to make room for on the host.
         """
         _, n_kv, _, d = store.k.shape
         self.layout, self.page = layout, page
@@ -72,7 +72,7 @@ class DevicePages:
 
     @property
     def offloaded(self) -> int:
-        """Number of the first page that is not in the pool; waits for the device."""
+        """The number of the first page that is not in the pool. Waits for the device."""
         return int(self.arrays.state[0, 0, page_cache.OFFLOADED.value])
 
     def to_store(self, store: DeviceStore, n: int) -> None:
@@ -90,7 +90,7 @@ class DevicePages:
     def _resident(
         self, store: DeviceStore, offloaded: int, n: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows of sinks and window, in the store and here: views (rows, G, d)."""
+        """Yields the rows of sinks and window, in the store and here: views (rows, G, d)."""
         p, (n_sink, n_ring, _) = self.page, self.layout
         blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
         for j in range(offloaded, -(-n // p)):
@@ -106,7 +106,7 @@ class DevicePages:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yields the pages in the pool as views, some pages at a time.
 
-        A view has K of the store (G, pages, p d), V of the store (G, pages, p d_v), and both in the
+        These are K of the store (G, pages, p d), V of the store (G, pages, p d_v), and both in the
         pool (pages, G, p (d + d_v)), contiguous.
         """
         p, n_sink, pool = self.page, self.layout.n_sink, self.arrays.pool[0]
@@ -121,14 +121,14 @@ class DevicePages:
             yield k, v, pool[first - n_sink : last - n_sink]
 
     def make_room(self, n_page: int, n_pool: int, n_slot: int, n_best: int) -> None:
-        """Room for pages below ``n_page``, n_slot cached and n_best chosen pages a kv head.
+        """Makes room for pages below ``n_page``; a kv head caches n_slot and chooses n_best.
 
-        n_pool: for how many there is to be room on the host, if that has to grow.
+        n_pool: the number of pages to make room for on the host, if that room has to grow.
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a
         if n_page > n_sink + a.pool.shape[1]:
-            if a.k.device.type == "cuda":  # it writes to the pool
+            if a.k.device.type == "cuda":  # the device writes to the pool
                 torch.cuda.synchronize(a.k.device)
             a = a._replace(pool=_grown_pool(a.pool, max(n_page, n_pool) - n_sink, a.k.device))
         if n_page > a.hi.shape[2]:
@@ -162,17 +162,17 @@ class DevicePages:
 
     @property
     def index_bytes(self) -> int:
-        """Summaries and tables."""
+        """The bytes of summaries and tables."""
         return sum(x.nbytes for x in self.arrays[PageTensors._fields.index("hi") :])
 
 
 def resident_rows(pages: PageTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The resident rows as attention takes them: k (B, G, rows, d), v (B, G, rows, d_v)."""
+    """Returns the resident rows as attention takes them: k (B, G, rows, d), v (B, G, rows, d_v)."""
     return pages.k.flatten(1, 2).transpose(1, 2), pages.v.flatten(1, 2).transpose(1, 2)
 
 
 def _grown(old: torch.Tensor, dim: int, size: int, fill: int = 0) -> torch.Tensor:
-    """``old`` with at least ``size`` entries along a dimension, new ones holding ``fill``."""
+    """Returns ``old`` with at least ``size`` entries along a dimension; new ones hold ``fill``."""
     if size <= old.shape[dim]:
         return old
     shape = list(old.shape)

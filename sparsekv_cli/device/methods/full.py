@@ -9,7 +9,7 @@ from sparsekv_cli.device.cache import DeviceCache, DeviceInput, attend_all, coun
 
 
 class DeviceDense(DeviceCache):
-    """Attends to every row: the method ``full``, and the dense layers of every other method."""
+    """The cache of a layer that attends to every row."""
 
     attends_to_some = False
     can_prefill_in_parts = True

@@ -1,12 +1,12 @@
 """LFPS with its tables and rows on the host, and the sinks' rows on the device too.
 
-The paper's device attends to the sinks too, and its host to the other rows that it chose. One
+In the paper, too, the device attends to the sinks, and the host to the rows that it chose. One
 kernel attends to the sinks and merges the host's output by its log-sum-exp. The host has a copy of
-the sinks' keys and scores them, because their mass decides whether a head is bypassed (eq 6). It
-does not read their values.
+the sinks' keys, but not of their values. It scores the keys, because the sinks' mass decides
+whether a head is bypassed (eq 6).
 
-The output leaves the host first. The host updates its tables (eq 10) and finds the candidates of
-the next step (eq 7, 8) while the device continues with the layer (``end_step``).
+The host sends its output first, and the device continues with the layer. Meanwhile, in
+``end_step``, the host updates its tables (eq 10) and finds the next candidates (eq 7, 8).
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from sparsekv_cli.methods.lfps import LFPSCache
 
 
 class HostLFPS(HostCache):
-    """One layer. The device holds the sinks as f16, with the values of the host's rows."""
+    """One layer. The device has the sinks as f16, with the values of the host's rows."""
 
     cache: LFPSCache
     has_device_part = True
@@ -45,9 +45,9 @@ class HostLFPS(HostCache):
         self._n_steps = 0
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Copies the sinks to the device as soon as all are there; no step needs them earlier.
+        """Copies the sinks to the device as soon as all are there. No step needs them earlier.
 
-        While the host attends to every row, the sinks included, its log-sum-exp tells that.
+        While the host attends to every row, its log-sum-exp says that the sinks are included.
         """
         store = self.cache.store
         if not self._copied and self.n >= N_SINKS:

@@ -56,8 +56,8 @@ def shortest_prompt(
     sample, ids = _prompt(task, length, number, seed, encode, TASKS[task].least)
     if len(ids) > length - n_answer:
         raise SparseKVError(
-            f"{task} takes at least {len(ids) + n_answer} tokens, the answer's {n_answer} "
-            f"among them, and --lengths has {length}: give a greater one"
+            f"{task} takes at least {len(ids) + n_answer} tokens, {n_answer} of them for "
+            f"the answer, but --lengths has {length}: give a greater one"
         )
     return sample, ids
 

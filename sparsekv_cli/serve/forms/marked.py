@@ -1,4 +1,4 @@
-"""Calls between marks, among the text of an answer, and calls whose marks were left out."""
+"""Reads calls between marks in the text of an answer, and calls whose marks are missing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, Text, json_calls
 from sparsekv_cli.models.chat.thinking import overlap
 
-MAX_PASSED = 256  # marks within arguments of an answer; later ones end a call wherever they stand
-Functions = Mapping[str, Any]  # the schemas of their arguments, by name
+MAX_PASSED = 256  # marks within arguments of an answer; later marks end a call in any place
+Functions = Mapping[str, Any]  # the schemas of the functions' arguments, by name
 
 
 class MarkedReader:
     """Calls between two marks, among texts or alone. A mark within an argument is a part of it.
 
-    parse: reads what is between the marks. begins: how that begins. ends: control tokens that are
-    no text.
+    parse: reads the text between the marks. begins: how that text begins. ends: control tokens that
+    are not text.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class MarkedReader:
         self._begins = re.compile(begins)
         self._held, self._is_call = "", False
         self._has_called, self._blank = False, ""  # white space after a call
-        self._seen = 0  # up to where the held text has no mark that ends the call
-        self._n_passed = 0  # marks of this answer that were none
+        self._seen = 0  # the held text up to here has no mark that ends the call
+        self._n_passed = 0  # marks of this answer that were no marks
 
     def push(self, text: str) -> Iterator[Part]:
         self._held = without(self._held + text, self._ends)
@@ -60,7 +60,7 @@ class MarkedReader:
             is_read = at < 0 or self._n_passed < MAX_PASSED
             found = self._parse(self._held) if is_read else ReadCalls([])
             self._n_passed += 1
-            if at < 0 or (found.calls and not found.doubt):  # models leave the last mark out
+            if at < 0 or (found.calls and not found.doubt):  # models may leave the last mark out
                 is_whole = found.calls and found.doubt < MAYBE
                 yield from found.calls if is_whole else [Text(self._start + self._held)]
                 self._held, self._is_call = "", False
@@ -72,7 +72,7 @@ class MarkedReader:
             yield from self._said(held)
 
     def _end_of_call(self) -> int | None:
-        """Returns the place of the mark that ends the call; None: more text must come first."""
+        """Returns the place of the mark that ends the call. None: more text must arrive first."""
         first = self._held.find(self._end)
         while (at := self._held.find(self._end, self._seen)) >= 0:
             body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
@@ -106,13 +106,13 @@ class MarkedReader:
 
 
 class BareReader:
-    """Reads as another reader does, and knows an answer that is a call without marks.
+    """Reads as another reader does, and also reads an answer that is a call without marks.
 
-    It is a JSON object with the name of a function first, maybe in a block of code. Small models
-    leave the marks out.
+    Such an answer is a JSON object that begins with a function's name, maybe in a block of code.
+    Small models leave the marks out.
     """
 
-    FENCE, HEAD = "```json", 400  # HEAD: characters that tell whether it is such an answer
+    FENCE, HEAD = "```json", 400  # HEAD: characters that show whether it is such an answer
 
     def __init__(self, reader: MarkedReader, functions: Functions) -> None:
         self._reader, self._functions = reader, functions

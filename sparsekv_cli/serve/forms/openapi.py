@@ -42,7 +42,7 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
 
 
 def openapi(name: str) -> dict[str, Any]:
-    """Returns the page. name: of the model."""
+    """Returns the page. name: the model's name."""
     schemas, shared = models_json_schema(
         [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",

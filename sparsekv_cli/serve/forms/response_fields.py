@@ -1,4 +1,4 @@
-"""The fields of ``/v1/responses``, and what they are on ``/v1/chat/completions``."""
+"""The fields of ``/v1/responses``, and the same fields on ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ class TextFormat(Fields):
 
 
 class TextFields(Fields):
-    """The form of the answer. verbosity: the one that there is."""
+    """The text of an answer. verbosity: takes the only value that there is."""
 
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] = "medium"
 
 
 class ReasoningFields(Fields):
-    """effort: as reasoning_effort. summary: there is none, because thoughts are told in full."""
+    """effort: as reasoning_effort. summary: there is none, because all thoughts are sent."""
 
     effort: Text | None = None
     summary: Literal["auto"] | None = None
 
 
 class ResponseFields(ServedFields, Labels):
-    """``/v1/responses``. store: the response is kept, so that others can go on with it.
+    """``/v1/responses``. store: the response is kept, so that a later one can continue it.
 
-    include: reasoning.encrypted_content is what was thought in base64. truncation, background: the
-    values that change nothing.
+    include: reasoning.encrypted_content is the thinking in base64. truncation, background: take
+    only the values that change nothing.
     """
 
     input: Input
@@ -110,7 +110,7 @@ class ResponseFields(ServedFields, Labels):
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> ChatFields:
         """Returns the same request of ``/v1/chat/completions``. messages: instructions and input.
 
-        All values were checked, so they are not checked again.
+        The values are checked already, so they are not checked again.
         """
         same = ChatFields.model_fields.keys() & ResponseFields.model_fields.keys()
         values = {name: getattr(self, name) for name in same - {"stream_options", "store"}}

@@ -1,7 +1,7 @@
 """The fields of requests, as pydantic models.
 
-Every field has an effect or is refused by name. The only ones without are labels: what a hosted
-service reads, and what cannot change an answer here.
+Every field has an effect or is refused by name. Labels are the exception: a hosted service reads
+them, and they cannot change an answer here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_BINS = 256
 
 
 def _option_text(value: Any) -> Any:
-    """Returns the value of a method's option as the command line would have it."""
+    """Returns the value of a method's option as the command line takes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list) and all(isinstance(each, int) for each in value):
@@ -82,7 +82,7 @@ Messages = Annotated[Objects, Field(min_length=1)]
 class ServedFields(AnswerFields):
     """The fields that requests of all protocols share.
 
-    model: any name where the server has one model; empty: the first one. method, method_options,
+    model: any name if the server has one model; empty: the first one. method, method_options,
     budget, sparse_from: as on the command line. sparsekv_rows: parts of the context in the live
     picture of attended rows; 0: none.
     """
@@ -104,19 +104,19 @@ class ServedFields(AnswerFields):
 
 
 class PlainStream(Fields):
-    """include_obfuscation: there is none here."""
+    """include_obfuscation: has no effect, because there is none here."""
 
     include_obfuscation: Off = False
 
 
 class StreamOptions(PlainStream):
-    """include_usage: a last event with the tokens."""
+    """include_usage: whether a last event has the numbers of tokens."""
 
     include_usage: bool = False
 
 
 class Labels(Fields):
-    """Fields that a hosted service reads, and that change no answer here."""
+    """Fields that a hosted service reads. They change no answer here."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -145,7 +145,7 @@ class AnswerSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The form of the answer; ``json_object`` may have a schema, as llama.cpp has it."""
+    """The form of the answer. ``json_object`` may have a schema, as in llama.cpp."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     definition: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -164,7 +164,7 @@ class ResponseFormat(Fields):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The schema that the answer has to fit; None: any text."""
+        """The schema that the answer must fit; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is not None:
@@ -173,7 +173,7 @@ class ResponseFormat(Fields):
 
 
 class FunctionFields(Fields):
-    """A function that may be called. A template may use other fields, so they are kept."""
+    """A function that may be called. It keeps other fields, because a template may use them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -192,7 +192,7 @@ class ToolFields(Fields):
 
 
 class NamedFunction(Fields):
-    """The function that an answer has to call."""
+    """The function that an answer must call."""
 
     name: Text
 
@@ -207,11 +207,11 @@ class ChosenTool(Fields):
 class ChatFields(OpenAIFields):
     """Fields of ``/v1/chat/completions``.
 
-    parallel_tool_calls: false returns the first call only.
+    parallel_tool_calls: false returns only the first call.
     reasoning_effort, chat_template_kwargs: variables of the chat template.
     continue_final_message: the answer continues the last message. If the field is missing, it does
     so after an assistant's message.
-    add_generation_prompt: false leaves out what begins an answer in the template.
+    add_generation_prompt: false leaves out the template's beginning of an answer.
     """
 
     messages: Messages
@@ -240,7 +240,7 @@ class ChatFields(OpenAIFields):
 class CompletionFields(OpenAIFields):
     """``/v1/completions``. prompt: a text, token ids, or a list of either.
 
-    echo, suffix and best_of are taken where they change nothing.
+    echo, suffix and best_of take only values that change nothing.
     """
 
     prompt: Prompt
@@ -258,7 +258,7 @@ class CompletionFields(OpenAIFields):
 
 
 class ThinkingFields(Fields):
-    """Whether the model thinks first. budget_tokens: how much it may."""
+    """Whether the model thinks first. budget_tokens: the most tokens of its thinking."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_WHOLE)] | None = None
@@ -291,7 +291,7 @@ class MessageToolChoice(Fields):
 
 
 class OutputConfig(Fields):
-    """effort: ``reasoning_effort`` where the chat template has it. format: of the answer."""
+    """effort: ``reasoning_effort`` if the chat template has it. format: the form of the answer."""
 
     effort: Text | None = None
     format: MessageFormat | None = None
@@ -305,20 +305,20 @@ class MessageFormat(Fields):
 
 
 class ContextEdit(Fields):
-    """An edit of the conversation. The one that changes nothing is taken."""
+    """An edit of the conversation. Only the edit that changes nothing is accepted."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Fields):
-    """The parts to take out of the conversation: none."""
+    """The parts to take out of the conversation: only none is accepted."""
 
     edits: Many[ContextEdit] = Field([])
 
 
 class CountFields(Fields):
-    """``/v1/messages/count_tokens``. Fields after ``output_config`` change nothing."""
+    """``/v1/messages/count_tokens``. Fields after ``output_config`` have no effect."""
 
     model: str = ""
     messages: Messages
@@ -341,7 +341,7 @@ class MessageFields(CountFields, ServedFields):
 
 
 class TokenizeFields(Fields):
-    """``/tokenize``, as llama-server has it. add_special: what begins and ends a text is added."""
+    """``/tokenize``, as in llama-server. add_special: adds the tokens that begin and end a text."""
 
     model: str = ""
     content: str
@@ -351,7 +351,7 @@ class TokenizeFields(Fields):
 
 
 class DetokenizeFields(Fields):
-    """``/detokenize``, as llama-server has it."""
+    """``/detokenize``, as in llama-server."""
 
     model: str = ""
     tokens: Many[Annotated[int, Field(ge=0, le=MAX_WHOLE)]]

@@ -1,6 +1,6 @@
-"""Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
+"""Tool calls that models write, in the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
-A chat template writes the tools into the prompt. Its words tell the format of the model's calls.
+A chat template writes the tools into the prompt. Its words show the format of the model's calls.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader, without
 
-ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
+ANY_OBJECT = {"type": "object"}  # arguments of a function that does not describe them
 ANY_FUNCTIONS: Functions = {}
 PLAIN_FORM = ("", "arguments", "{", "}")
 
 
 class PlainReader:
-    """Reads answers in which calls are not looked for: all is text."""
+    """Reads answers in which no calls are looked for: everything is text."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """Yields the parts that are certain with this text."""
+        """Yields the parts that have become certain with this text."""
         yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
-        """Yields the text that was held back, when nothing follows any more."""
+        """Yields the text that was held back. No text follows."""
         yield from ()
 
 
@@ -73,7 +73,7 @@ def lfm2_reader(_functions: Functions) -> MarkedReader:
 
 
 class Llama3Reader:
-    """A JSON object, or several with semicolons between, which is all of the answer."""
+    """Reads an answer that is one JSON object, or several with semicolons between them."""
 
     TAG = "<|python_tag|>"
     ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
@@ -130,7 +130,7 @@ class MistralReader:
         yield from self._calls(held) or [Text(self.MARK + held)]
 
     def _calls(self, text: str) -> list[Part]:
-        """Returns the calls after the first mark; none if anything else is there."""
+        """Returns the calls after the first mark, or none if there is anything else."""
         calls: list[Part] = []
         while text.strip():
             named = self.NAMED.match(text)
@@ -153,7 +153,7 @@ class MistralReader:
 
 
 class ForcedReader:
-    """An answer that is a call, or, of the function ``name``, its arguments."""
+    """Reads an answer that is a call, or the arguments of the function ``name``."""
 
     def __init__(self, name: str) -> None:
         self._name, self._held = name, ""
@@ -167,7 +167,7 @@ class ForcedReader:
         call = call_of(self._name, held) if self._name else None
         if call is not None:
             yield call
-        elif held:  # cut, unless it is a call
+        elif held:  # the call was cut
             yield from ([] if self._name else json_calls(held)) or [Text(held)]
 
 
@@ -175,7 +175,7 @@ FormatReader = BareReader | MarkedReader | Llama3Reader | MistralReader | Harmon
 
 
 class SingleReader:
-    """Reads as another reader does, and leaves out all calls but the first."""
+    """Reads as another reader does, and leaves out all calls after the first one."""
 
     def __init__(self, reader: FormatReader) -> None:
         self._reader, self._has_called = reader, False
@@ -201,10 +201,10 @@ Reader = ForcedReader | PlainReader | FormatReader | SingleReader
 class ToolFormat:
     """A format of calls."""
 
-    signs: tuple[str, ...]  # words of a chat template by which the format is known
-    reader: Callable[[Functions], FormatReader]  # makes its reader
-    special: bool = True  # whether the reader must see control tokens
-    # of a forced call: its opening, the key of its arguments, what is around the object
+    signs: tuple[str, ...]  # words of a chat template that show the format
+    reader: Callable[[Functions], FormatReader]  # makes the format's reader
+    special: bool = True  # whether the reader needs control tokens
+    # for a forced call: its opening, the key of its arguments, the text around the object
     form: tuple[str, str, str, str] = PLAIN_FORM
 
 
@@ -235,7 +235,7 @@ FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, LLAMA3)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """Returns the format that a chat template is written for; None: unknown."""
+    """Returns the format that a chat template asks for, or None if it is unknown."""
     words = template or ""
     return next((kind for kind in FORMATS if any(sign in words for sign in kind.signs)), None)
 
@@ -248,10 +248,10 @@ def reader_of(
     is_begun: bool = False,
     is_single: bool = False,
 ) -> Reader:
-    """Returns a reader of answers in a format; None: no calls are looked for.
+    """Returns a reader of answers in a format. None: it looks for no calls.
 
-    functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
-    the beginning of the answer. is_single: all calls but the first are left out.
+    functions: the schemas of the functions' arguments, by name. is_begun: the prompt holds the
+    beginning of the answer. is_single: all calls after the first one are left out.
     """
     if forced is not None:
         return ForcedReader(forced.name)
@@ -264,24 +264,24 @@ def reader_of(
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
-    """Returns the schemas of the arguments of tools, which are as templates take them, by name."""
+    """Returns the schemas of tools' arguments by name. The tools are as templates take them."""
     own = (tool["function"] for tool in tools)
     return {each["name"]: each.get("parameters") or ANY_OBJECT for each in own}
 
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be."""
+    """A call that the answer must be."""
 
-    prompt: str  # the text, in the words of the format, that is added to the prompt
-    lark: str  # the grammar of the rest
+    prompt: str  # the text that is added to the prompt, in the format's words
+    lark: str  # the grammar of the rest of the call
     name: str = ""  # the name for ForcedReader
 
 
 def forced_call(
     kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
 ) -> ForcedCall:
-    """Returns a call of one of the functions: their names and the schemas of their arguments."""
+    """Returns a call of one of the functions, from their names and the schemas of arguments."""
     spaced = [{"x-guidance": JSON_OPTIONS, **schema} for schema in functions.values()]
     schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
     (name, *others), prompt = functions, ""

@@ -13,14 +13,14 @@ from starlette.routing import Route
 FOLDER, STATIC = Path(__file__).parent, "/static/"
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
 TYPES["svg"] = "image/svg+xml"
-# The page may use its own files and its own server. Under require-trusted-types-for a browser
-# refuses every text that a script would make into markup.
+# The page may use its own files and its own server. With require-trusted-types-for, a browser
+# refuses every text that a script would turn into markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# A browser asks each time whether a file has changed, so an upgrade shows at once.
+# A browser asks each time whether a file has changed, so that an upgrade is seen at once.
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": POLICY,

@@ -15,17 +15,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.fields import read_object
 
-BODY_S = 60.0  # that a body may take
-TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
-SMALL = 64  # the part of the limit up to which a body is always taken, and parsed at once
-# After a larger one has been parsed, which stops the model, no other one is for so many times as
-# long.
+BODY_S = 60.0  # seconds in which a body must arrive
+TOGETHER = 4  # the limit of all bodies that are read or parsed, in limits of one body
+SMALL = 64  # a body of at most the limit / SMALL is always accepted, and parsed at once
+# Parsing a larger body stops the model. Then for RESTS times as long no other large body is
+# parsed.
 RESTS = 9
-DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
+DISCARD_S = 1.0  # seconds in which the body of a refused request is still received
 
 
 class BodyError(SparseKVError):
-    """A body that is not read. status: HTTP's."""
+    """A body that is not read. status: the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -46,15 +46,15 @@ class Bodies:
         async with self.whole(request, "application/json") as data:
             if len(data) <= self._most // SMALL:
                 return await asyncio.to_thread(parse, data)
-            async with self._parsing:  # one at a time: it takes a multiple of a body's memory
+            async with self._parsing:  # one at a time: parsing takes a multiple of a body's memory
                 await asyncio.sleep(self._rests_until - time.monotonic())
                 return await asyncio.to_thread(self._parse_large, data)
 
     @contextlib.asynccontextmanager
     async def whole(self, request: Request, expected: str) -> AsyncIterator[bytearray]:
-        """Yields a body, which counts as read meanwhile. Raises BodyError beyond a limit.
+        """Yields a body, which counts as being read meanwhile. Raises BodyError beyond a limit.
 
-        expected: the content type. A browser asks first for a page from elsewhere.
+        expected: the content type. For such a type a browser asks before a foreign page may send.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != expected:
@@ -97,9 +97,9 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """Returns the JSON object that a body is. Raises FieldError if it is none.
+    """Returns the JSON object of a body. Raises FieldError if the body is no JSON object.
 
-    Python's garbage collector, which a million new lists would start again and again, waits.
+    Python's garbage collector pauses, because a million new lists would start it again and again.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -113,7 +113,7 @@ def parse(data: bytearray) -> Mapping[str, Any]:
 class WholeBodies:
     """Ends the connection of a request that is answered before its body was read.
 
-    Some of the body is taken first: a client that still sends would not see the answer.
+    Some of the body is received first, because a client that still sends would miss the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:

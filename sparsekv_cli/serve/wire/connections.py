@@ -1,7 +1,7 @@
-"""Connections: how many there may be, and how long one may take to say what it wants.
+"""Connections: how many there may be, and how much time each has to send its request.
 
-If there are too many, the one that has waited longest without a whole request goes. Half-sent
-requests then lock nobody out.
+If there are too many, the one that has waited longest without a whole request is ended. So
+half-sent requests lock nobody out.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparsekv_cli.errors import SparseKVError
 
-BACKLOG = 64  # connections that the system accepts ahead of the server
+BACKLOG = 64  # connections that the system accepts before the server does
 SPARE = 64  # connections in addition to those whose requests run or wait
-FILES = 128 + BACKLOG  # open files of other kinds, and connections just accepted
-HEAD_S = 10.0  # that the head of a request may take
-WRITE_S = 60.0  # seconds in which a client may read nothing
+FILES = 128 + BACKLOG  # other open files, and connections that were just accepted
+HEAD_S = 10.0  # seconds in which the head of a request must arrive
+WRITE_S = 60.0  # seconds after which a client that reads nothing is dropped
 BUSY = json.dumps({"error": {"message": "too many connections", "type": "rate_limit_error"}})
 
 
 def most_connections(n_requests: int) -> int:
-    """Connections that there may be, with n_requests that run or wait.
+    """Returns how many connections there may be, with n_requests that run or wait.
 
     Raises the limit of open files if it is lower. Raises SparseKVError if not even one fits.
     """
@@ -48,7 +48,7 @@ def most_connections(n_requests: int) -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with limits. ``limited`` makes the class that a server takes."""
+    """uvicorn's connection, with limits. ``limited`` makes the class for a server."""
 
     most = 256
     head_s, write_s = HEAD_S, WRITE_S
@@ -68,11 +68,11 @@ class Connection(H11Protocol):
 
     @property
     def _waits(self) -> bool:
-        """Whether there is no whole request."""
+        """Whether there is no whole request yet."""
         return self._waits_for_head or self.cycle.more_body
 
     def _make_room(self) -> None:
-        """Ends the connection that has waited longest for a whole request; or this one."""
+        """Ends the connection that has waited longest for a whole request, or else this one."""
         others: list[Any] = [each for each in self.connections if each is not self]
         waiting = [each for each in others if each._waits]
         if waiting:
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _time_head(self) -> None:
-        """The head has HEAD_S from its first byte on, or from that of the connection."""
+        """Starts the time limit of a head: HEAD_S from its first byte, or from the connection."""
         if self._waits_for_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_s, self._head_is_late)
         elif not self._waits_for_head and self._head_timer is not None:

@@ -1,4 +1,4 @@
-"""The texts of documents. A process of its own reads each, and ends with its client.
+"""The texts of documents. A process of its own reads each one, and ends with its client.
 
 ``python -m sparsekv_cli.serve.wire.documents MOST`` is that process. Its stdin is a name, a line
 break and the document. It prints {"text": text} or {"error": text}.
@@ -16,9 +16,9 @@ from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.system.documents import document_text, kind_of
 from sparsekv_cli.system.work import limit_work
 
-SECONDS, BYTES = 30, 1 << 30  # of computing and of addresses that a document may take
-WAIT_S = 120.0  # that it may take on a busy machine
-N_WAITING = 2  # documents: one is read, another one waits
+SECONDS, BYTES = 30, 1 << 30  # of CPU time and of address space that a document may take
+WAIT_S = 120.0  # seconds that it may take on a busy machine
+N_WAITING = 2  # documents: one is being read, another one waits
 
 
 class Documents:
@@ -31,17 +31,17 @@ class Documents:
         self._has_ended = False
 
     def end(self) -> None:
-        """The server ends: nothing is read any more."""
+        """Ends the reading, because the server is ending."""
         self._has_ended = True
         if self._process is not None:
             self._process.kill()
 
     async def read(self, data: bytes, name: str) -> str:
-        """See ``document_text``. Raises SparseKVError also for what takes too long."""
+        """See ``document_text``. Also raises SparseKVError for a document that takes too long."""
         if not kind_of(data):
-            raise SparseKVError(f"{name} is no PDF or Word file: send one, and a text in a message")
+            raise SparseKVError(f"{name} is no PDF or Word file: send a text in a message instead")
         if self._n_waiting >= N_WAITING:
-            raise BusyError("documents of other requests are read: try again later")
+            raise BusyError("other documents are being read: try again later")
         self._n_waiting += 1
         try:
             async with self._turn:
@@ -77,7 +77,7 @@ class Documents:
 
 
 def main(most: int) -> None:
-    """The process."""
+    """Runs the process."""
     os.nice(10)
     limit_work(SECONDS, BYTES)
     name, _, data = sys.stdin.buffer.read().partition(b"\n")

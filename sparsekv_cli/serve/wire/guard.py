@@ -1,4 +1,4 @@
-"""Who may ask: pages and programs of this machine, those with the key, pages of named origins."""
+"""Access control: this machine's pages and programs, the key, and pages of named origins."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Access:
 
     api_key: str = ""  # the key that a request must carry; empty: every request is accepted
     origins: tuple[str, ...] = ()  # of pages on other machines that may send requests
-    # requests must name this machine, so that no page elsewhere can pass for it
+    # whether requests must name this machine, so that no foreign page can pass for it
     only_local: bool = True
 
 
 class Guard:
-    """Lets those in who name this machine, if that is asked, and have the key, if there is one.
+    """Admits requests that name this machine, if required, and that have the key, if there is one.
 
-    refuse: returns the response to a request of a path that is not let in.
+    refuse: returns the response to a refused request of a path.
     """
 
-    OPEN = ("/", "/health")  # which tell nothing
+    OPEN = ("/", "/health")  # paths that tell nothing private
 
     def __init__(
         self, app: ASGIApp, access: Access, refuse: Callable[[str, Exception], Response]
@@ -47,7 +47,7 @@ class Guard:
 
     def _reason_against(self, scope: Scope) -> Exception | None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        if "transfer-encoding" in headers and "content-length" in headers:  # two ends of one body
+        if "transfer-encoding" in headers and "content-length" in headers:  # they may disagree
             return BodyError("Content-Length and Transfer-Encoding exclude each other")
         if self._access.only_local:
             host = headers.get("host", b"").decode("latin-1").lower()

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-ValueOf = Callable[[Any], float]  # of a HostedModel (serve/pool.py)
+ValueOf = Callable[[Any], float]  # returns a number of a HostedModel (serve/pool.py)
 PREFIX = "sparsekv_"
 BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds
 # Paths with their own counts; all other paths share one.
@@ -18,7 +18,7 @@ PATHS |= {"/v1/models", "/health"}
 
 
 class Metrics:
-    """Collects when it is asked, so that a decode step counts plain numbers only."""
+    """Collects numbers when it is asked. A decode step only counts."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -34,7 +34,7 @@ class Metrics:
         self._registry.register(self)
 
     def add_request(self, path: str, status: int) -> None:
-        """A request has ended."""
+        """Counts a request that has ended."""
         self._requests[path if path in PATHS else "other", str(status)] += 1
 
     def text(self) -> bytes:
@@ -46,7 +46,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client: everything but the histogram."""
+        """Yields all metrics but the histogram, for prometheus_client."""
         requests = CounterMetricFamily(
             PREFIX + "requests", "Requests that have ended.", labels=("path", "status")
         )
@@ -73,25 +73,25 @@ def _of_scheduler(name: str) -> ValueOf:
 
 COUNTERS: tuple[tuple[str, str, ValueOf], ...] = (
     ("prompt_tokens", "Tokens of prompts that were computed.", lambda m: m.stats.prompt_tokens),
-    ("cached_tokens", "Tokens of prompts whose rows were there.", lambda m: m.stats.cached_tokens),
+    ("cached_tokens", "Tokens of prompts that had rows already.", lambda m: m.stats.cached_tokens),
     ("generated_tokens", "Tokens of answers.", lambda m: m.stats.generated_tokens),
-    ("rows", "KV rows, in each step those of the context.", lambda m: m.stats.rows_total),
+    ("rows", "KV rows of the context, added up over steps.", lambda m: m.stats.rows_total),
     ("rows_attended", "KV rows that steps attended to.", lambda m: m.stats.rows_attended),
-    ("answers", "Answers that are whole.", lambda m: m.stats.n_answers),
+    ("answers", "Answers that were completed.", lambda m: m.stats.n_answers),
     ("failures", "Answers that failed.", lambda m: m.stats.n_failed),
-    ("aborts", "Answers nobody waited for, or that took too long.", lambda m: m.stats.n_aborted),
+    ("aborts", "Answers whose client left, or that took too long.", lambda m: m.stats.n_aborted),
     ("steps", "Decode steps.", lambda m: m.stats.n_steps),
     ("step_tokens", "Tokens of decode steps.", lambda m: m.stats.step_tokens),
     ("drafted_tokens", "Tokens of drafts.", lambda m: m.stats.drafted_tokens),
-    ("accepted_tokens", "Tokens of drafts in answers.", lambda m: m.stats.accepted_tokens),
+    ("accepted_tokens", "Tokens of drafts that were accepted.", lambda m: m.stats.accepted_tokens),
     ("step_seconds", "Time of decode steps.", lambda m: m.stats.step_s),
     ("model_loads", "Times that a model was loaded.", lambda m: m.n_loads),
 )
 GAUGES: tuple[tuple[str, str, ValueOf], ...] = (
     ("queue", "Requests that wait.", _of_scheduler("n_waiting")),
     ("running", "Sequences that are prefilled or decoded.", _of_scheduler("n_running")),
-    ("parked", "Sequences that wait for a prompt that goes on.", _of_scheduler("n_parked")),
+    ("parked", "Sequences kept for a prompt that continues them.", _of_scheduler("n_parked")),
     ("kv_bytes", "Memory of all sequences' rows and indexes.", lambda m: m.stats.kv_bytes),
-    ("kv_limit_bytes", "Memory that there is for them.", lambda m: m.stats.kv_limit),
+    ("kv_limit_bytes", "Most memory for these rows and indexes.", lambda m: m.stats.kv_limit),
     ("model_loaded", "Whether a model is in memory.", lambda m: m.loaded is not None),
 )

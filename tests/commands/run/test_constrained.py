@@ -99,7 +99,7 @@ OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>\n' }}"
 def test_a_budget_where_nothing_is_thought(model, invoke):
     for command in (["run", "-p", "a"], ["chat", "-p", "a"]):
         result = invoke(command[0], "-m", model, *command[1:], "--think-budget", "5")
-        assert result.code == 1 and "names no markers of thinking" in result.err
+        assert result.code == 1 and "has no markers of thinking" in result.err
 
 
 def test_thinking_comes_first(tiny_model, invoke):
