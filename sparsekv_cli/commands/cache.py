@@ -27,9 +27,9 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 @verbose_option
 def list_command(cache_dir: Path | None, as_json: bool) -> None:
-    """List the prompts that are kept, the one used last first.
+    """List the prompts that are kept, the most recently used one first.
 
-    Prompts that begin alike share files: MIB counts those that a prompt has for itself.
+    Prompts with the same beginning share files. MiB counts the files that only one prompt uses.
     """
     folder = _folder(cache_dir)
     prompts, n_bytes = prompts_of(folder)
@@ -68,7 +68,7 @@ def _folder(directory: Path | None) -> PrefixFolder:
 
 
 def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
-    """Returns a description of each prompt, last used first, and the bytes of all files."""
+    """Returns each prompt's description, most recently used first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
     sizes = Counter[str]()  # of blocks and their snapshots

@@ -40,8 +40,8 @@ ALL, AUTO = "all", "auto"
 @MODEL_OPTION
 @click.option(
     "--method", metavar="LIST", shell_complete=completers.methods, default=ALL,
-    help="The methods, with commas between, or all that need it; auto: what each method loses, by "
-    "which --method auto chooses. [default: all]",
+    help="Methods, separated by commas, or all that need a calibration; auto: measure what each "
+    "method loses, for --method auto. [default: all]",
 )  # fmt: skip
 @file_option("Measure on this text instead of the built-in one; - is stdin.")
 @click.option(
@@ -50,8 +50,8 @@ ALL, AUTO = "all", "auto"
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
-    help="Write here; runs find it with --calibration FILE. [default: next to the model, or in the "
-    "user's cache directory where that cannot be written]",
+    help="Write to FILE; runs read it with --calibration FILE. [default: next to the model, or in "
+    "the user's cache directory if that folder cannot be written]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @partial(apply_options, options=MACHINE_OPTIONS)
@@ -69,8 +69,8 @@ def command(
 ) -> None:
     """Calibrate methods for a model and store the result in its sidecar, an npz file.
 
-    A method that needs a calibration makes it by itself when it is first used. This command makes
-    it again, beforehand, or on another text; what other methods have stored is kept.
+    A method that needs a calibration makes it when it is first used. This command makes it
+    beforehand, again, or on another text. The calibrations of other methods are kept.
     """
     config = SessionConfig(threads=threads, device=device, prefill_dtype=prefill_dtype)
     names = choose_methods(method)
@@ -122,8 +122,8 @@ def choose_methods(text: str) -> list[str]:
         if name not in known and name != AUTO:
             close = did_you_mean(name, known)
             raise click.UsageError(
-                f"method {name!r}{close} is none that needs a calibration; those are {listed}, and "
-                f"{AUTO} is what all methods lose"
+                f"method {name!r}{close} has no calibration: choose from {listed}, or {AUTO} to "
+                "measure what all methods lose"
             )
     return names
 

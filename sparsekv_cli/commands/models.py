@@ -52,7 +52,7 @@ def command(context: click.Context, as_json: bool) -> None:
 def get(name: str) -> None:
     """Download smollm2, or a model of the Hugging Face hub, and print the path of its file.
 
-    Nothing is downloaded again. A download that broke off goes on where it ended.
+    No file is downloaded twice. An interrupted download continues where it stopped.
     """
     from sparsekv_cli.commands.shared.progress import PrefillProgress
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS, packaged_models, resolve_model

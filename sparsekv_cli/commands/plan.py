@@ -33,28 +33,27 @@ ALL = "all"
 @click.command(cls=GroupedCommand)
 @click.option(
     "--methods", metavar="LIST", shell_complete=completers.methods, default=ALL,
-    help="Methods with commas between, or all. [default: all]",
+    help="Methods, separated by commas, or all. [default: all]",
 )  # fmt: skip
 @click.option(
-    "--measure", is_flag=True, help="Measure this machine again, for minutes and more exactly.",
+    "--measure", is_flag=True, help="Measure this machine again: more exactly, for some minutes.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
 @model_options(bench=True, seed=False, auto=False)
 def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -> None:
-    """Forecast what a model takes with each method at a context, and how fast it decodes.
+    """Forecast a model's memory with each method at a context, and how fast it decodes.
 
     The header of a model file is enough: the file may end after the table of its tensors. The time
     of a step is measured once for a model's shape, with zeros for its weights. It is kept in the
     user's cache. The measurement takes some seconds. --measure takes minutes, and is more exact.
-    Methods that need a calibration are measured when the model has one. The
-    forecast is for the CPU.
+    Methods that need a calibration are measured if the model has one. The forecast is for the CPU.
     """
     from sparsekv_cli.methods import METHODS
 
     config = options.config
     if config.device == "cuda":
-        raise click.UsageError("plan measures the CPU; of a GPU, bench tells the speed")
+        raise click.UsageError("plan measures the CPU: for a GPU use bench")
     check_calibration(options, "plan")
     names = list(METHODS) if methods == ALL else [name.strip() for name in methods.split(",")]
     chosen = [build_for_bench(name, names, options) for name in names]
@@ -68,7 +67,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
         if all(layer.kind != FULL for layer in hparams.layers):
             raise SparseKVError(
                 f"{path}: no layer of this model attends to all rows, so a method changes "
-                "nothing; bench tells its speed"
+                "nothing: measure its speed with bench"
             )
         n_ctx = config.ctx_size or hparams.n_ctx_train
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
@@ -103,7 +102,7 @@ def show(plan: Plan) -> None:
     print_table("methods", columns, [row(each) for each in plan.methods])
     say(plan.verdict())
     if plan.is_quick:
-        say("the speeds are of a short measurement; --measure takes minutes and is more exact")
+        say("the speeds are of a short measurement; --measure is more exact and takes minutes")
     if plan.is_busy:
         say("the machine was busy when they were measured")
 

@@ -56,11 +56,11 @@ CACHE_TYPES = ("cache_type_k", "cache_type_v")
 @file_option("The document; - is stdin. [default: what is piped, or a built-in text]")
 @click.option(
     "--max-read", metavar="SECONDS", type=FiniteRange(min=1), default=120.0,
-    help=f"Of a document of more than {LONG} tokens, read as much as that takes. [default: 120]",
+    help=f"Longest time to read a document of more than {LONG} tokens. [default: 120]",
 )  # fmt: skip
 @click.option(
     "--calibrate", is_flag=True,
-    help="Also calibrate the methods that need it, which takes a minute or more each, once.",
+    help="Also calibrate the methods that need it: once, a minute or more for each method.",
 )  # fmt: skip
 @MAX_LOSS_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a report.")
@@ -76,20 +76,20 @@ def command(
     calibrate: bool,
     as_json: bool,
 ) -> None:
-    """Say what a method wins and what it loses, on your document and your machine.
+    """Measure what each method gains and loses, on your document and your machine.
 
     The document is read once, and its rows are kept on disk. Then each method decodes the same
     tokens after it: a passage of the document again, its end, and facts that were planted in it.
     The report has the speed and memory of full and of the best three methods. It says how often
     each would have chosen the word that full chooses, and how many facts it found. With -p it has
-    the answers to a question. All of it is measured, within a minute after the reading. The last
-    line is the command to type.
+    the answers to a question. All figures are measured, within a minute after the reading. The
+    last line is the command to type.
 
     It measures the CPU. An advised method has a mean KLD to full of at most --max-loss. It misses
     at most one of the facts that full finds.
     """
     if options.config.device == "cuda":
-        raise click.UsageError("advise measures the CPU; of a GPU, bench and compare tell")
+        raise click.UsageError("advise measures the CPU: for a GPU use bench and compare")
     if options.method_options:
         raise click.UsageError("advise tries methods with their defaults: leave -o out")
     check_calibration(options, "advise")

@@ -75,7 +75,7 @@ def read_document(file: str | None) -> Document:
     at = data.find(b"\0") if is_text else -1
     if at >= 0:
         raise SparseKVError(
-            f"{source}: this is no text, it has a zero byte at offset {at}: give a text in UTF-8"
+            f"{source}: this is not a text: zero byte at offset {at}; give a text in UTF-8"
         )
     text = decode_file(data, source).removesuffix("\n")
     if not text.strip():
@@ -89,7 +89,7 @@ def read_document(file: str | None) -> Document:
 def _built_in() -> Document:
     from sparsekv_cli.calibration.calibrations import built_in_text
 
-    say("no document is given: what follows is of a built-in text; -f FILE measures yours")
+    say("no document given: a built-in text is measured; -f FILE measures yours")
     return Document(BUILT_IN, built_in_text().text)
 
 

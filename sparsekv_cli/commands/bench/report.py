@@ -74,7 +74,8 @@ class BenchModel:
 class BenchResult:
     """One row: a test with a method and the nanoseconds that each repetition took.
 
-    roofline: what bounds a test that decodes only; None for others. sparse_from: as Session's.
+    roofline: the bounds of a test that only decodes; None for others. sparse_from: rows up to
+    which the method is dense.
     """
 
     model: BenchModel
@@ -163,7 +164,7 @@ def deviation(samples: Sequence[float]) -> float:
 
 
 class Report(ABC):
-    """Writes results, most formats as they come. Subclasses are the formats of ``-O``."""
+    """Writes results, most formats one by one. Subclasses are the formats of ``-O``."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
@@ -171,14 +172,14 @@ class Report(ABC):
 
     @abstractmethod
     def row(self, result: BenchResult) -> None:
-        """Writes one result (and what goes before the first)."""
+        """Writes one result, and the head before the first one."""
 
     def close(self) -> None:  # noqa: B027 - a format may need nothing here
-        """Writes what goes after the last."""
+        """Writes the end after the last result."""
 
 
 class MarkdownReport(Report):
-    """A table for people: a row of fixed column widths a result, as wide as its first row needs.
+    """A table for people: one row a result. The first row decides the widths of the columns.
 
     Lines follow the table: the depths from which methods are sparse, and the roofline of each test
     that decodes.
@@ -225,7 +226,7 @@ class MarkdownReport(Report):
 
 
 class JsonReport(Report):
-    """One array of objects, written as a whole at the end, also when an error ends the run early.
+    """One array of objects. It is written at the end, also if an error ends the run early.
 
     A process that is killed leaves no part of an array.
     """

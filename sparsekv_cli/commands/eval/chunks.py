@@ -75,7 +75,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         file_option("The text; - is stdin."),
         click.option(
             "-c", "--ctx-size", "n_ctx", metavar="N", type=click.IntRange(min=4),
-            help="Tokens of a chunk, of which the second half is scored. "
+            help="Tokens of a chunk; its second half is scored. "
             f"[default: {DEFAULT_CONTEXT}]",
         ),
         click.option(
@@ -86,7 +86,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
             "--kl-divergence-base", "base", metavar="FILE", shell_complete=files,
             type=click.Path(dir_okay=False, path_type=Path), help=base,
         ),
-        records_option("Keep a line a chunk and method there, and skip those that it has."),
+        records_option("Write a line for each chunk and method; skip those that FILE has."),
         ray_option("Score the chunks"),
         JSON_OPTION,
     ]  # fmt: skip
@@ -171,15 +171,15 @@ def shown(value: float | None, form: str) -> str:
 @click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
 @score_options(
     "[default: none; chunks are prefilled]",
-    "Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
+    "Write the log-probabilities to FILE, for 'eval kld' and llama-perplexity.",
 )
 @model_options(bench=True, sparse_from=False, seed=False)
 def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     """Perplexity of a text by llama-perplexity's algorithm.
 
     The text is cut into chunks, and the second half of each is scored. Without a method a chunk is
-    prefilled, as llama-perplexity does. With one the first half is prefilled and the method decodes
-    the second token by token. Attended are rows a head, layer and step.
+    prefilled, as llama-perplexity does. With a method the first half is prefilled, and the method
+    decodes the second half token by token. Attended are rows a head, layer and step.
     """
     from sparsekv_cli.distributed.cluster import check_address
     from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
@@ -191,9 +191,9 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     text = read_text(given.file)
     ways = chosen_ways(given.methods, options, PREFILL)
     if given.base is not None and len(ways) > 1:
-        raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
+        raise click.UsageError("--kl-divergence-base is of one method: give one --method")
     if given.base is not None and given.path is not None:
-        raise click.UsageError("--kl-divergence-base is written in one go: leave --jsonl out")
+        raise click.UsageError("--kl-divergence-base needs one whole run: leave --jsonl out")
     if given.ray is not None:
         check_address(given.ray)
     size = given.n_ctx or DEFAULT_CONTEXT
@@ -240,8 +240,8 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     """Distance of methods to a file of log-probabilities, or to dense attention.
 
     The statistics are llama-perplexity's. Q is the scored distribution, and KLD is KLD(base || Q).
-    The delta of p is the difference of the probabilities of the text's own tokens. Same top p tells
-    how often both predict the same token first.
+    The delta of p is the difference of the probabilities of the text's own tokens. Same top p is
+    the share of tokens for which both have the same first choice.
     """
     from sparsekv_cli.distributed.cluster import check_address
     from sparsekv_cli.evaluation.perplexity.chunks import chunks_of, split_chunks
@@ -254,7 +254,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     if base is None and not given.methods:
         raise click.UsageError("nothing to compare: give --method, or --kl-divergence-base FILE")
     if base is not None and (given.file is not None or given.n_ctx is not None):
-        raise click.UsageError("--kl-divergence-base has its text and context: no -f, no -c")
+        raise click.UsageError("--kl-divergence-base has its text and context: leave -f, -c out")
     if given.ray is not None:
         check_address(given.ray)
     if base is None:
@@ -291,8 +291,8 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
             }
             for way, method in ways.items()
         ]
-        told = "full" if base is None else str(base)
-        write_json({"base": told, **sizes(chunks), "methods": rows}, ensure_ascii=False)
+        base_name = "full" if base is None else str(base)
+        write_json({"base": base_name, **sizes(chunks), "methods": rows}, ensure_ascii=False)
         return
     lines = [
         (name, *(estimate(statistics[way][name], name) for way in ways))

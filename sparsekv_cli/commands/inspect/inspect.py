@@ -46,9 +46,9 @@ def command(
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
-    Any part of a split model will do; all parts that are there are shown as one model.
+    Any part of a split model is enough; all parts that exist are shown as one model.
     Vocabulary-only files, adapters and single parts of split models can be inspected too, and
-    models that this program cannot run. The exit code is 1 when the file itself is wrong.
+    models that this program cannot run. The exit code is 1 if the file itself is damaged.
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")

@@ -26,23 +26,23 @@ SWITCH = "SPARSEKV_NO_CACHE"
 
 DIRECTORY_OPTION = click.option(
     "--cache-dir", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of prompts that are kept. [default: sparsekv-cli/prefixes in the user's cache]",
+    help="Folder of kept prompts. [default: sparsekv-cli/prefixes in the user's cache]",
 )  # fmt: skip
 
 OPTIONS: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
         "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True), default=2.0,
-        help="Most that the folder takes; what was not used for longest goes. [default: 2]",
+        help="Limit of the folder; the least recently used prompts are removed. [default: 2]",
     ),
     click.option(
         "--no-cache", is_flag=True,
-        help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
+        help=f"Do not write the prompt's rows to disk, nor read them. [env: {SWITCH}=1]",
     ),
     click.option(
         "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-        help="Look for the prompt's rows in FILE, which is made if it is missing, and not in the "
-        "folder; also those of other machines and methods.",
+        help="Keep the prompt's rows in FILE instead of the folder. Rows of other machines and "
+        "methods are used, too.",
     ),
 ]  # fmt: skip
 
@@ -90,8 +90,8 @@ def check_session_file(path: Path) -> None:
             start = file.read(len(MAGIC))
         if start and start != MAGIC:
             raise SparseKVError(
-                f"--session {path}: is no file of this program's, or of another version, and is "
-                "left as it is; choose another name"
+                f"--session {path}: is not a session file of this version, and is left as it is; "
+                "choose another name"
             )
 
 
@@ -115,12 +115,12 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         reason = f"{model.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
         raise SparseKVError(
-            f"--session: {reason}; leave it out, or take another method, device or model"
+            f"--session: {reason}; leave it out, or use another method, device or model"
         )
     root = Root(model.gguf, model.decoder)
     if root.known() is None:
         size = f"{model.gguf.size / 2**30:.1f} GiB"
-        _warn(f"--session: the {size} of the model are read once, to know which model it is")
+        _warn(f"--session: the {size} of the model are read once, to identify the model")
         model.gguf.content.wait()
     name, types = model.gguf.path.name, method.kv_types
     return SessionFile(options.session, name, root, types, n_queried, _warn, _teller())

@@ -8,19 +8,19 @@ import click
 from sparsekv_cli.commands.options import completers
 
 prompt_option = click.option(
-    "-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any."
+    "-p", "--prompt", metavar="TEXT", help="The prompt; a piped text comes before it."
 )
 
 parse_special_option = click.option(
     "--parse-special", is_flag=True,
     help="Parse control tokens such as <|im_end|> in messages, too. By default only those that the "
-    "chat template writes are parsed, so that no message can begin a turn.",
+    "chat template writes are parsed, so that no message can start a turn.",
 )  # fmt: skip
 
 think_option = click.option(
     "--think", type=click.Choice(("on", "off")),
     callback=lambda _context, _parameter, value: None if value is None else value == "on",
-    help="Whether the model thinks ahead of its answer, if its chat template has that choice. "
+    help="Whether the model thinks before its answer, if its chat template has that choice. "
     "[default: the template's]",
 )  # fmt: skip
 

@@ -83,7 +83,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--dry-sequence-breaker", "dry_sequence_breakers", metavar="TEXT", multiple=True,
         callback=_breakers,
-        help="Text that ends a repetition, in place of the default ones; repeatable; none: no such "
+        help="Text that ends a repetition, instead of the default ones; repeatable; none: no such "
         "text.",
     ),
     click.option(
@@ -92,16 +92,16 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--samplers", metavar="LIST", callback=_samplers,
-        help=f"The chain, with semicolons between. [default: {'; '.join(SAMPLER_ORDER)}]",
+        help=f"The chain, separated by semicolons. [default: {'; '.join(SAMPLER_ORDER)}]",
     ),
     click.option(
         "--ignore-eos", is_flag=True,
-        help="Go on where the model would end, up to the most tokens.",
+        help="Continue where the model would end its answer, up to the most tokens.",
     ),
     click.option(
         "--think-budget", metavar="N", type=click.IntRange(min=0),
-        help="Most tokens that the model thinks ahead of its answer; then the thinking is closed. "
-        "[default: half of -n, or of the context, with a schema, a grammar or a regex; else any]",
+        help="Most tokens of thinking before the answer; then the thinking is closed. [default: "
+        "half of -n, or of the context, with a schema, a grammar or a regex; else any]",
     ),
 ]  # fmt: skip
 GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [
@@ -118,7 +118,7 @@ GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
-    """Takes the sampling options out of ``values``. A bad value is a usage error."""
+    """Removes the sampling options from ``values``, returns them. A bad value is a usage error."""
     given = {name: values.pop(name) for name in FIELDS}
     explicit = {name: value for name, value in given.items() if value is not None}
     try:
@@ -155,7 +155,7 @@ def check_think_budget(
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
-    """Takes the grammar of the answer out of ``values`` and reads it."""
+    """Removes the grammar of the answer from ``values`` and reads it."""
     given = {
         option: text
         for option in ("json-schema", "grammar", "regex")

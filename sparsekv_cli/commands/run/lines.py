@@ -77,6 +77,6 @@ def read_task(line: bytes, defaults: Task) -> Task:
         raise FieldError(key, " needs the chat template, which raw switches off")
     if not task.thinks or task.think is False:
         if asked.think_budget is not None:
-            raise FieldError("think_budget", ": nothing is thought ahead of this answer")
+            raise FieldError("think_budget", ": the model does not think before this answer")
         task = replace(task, sampling=replace(task.sampling, think_budget=None))
     return task

@@ -64,8 +64,8 @@ MAX_PARALLEL = 256
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
     "--raw", is_flag=True,
-    help="Give the prompt as it is: no chat template, and control tokens in it such as <|im_end|> "
-    "are parsed, as llama.cpp does it. A model without a template gets it so, too.",
+    help="Use the prompt as it is: no chat template, and control tokens such as <|im_end|> are "
+    "parsed, as in llama.cpp. This is always so for a model without a template.",
 )  # fmt: skip
 @parse_special_option
 @click.option(
@@ -76,8 +76,8 @@ MAX_PARALLEL = 256
 @think_option
 @click.option(
     "--inline-thinking", is_flag=True,
-    help="What the model thinks stays in the text, as it is with --raw and --special. By default "
-    "it goes to stderr, and with --json and --jsonl to a field of its own.",
+    help="Keep the thinking in the text, as with --raw and --special. By default it goes to "
+    "stderr, and with --json and --jsonl to its own field.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
@@ -92,11 +92,11 @@ MAX_PARALLEL = 256
 )  # fmt: skip
 @click.option(
     "--parallel", metavar="N", type=click.IntRange(1, MAX_PARALLEL),
-    help="With --jsonl: lines that are answered together. [default: 1]",
+    help="With --jsonl: lines that are decoded together. [default: 1]",
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
-    help="With --jsonl: write to FILE, and go on where it ends.",
+    help="With --jsonl: write to FILE, and continue after the lines that it has.",
 )  # fmt: skip
 @click.option(
     "--ray", metavar="ADDRESS|auto",
@@ -127,11 +127,11 @@ def command(
     goes to stdout, everything else to stderr. Many prompts at once: --jsonl.
     """
     if jsonl and (as_json or prompt is not None):
-        raise click.UsageError("--jsonl excludes --json and -p", context)
+        raise click.UsageError("--jsonl excludes --json and -p: give one of them", context)
     if not jsonl and any(each is not None for each in (parallel, output, ray)):
         raise click.UsageError("--parallel, --output and --ray need --jsonl", context)
     if ray is not None and prefix.session is not None:
-        raise click.UsageError("--session is a file of one machine: leave it out", context)
+        raise click.UsageError("--session is for one machine: leave it or --ray out", context)
     if task.logprobs is not None and not (as_json or jsonl):
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if task.raw and task.system is not None:
@@ -224,7 +224,7 @@ def _answer_lines(
             n_done, n_old, n_old_failed = resume(Path(path))
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         if n_done:
-            say(f"{path} has answers up to line {n_done}: going on after it")
+            say(f"{path} has answers up to line {n_done}: continuing after it")
         if ray is not None:
             check_ray(ray)
         model, options = choose_method(open_model(options), options)
@@ -240,8 +240,8 @@ def _answer_lines(
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             say(timing_line(answers.timings))
-            if told := speculation_line(answers.timings):
-                say(told)
+            if line := speculation_line(answers.timings):
+                say(line)
     n_failed += n_old_failed
     if n_failed:
         n_lines = n_failed + n_answered + n_old

@@ -111,7 +111,7 @@ def test_a_short_document_gains_nothing(models, tmp_path, invoke):
 
 def test_without_a_document_a_built_in_text_is_measured(models, few, invoke):
     result = advise(invoke, "-m", models["llama"], "-c", 800, "-t", 1)
-    assert "what follows is of a built-in text" in result.err
+    assert "a built-in text is measured" in result.err
     assert result.out.splitlines()[-1].startswith("sparsekv-cli chat -m ")
 
 
@@ -120,7 +120,7 @@ def test_without_a_document_a_built_in_text_is_measured(models, few, invoke):
     [
         (b"", "the document is empty"),
         (b" \n\n", "the document is empty"),
-        (b"a\0b", "no text, it has a zero byte at offset 1"),
+        (b"a\0b", "not a text: zero byte at offset 1"),
         (b"a\xff", "not UTF-8: byte 0xff at offset 1"),
     ],
 )

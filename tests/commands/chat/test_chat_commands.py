@@ -62,7 +62,7 @@ def test_save_and_load(fake, invoke, tmp_path):
     assert prompts_of(fake)[2] == "[system]S\n[user]A\n[assistant]"
     file.write_text("notes")
     fake.script = ["four<eos>"]
-    assert "is there and no conversation" in invoke("chat", stdin=lines("A", f"/save {file}")).err
+    assert "exists and is not a conversation" in invoke("chat", stdin=lines("A", f"/save {file}")).err
     assert file.read_text() == "notes"
 
 
@@ -102,10 +102,10 @@ def test_settings(fake, invoke):
         ("/set seed 1e3", "must be a whole number from -1"),
         ("/set samplers temp;temp", "must be names from"),
         ("/set think maybe", "must be on or off"),
-        ('/set stop ["a", 1]', "must be texts that are not empty"),
-        ("/set stop [", "is no JSON"),
+        ('/set stop ["a", 1]', "must be non-empty texts"),
+        ("/set stop [", "must be valid JSON"),
         ("/set ctx 4097", "was trained for 4096 tokens"),
-        ("/set ctx 5", "the conversation takes"),
+        ("/set ctx 5", "the conversation has"),
         ("/method", "]: NAME is missing"),
         ("/method lpfs", "unknown method 'lpfs' (did you mean lfps?)"),
         ("/method quest pge=1", "no option 'pge' (did you mean page?)"),

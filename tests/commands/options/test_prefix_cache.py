@@ -117,7 +117,7 @@ def test_a_session_file_is_no_other_file(invoke, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("Mine.")
     for path, what in (
-        (notes, "is no file of this program's"),
+        (notes, "is not a session file of this version"),
         (tmp_path / "a" / "b", "no folder"),
     ):
         result = invoke("run", "-p", "x", "--session", str(path))
