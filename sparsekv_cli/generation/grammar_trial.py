@@ -40,9 +40,9 @@ class GrammarTrial:
         self.read = lru_cache(N_KNOWN)(self._read)
 
     def _read(self, kind: str, text: str) -> Grammar:
-        """See ``read_grammar``. Raises SparseKVError also for a grammar that takes too long."""
+        """See ``read_grammar``. Also raises SparseKVError for a grammar that takes too long."""
         if not self._places.acquire(blocking=False):
-            raise BusyError("the grammars of other requests are read: try again later")
+            raise BusyError("the server is reading other grammars: try again later")
         try:
             with self._lock:
                 line = self._ask(json.dumps([kind, text]).encode() + b"\n")

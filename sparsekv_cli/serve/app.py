@@ -1,4 +1,4 @@
-"""The web application: routes, what guards them, and errors in the shape that a client expects."""
+"""The web application: routes, their guards, and errors in the shape that a client expects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from sparsekv_cli.serve.wire.metrics import Metrics
 from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
 N_READERS = 16  # requests that are read at once, of which grammar_trial.N_WAITING may wait
-RETRY_S = 2  # after which a client may ask again
+RETRY_S = 2  # seconds after which a client may ask again
 HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # OpenAI's paths that a text model cannot serve, by their purpose.
@@ -58,7 +58,7 @@ T = TypeVar("T")
 def make_app(
     pool: ModelPool, access: Access, log: Callable[[str], None] = lambda line: None
 ) -> ASGIApp:
-    """Returns the application. log: told a line a request, without prompts."""
+    """Returns the application. log: called with a line a request, without prompts."""
     metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
     created, kept, documents = int(time.time()), Kept(), Documents(pool.limits.body_bytes)
 
@@ -242,7 +242,7 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None
-    return next(told for kind, told in ERRORS if isinstance(error, kind))
+    return next(status for kind, status in ERRORS if isinstance(error, kind))
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
@@ -275,7 +275,7 @@ def error_response(path: str, error: Exception) -> Response:
 
 
 class _Holds:
-    """Lets go of a request's model when it is answered, whatever has become of it."""
+    """Releases a request's model when the request has ended, with or without an answer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -286,7 +286,7 @@ class _Holds:
 
 
 class _Log:
-    """Tells of each request when it has ended: method, path, status and time; no words of it."""
+    """Logs each request at its end: method, path, status and time, without its text."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None], metrics: Metrics) -> None:
         self._app, self._log, self._metrics = app, log, metrics

@@ -31,7 +31,7 @@ class StoppingError(SparseKVError):
 
 
 class TooLargeError(SparseKVError):
-    """The request takes more memory or more places than the server has for all requests."""
+    """The request needs more memory or more places than the server has for all requests."""
 
 
 class TimeLimitError(SparseKVError):
@@ -39,7 +39,7 @@ class TimeLimitError(SparseKVError):
 
 
 class PromptProgress(NamedTuple):
-    """The number of a prompt's tokens whose rows are there. ``cached`` were there already."""
+    """How many tokens of a prompt have rows. ``cached`` of them had rows already."""
 
     done: int
     total: int
@@ -47,7 +47,7 @@ class PromptProgress(NamedTuple):
 
 
 class Compiling(NamedTuple):
-    """Kernels of a method are compiled, which all requests wait for."""
+    """Kernels of a method are being compiled. All requests wait for them."""
 
     method: str
 
@@ -73,14 +73,14 @@ class Finished(NamedTuple):
     stop_reason: str  # of generation/answer.py
     stopped_by: str
     n_prompt: int
-    n_cached: int  # tokens of the prompt whose rows were there
+    n_cached: int  # tokens of the prompt that had rows already
     n_generated: int
     timings: dict[str, float]
     ledger: dict[str, int]  # as ``run --json`` has it
 
 
 class Failed(NamedTuple):
-    """There is no answer, or no more of it."""
+    """There is no answer, or the answer ends here."""
 
     error: Exception
 
@@ -108,21 +108,21 @@ class Request:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler, whose thread alone works on it."""
+    """A request in the scheduler. Only the scheduler's thread changes it."""
 
     request: Request
     emit: Callable[[Event], None]  # called with all events; the last one is Finished or Failed
-    seconds: float  # the most that it may take
+    seconds: float  # its time limit
     created: float = field(default_factory=time.monotonic)
     generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0
-    n_bytes: int = 0  # that are set aside for it
+    n_bytes: int = 0  # reserved for it
     prefill_s: float = 0.0
     first_token: float = 0.0
     text: str = ""  # not sent yet, as is ``thinking``
     thinking: str = ""
     counted: dict[str, int] = field(default_factory=dict)  # ledger of the caches at the start
-    n_told: int = 0  # tokens whose log probabilities were sent
+    n_sent: int = 0  # tokens whose log probabilities were sent
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     def abort(self) -> None:
@@ -138,7 +138,7 @@ class Job:
         return time.monotonic() - self.created > self.seconds
 
     def end(self) -> Sequence:
-        """Ends the generation. Returns its sequence, which the job does not hold any more."""
+        """Ends the generation. Returns its sequence and drops the reference to it."""
         assert self.generation is not None
         generation, self.generation = self.generation, None
         return generation.sequence
@@ -151,13 +151,13 @@ class Job:
         """Adds certain text of the thinking."""
         self.thinking += text
 
-    def told(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """Returns the text, the thinking and the log probabilities that are new."""
+    def take_new(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """Returns the new text, thinking and log probabilities, and counts them as sent."""
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None
-        entries = [] if logprobs is None else logprobs.entries[self.n_told :]
-        self.n_told += len(entries)
+        entries = [] if logprobs is None else logprobs.entries[self.n_sent :]
+        self.n_sent += len(entries)
         return text, thinking, entries
 
 
@@ -170,7 +170,7 @@ class Prefilling:
     steps: Generator[Progress, None, Any]
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
-    told: float = 0.0  # time of the last news about the prefill
+    reported: float = 0.0  # time of the last progress event
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:

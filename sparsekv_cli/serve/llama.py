@@ -1,4 +1,4 @@
-"""llama-server's routes that tell of tokens and of the model."""
+"""llama-server's routes about tokens and the model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The models of a server. One is loaded when a request asks for it, and unloaded for another one.
 
-The event loop alone changes what is here. A thread loads and unloads, one model at a time. Requests
-for loaded models go on meanwhile. A model may have to wait for memory that others use. Then later
-requests wait for it too, since otherwise it might wait for ever.
+Only the event loop changes the pool. A thread loads and unloads one model at a time. Requests for
+loaded models continue meanwhile. A model may have to wait for memory that others use. Then later
+requests wait for it too, because otherwise it might wait for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparsekv_cli.serve.requests import RequestError, RequestLimits, Service
 from sparsekv_cli.serve.rows import default_limit, gib
 from sparsekv_cli.serve.running import Stats
 
-LOOK_S = 1.0  # between two looks whether somebody still waits
+LOOK_S = 1.0  # seconds between two checks whether a request still waits
 
 
 class NotLoadedError(SparseKVError):
@@ -45,7 +45,7 @@ class Loaded:
 
     @property
     def is_current(self) -> bool:
-        """Whether it works and its files are unchanged."""
+        """Whether it works and its files have not changed."""
         parts = self.service.model.gguf.parts
         return self.service.scheduler.failure is None and all(part.is_current() for part in parts)
 
@@ -92,8 +92,8 @@ class ModelPool:
     """The models that a server has, the default one first.
 
     load: opens a model and starts its scheduler; it is called in a thread. most: bytes of the
-    models that are loaded at once; the last one stays, whatever it takes. tell: called with a line
-    for each event.
+    models that are loaded at once. The last one stays loaded, whatever its size. tell: called with
+    a line for each event.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class ModelPool:
         return self._method if loaded is None else loaded.service.model.method.name
 
     def find(self, name: str) -> HostedModel:
-        """Returns a model by name. Without a name, or if there is one model: the first one.
+        """Returns a model by name. Without a name, or if there is one model, returns the first.
 
-        Raises RequestError for a name that none has.
+        Raises RequestError for an unknown name.
         """
         if not name or len(self.models) == 1:
             return self.models[0]
@@ -152,18 +152,18 @@ class ModelPool:
         return loaded.service
 
     def load_first(self) -> None:
-        """Loads the default model, ahead of the first request. Raises what is wrong with it."""
+        """Loads the default model before the first request. Raises an error if that fails."""
         self._loaded(self.models[0], self._load(self.models[0]))
 
     def end_all(self) -> None:
-        """Tells the jobs of all models that the server ends, and ends them."""
+        """Ends the jobs of all models, with the message that the server ends."""
         for end in self.ends:
             end()
         for loaded in self._all_loaded():
             loaded.service.scheduler.end_all()
 
     def close(self) -> Exception | None:
-        """Ends what is loaded. Returns why a model failed, if one did."""
+        """Unloads all models. Returns why a model failed, if one did."""
         self._thread.shutdown()
         failure = None
         for loaded in self._all_loaded():
@@ -185,7 +185,7 @@ class ModelPool:
         return model.loaded
 
     def _release(self, loaded: Loaded) -> None:
-        """A request is answered."""
+        """Releases a model when a request is answered."""
         loaded.n_held -= 1
         loaded.used = time.monotonic()
         self._released.set()
@@ -193,7 +193,7 @@ class ModelPool:
     # --- loading ----------------------------------------------------------------------------------
 
     async def _wait_for(self, model: HostedModel) -> Loaded:
-        """Returns a model that is loaded, and held, when it has its turn."""
+        """Waits for a model's turn. Returns the model, loaded and held."""
         place: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._give(model, place))
         self._tasks.add(task)
@@ -212,7 +212,7 @@ class ModelPool:
             ) from None
 
     async def _give(self, model: HostedModel, place: asyncio.Future[Loaded]) -> None:
-        """Loads a model if it is not, and gives it to who waits in ``place``."""
+        """Loads a model if necessary, and gives it to the request that waits in ``place``."""
         try:
             async with self._turn:
                 if not self._is_ready(model):
@@ -227,9 +227,9 @@ class ModelPool:
                 place.set_exception(error)
 
     async def _make_room(self, model: HostedModel, place: asyncio.Future[Loaded]) -> None:
-        """Unloads models that nobody uses, the one used last at the end, until one more fits.
+        """Unloads unused models, the least recently used one first, until one more fits.
 
-        Returns at once, without room, when nobody waits any more.
+        Returns at once, without room, if no request waits any more.
         """
         if model.loaded is not None:  # it failed, or its file changed
             await self._unload(model)
@@ -249,7 +249,7 @@ class ModelPool:
                 self._lacks_memory = False
 
     def _idle(self) -> list[HostedModel]:
-        """Returns the loaded models that nobody uses, the one used last at the end."""
+        """Returns the unused loaded models, the least recently used one first."""
         idle = [each for each in self.models if each.loaded and not each.loaded.n_held]
         return sorted(idle, key=lambda each: each.used)
 
@@ -291,13 +291,13 @@ class ModelPool:
 
 
 def about(service: Service) -> dict[str, Any]:
-    """Returns what /v1/models says of a loaded model."""
-    told = {"context_length": service.model.n_ctx, "methods": service.methods()}
-    return {**told, "thinking_switch": service.thinking_switch}
+    """Returns the fields of /v1/models about a loaded model."""
+    fields = {"context_length": service.model.n_ctx, "methods": service.methods()}
+    return {**fields, "thinking_switch": service.thinking_switch}
 
 
 def free_memory() -> None:
-    """Returns the memory of what was unloaded to the system."""
+    """Returns the memory of unloaded models to the system."""
     forget_vocabularies()
     gc.unfreeze()  # loading froze all objects
     gc.collect()

@@ -1,4 +1,4 @@
-"""The requests of all protocols share the way from a JSON object to a Request."""
+"""From a JSON object to a Request, for all protocols."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EFFORT = "reasoning_effort"  # a variable of chat templates, too
 
 
 class RequestError(SparseKVError):
-    """A request that is not answered. param: the field, if it is one; code: a word for programs."""
+    """A request that is refused. param: the wrong field, if any; code: a word for programs."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -48,9 +48,9 @@ class RequestLimits:
 
 
 class Service:
-    """One open model and what requests may ask of it.
+    """One open model and the defaults of its requests.
 
-    method_options, sampling, seed: of requests that have none of their own, as on the command line.
+    method_options, sampling, seed: the values of the command line, for requests without their own.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Service:
         seed: int | None = None,
         name: str = "",
     ) -> None:
-        """name: that responses tell; empty: that of the model's file."""
+        """name: the model's name in responses; empty: the name of its file."""
         self._seed = seed
         self.model, self.scheduler, self.limits = model, scheduler, limits
         self.tokenizer = model.tokenizer
@@ -83,7 +83,7 @@ class Service:
         self.kinds = [layer.kind for layer in model.hparams.layers]
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
-        """Returns the method that a request names with its options, and up to where it is dense.
+        """Returns the method that a request names with its options, and its ``sparse_from``.
 
         Raises RequestError, which lists what there is.
         """
@@ -123,10 +123,10 @@ class Service:
                     )
 
     def _check_calibrated(self, method: Method) -> None:
-        """Raises RequestError for a method that measures the model first: others would wait."""
+        """Raises RequestError for a method that must first measure the model: others would wait."""
         if method.name != self._method and not self.model.calibrations.has(method):
             raise RequestError(
-                f"{method.name} measures the model first, for which other requests would have to "
+                f"{method.name} must first measure the model, and other requests would have to "
                 f"wait: run 'sparsekv-cli calibrate --method {method.name}' with this model once, "
                 f"or start the server with --prepare {method.name}",
                 param="method",
@@ -172,10 +172,10 @@ class Service:
     ) -> Request:
         """Returns the request for the scheduler.
 
-        max_tokens: None or -1: as many as the server allows. schema: what the answer has to fit.
-        kind: of ``format_for``. forced: what the answer has to be, of ``forced_call``. thinks:
-        something may be thought ahead of the answer. think: whether the model is to do so; None: as
-        the template has it. think_budget: where ``fields`` has none.
+        max_tokens: None or -1: as many as the server allows. schema: the answer must fit it.
+        kind: of ``format_for``. forced: the call that must be the answer, of ``forced_call``.
+        thinks: the model may think before the answer. think: whether it does; None: as the
+        template has it. think_budget: used if ``fields`` has none.
         """
         thinking = self.thinking if thinks and forced is None else None
         if forced is not None:
@@ -183,8 +183,8 @@ class Service:
         n_ctx = self.model.n_ctx
         if len(ids) >= n_ctx:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx}, "
-                "the answer among them: shorten the prompt",
+                f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx} "
+                "for prompt and answer: shorten the prompt",
                 param="prompt" if isinstance(fields, CompletionFields) else "messages",
                 code=TOO_LONG,
             )
@@ -195,7 +195,7 @@ class Service:
             options = replace(options, grammar=self._grammar_of(forced, options))
         if thinking is None and fields.think_budget is not None:
             raise RequestError(
-                "think_budget: nothing is thought ahead of this answer: leave it out",
+                "think_budget: the model does not think before this answer: leave it out",
                 param="think_budget",
             )
         if thinking is None:
@@ -232,9 +232,9 @@ class Service:
         return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
-        """Returns the call for a request's ``tool_choice``: of the function ``name``, or of any.
+        """Returns the call that a request's ``tool_choice`` requires: of ``name``, or of any.
 
-        functions: the schemas of their arguments. Raises RequestError where there is no such
+        functions: the schemas of their arguments. Raises RequestError if there is no such
         function.
         """
         chosen = {key: schema for key, schema in functions.items() if name in (None, key)}
@@ -309,7 +309,7 @@ class Service:
             raise RequestError(str(error), param="messages") from None
 
     def choices(self, request: Request, n: int) -> list[Request]:
-        """Returns the request n times, each with a seed of its own."""
+        """Returns the request n times, each with its own seed."""
         seed = -1 if request.seed is None else request.seed
         seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [request.constraint] + [
@@ -322,7 +322,7 @@ class Service:
 def usable_methods(
     kinds: Sequence[str], default: str, is_calibrated: Callable[[Method], bool]
 ) -> list[str]:
-    """Returns the methods for which nothing has to be measured first. kinds: of the layers."""
+    """Returns the methods that need no measurement first. kinds: of the layers."""
 
     def is_usable(name: str) -> bool:
         try:
@@ -336,7 +336,7 @@ def usable_methods(
 
 
 def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message as gpt-oss' template takes it: one text is thought ahead of a call."""
+    """Returns a message as gpt-oss' template reads it: one text of thinking before a call."""
     thought, text = message.get("reasoning_content"), message["content"]
     if not thought:
         return message

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.serve.answers import Told
+from sparsekv_cli.serve.answers import News
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.jobs import Finished
@@ -23,9 +23,9 @@ from sparsekv_cli.serve.requests import RequestError, Service
 MAX_KEPT = 64 << 20  # bytes of all responses that are kept
 MAX_ONE = 4 << 20  # bytes of one with its conversation
 # Fields of a request that its response repeats.
-TOLD = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
-TOLD |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
-TOLD |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}
+ECHO = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
+ECHO |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
+ECHO |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}
 # Fields of /v1/chat/completions under the names that they have here.
 NAMES = {"messages": "input", "response_format": "text.format"}
 NAMES |= {"reasoning_effort": "reasoning.effort"}
@@ -35,8 +35,8 @@ CHAT_WORDS = re.compile(r"^reasoning_effort\b|\bresponse_format\b")
 class Kept:
     """The newest responses with the conversations that they end.
 
-    Beyond MAX_KEPT the oldest ones go. One beyond MAX_ONE is not kept: it would take a multiple of
-    its bytes to go on with it.
+    Beyond MAX_KEPT the oldest ones are dropped. A response larger than MAX_ONE is not kept, because
+    a continuation needs a multiple of its bytes.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Kept:
                 self._n_bytes -= len(self._texts.popitem(last=False)[1])
 
     def find(self, name: str) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the items and the response. Raises RequestError where it is not kept."""
+        """Returns the items and the response. Raises RequestError if it is not kept."""
         with self._lock:
             text = self._texts.get(name)
         if text is None:
@@ -64,7 +64,7 @@ class Kept:
         return items, response
 
     def remove(self, name: str) -> None:
-        """Keeps a response no more. Raises RequestError where it was not kept."""
+        """Removes a response. Raises RequestError if it was not kept."""
         with self._lock:
             text = self._texts.pop(name, None)
             self._n_bytes -= len(text or b"")
@@ -86,7 +86,7 @@ class ModelResponse:
     """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, kept: Kept, service: Service, fields: ResponseFields) -> None:
-        """Raises RequestError for what cannot be answered."""
+        """Raises RequestError for a request that cannot be answered."""
         self._service, self._fields, self._kept = service, fields, kept
         self.streams = fields.stream
         before = [] if fields.previous_response_id is None else self._before()
@@ -123,37 +123,37 @@ class ModelResponse:
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
         async with self._completion.answers() as answers:
-            (told,) = await answers.whole()
-        assert told.end is not None
-        for part in told.parts:
+            (news,) = await answers.whole()
+        assert news.end is not None
+        for part in news.parts:
             list(self._output.add(part))
-        list(self._output.end(_status(told.end)))
-        return self._ended(told.end)
+        list(self._output.end(_status(news.end)))
+        return self._ended(news.end)
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields the events of a response that streams."""
         async with self._completion.answers() as answers:
             for name in ("created", "in_progress"):
                 yield self._event(name, {"response": self._body("in_progress")})
-            async for told in answers.parts():
-                if not isinstance(told, Told):
-                    yield comment(told)
+            async for news in answers.parts():
+                if not isinstance(news, News):
+                    yield comment(news)
                     continue
-                for part in told.parts:
+                for part in news.parts:
                     for each in self._output.add(part):
                         yield self._event(*each)
-                if told.rows is not None:
-                    yield rows_event(told)
-                if told.end is not None:
-                    status = _status(told.end)
+                if news.rows is not None:
+                    yield rows_event(news)
+                if news.end is not None:
+                    status = _status(news.end)
                     for each in self._output.end(status):
                         yield self._event(*each)
-                    yield self._event(status, {"response": self._ended(told.end)})
+                    yield self._event(status, {"response": self._ended(news.end)})
 
     def failure(self, error: Mapping[str, Any]) -> str:
         """Returns the last event of a stream that fails."""
-        told = {"code": "server_error", "message": error["error"]["message"]}
-        return self._event("failed", {"response": self._body("failed", error=told)})
+        fault = {"code": "server_error", "message": error["error"]["message"]}
+        return self._event("failed", {"response": self._body("failed", error=fault)})
 
     def _event(self, name: str, values: Mapping[str, Any]) -> str:
         kind, number = f"response.{name}", self._n_events
@@ -161,7 +161,7 @@ class ModelResponse:
         return event({"type": kind, "sequence_number": number, **values}, kind)
 
     def _ended(self, end: Finished) -> dict[str, Any]:
-        """Returns the whole response, and keeps it if that is asked."""
+        """Returns the whole response, and keeps it if the request says so."""
         status, more = _status(end), {}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -179,7 +179,7 @@ class ModelResponse:
         return body
 
     def _body(self, status: str, **more: Any) -> dict[str, Any]:
-        told = self._fields.model_dump(include=TOLD, by_alias=True)
+        echo = self._fields.model_dump(include=ECHO, by_alias=True)
         return {
             "id": self._id,
             "object": "response",
@@ -190,8 +190,8 @@ class ModelResponse:
             "model": self._service.name,
             "output": self._output.items,
             "usage": None,
-            "temperature": told.pop("temp"),
-            **told,
+            "temperature": echo.pop("temp"),
+            **echo,
             "metadata": self._fields.metadata or {},
             **more,
         }

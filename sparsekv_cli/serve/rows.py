@@ -1,4 +1,4 @@
-"""Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
+"""Rows of one request that another one reuses: in memory, and on disk (prefix/).
 
 A prompt's rows do not depend on the method. A sequence that has all rows of a prompt's beginning
 gives them to any other, whose prefill computes the rest. Both read them in the same memory
@@ -6,7 +6,7 @@ gives them to any other, whose prefill computes the rest. Both read them in the 
 given. The text is that of a whole prefill, to the bit, if the rest has more than FEW_ROWS tokens
 (models/decoder.py). A shorter rest rounds as decode does.
 
-Memory for rows is set aside ahead of a prefill, and given back with the answer.
+Memory for rows is reserved before a prefill, and released with the answer.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 
 N_METHODS = 64  # methods with their options that are remembered
-FALLBACK = 4 << 30  # bytes for rows where the system does not tell
+FALLBACK = 4 << 30  # bytes for rows if the system does not report its memory
 LEAST_SEEN = 512  # tokens; shorter prompts say little about the growth of an index
 GROWTH = 9 / 8  # of a cache's memory over its rows, at most (KVStore.reserve)
 
 
 class Parked(NamedTuple):
-    """A sequence whose answer is out, and the bytes that it takes."""
+    """A sequence whose answer is finished, and its bytes."""
 
     n_bytes: int
     sequence: Sequence
 
 
 def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
-    """Returns how many first rows of ``ids`` a sequence can give to the prompt ``ids``.
+    """Returns how many first rows of the prompt ``ids`` a sequence can give to it.
 
     0 if a method has changed the rows, or needs the queries of all tokens.
     """
@@ -56,7 +56,7 @@ def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
 
 
 def keeps_rows(sequence: Sequence) -> bool:
-    """Returns whether all layers have the rows of all of the sequence's tokens."""
+    """Returns whether all layers have the rows of all tokens of the sequence."""
     return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in sequence.caches)
 
 
@@ -90,7 +90,7 @@ class SharedRows:
         method = self._method
         assert method is not None
         if self._disk is not None:
-            self._disk.finish()  # the rest of a failed answer, before it is forgotten
+            self._disk.finish()  # the rows of a failed answer, before they are dropped
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
         best = self._found.n
@@ -122,7 +122,7 @@ class SharedRows:
             self._disk.abandon()
 
     def finish(self) -> None:
-        """Writes the prompt's rows to disk while other things go on; ``wait`` waits for that."""
+        """Starts to write the prompt's rows to disk in a thread; ``wait`` waits for its end."""
         if self._disk is not None:
             self._writing = self._writer.submit(self._disk.finish)
 
@@ -141,7 +141,7 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool)
     """Returns how many rows of ``parked`` stay if ``ids`` continue it; 0: they do not continue it.
 
     They do if ``ids`` end where its prompt ends: no row is left to compute. If sequences cannot
-    share rows, they also do if ``ids`` begin with nearly all of its prompt.
+    share rows, they also do if ``ids`` start with nearly all of its prompt.
     """
     at = parked.checkpoint
     if at is None:
@@ -153,7 +153,7 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool)
 
 
 def replaces(new: Sequence, old: Sequence) -> bool:
-    """Returns whether ``new`` can replace ``old``: its prompt begins with that of ``old``."""
+    """Returns whether ``new`` can replace ``old``: its prompt starts with that of ``old``."""
     at, before = new.checkpoint, old.checkpoint
     if at is None or before is None or not attend_alike(new.attention, old.attention):
         return False
@@ -166,7 +166,7 @@ def attend_alike(one: Attention, other: Attention) -> bool:
 
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
-    """Returns the bytes that sequences take. Bytes that they share count once."""
+    """Returns the bytes of the sequences. Shared bytes count once."""
     return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
 
 
@@ -187,8 +187,8 @@ def give_up(
 ) -> None:
     """Removes parked sequences, from the oldest on, until the others fit in ``room`` bytes.
 
-    A prompt of ``ids`` comes next, for which there is memory without its ``shared`` bytes. A
-    sequence that gives more rows to it goes last, and these count once.
+    A prompt of ``ids`` comes next. Its memory without the ``shared`` bytes is already reserved. A
+    sequence that gives more rows to it is removed last, and these rows count once.
     """
     if held_together(all_parked) <= room:
         return
@@ -202,7 +202,7 @@ def give_up(
 
 
 def default_limit() -> int:
-    """Returns half of the memory that this process can still take in its container."""
+    """Returns half of the memory that is available to this process in its container."""
     available = available_memory()
     return FALLBACK if available is None else available // 2
 
@@ -220,7 +220,7 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 def best_parked(
     all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], can_share: bool
 ) -> tuple[Parked | None, int]:
-    """Returns the parked sequence that most of ``ids`` can be taken over from, and how many."""
+    """Returns the parked sequence that keeps most rows for ``ids``, and how many."""
     best, n_best = None, 0
     for parked in all_parked:
         if attend_alike(parked.sequence.attention, attention):
@@ -230,7 +230,7 @@ def best_parked(
 
 
 class IndexSizes:
-    """The memory of methods' indexes, as prompts have shown it."""
+    """The memory of methods' indexes, measured on earlier prompts."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}  # by method: tokens, bytes

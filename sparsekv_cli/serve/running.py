@@ -15,7 +15,7 @@ from sparsekv_cli.model import Model
 from sparsekv_cli.sequence import Sequence, Speculation, ledger_since
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
-N_KEPT = 10_000  # times that wait for the next look of the metrics
+N_KEPT = 10_000  # times that are kept until the metrics are read
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Stats:
     kv_limit: int = 0
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
-    cached_tokens: int = 0  # tokens of prompts that had rows already
+    cached_tokens: int = 0  # tokens of prompts whose rows existed already
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0
@@ -57,7 +57,7 @@ class Stats:
 
 
 class Running:
-    """Jobs whose prompts are prefilled. park: called with the sequence of a job that leaves."""
+    """Jobs whose prompts are prefilled. park: called with the sequence of a removed job."""
 
     def __init__(self, model: Model, stats: Stats, park: Callable[[Sequence], None]) -> None:
         self.jobs: list[Job] = []
@@ -90,7 +90,7 @@ class Running:
         self.jobs.append(job)
 
     def step(self) -> None:
-        """Decodes the next token of every answer. Finished answers leave."""
+        """Decodes the next token of every answer. Removes finished answers."""
         started = time.monotonic()
         for job in list(self.jobs):
             self._choose(job)
@@ -114,7 +114,7 @@ class Running:
         self._park(sequence)
 
     def _tells_rows(self, job: Job) -> bool:
-        """Returns whether the client is told which rows a step has attended to."""
+        """Returns whether the client gets the rows that a step has attended to."""
         return job.request.n_bins > 0 and self._model.engine.records_attended
 
     def _choose(self, job: Job) -> None:
@@ -122,16 +122,16 @@ class Running:
         generation = job.generation
         assert generation is not None
         try:
-            tokens, told = generation.answer.tokens, generation.sequence.timings.speculation
-            n, n_accepted = len(tokens), told.accepted
+            tokens, counts = generation.answer.tokens, generation.sequence.timings.speculation
+            n, n_accepted = len(tokens), counts.accepted
             is_done = generation.choose()
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
             rows = self._rows(job, generation.sequence)
             if rows or not is_done:
-                n_new = len(tokens) - n, told.accepted - n_accepted
-                job.emit(NewToken(*job.told(), rows, *n_new))
+                n_new = len(tokens) - n, counts.accepted - n_accepted
+                job.emit(NewToken(*job.take_new(), rows, *n_new))
             if is_done:
                 self._finish(job, generation)
         except Exception as error:
@@ -165,8 +165,8 @@ class Running:
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()
-        n_told = job.n_told
-        text, thinking, _ = job.told()
+        n_sent = job.n_sent
+        text, thinking, _ = job.take_new()
         # Another answer may have used the caches before.
         now, ledger = time.monotonic(), ledger_since(generation.sequence.ledger(), job.counted)
         timings = {
@@ -179,7 +179,7 @@ class Running:
         self.leave(job)
         job.emit(
             Finished(
-                text, thinking, answer.logprobs[n_told:], answer.stop_reason, answer.stopped_by,
+                text, thinking, answer.logprobs[n_sent:], answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

@@ -1,8 +1,7 @@
 """The thread that owns the model. A sequence can join or leave before every decode step.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
-layers a much shorter prompt may be prefilled first. Texts are therefore those of sequences that run
-alone.
+layers a much shorter prompt may be prefilled first. Each sequence has the same text as alone.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ from sparsekv_cli.serve.rows import (
 )
 from sparsekv_cli.serve.running import Running, Stats
 
-# A prefill computes at least as long as the step that interrupted it took, and at least so long.
+# A prefill computes at least as long as the last decode step, and at least so many seconds.
 LEAST_PREFILL_S = 0.02
-SHORTER = 4  # times shorter than the prompt of a prefill is one that goes first
-TELL_S = 0.25  # between two words about a prefill
-WATCH_S = 1.0  # between two looks at the memory that is in use
+SHORTER = 4  # a prompt that is so many times shorter is prefilled first
+TELL_S = 0.25  # seconds between two progress events of a prefill
+WATCH_S = 1.0  # seconds between two measurements of the used memory
 
 
 class Scheduler:
-    """Answers jobs with a model, which nobody else uses while the scheduler runs.
+    """Answers jobs with a model, which only the scheduler uses while it runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: as SharedRows takes it. stats: that it goes on with.
+    for the rows of all sequences. disk_of: see SharedRows. stats: counts that it continues.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Scheduler:
         self._kv_bytes = self.stats.kv_limit = kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
-        self._parked: list[Parked] = []  # the one used last is the last
+        self._parked: list[Parked] = []  # by last use, the newest last
         self._changed = threading.Condition()
-        self._starting: list[Job] = []  # at most one, which waits for its method
-        self._prefilling: list[Prefilling] = []  # the last one goes on, then the one before it
+        self._starting: list[Job] = []  # at most one job, whose method is being prepared
+        self._prefilling: list[Prefilling] = []  # a stack: the last one continues first
         self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
@@ -121,32 +120,32 @@ class Scheduler:
                 raise StoppingError("the server is about to end")
             if len(self._queue) + len(jobs) > self._n_queue + self._n_free:
                 raise QueueFullError(
-                    f"{len(self._queue)} wait already, at most {self._n_queue} may: try later"
+                    f"{len(self._queue)} requests wait, the queue's limit: try again later"
                 )
             self._queue.extend(jobs)
             self._changed.notify()
 
     def abort(self, job: Job) -> None:
-        """Ends a job that nobody waits for any more; its place is free within a step."""
+        """Ends a job whose client has gone. Its place is free after the next step."""
         job.abort()
         with self._changed:
             self._changed.notify()
 
     def end_all(self) -> None:
-        """Tells every job that the server ends, and ends it."""
+        """Ends every job, with the message that the server ends."""
         for job in self._all_jobs():
             job.emit(Failed(StoppingError("the server ends: try again later")))
             self.abort(job)
 
     def stop(self) -> None:
-        """Answers what has been queued, then ends the thread and waits for that."""
+        """Answers the queued jobs, then ends the thread and waits for its end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
         self._thread.join()
 
     def bytes_of(self, request: Request) -> tuple[int, int]:
-        """Returns the most bytes of a job's rows, and the same with an estimate of the index."""
+        """Returns the most bytes of a job's rows, and of its rows with an estimate of the index."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
@@ -194,7 +193,7 @@ class Scheduler:
             self._end()
 
     def _end(self) -> None:
-        """Tells every job that is left that there is no answer, and frees all."""
+        """Fails every job that is left, and frees all memory."""
         error = self.failure or StoppingError("the server is about to end")
         with self._changed:
             self._is_stopping = True
@@ -208,7 +207,7 @@ class Scheduler:
             rows.close()
 
     def _waits_for_work(self) -> bool:
-        """Returns when there is some; False: never again."""
+        """Waits for a job. Returns False when the scheduler stops."""
         with self._changed:
             while not self._queue and not self._running.jobs and not self._prefilling:
                 if self._is_stopping:
@@ -224,9 +223,9 @@ class Scheduler:
     # --- who goes next ----------------------------------------------------------------------------
 
     def _next(self, most: int | None) -> Job | None:
-        """Takes the first job for which there is a place and memory from the queue.
+        """Removes from the queue the first job that has a place and memory. Returns it.
 
-        most: the longest prompt that may go ahead of others; None: only the first one may go.
+        most: the longest prompt that may pass others; None: only the first job may start.
         """
         with self._changed:
             if not self._n_free:
@@ -239,9 +238,9 @@ class Scheduler:
         return None
 
     def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
-        """Returns whether so much memory is free. It removes parked sequences, the oldest first.
+        """Returns whether n_bytes can be free. Removes parked sequences, the oldest first.
 
-        request: needs less if it shares the rows of another sequence.
+        request: needs less memory if it shares the rows of another sequence.
         """
         taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling]
         for job in self._running.jobs:
@@ -256,7 +255,7 @@ class Scheduler:
         return True
 
     def _drop_aborted(self) -> None:
-        """Removes aborted jobs, and jobs that take too long."""
+        """Removes aborted jobs, and jobs beyond their time limit."""
         with self._changed:
             for job in [job for job in self._queue if job.is_aborted or job.is_late]:
                 self._queue.remove(job)
@@ -273,7 +272,7 @@ class Scheduler:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _new_attention(self, method: Method, sparse_from: int) -> Attention:
-        """Returns how a sequence attends. All clients are told if kernels are compiled for it."""
+        """Returns how a sequence attends. All clients get an event if kernels are compiled."""
 
         def tell(*_: object) -> None:
             for job in self._all_jobs():
@@ -282,7 +281,7 @@ class Scheduler:
         return self.model.attention_of(method, sparse_from, tell)
 
     def _begin(self, job: Job, rows: SharedRows | None) -> None:
-        """Begins the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
+        """Starts the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
         ids, engine = job.request.ids, self.model.engine
         started, self._starting = time.monotonic(), [job]
         try:
@@ -317,7 +316,7 @@ class Scheduler:
         return best.sequence
 
     def _go_on(self) -> None:
-        """Goes on with a prefill until the others have their turn, or until it ends."""
+        """Continues a prefill until the others have their turn, or until it ends."""
         while self._prefilling:
             now = self._prefilling[-1]
             job = now.job
@@ -368,13 +367,13 @@ class Scheduler:
         moment = time.monotonic()
         if moment - self._step_ended < max(LEAST_PREFILL_S, self._step_s):
             return False
-        if moment - now.told > TELL_S:
-            now.told = moment
+        if moment - now.reported > TELL_S:
+            now.reported = moment
             job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
         return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:
-        """Begins a much shorter prompt, if one waits, after a layer of a prefill of n tokens."""
+        """Starts a much shorter prompt, if one waits, after a layer of a prefill of n tokens."""
         if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
         if (other := self._next(n // SHORTER)) is not None:
@@ -383,7 +382,7 @@ class Scheduler:
     # --- decode -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Decodes the next token of every running answer. Finished answers leave."""
+        """Decodes the next token of every running answer. Removes finished answers."""
         started = time.monotonic()
         self._running.step()
         self._step_ended = time.monotonic()
@@ -393,7 +392,7 @@ class Scheduler:
             self.stats.kv_bytes = sum(map(bytes_of_sequence, self._donors()))
 
     def _park(self, sequence: Sequence) -> None:
-        """Keeps a sequence for later prompts, in place of those that it replaces."""
+        """Keeps a sequence for later prompts, instead of those that it replaces."""
         if sequence.checkpoint is not None:
             parked = [each for each in self._parked if not replaces(sequence, each.sequence)]
             self._parked = [*parked, Parked(whole_bytes(sequence), sequence)]

@@ -23,8 +23,8 @@ Event = tuple[str, dict[str, Any]]  # its type, without ``response.``, and its f
 def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
     """Returns the messages of a conversation, as /v1/chat/completions has them.
 
-    n_before: how many of the items are those of previous responses. Raises FieldError, which names
-    what is not as expected.
+    n_before: the number of items of previous responses. Raises FieldError, which names the wrong
+    field.
     """
     messages: Messages = []
     called: set[str] = set()
@@ -78,7 +78,7 @@ def _add_message(messages: Messages, where: str, item: Mapping[str, Any]) -> Non
 
 
 def _own(messages: Messages, key: str) -> dict[str, Any]:
-    """Returns the assistant's message that gets ``key``: what was thought, the text, the calls."""
+    """Returns the assistant's message that gets ``key``: the thinking, the text, the calls."""
     last = messages[-1] if messages else {}
     is_begun = last.get("content") or "tool_calls" in last
     if last.get("role") != "assistant" or (is_begun and key != "tool_calls"):
@@ -95,21 +95,21 @@ def _text(where: str, item: Mapping[str, Any], key: str) -> str:
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
     """Returns the thinking: as text, from base64, or its summary."""
-    told = content_text(where, item.get("content"), ("reasoning_text",))
+    thought = content_text(where, item.get("content"), ("reasoning_text",))
     hidden = item.get(ENCRYPTED)
-    if told or not hidden:
-        return told or content_text(where, item.get("summary"), ("summary_text",), "summary")
+    if thought or not hidden:
+        return thought or content_text(where, item.get("summary"), ("summary_text",), "summary")
     try:
         return base64.b64decode(hidden, validate=True).decode()
     except (binascii.Error, TypeError, ValueError):
-        raise FieldError(f"{where}.{ENCRYPTED}", ": is not from this server") from None
+        raise FieldError(f"{where}.{ENCRYPTED}", ": expected this server's own") from None
 
 
 class OutputItems:
     """The items of an answer as they grow, one open at a time, and the events of a stream.
 
-    items: the items that have begun; the last one may be open. encrypts: whether thoughts are also
-    sent as base64.
+    items: the items so far; the last one may be open. encrypts: whether thoughts are also sent as
+    base64.
     """
 
     def __init__(self, *, encrypts: bool) -> None:

@@ -1,4 +1,4 @@
-"""Calls between marks, among the text of an answer, and calls whose marks were left out."""
+"""Calls between markers in the text of an answer, and calls without their markers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Functions = Mapping[str, Any]  # the schemas of their arguments, by name
 
 
 class MarkedReader:
-    """Calls between two marks, among texts or alone. A mark within an argument is a part of it.
+    """Calls between two markers, among texts or alone. A marker within an argument belongs to it.
 
-    parse: reads what is between the marks. begins: how that begins. ends: control tokens that are
-    no text.
+    parse: reads the text between the markers. begins: the start of that text. ends: control tokens
+    that are not text.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MarkedReader:
         self._held, self._is_call = "", False
         self._has_called, self._blank = False, ""  # white space after a call
         self._seen = 0  # up to where the held text has no mark that ends the call
-        self._n_passed = 0  # marks of this answer that were none
+        self._n_passed = 0  # texts of this answer that look like markers but are none
 
     def push(self, text: str) -> Iterator[Part]:
         self._held = without(self._held + text, self._ends)
@@ -72,7 +72,7 @@ class MarkedReader:
             yield from self._said(held)
 
     def _end_of_call(self) -> int | None:
-        """Returns the place of the mark that ends the call; None: more text must come first."""
+        """Returns the place of the marker that ends the call; None: more text must come first."""
         first = self._held.find(self._end)
         while (at := self._held.find(self._end, self._seen)) >= 0:
             body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
@@ -97,7 +97,7 @@ class MarkedReader:
             yield Text(text)
 
     def _called(self, at: int) -> Iterator[Part]:
-        """Yields the call, or the text, that ends with the mark there."""
+        """Yields the call, or the text, that ends with the marker at that place."""
         body, self._held = self._held[:at], self._held[at + len(self._end) :]
         self._is_call = False
         calls = self._parse(body).calls
@@ -106,10 +106,10 @@ class MarkedReader:
 
 
 class BareReader:
-    """Reads as another reader does, and knows an answer that is a call without marks.
+    """Reads as another reader does, and detects an answer that is a call without markers.
 
-    It is a JSON object with the name of a function first, maybe in a block of code. Small models
-    leave the marks out.
+    Such an answer is a JSON object that starts with a function's name, maybe in a block of code.
+    Small models leave the markers out.
     """
 
     FENCE, HEAD = "```json", 400  # HEAD: characters that tell whether it is such an answer

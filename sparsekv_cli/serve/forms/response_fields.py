@@ -1,4 +1,4 @@
-"""The fields of ``/v1/responses``, and what they are on ``/v1/chat/completions``."""
+"""The fields of ``/v1/responses``, and the fields of ``/v1/chat/completions`` for them."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ class TextFormat(Fields):
 
 
 class TextFields(Fields):
-    """The form of the answer. verbosity: the one that there is."""
+    """The form of the answer. verbosity: its only value."""
 
     format: TextFormat = TextFormat()
     verbosity: Literal["medium"] = "medium"
 
 
 class ReasoningFields(Fields):
-    """effort: as reasoning_effort. summary: there is none, because thoughts are told in full."""
+    """effort: as reasoning_effort. summary: no effect, because all thinking is sent."""
 
     effort: Text | None = None
     summary: Literal["auto"] | None = None
 
 
 class ResponseFields(ServedFields, Labels):
-    """``/v1/responses``. store: the response is kept, so that others can go on with it.
+    """``/v1/responses``. store: the response is kept, so that others can continue it.
 
-    include: reasoning.encrypted_content is what was thought in base64. truncation, background: the
-    values that change nothing.
+    include: reasoning.encrypted_content is the thinking in base64. truncation, background: only
+    the values that change nothing.
     """
 
     input: Input

@@ -1,7 +1,7 @@
 """The fields of requests, as pydantic models.
 
-Every field has an effect or is refused by name. The only ones without are labels: what a hosted
-service reads, and what cannot change an answer here.
+Every field has an effect or is refused by name. Only labels have none: fields that a hosted
+service reads, and fields that cannot change an answer here.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class OpenAIFields(ServedFields, Labels):
 
 
 class AnswerSchema(Fields):
-    """The schema of ``response_format``; its name and description are labels."""
+    """The schema of ``response_format``. Its name and description are labels."""
 
     name: str | None = None
     description: str | None = None
@@ -164,7 +164,7 @@ class ResponseFormat(Fields):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The schema that the answer has to fit; None: any text."""
+        """The schema that the answer must fit; None: any text."""
         if self.type == "text":
             return None
         if self.json_schema is not None:
@@ -192,7 +192,7 @@ class ToolFields(Fields):
 
 
 class NamedFunction(Fields):
-    """The function that an answer has to call."""
+    """The function that an answer must call."""
 
     name: Text
 
@@ -240,7 +240,7 @@ class ChatFields(OpenAIFields):
 class CompletionFields(OpenAIFields):
     """``/v1/completions``. prompt: a text, token ids, or a list of either.
 
-    echo, suffix and best_of are taken where they change nothing.
+    echo, suffix and best_of are accepted if they change nothing.
     """
 
     prompt: Prompt
@@ -258,7 +258,7 @@ class CompletionFields(OpenAIFields):
 
 
 class ThinkingFields(Fields):
-    """Whether the model thinks first. budget_tokens: how much it may."""
+    """Whether the model thinks first. budget_tokens: its most tokens."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_WHOLE)] | None = None
@@ -305,7 +305,7 @@ class MessageFormat(Fields):
 
 
 class ContextEdit(Fields):
-    """An edit of the conversation. The one that changes nothing is taken."""
+    """An edit of the conversation. Only the one that changes nothing is accepted."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -341,7 +341,7 @@ class MessageFields(CountFields, ServedFields):
 
 
 class TokenizeFields(Fields):
-    """``/tokenize``, as llama-server has it. add_special: what begins and ends a text is added."""
+    """``/tokenize``, as llama-server has it. add_special: BOS and EOS are added."""
 
     model: str = ""
     content: str

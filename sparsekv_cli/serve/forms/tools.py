@@ -1,6 +1,6 @@
 """Tool calls in what models write: the formats of Qwen, Llama 3, Mistral, gpt-oss, Gemma 4, LFM2.
 
-A chat template writes the tools into the prompt. Its words tell the format of the model's calls.
+A chat template writes the tools into the prompt. Its words show the format of the model's calls.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader, without
 
-ANY_OBJECT = {"type": "object"}  # arguments of a function that says nothing of them
+ANY_OBJECT = {"type": "object"}  # arguments of a function without a schema
 ANY_FUNCTIONS: Functions = {}
 PLAIN_FORM = ("", "arguments", "{", "}")
 
 
 class PlainReader:
-    """Reads answers in which calls are not looked for: all is text."""
+    """Reads answers without looking for calls: all is text."""
 
     def push(self, text: str) -> Iterator[Part]:
-        """Yields the parts that are certain with this text."""
+        """Adds text. Yields the parts that are now certain."""
         yield from [Text(text)] if text else []
 
     def flush(self) -> Iterator[Part]:
-        """Yields the text that was held back, when nothing follows any more."""
+        """Yields the text that was held back, at the end of the answer."""
         yield from ()
 
 
@@ -88,8 +88,8 @@ class Llama3Reader:
             self._is_text = True
         if self._is_text:
             n = len(self._held) - max(overlap(self._held, end) for end in self.ENDS)
-            told, self._held = self._held[:n], self._held[n:]
-            yield from [Text(told)] if told else []
+            ready, self._held = self._held[:n], self._held[n:]
+            yield from [Text(ready)] if ready else []
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
@@ -153,7 +153,7 @@ class MistralReader:
 
 
 class ForcedReader:
-    """An answer that is a call, or, of the function ``name``, its arguments."""
+    """An answer that is a call, or only the arguments of the function ``name``."""
 
     def __init__(self, name: str) -> None:
         self._name, self._held = name, ""
@@ -248,7 +248,7 @@ def reader_of(
     is_begun: bool = False,
     is_single: bool = False,
 ) -> Reader:
-    """Returns a reader of answers in a format; None: no calls are looked for.
+    """Returns a reader of answers in a format; None reads no calls.
 
     functions: the schemas of the arguments of the functions, by name. is_begun: the prompt holds
     the beginning of the answer. is_single: all calls but the first are left out.
@@ -271,7 +271,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """A call that the answer has to be."""
+    """A call that must be the answer."""
 
     prompt: str  # the text, in the words of the format, that is added to the prompt
     lark: str  # the grammar of the rest

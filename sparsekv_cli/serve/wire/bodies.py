@@ -17,15 +17,15 @@ from sparsekv_cli.generation.fields import read_object
 
 BODY_S = 60.0  # that a body may take
 TOGETHER = 4  # times the limit of one body: bytes of all bodies that are read or parsed
-SMALL = 64  # the part of the limit up to which a body is always taken, and parsed at once
-# After a larger one has been parsed, which stops the model, no other one is for so many times as
-# long.
+SMALL = 64  # the part of the limit up to which a body is always read, and parsed at once
+# Parsing a larger body stops the model. Until so many times its duration has passed, no other large
+# body is parsed.
 RESTS = 9
-DISCARD_S = 1.0  # for which more of a body is taken whose request is refused
+DISCARD_S = 1.0  # seconds in which more of a refused request's body is read
 
 
 class BodyError(SparseKVError):
-    """A body that is not read. status: HTTP's."""
+    """A body that is not read. status: the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -97,9 +97,9 @@ class Bodies:
 
 
 def parse(data: bytearray) -> Mapping[str, Any]:
-    """Returns the JSON object that a body is. Raises FieldError if it is none.
+    """Returns a body's JSON object. Raises FieldError if it is not one.
 
-    Python's garbage collector, which a million new lists would start again and again, waits.
+    Python's garbage collector is off meanwhile: a million new lists would start it often.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -111,9 +111,9 @@ def parse(data: bytearray) -> Mapping[str, Any]:
 
 
 class WholeBodies:
-    """Ends the connection of a request that is answered before its body was read.
+    """Ends the connection of a request that is answered before its body is read.
 
-    Some of the body is taken first: a client that still sends would not see the answer.
+    Some of the body is read first: a client that still sends would not see the answer.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,6 +1,6 @@
-"""Connections: how many there may be, and how long one may take to say what it wants.
+"""Connections: how many there may be, and how long one may take to send its request.
 
-If there are too many, the one that has waited longest without a whole request goes. Half-sent
+If there are too many, the one that has been longest without a whole request is closed. Half-sent
 requests then lock nobody out.
 """
 
@@ -25,7 +25,7 @@ BUSY = json.dumps({"error": {"message": "too many connections", "type": "rate_li
 
 
 def most_connections(n_requests: int) -> int:
-    """Connections that there may be, with n_requests that run or wait.
+    """Returns the most connections, with n_requests that run or wait.
 
     Raises the limit of open files if it is lower. Raises SparseKVError if not even one fits.
     """
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _time_head(self) -> None:
-        """The head has HEAD_S from its first byte on, or from that of the connection."""
+        """Ends a connection whose head takes longer than HEAD_S from its first byte on."""
         if self._waits_for_head and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_s, self._head_is_late)
         elif not self._waits_for_head and self._head_timer is not None:
@@ -128,5 +128,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int, head_s: float = HEAD_S) -> type[Connection]:
-    """Returns the class of a server's connections, of which there are at most so many."""
+    """Returns the class of a server's connections. most: how many there may be."""
     return type("LimitedConnection", (Connection,), {"most": most, "head_s": head_s})

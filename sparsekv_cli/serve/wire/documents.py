@@ -1,4 +1,4 @@
-"""The texts of documents. A process of its own reads each, and ends with its client.
+"""The texts of documents. A separate process reads each one, and ends with its client.
 
 ``python -m sparsekv_cli.serve.wire.documents MOST`` is that process. Its stdin is a name, a line
 break and the document. It prints {"text": text} or {"error": text}.
@@ -31,17 +31,17 @@ class Documents:
         self._has_ended = False
 
     def end(self) -> None:
-        """The server ends: nothing is read any more."""
+        """Ends the reading, because the server ends."""
         self._has_ended = True
         if self._process is not None:
             self._process.kill()
 
     async def read(self, data: bytes, name: str) -> str:
-        """See ``document_text``. Raises SparseKVError also for what takes too long."""
+        """See ``document_text``. Raises SparseKVError also for a document that takes too long."""
         if not kind_of(data):
-            raise SparseKVError(f"{name} is no PDF or Word file: send one, and a text in a message")
+            raise SparseKVError(f"{name} is no PDF or Word file: send its text in a message")
         if self._n_waiting >= N_WAITING:
-            raise BusyError("documents of other requests are read: try again later")
+            raise BusyError("the server is reading other documents: try again later")
         self._n_waiting += 1
         try:
             async with self._turn:

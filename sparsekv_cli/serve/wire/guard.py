@@ -1,4 +1,4 @@
-"""Who may ask: pages and programs of this machine, those with the key, pages of named origins."""
+"""Who may send requests: pages and programs here, clients with the key, named origins."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Access:
 
 
 class Guard:
-    """Lets those in who name this machine, if that is asked, and have the key, if there is one.
+    """Accepts requests that name this machine, if required, and have the key, if there is one.
 
-    refuse: returns the response to a request of a path that is not let in.
+    refuse: returns the response to a refused request of a path.
     """
 
-    OPEN = ("/", "/health")  # which tell nothing
+    OPEN = ("/", "/health")  # which reveal nothing
 
     def __init__(
         self, app: ASGIApp, access: Access, refuse: Callable[[str, Exception], Response]

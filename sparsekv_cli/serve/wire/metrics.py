@@ -18,7 +18,7 @@ PATHS |= {"/v1/models", "/health"}
 
 
 class Metrics:
-    """Collects when it is asked, so that a decode step counts plain numbers only."""
+    """Collects the metrics on request, so that a decode step only adds plain numbers."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -34,7 +34,7 @@ class Metrics:
         self._registry.register(self)
 
     def add_request(self, path: str, status: int) -> None:
-        """A request has ended."""
+        """Counts a request that has ended."""
         self._requests[path if path in PATHS else "other", str(status)] += 1
 
     def text(self) -> bytes:
@@ -46,7 +46,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client: everything but the histogram."""
+        """Yields everything but the histogram, for prometheus_client."""
         requests = CounterMetricFamily(
             PREFIX + "requests", "Requests that have ended.", labels=("path", "status")
         )
@@ -73,9 +73,9 @@ def _of_scheduler(name: str) -> ValueOf:
 
 COUNTERS: tuple[tuple[str, str, ValueOf], ...] = (
     ("prompt_tokens", "Tokens of prompts that were computed.", lambda m: m.stats.prompt_tokens),
-    ("cached_tokens", "Tokens of prompts whose rows were there.", lambda m: m.stats.cached_tokens),
+    ("cached_tokens", "Tokens of prompts that had rows.", lambda m: m.stats.cached_tokens),
     ("generated_tokens", "Tokens of answers.", lambda m: m.stats.generated_tokens),
-    ("rows", "KV rows, in each step those of the context.", lambda m: m.stats.rows_total),
+    ("rows", "KV rows of the context, added in each step.", lambda m: m.stats.rows_total),
     ("rows_attended", "KV rows that steps attended to.", lambda m: m.stats.rows_attended),
     ("answers", "Answers that are whole.", lambda m: m.stats.n_answers),
     ("failures", "Answers that failed.", lambda m: m.stats.n_failed),
@@ -90,8 +90,8 @@ COUNTERS: tuple[tuple[str, str, ValueOf], ...] = (
 GAUGES: tuple[tuple[str, str, ValueOf], ...] = (
     ("queue", "Requests that wait.", _of_scheduler("n_waiting")),
     ("running", "Sequences that are prefilled or decoded.", _of_scheduler("n_running")),
-    ("parked", "Sequences that wait for a prompt that goes on.", _of_scheduler("n_parked")),
+    ("parked", "Sequences that are kept for later prompts.", _of_scheduler("n_parked")),
     ("kv_bytes", "Memory of all sequences' rows and indexes.", lambda m: m.stats.kv_bytes),
-    ("kv_limit_bytes", "Memory that there is for them.", lambda m: m.stats.kv_limit),
+    ("kv_limit_bytes", "Limit of that memory.", lambda m: m.stats.kv_limit),
     ("model_loaded", "Whether a model is in memory.", lambda m: m.loaded is not None),
 )

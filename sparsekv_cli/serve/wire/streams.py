@@ -1,4 +1,4 @@
-"""Streams of events, and clients that go before their answer is whole."""
+"""Streams of events, and clients that disconnect before their answer is whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 
 async def unless_gone(request: Request, answer: Any) -> Any:
-    """Awaits an answer; ClientDisconnect, and the answer is cancelled, when its client goes."""
+    """Awaits an answer. If its client disconnects, cancels it and raises ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_gone(request.receive))
     await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -33,7 +33,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. They end when the client leaves, and their source is closed."""
+    """Server-sent events. They end and close their source when the client disconnects."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EventStream(Response):
         events: AsyncIterator[str],
         failure: Callable[[Exception], str],
     ) -> None:
-        """failure: returns the last event of one that fails."""
+        """failure: returns the last event of a stream that fails."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._first, self._events, self._failure = first, events, failure
