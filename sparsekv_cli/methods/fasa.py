@@ -1,7 +1,7 @@
 """FASA: "Frequency-Aware Sparse Attention" (Wang et al., AMAP Alibaba and others).
 
-RoPE turns the dims of a head in pairs, the frequency chunks. A few of them, found once by
-calibration, rank the keys nearly as the whole head does. Each step scores all keys by the dominant
+RoPE turns the dims of a head in pairs, the frequency chunks. Calibration finds once a few of them
+that rank the keys nearly as the whole head does. Each step scores all keys by the dominant
 chunks of their kv head. Each query head attends exactly to its best N_fac keys.
 
 | paper | here |
@@ -66,7 +66,7 @@ class FASA(Method):
         "paper": {"metric": "ca", "force": "none", "allocation": "uniform", "dense_layers": ()},
     }
 
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    preset: str = option("tuned", "defaults of the other options", choices=tuple(presets))
     budget: Budget = option(N_FAC, "rows attended a head, N_fac: N or P%")
     n_tip: int = option(
         0, "dominant chunks of a kv head, on average; 0 = d/8 (var), d/4 (ca)", at_least=0
@@ -80,7 +80,7 @@ class FASA(Method):
     force: str = option(
         "default", "rows always attended: 4 first and 16 last, or none", choices=("default", "none")
     )
-    variant: str = option("c", "m: a device leaves V and most of K to its host", choices=("c", "m"))
+    variant: str = option("c", "m: a device keeps V and most of K on its host", choices=("c", "m"))
 
     def is_dense_at(self, n: int) -> bool:
         """Returns whether the budget covers a context of n rows."""
@@ -111,7 +111,7 @@ class FASA(Method):
         return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Returns the worth of chunks and a layer's loss with few of them, for any options."""
+        """Returns the values of chunks and a layer's loss with few of them, for any options."""
         return study_chunks(run, FASA().is_dense)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:

@@ -1,8 +1,8 @@
 """FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
 
-Attention reads sinks, a window and a few pages between them. The query of the step before chooses
-the pages, so that they are chosen and fetched ahead. If a query has turned away from the one
-before, its kv head chooses again with the new query. All other pages lie in a pool.
+Attention reads sinks, a window and a few pages between them. The query of the previous step chooses
+the pages, so that they are fetched a step ahead. If a query differs much from the previous one, its
+kv head chooses again with the new query. All other pages are in a pool.
 
 | paper | here |
 |---|---|
@@ -74,10 +74,8 @@ class FreeKV(Method):
     """Options of FreeKV; symbols as in the paper."""
 
     paper: ClassVar[str] = "arXiv:2505.13109"
-    description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
-    use: ClassVar[str] = (
-        "rows that lie far from the processor; it misses some of many keys that look alike"
-    )
+    description: ClassVar[str] = "pages recalled a step ahead, and corrected if the query changes"
+    use: ClassVar[str] = "rows that are far from the processor; it misses some of many similar keys"
     work_of_a_head: ClassVar[int] = 2048
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
@@ -87,10 +85,10 @@ class FreeKV(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0,), DENSE_HELP)
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    preset: str = option("tuned", "defaults of the other options", choices=tuple(presets))
     budget: Budget = option(Budget(tokens=512), "rows attended a head, B, with S and W: N or P%")
     page: int = option(4, "p: rows of a page", at_least=1, at_most=MOST)
-    summary: str = option("meanstd", "of a page's keys", choices=("meanstd", "minmax"))
+    summary: str = option("meanstd", "summary of a page's keys", choices=("meanstd", "minmax"))
     tau: float = option(0.9, "cosine of successive queries below which a kv head is corrected")
     sinks: int = option(
         16, "S: first rows, always attended (whole pages; at most B/4)", at_least=0, at_most=MOST
@@ -99,10 +97,10 @@ class FreeKV(Method):
         64, "W: most recent rows, always attended (at most B/4)", at_least=1, at_most=MOST
     )
     groups: bool = option(
-        True, "of a long context, score only pages of the best groups of 8 (on the host)"
+        True, "in a long context, score only pages of the best groups of 8 (host)"
     )
-    speculate: bool = option(True, "choose with the query of the step before")
-    correct: bool = option(True, "choose again where the query has turned away")
+    speculate: bool = option(True, "choose a step ahead, with that step's query")
+    correct: bool = option(True, "choose again if the query has changed")
     cache_pages: float = option(
         2.0, "size of the cache of recalled pages, in selections", at_least=1, at_most=MOST
     )
@@ -118,7 +116,7 @@ class FreeKV(Method):
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
         """Returns the pages that a step of n rows, its own included, attends to; None: all rows.
 
-        n_sink: the sinks' pages if they are settled already. If the budget is a share, the window
+        n_sink: the sinks' pages if they are fixed already. If the budget is a share, the window
         and the number of chosen pages grow with the context.
         """
         budget, page = self.budget.rows(n), self.page
@@ -174,7 +172,7 @@ class FreeKVCache(LayerCache):
         self.method = method
         self._cache: PageCache | None = None
         self._overlaps = method.overlaps(spec.n_threads)
-        # The running choice for the next step, and the first page of that step's window.
+        # The choice that is being made for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
         none = np.zeros((spec.n_head, spec.head_dim), np.float32)
@@ -187,7 +185,7 @@ class FreeKVCache(LayerCache):
         self._step = FreeKVStep(
             spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
         )
-        self._waited = 0  # ns that steps have waited for the thread that chooses ahead
+        self._waited = 0  # ns that steps have waited for the thread that chooses pages
 
     @property
     def n(self) -> int:

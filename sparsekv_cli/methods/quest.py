@@ -18,8 +18,8 @@ Departures; docs/methods.md has their reasons:
 (4) ``summary=meanstd`` (default) scores q . mean + |q| . std instead of the paper's bound (minmax).
 (5) While the budget covers the context, attention is dense.
 (6) Keys stored as q8_0 are rounded to f16 for the summaries.
-(7) A page has 8 rows (paper: 16). Larger pages miss one row among many that look alike. The budget
-    is 1024 rows at every depth.
+(7) A page has 8 rows (paper: 16). Larger pages miss one row among many similar ones. The budget is
+    1024 rows at every depth.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Quest(Method):
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by summaries of their keys"
     use: ClassVar[str] = (
-        "long contexts, without a calibration; it misses a few of many keys that look alike"
+        "long contexts, without a calibration; it misses a few of many similar keys"
     )
     work_of_a_head: ClassVar[int] = 512
     device_cache: ClassVar[str] = "quest:DeviceQuest"
@@ -57,7 +57,7 @@ class Quest(Method):
         8, "rows of a page, more than the sinks", at_least=N_SINKS + 1, at_most=LARGEST_PAGE
     )
     summary: str = option(
-        "meanstd", "of a page's keys; minmax is the paper's bound", choices=("minmax", "meanstd")
+        "meanstd", "summary of a page's keys; minmax: the paper's", choices=("minmax", "meanstd")
     )
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:

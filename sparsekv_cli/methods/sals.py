@@ -48,7 +48,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
-SINKS, WINDOW = 16, 64  # rows kept as they are
+SINKS, WINDOW = 16, 64  # rows kept exact
 SPARE = 16  # reconstructed rows that are kept in addition to the chosen ones
 UNDO = 16  # rows that a rewind can drop without losing exact rows: an interrupted step
 
@@ -60,7 +60,7 @@ class SALS(Method):
     paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
     description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
     use: ClassVar[str] = (
-        "long contexts in two fifths of the memory; it misses a few of many keys that look alike"
+        "long contexts in two fifths of the memory; it misses a few of many similar keys"
     )
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
@@ -73,7 +73,7 @@ class SALS(Method):
     }
 
     dense_layers: tuple[int, ...] = option((0, 1, -1), DENSE_HELP)
-    preset: str = option("tuned", "other options change it", choices=tuple(presets))
+    preset: str = option("tuned", "defaults of the other options", choices=tuple(presets))
     budget: Budget = option(Budget(tokens=432), "critical tokens, y: N or P%")
     rank: int = option(
         0, "r: columns of a latent, on average; 0 = 1/4 of all kv heads' dims", at_least=0
@@ -83,15 +83,15 @@ class SALS(Method):
         "layers", "ranks of the layers: by calibration, or uniform", choices=("layers", "uniform")
     )
     bits: int = option(4, "bits of a value; 16 is f16", choices=BITS)
-    basis: str = option("diag", "of the latents; diag: keys weighted by queries", choices=BASES)
+    basis: str = option("diag", "basis of latents; diag: keys weighted by queries", choices=BASES)
     score: str = option(
         "brope", "brope: RoPE by blocks, per head; paper: no RoPE, summed",
         choices=("brope", "paper"),
     )  # fmt: skip
     sinks: int = option(SINKS, "x: first tokens that are always attended", at_least=0)
-    exact_sinks: bool = option(True, "whether the sinks are kept as they are")
+    exact_sinks: bool = option(True, "whether the sinks are kept exact")
     window: int = option(
-        WINDOW, "z: most recent tokens, always attended and kept as they are", at_least=1
+        WINDOW, "z: most recent tokens, always attended and kept exact", at_least=1
     )
 
     def __post_init__(self) -> None:

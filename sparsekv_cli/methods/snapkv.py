@@ -41,12 +41,12 @@ class SnapKV(Method):
     """Options of SnapKV."""
 
     paper: ClassVar[str] = "arXiv:2404.14469"
-    description: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
-    use: ClassVar[str] = "one question at the end of a prompt; later ones find little that it kept"
+    description: ClassVar[str] = "keeps what the end of the prompt attends to, drops others"
+    use: ClassVar[str] = "one question at the end of a prompt; later questions miss dropped rows"
     holds_all_rows: ClassVar[bool] = False
 
-    budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept beside the window: N or P%")
-    window: int = option(32, "last prompt queries that choose, and whose rows are kept", at_least=1)
+    budget: Budget = option(DEFAULT_BUDGET, "prompt rows kept in addition to the window: N or P%")
+    window: int = option(32, "last prompt queries, which choose rows; theirs are kept", at_least=1)
     kernel: int = option(7, "width of the max-pooling of scores, odd", at_least=1)
 
     def __post_init__(self) -> None:

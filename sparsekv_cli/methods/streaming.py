@@ -30,15 +30,13 @@ class Streaming(Method):
 
     paper: ClassVar[str] = "arXiv:2309.17453"
     description: ClassVar[str] = "attention sinks and the most recent rows"
-    use: ClassVar[str] = (
-        "text that goes on and on; it finds nothing between the first and the recent rows"
-    )
+    use: ClassVar[str] = "endless text; it finds nothing between the first and the recent rows"
     work_of_a_head: ClassVar[int] = 256
     device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 
     budget: Budget = option(DEFAULT_BUDGET, "recent rows attended: N or P%")
     sinks: int = option(N_SINKS, "first rows always attended", at_least=0)
-    reposition: bool = option(False, "positions within the cache")
+    reposition: bool = option(False, "number positions within the cache")
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return _StreamingCache(spec, self)

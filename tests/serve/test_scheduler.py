@@ -107,7 +107,7 @@ def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler])
     first = Asked(scheduler, tokens(30), 900, pause=lambda: aborted.wait(60))
     second = Asked(scheduler, tokens(5), 2)
     assert first.began.wait(60)
-    with pytest.raises(QueueFullError, match="requests wait, the queue.s limit"):
+    with pytest.raises(QueueFullError, match="1 requests wait, the queue's limit"):
         Asked(scheduler, tokens(5), 2)
     assert not second.events
     scheduler.abort(first.job)
