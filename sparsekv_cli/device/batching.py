@@ -1,4 +1,4 @@
-"""Sequences of a step whose caches launch each kernel once for all of them.
+"""Batches of caches: each kernel is launched once for several sequences.
 
 Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
 sequences at one stride, but each cache has tensors of its own. Caches of a layer that will launch
@@ -8,11 +8,11 @@ their own kernels: a long sequence gets at most twice the rows that it needs.
 
 A captured step has a fixed number of rows, so a step has 1, 2, 4, 8, or a multiple of 8 rows. Rows
 after those of the sequences are padding. A padded row has parts of common tensors too, in which it
-writes, and no cache. A sequence that joins takes its parts, so that no tensor moves. Then the step
-that was captured goes on. A sequence that leaves makes its row a padded one.
+writes, and no cache. A new sequence gets the parts of a padded row, so that no tensor moves and the
+captured step stays valid. The row of a sequence that leaves becomes a padded one.
 
-The plan of a step holds for later steps too. The caches state the number of rows up to which it
-holds.
+The plan of a step is valid for later steps too. The caches state the number of rows up to which it
+is valid.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -31,7 +31,7 @@ SIZES = 1, 2, 4, 8  # rows of a step; beyond the last one its multiples
 
 
 def rows_of_step(n_sequences: int) -> int:
-    """The rows of a step of so many sequences, padding included."""
+    """Returns the rows of a step of so many sequences, padding included."""
     return next((n for n in SIZES if n >= n_sequences), -(-n_sequences // SIZES[-1]) * SIZES[-1])
 
 
@@ -72,25 +72,26 @@ class StepPlan(NamedTuple):
 
 
 class Planner:
-    """Plans steps, only where the plan of the step before does not hold.
+    """Plans a step if the plan of the previous step is not valid for it.
 
-    least_rows: steps are planned for so many rows at least.
+    least_rows: the least rows for which a step is planned.
     """
 
     def __init__(self) -> None:
         self.least_rows = 0
         self._plan: StepPlan | None = None
-        self._next: list[int] = []  # positions of the step that the plan would hold for
-        self._planned: list[ref[LayerCache]] = []  # by the last plan, whether it holds or not
+        self._next: list[int] = []  # positions of the next step for which the plan is valid
+        self._planned: list[ref[LayerCache]] = []  # of the last plan, valid or not
 
     def forget(self) -> None:
-        """Nothing is planned any more: rows were added in another way, or a step was broken off."""
+        """Drops the plan, after rows were added in another way or a step was interrupted."""
         self._plan = None
 
     def order(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
-        """Which sequence each row of the next step has. ``launch_order``, or one with as few runs.
+        """Returns the sequence of each row of the next step.
 
-        In the latter, sequences of the last step keep their rows, and others take free ones.
+        It is ``launch_order``, or an order with as few runs in which sequences of the last step
+        keep their rows and others get free ones.
         """
         n_layer = len(caches[0])
         before = {id(kept()): row for row, kept in enumerate(self._planned[::n_layer])}
@@ -110,7 +111,7 @@ class Planner:
         return order if n_runs(order) <= n_runs(best) else best
 
     def begin(self, positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> StepPlan:
-        """Readies the caches of B sequences for a step; ``end`` follows when it is done."""
+        """Prepares the caches of B sequences for a step. Call ``end`` after the step."""
         plan, flat = self._plan, [cache for layers in caches for cache in layers]
         self.forget()
         if plan is None or not self._holds(plan, positions, flat):
@@ -121,7 +122,7 @@ class Planner:
         return plan._replace(n_more=plan.n_more - 1)
 
     def _part_from(self, caches: Sequence[LayerCache]) -> None:
-        """Caches that are not among these any more leave the common tensors."""
+        """Moves caches that are not among these out of the common tensors."""
         here = set(map(id, caches))
         for planned in self._planned:
             cache = planned()
@@ -140,7 +141,7 @@ class Planner:
 
 
 def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
-    """Returns the order of sequences in which those that may launch together follow each other.
+    """Returns an order of sequences in which those that may launch together are adjacent.
 
     Within a method the longest sequence comes first. Steps do not change the order.
     """
@@ -154,16 +155,16 @@ def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]
 
 
 def _kind(cache: LayerCache) -> Hashable:
-    """Caches of different kinds never launch together."""
+    """Returns a cache's kind. Caches of different kinds never launch together."""
     return type(cache), cache.method if isinstance(cache, DeviceCache) else None
 
 
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
     """Returns for each sequence of n rows the number of rows for which its launches are planned.
 
-    This is the number of the longest sequence with which it shares launches and the width of common
+    It is the number of the longest sequence with which it shares launches, and the width of common
     tensors. The longest one has few rows, or at most twice as many as the sequence. Sequences that
-    share launches continue to share them.
+    share launches continue to do so.
     """
     found, longest = [0] * len(ns), 0
     for b in sorted(range(len(ns)), key=lambda b: -ns[b]):
@@ -202,7 +203,7 @@ def _plan_step(
 
 
 def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:
-    """Rows whose caches lie on the host; padding too, if it follows one that only the host has."""
+    """Returns the rows with caches on the host, and padding after a row that only the host has."""
     rows = [b for b, cache in enumerate(caches) if isinstance(cache, HostCache)]
     last = caches[-1]
     is_padded = isinstance(last, HostCache) and not last.has_device_part
@@ -212,7 +213,7 @@ def _rows_on_host(caches: Sequence[LayerCache], n_rows: int) -> list[int]:
 def prepare_runs(
     caches: Sequence[LayerCache], plans: Sequence[CachePlan], n_rows: int
 ) -> tuple[list[Run], list[Hashable]]:
-    """One layer's caches as runs of equal plans, ready to decode, and what tells their launches.
+    """Returns one layer's caches as runs of equal plans, ready to decode, and their launch keys.
 
     The caches of a run are of one kind, and lie in common tensors. No run has a cache on the host.
     The last run has the rows up to n_rows as well, unless its caches are each alone.
@@ -246,7 +247,7 @@ def _runs(caches: Sequence[Any], plans: Sequence[CachePlan], n_rows: int) -> Ite
 
 
 def _free_parts(cache: DeviceCache, others: Sequence[LayerCache]) -> None:
-    """Others leave the common tensors in which ``cache`` lies."""
+    """Moves other caches out of the common tensors that contain ``cache``."""
 
     def memory(cache: DeviceCache) -> set[int]:
         return {x.untyped_storage().data_ptr() for x in cache.tensors() if x.numel()}
@@ -276,9 +277,9 @@ def _move_to_common(caches: Sequence[DeviceCache], n_rows: int) -> None:
 
 
 def _common(parts: Sequence[torch.Tensor], n_rows: int) -> torch.Tensor:
-    """The parts (1, ...) as one tensor (n_rows, ...), narrower ones and padding filled up.
+    """Returns the parts (1, ...) as one tensor (n_rows, ...). Fills narrower parts and padding.
 
-    They are filled with 0, or in integers, which number rows and slots, with -1: none.
+    The filler is 0. Integers number rows and slots: their filler is -1, which means none.
     """
     sizes = [max(of_all) for of_all in zip(*(part.shape for part in parts), strict=True)]
     one = parts[0]

@@ -24,16 +24,16 @@ from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
 from sparsekv_cli.kernels.attention.decode import NewRow
 
-AHEAD = 64  # rows that a bound leaves for steps to come, at least
+AHEAD = 64  # rows that a bound leaves for later steps, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
-UNLIMITED = 1 << 62  # rows, of a cache that is not told how many there will be at most
+UNLIMITED = 1 << 62  # rows, of a cache whose most rows are unknown
 
 
 class StepNumbers(NamedTuple):
     """Each sequence's numbers of a decode step, int32 (B,), in device memory."""
 
-    pos: torch.Tensor  # row of the new token, its position
-    n: torch.Tensor  # pos + 1, the rows that there are with it
+    pos: torch.Tensor  # position of the new token
+    n: torch.Tensor  # pos + 1, the number of rows with the new one
     budget: torch.Tensor  # method.budget.rows(n); n for a method without a budget
 
 
@@ -65,7 +65,7 @@ class DeviceInput(NamedTuple):
 def grid_bound(n: int) -> int:
     """Returns a bound of n for a graph's grids: at most a quarter larger (LEAST_STEP for few rows).
 
-    The steps that follow a power of two have the same bound. Measured contexts begin there.
+    The steps after a power of two have the same bound. Measured contexts start there.
     """
     n += AHEAD
     step = max(LEAST_STEP, 1 << max(0, n.bit_length() - 3))
@@ -73,7 +73,7 @@ def grid_bound(n: int) -> int:
 
 
 def spread(x: torch.Tensor, n: int) -> torch.Tensor:
-    """From one sequence's part (1, ...) of a common tensor those of it and the next: (n, ...)."""
+    """Returns a sequence's part (1, ...) of a common tensor with the next ones: (n, ...)."""
     return x.as_strided((n, *x.shape[1:]), x.stride())
 
 
@@ -101,7 +101,7 @@ class DeviceStore:
         return self.k.nbytes + self.v.nbytes
 
     def reserve(self, n: int) -> None:
-        """Room for ``n`` rows: exactly that at first; later it grows by an eighth at least."""
+        """Makes room for ``n`` rows: exactly n at first, later at least an eighth more."""
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
@@ -132,7 +132,7 @@ class DeviceStore:
         self.n = min(self.n, n)
 
     def copy(self, n: int) -> DeviceStore:
-        """A store with the first n rows."""
+        """Returns a store with the first n rows."""
         new = copy.copy(self)
         new.n, new.k, new.v = n, self.k[:, :, :n].clone(), self.v[:, :, :n].clone()
         return new
@@ -145,11 +145,11 @@ class DeviceCache(LayerCache):
     ``end_step``, or derives from DeviceSelecting. ``drop_step`` takes the place of ``end_step``.
     """
 
-    store: Any  # a DeviceStore, or what a method has in its place
-    n_ctx: int = UNLIMITED  # rows that there will be at most
-    side: SideStream | None = None  # of a cache that launches work beside the steps
-    # Called behind ``decode`` with its input: steps of a cache that has one are not captured. Where
-    # it ``records_attended``, ``attended`` holds the rows of the step then: idx int32 (B, U, m) and
+    store: Any  # a DeviceStore, or a method's own store
+    n_ctx: int = UNLIMITED  # the most rows that there will be
+    side: SideStream | None = None  # of a cache that launches work next to the steps
+    # Called after ``decode`` with its input. Steps of a cache that has one are not captured. If the
+    # cache ``records_attended``, ``attended`` has the rows of the step: idx int32 (B, U, m) and
     # counts (B, U).
     on_step: Callable[[Any], None] | None = None
 
@@ -162,7 +162,7 @@ class DeviceCache(LayerCache):
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Called before a step to ``n`` rows, unless the last plan holds for it.
+        """Called before a step to ``n`` rows, unless the last plan is valid for it.
 
         It may allocate, move rows, launch and wait. n_max >= n bounds the grids.
         """
@@ -183,16 +183,16 @@ class DeviceCache(LayerCache):
         """Called in a step: adds the rows of a DeviceInput. It launches and does nothing else.
 
         It returns their attention, f32 (B, H, d_v). The sequences are this cache's and, if B > 1,
-        those that lie after it in common tensors. out: where the result is written; None: in memory
-        of its own.
+        those after it in common tensors. out: where the result is written; None: in memory of its
+        own.
         """
 
     @abstractmethod
     def end_step(self, n: int) -> None:
-        """Called on every cache of a step to ``n`` rows, while the device works: counts it."""
+        """Counts a step to ``n`` rows. Called on every cache while the device works."""
 
     def drop_step(self, n: int) -> None:
-        """Called in place of ``end_step`` if a step was broken off: goes back to ``n`` rows."""
+        """Called instead of ``end_step`` if a step was interrupted: goes back to ``n`` rows."""
         if self.side is not None:
             self.side.join()
         self.truncate(n)
@@ -205,20 +205,20 @@ class DeviceCache(LayerCache):
     def rows_of_padding(self) -> int:
         """Called after ``begin_batch``, if there is padding: returns a padded row's n.
 
-        It is the least that the launches take with a budget of 1. The row has a part of common
-        tensors that no sequence has, and that holds anything. For it launches write nothing else.
+        It is the least n that the launches accept with a budget of 1. The row has its own part of
+        common tensors, with any contents. Its launches write only there.
         """
         return 1
 
     def tensors(self) -> list[torch.Tensor]:
         """Called between steps: returns the tensors that ``decode`` reads, (1, ...) each.
 
-        They are all that the cache has, unless it ``is_alone``.
+        They are all tensors of the cache, unless it ``is_alone``.
         """
         return [self.store.k, self.store.v]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before ``begin_batch``: takes others with the same contents as ``tensors``."""
+        """Called before ``begin_batch``: replaces ``tensors`` by others with the same contents."""
         self.store.k, self.store.v = tensors
 
     def batch_tensors(self, n: int) -> list[torch.Tensor]:
@@ -228,21 +228,21 @@ class DeviceCache(LayerCache):
     # --- the rest ---------------------------------------------------------------------------------
 
     def share_constants(self, other: Any) -> None:
-        """Called once: takes what all sequences share from ``other``, a cache of the same layer."""
+        """Called once: shares the constants of ``other``, a cache of the same layer."""
 
     def room_on_host(self, n_max: int) -> int:
-        """Rows to make room for on the host, where growing takes long: all that there will be.
+        """Returns the rows to make room for on the host, where growing takes long: the most rows.
 
-        But n_max, if those would be more than twice as many.
+        Returns n_max if the most rows are more than twice as many.
         """
         return self.n_ctx if n_max <= self.n_ctx <= 2 * n_max else n_max
 
     def bound(self, n: int) -> int:
-        """``grid_bound`` of n rows, at most ``n_ctx``: so many are made room for, too."""
+        """Returns ``grid_bound`` of n rows, at most ``n_ctx``. There is room for so many rows."""
         return max(n, min(grid_bound(n), self.n_ctx))
 
     def reserve(self, n: int) -> None:
-        """Room for n rows, and for the steps after them, so that the first one moves nothing."""
+        """Makes room for n rows and the steps after them, so that the first step moves nothing."""
         self.store.reserve(self.bound(n))
 
     def keep_attended(self, idx: torch.Tensor, counts: torch.Tensor) -> None:
@@ -263,13 +263,13 @@ def attend_all(
     scale: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Adds the rows of a step to k and v, and attends to all: f32 (B, H, d_v)."""
+    """Adds the rows of a step to k and v. Returns attention to all: f32 (B, H, d_v)."""
     new = NewRow(x.k, x.v)
     return attention.attend_dense(x.q, k, v, x.step.n, n_max, scale, out, new=new)
 
 
 def count_dense(cache: DeviceCache, n: int, *, sparse: bool) -> None:
-    """Counts a step over all of ``n`` rows; sparse: in a layer that may leave rows out."""
+    """Counts a step over all ``n`` rows. sparse: the layer may leave rows out."""
     spec = cache.spec
     rows = spec.n_head * n
     cache.ledger.step(rows, rows, rows, spec.n_head_kv * n * cache.store.row_bytes, sparse)
@@ -313,17 +313,17 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def is_dense_at(self, n: int) -> bool:
-        """Whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether the budget covers a context of n rows, so that attention is dense."""
 
     @abstractmethod
     def plan_selection(self, n: int, n_max: int) -> CachePlan:
-        """Host work of ``begin_step`` for a step that selects; its part of the plan."""
+        """Does the host work of ``begin_step`` for a step that selects. Returns its plan."""
 
     @abstractmethod
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows, the new one among them: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
+        """Returns rows, with the new one: idx int32 (B, U, m), counts int32 (B, U); U is H or G.
 
         k, v: the B sequences' rows, to which it adds the new one. index: the rest of their
         ``tensors``.
@@ -331,4 +331,4 @@ class DeviceSelecting(DeviceCache):
 
     @abstractmethod
     def count(self, n: int) -> tuple[int, int, int]:
-        """The counts of a step at ``n`` rows: rows scored, rows attended, bytes read."""
+        """Returns rows scored, rows attended and bytes read of a step at ``n`` rows."""

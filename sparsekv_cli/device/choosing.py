@@ -14,9 +14,9 @@ from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
 
 
 class Settings(NamedTuple):
-    """A sequence's chain and its random number: numbers, or of B sequences tensors f64 (B, 1).
+    """A sequence's chain and its random number: numbers, or for B sequences tensors f64 (B, 1).
 
-    least: the distance of the least logit that stays to the highest. chance: uniform in [0, 1). The
+    least: the largest distance of a kept logit from the highest. chance: uniform in [0, 1). The
     defaults choose greedily; infinite is off.
     """
 
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(sampler: PlainSampler | None) -> Settings:
-    """Returns the settings that choose a sampler's next token; without a sampler the best token."""
+    """Returns the settings of a sampler's next token; without a sampler, of the best token."""
     if sampler is None or sampler.chain.is_greedy:
         return Settings()
     chain = sampler.chain
@@ -44,7 +44,7 @@ def settings_of(sampler: PlainSampler | None) -> Settings:
 
 
 class Drawing(NamedTuple):
-    """The data that a step's chains need next to the highest logits.
+    """The data that a step's chains need in addition to the highest logits.
 
     A captured step always does the same.
 
@@ -64,7 +64,7 @@ def drawing_of(chains: Iterable[PlainChain]) -> Drawing:
 
 
 def choose(logits: torch.Tensor, settings: torch.Tensor, drawing: Drawing) -> torch.Tensor:
-    """Returns the tokens that sampling/chain.py chooses, and the highest logits, which tell damage.
+    """Returns the tokens that sampling/chain.py chooses, and the highest logits, to detect damage.
 
     logits f32 (B, V); settings f64 (B, 6), a Settings a row. Returns f64 (B, 2).
     """
@@ -89,12 +89,12 @@ def _drawn(
     share = torch.cumsum(mass / mass.sum(1, keepdim=True), 1)
     is_kept = is_kept & (rank <= (share < top_p.float()).sum(1, keepdim=True))
     powers = torch.where(is_kept, _powers(values, highest, settings), 0.0)
-    # The id at a rank without indexing, which could leave the list in a step of garbled numbers.
+    # The id at a rank without indexing: wrong numbers in a step would index out of bounds.
     token = torch.where(rank == _index(powers, chance), ids, 0).sum(1, keepdim=True)
     if not drawing.by_id:
         return token
     in_order = _index(torch.zeros_like(powers).scatter_(1, ids, powers), chance)
-    # Where nothing is sorted, and if top_p is off, tokens are in the order of their ids.
+    # If nothing is sorted, or top_p is off, tokens are in the order of their ids.
     is_by_id = torch.isinf(top_p)
     if logits.shape[1] > FIRST_SORTED:
         is_by_id = is_by_id | is_kept[:, FIRST_SORTED, None]
@@ -102,14 +102,14 @@ def _drawn(
 
 
 def _powers(values: torch.Tensor, highest: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Proportional to the probabilities of the logits ``values``: min_p and the temperature."""
+    """Returns numbers proportional to the probabilities of ``values``, by min_p and temperature."""
     temp, least = settings.temp.float(), settings.least.float()
     powers = torch.exp(values / temp - highest / temp)
     return torch.where(values >= highest + least, powers, 0.0)
 
 
 def _index(powers: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
-    """Where ``chance`` (B, 1) is in the distributions powers / sum(powers): i64 (B, 1)."""
+    """Returns the index of ``chance`` (B, 1) in powers / sum(powers): i64 (B, 1)."""
     total = powers.cumsum(1, dtype=torch.float64)
     whole = total[:, -1:]
     at, last_possible = (total <= chance * whole).sum(1), (total < whole).sum(1)

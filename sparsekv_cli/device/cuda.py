@@ -1,4 +1,4 @@
-"""Which device torch and Triton offer, and what Triton compiles for it; imports little of ours."""
+"""The device that torch and Triton offer, and reports of the kernels that Triton compiles."""
 
 import os
 from collections.abc import Callable
@@ -13,10 +13,10 @@ LEAST_CAPABILITY = (8, 0)  # for which kernels are compiled in tests
 
 
 def find_cuda(name: str) -> torch.device | None:
-    """The device that ``auto`` or ``cuda`` stands for. None, for auto only: the CPU's decoder.
+    """Returns the device of ``auto`` or ``cuda``. None, for auto only: the CPU's decoder.
 
-    With TRITON_INTERPRET=1, cuda is the CPU with interpreted kernels, which is slow and there to
-    look for errors.
+    With TRITON_INTERPRET=1, cuda is the CPU with interpreted kernels, which is slow and only for
+    tests.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if torch.cuda.is_available() and not interpreted:
@@ -36,7 +36,7 @@ def problem_of(device: torch.device) -> str:
         return ""
     try:
         found = torch.cuda.get_device_capability(device)
-    except RuntimeError as error:  # another process may have it for itself
+    except RuntimeError as error:  # another process may use it exclusively
         return f"it cannot be started ({str(error).partition(chr(10))[0]})"
     needed = ".".join(map(str, LEAST_CAPABILITY))
     if found < LEAST_CAPABILITY:
@@ -45,7 +45,7 @@ def problem_of(device: torch.device) -> str:
 
 
 def describe_devices() -> tuple[str | None, list[dict[str, Any]]]:
-    """The CUDA version that torch was built for, None of a build for the CPU; the devices."""
+    """Returns the CUDA version of torch (None: a build for the CPU), and the devices."""
     if not torch.cuda.is_available():
         return torch.version.cuda, []
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -60,10 +60,10 @@ def describe_devices() -> tuple[str | None, list[dict[str, Any]]]:
 
 
 def report_compiling(report: Callable[[str, int, int], None]) -> None:
-    """From now on tells ``report`` the name of each kernel that Triton has to compile.
+    """Calls ``report`` with the name of each kernel that Triton compiles from now on.
 
-    It reports 0 of 0 done, because how many kernels follow depends on what is computed. Triton has
-    one such listener; a model that is opened later takes it over.
+    It reports 0 of 0 done, because the number of kernels is unknown. Triton has one such listener;
+    a model that is opened later replaces it.
     """
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:

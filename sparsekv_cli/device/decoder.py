@@ -1,7 +1,7 @@
 """The decoder on a device: prefill by dense matrix products, decode by kernels over the weights.
 
-A decode step of B sequences is one program of launches, captured in CUDA graphs. Layers whose cache
-lies on the host interrupt it. Letters as in cache/spec.py.
+A decode step of B sequences is one program of launches, captured in CUDA graphs. Layers with their
+cache on the host interrupt it. Letters as in cache/spec.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeviceRope:
         self.cos = self.sin = self.q_scale = torch.empty(0, device=device)
 
     def reserve(self, n_positions: int) -> None:
-        """Makes rows 0..n_positions valid; the tensors are new ones when they grow."""
+        """Makes rows 0..n_positions valid. Growing makes new tensors."""
         self._table.reserve(n_positions)
         if len(self.cos) < len(self._table.cos):
             self.cos = torch.from_numpy(self._table.cos).to(self._device)
@@ -138,7 +138,7 @@ class DeviceDecoder(Forward):
         return attend_causal(x.q, rows.keys(), rows.values(), cache.spec)
 
     def end_layer(self, i: int) -> None:
-        """Nothing to do: the weights stay on the device."""
+        """Does nothing, because the weights stay on the device."""
 
     def output(self, normed: torch.Tensor, vocabulary: np.ndarray | None) -> np.ndarray:
         step = 64  # rows at a time: a vocabulary is wide
@@ -149,7 +149,7 @@ class DeviceDecoder(Forward):
         return torch.cat([head.apply(part)[:, tokens].cpu() for part in rows]).numpy()
 
     def plan_for(self, n_rows: int) -> None:
-        """From now on steps launch what they do among so many rows at least, as a warm-up does."""
+        """From now on steps launch the kernels of at least so many rows, as a warm-up does."""
         self._planner.least_rows = n_rows
         self._planner.forget()
 
@@ -161,12 +161,12 @@ class DeviceDecoder(Forward):
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
     ) -> np.ndarray:
-        """Decoder.decode_batch: a token a sequence -> logits (B, n_vocab)."""
+        """Does Decoder.decode_batch: a token a sequence -> logits (B, n_vocab)."""
         none, known = [None] * len(tokens), [self._known(layers) for layers in caches]
         return self._run_step(tokens, positions, known, none, StepBuffers.logits)
 
     def _known(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
-        """Returns the caches. One that this engine did not make comes in a HostCache."""
+        """Returns the caches. A cache that this engine did not make is put in a HostCache."""
         return [c if isinstance(c, DeviceCache | HostCache) else self.foreign(c) for c in caches]
 
     def choose_batch(
@@ -198,9 +198,9 @@ class DeviceDecoder(Forward):
         samplers: Sequence[PlainSampler | None],
         result: Callable[[StepBuffers, Sequence[int]], Result],
     ) -> Result:
-        """A step of B sequences. samplers: choose tokens; None: the logits come to the host.
+        """Runs a step of B sequences. samplers: choose tokens; None: the logits come to the host.
 
-        result: waits for the step, and reads what came; it is told the order of the sequences.
+        result: waits for the step, and reads its results; its argument is the sequences' order.
         """
         n_rows, order = rows_of_step(len(tokens)), self._planner.order(positions, caches)
         choosing = _Choosing.of(samplers)
@@ -230,7 +230,7 @@ class DeviceDecoder(Forward):
                 for cache in layers:
                     cache.end_step(pos + 1)  # while the device works
             found = result(buffers, order)
-        except BaseException as error:  # such as Ctrl-C: the step has not been
+        except BaseException as error:  # such as Ctrl-C: as if there had been no step
             for layers, pos in zip(on_device, positions, strict=True):
                 for cache in layers:
                     cache.drop_step(pos)
@@ -248,7 +248,7 @@ class DeviceDecoder(Forward):
     def _program(
         self, caches: Sequence[Sequence[LayerCache]], plan: StepPlan, choosing: _Choosing
     ) -> Iterator[Piece]:
-        """A step: from the token's embedding in the buffers to the logits there, or a token."""
+        """Yields the pieces of a step: from the embeddings in the buffers to logits or tokens."""
         buffers, runs = self._buffers, plan.runs_of(caches)
         on_device = [c for layers in caches for c in layers if isinstance(c, DeviceCache)]
         join = partial(join_all, [c.side for c in on_device if c.side is not None])
@@ -266,7 +266,7 @@ class DeviceDecoder(Forward):
         yield Piece(_in_order([*calls, partial(self._output, choosing), join]), False, beside)
 
     def _project(self, i: int) -> None:
-        """Layer i's q, k, v in the buffers, from the residual stream."""
+        """Writes layer i's q, k, v to the buffers, from the residual stream."""
         self._split(i, self._normed(i), self._buffers.inputs(i))
 
     def _normed(self, i: int) -> torch.Tensor:
@@ -274,13 +274,13 @@ class DeviceDecoder(Forward):
         return self._norm(vectors.attn_norm, add=i > 0)
 
     def _norm(self, weight: torch.Tensor, *, add: bool = True) -> torch.Tensor:
-        """The norm of the residual stream, to which the last block's output is added first."""
+        """Adds the last block's output to the residual stream. Returns the norm of the stream."""
         h, buffers = self.hparams, self._buffers
         y = buffers.y if add else None
         return kernels.rms_norm(buffers.x, weight, h.norm_eps, y, y_scale=h.residual_scale)
 
     def _split(self, i: int, normed: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-        """Layer i's projections of ``normed`` f32 (B, n_embd) as q, k, v, q_nope, k_nope."""
+        """Splits layer i's projections of ``normed`` (B, n_embd) into q, k, v, q_nope, k_nope."""
         h, layer, buffers = self.hparams, self._on_device.layers[i], self._buffers
         vectors: Any = layer.vectors  # tensors
         kernels.split_heads(
@@ -296,7 +296,7 @@ class DeviceDecoder(Forward):
         return StepNumbers(buffers.pos[rows], buffers.n[rows], buffers.budget[rows])
 
     def _attend(self, i: int, run: Run) -> None:
-        """The attention of a run's rows, written to the buffers."""
+        """Writes the attention of a run's rows to the buffers."""
         buffers, rows = self._buffers, slice(run.first, run.last)
         x = DeviceInput._make((*(t[rows] for t in buffers.inputs(i)), self._step(rows)))
         run.cache.decode(x, buffers.attended(i)[rows])
@@ -304,7 +304,7 @@ class DeviceDecoder(Forward):
             run.cache.on_step(x)
 
     def _attend_on_host(self, i: int, rows: Sequence[int]) -> None:
-        """The attention of rows whose caches lie on the host, written to the host's buffers."""
+        """Writes the attention of rows with caches on the host to the host's buffers."""
         attended, lse = (x.numpy() for x in self._buffers.from_host(i))
         for b, cache in self._host_caches(i, rows):
             x = AttnInput._make((*self._buffers.host_inputs(i, b), self._positions[b]))
@@ -314,7 +314,7 @@ class DeviceDecoder(Forward):
                 lse[b] = cache.lse
 
     def _end_on_host(self, i: int, rows: Sequence[int]) -> None:
-        """Ends the step of caches on the host in layer i, whose output is on its way."""
+        """Ends layer i's step of caches on the host, after their output was sent."""
         for b, cache in self._host_caches(i, rows):
             cache.end_step(self._positions[b] + 1)
 
@@ -327,7 +327,7 @@ class DeviceDecoder(Forward):
                 yield b, cache
 
     def _take_in(self, i: int, rows: Sequence[int]) -> None:
-        """Takes the host's results of layer i; merges the device's parts with them."""
+        """Copies the host's results of layer i, and merges the device's parts with them."""
         buffers = self._buffers
         q, out = buffers.inputs(i)[0], buffers.attended(i)
         in_parts = {b: cache for b, cache in self._host_caches(i, rows) if cache.has_device_part}
@@ -340,7 +340,7 @@ class DeviceDecoder(Forward):
                 cache.attend_on_device(q[row], Attended(seen.out[row], seen.lse[row]), out[row])
 
     def _finish(self, i: int) -> None:
-        """The rest of layer i, from its attention on; what it adds to the stream is in ``y``."""
+        """Runs layer i after its attention. ``y`` gets the part to add to the stream."""
         layer, buffers = self._on_device.layers[i], self._buffers
         layer.o.apply(buffers.attended(i).flatten(1), buffers.y)
         ffn_norm: Any = layer.vectors.ffn_norm
@@ -357,7 +357,7 @@ class DeviceDecoder(Forward):
 
 
 class _Choosing(NamedTuple):
-    """Says where a step's logits go. drawing: None where no token is chosen on the device."""
+    """The destination of a step's logits. drawing: None if no token is chosen on the device."""
 
     drawing: Drawing | None
     downloads: bool  # whether the logits come to the host
@@ -369,7 +369,7 @@ class _Choosing(NamedTuple):
 
 
 def _in_order(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """One function that makes all ``calls``."""
+    """Returns a function that makes all ``calls`` in order."""
 
     def run() -> None:
         for call in calls:

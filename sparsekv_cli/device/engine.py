@@ -1,4 +1,4 @@
-"""The engine on a GPU: the device, the decoder, and where each cache lies."""
+"""The engine on a GPU: the device, the decoder, and the place of each cache."""
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from weakref import WeakValueDictionary
@@ -26,7 +26,7 @@ from sparsekv_cli.settings.config import SessionConfig
 
 GIB = 1 << 30
 CHUNK = 2048  # prompt tokens a chunk at least: a GPU wants more rows than a CPU
-SPARE = 0.05  # of the memory that is free: fragments, and the libraries' own
+SPARE = 0.05  # of the free memory: fragments, and the libraries' own
 
 
 class DeviceEngine(DecoderEngine):
@@ -89,7 +89,7 @@ class DeviceEngine(DecoderEngine):
         return self.on_host or device_cache(method) is None
 
     def load_kernels(self, method: Method, specs: Sequence[LayerSpec]) -> None:
-        """Nothing: CUDA graphs are of a sequence's caches, so its ``first_steps`` make them."""
+        """Does nothing: CUDA graphs belong to a sequence's caches, made in its ``first_steps``."""
 
     def _decode(
         self,
@@ -97,7 +97,7 @@ class DeviceEngine(DecoderEngine):
         rows: Sequence[Sequence[int]],
         samples: Sequence[Sample],
     ) -> list[list[Outcome]]:
-        """Steps of one row a sequence: a cache on a device takes one row at a time."""
+        """Runs steps of one row a sequence, because a cache on a device takes one row at a time."""
         plain = [each if isinstance(each, PlainSampler) else None for each in samples]
         found: list[list[Outcome]] = [[] for _ in rows]
         for j in range(max(map(len, rows))):
@@ -130,10 +130,10 @@ def open_device_engine(
     on_compile: Callable[[str, int, int], None] | None = None,
     ends: Callable[[], Container[int]] = frozenset,
 ) -> DeviceEngine:
-    """Loads the weights and decides where the KV cache lies. on_compile: see device/cuda.py.
+    """Loads the weights and decides the place of the KV cache. on_compile: see device/cuda.py.
 
-    SparseKVError, with the numbers, for what does not fit. If ``config.kv`` is auto, a KV cache
-    that does not fit stays on the host, and the engine's note says so.
+    Raises SparseKVError, with the numbers, for parts that do not fit. If ``config.kv`` is auto, a
+    KV cache that does not fit stays on the host, and the engine's note says so.
     """
     if host_only := hparams.host_only or architecture.host_only:
         raise SparseKVError(
@@ -141,7 +141,7 @@ def open_device_engine(
             "--device cpu"
         )
     if config.prefill_dtype == "int8":
-        raise SparseKVError("--prefill-dtype int8 is of the CPU; a GPU's are f32 and bf16")
+        raise SparseKVError("--prefill-dtype int8 is for the CPU: on a GPU use f32 or bf16")
     torch.set_num_threads(n_threads)
     torch.set_grad_enabled(False)
     mode = "quantized" if config.gpu_weights == "auto" else config.gpu_weights
@@ -178,10 +178,10 @@ def open_device_engine(
 
 
 def free_bytes(device: torch.device, limit: float) -> int | None:
-    """Bytes of the device's memory that may be used; limit in GiB, 0: no limit. None: no GPU."""
+    """Returns the bytes of device memory to use; limit in GiB, 0: no limit. None: no GPU."""
     if device.type != "cuda":
         return int(limit * GIB) or None
-    torch.cuda.empty_cache()  # torch keeps the memory of models that are gone
+    torch.cuda.empty_cache()  # torch keeps the memory of closed models
     free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
     return min(free, int(limit * GIB)) if limit else free
 

@@ -46,7 +46,7 @@ class Steps:
         *,
         watched: bool = False,
     ) -> None:
-        """Runs ``program`` or its capture; drops captures of other owners' buffers.
+        """Runs ``program`` or its capture. Drops captures of other owners' buffers.
 
         owners: whose buffers the program uses. watched: whether pieces do more than launch in this
         step, so that ``program`` runs uncaptured. Objects that a host piece refers to live as long
@@ -92,7 +92,7 @@ class Steps:
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Collects garbage once and then not within this block: what it frees may break a capture."""
+    """Collects garbage once, and then not within this block: a freed object may break a capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

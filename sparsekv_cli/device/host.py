@@ -1,4 +1,4 @@
-"""A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
+"""A layer with its cache on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
 The LFPS paper works in this way. Every method without a cache class for the device does so here. In
 prefill a second stream copies the rows to page-locked memory while the device computes. A thread
@@ -25,25 +25,25 @@ N_BUFFERS = 4  # chunks on their way to the host: copied, waiting, and read
 
 
 def as_array(t: torch.Tensor) -> np.ndarray:
-    """The memory of a CPU tensor; bf16 as cpu/jit/floats.py has it."""
+    """Returns a CPU tensor as an array in the same memory; bf16 as in cpu/jit/floats.py."""
     return t.view(torch.uint16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def as_tensor(x: np.ndarray) -> torch.Tensor:
-    """The reverse of ``as_array``."""
+    """Returns an array as a tensor: the reverse of ``as_array``."""
     tensor = torch.from_numpy(x)
     return tensor.view(torch.bfloat16) if x.dtype == np.uint16 else tensor
 
 
 class Buffer:
-    """Memory of the host, through which a chunk's rows go; page-locked where there is a GPU."""
+    """Host memory through which a chunk's rows go; page-locked if there is a GPU."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._reader: Future[Any] | None = None  # of the rows that were given last
 
     def split(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for each of ``tensors``. Waits until what was here has been read."""
+        """Returns room for each of ``tensors``. Waits until the old contents have been read."""
         self.wait()
         sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
         if len(self._memory) < sum(sizes):
@@ -64,7 +64,7 @@ class Buffer:
 
 
 class HostWorker:
-    """The thread on which caches take the rows of a prefill, in order.
+    """The thread on which caches add the rows of a prefill, in order.
 
     Rows come through a ring of buffers. A copy waits until its buffer has been read, which was
     filled N_BUFFERS copies earlier. It waits for no copy.
@@ -83,7 +83,7 @@ class HostWorker:
         return future
 
     def wait(self) -> None:
-        """Waits until all is done; raises the first exception."""
+        """Waits until all work is done. Raises the first exception."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.exception()
@@ -95,7 +95,7 @@ class HostWorker:
     def hand_over(
         self, x: AttnInput, take: Callable[[AttnInput], Result], n_queries: int | None = None
     ) -> Future[Result]:
-        """Submits ``take`` of x as arrays on the host, which are its own until it returns.
+        """Submits ``take`` of x as arrays on the host, which only ``take`` uses until it returns.
 
         n_queries: see LayerCache.queries_read.
         """
@@ -147,13 +147,13 @@ class HostCache(LayerCache):
         return self.cache.n_spared
 
     def extend(self, x: AttnInput) -> DeviceStore:
-        """The rows on the device; the cache takes its own in while the device goes on."""
+        """Returns the rows on the device. The host's cache adds them while the device continues."""
         worker, device, n_new = self._worker, self._worker.device, x.q.shape[1]
-        if x.pos != self._next:  # what is left of a prefill that was interrupted
+        if x.pos != self._next:  # rows of an interrupted prefill
             self._rows = None
         self._next = x.pos + n_new
         rows = self._rows
-        if rows is None and x.pos > 0:  # what there is of earlier rows only the cache itself knows
+        if rows is None and x.pos > 0:  # only the cache itself has the earlier rows
             taken = worker.hand_over(x, self.cache.extend, self.cache.queries_read)
             worker.wait()
             store: KVStore = taken.result()
@@ -173,13 +173,13 @@ class HostCache(LayerCache):
         return rows
 
     def attend(self, attend: ChunkAttention, x: AttnInput) -> torch.Tensor:
-        """A chunk that attends on the host in its own way, as in a calibration's trials."""
+        """Attends a chunk on the host in the cache's own way, as in a calibration's trials."""
         attended = self._worker.hand_over(x, lambda on_host: attend(self.cache, on_host))
         self._worker.wait()
         return as_tensor(attended.result()).to(self._worker.device)
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Begins a step (DeviceCache.begin_step). Most caches put nothing on the device."""
+        """Starts a step (DeviceCache.begin_step). Most caches put nothing on the device."""
         return CachePlan(None, UNLIMITED)
 
     def finish_prefill(self) -> None:
@@ -187,16 +187,16 @@ class HostCache(LayerCache):
         self._worker.submit(self.cache.finish_prefill)
 
     def wait(self) -> None:
-        """Waits until the cache has taken all rows of the prefill."""
+        """Waits until the cache has all rows of the prefill."""
         self._worker.wait()
 
     def decode(self, x: Any) -> np.ndarray:
-        """LayerCache.decode, with an AttnInput on the host."""
+        """Does LayerCache.decode, with an AttnInput on the host."""
         return self.cache.decode(x)
 
     @property
     def lse(self) -> np.ndarray:
-        """f32 (H,): the log of the sum of exponentials of the scores that ``decode`` included."""
+        """Returns f32 (H,): log of the sum of exponentials of the scores in ``decode``'s output."""
         raise NotImplementedError
 
     def attend_on_device(self, q: torch.Tensor, others: Attended, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Prefill on a device: the steps between matrix products, as formulas in torch, and attention."""
+"""Prefill on a device: attention, and the steps between matrix products in torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from sparsekv_cli.models.weights import AttentionWeights, Linear
 
 
 def rms_norm(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight; weight f32 (width,), an array or a tensor as x is."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight f32 (width,), an array or a tensor like x."""
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), torch.as_tensor(weight), eps)
 
 
@@ -26,9 +26,9 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
 
 
 class TorchChunkSteps:
-    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as the formulas are written.
+    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as in the formulas.
 
-    Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
+    Weights and the tables of ``rope`` are tensors too, or arrays if the device is the CPU.
     """
 
     def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
@@ -131,12 +131,12 @@ def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> Any:
     n_new, n = q.shape[1], k.shape[1]
     if not q.is_cuda:
         return torch.ones((n_new, n), dtype=torch.bool).tril(n - n_new)
-    # Imported here, since it takes seconds. The kernels of a GPU need no mask in memory.
+    # Imported here, because the import takes seconds. A GPU's kernels need no mask in memory.
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(n_new, n)
 
 
 def _widened(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Rows with zeros up to ``width``; themselves if they are as wide (``pad`` would copy them)."""
+    """Returns rows with zeros up to ``width``; the same rows if they are as wide (no copy)."""
     return rows if rows.shape[-1] == width else pad(rows, (0, width - rows.shape[-1]))

@@ -28,7 +28,7 @@ class StepBuffers:
         self._device = device
         self.host_x, self.x = self._both((n_rows, h.n_embd), torch.float32)
         self.y = torch.zeros_like(self.x)
-        # Each on 16 bytes, whatever n_rows: Triton compiles for what an address is a multiple of.
+        # Each starts at a multiple of 16 bytes: Triton compiles for an address's divisors.
         self._host_numbers, self._numbers = self._both((3, -(-n_rows // 4) * 4), torch.int32)
         self.pos, self.n, self.budget = self._numbers[:, :n_rows]
         sizes = {
@@ -48,7 +48,7 @@ class StepBuffers:
         return torch.zeros(shape, dtype=kind, pin_memory=self._device.type == "cuda")
 
     def _both(self, shape: tuple[int, ...], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros on the host and on the device."""
+        """Returns zeros on the host and on the device."""
         return self._on_host(shape, kind), torch.zeros(shape, dtype=kind, device=self._device)
 
     def set_numbers(self, b: int, pos: int, budget: int) -> None:
@@ -65,7 +65,7 @@ class StepBuffers:
         self._numbers.copy_(self._host_numbers, non_blocking=True)
 
     def _layer_inputs(self, packed: torch.Tensor, i: int) -> list[torch.Tensor]:
-        """q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), one after another."""
+        """Returns q, k, v, q_nope, k_nope of layer i, f32 (B, heads, d), one after another."""
         sizes, n_rows = self._h.layers[i], self.n_rows
         q, k, v = (
             (sizes.n_head, sizes.head_dim),
@@ -86,12 +86,12 @@ class StepBuffers:
         self._host_packed.copy_(self._packed, non_blocking=True)
 
     def host_inputs(self, i: int, b: int) -> list[np.ndarray]:
-        """Row b's inputs of layer i as an AttnInput of the host has them."""
+        """Returns row b's inputs of layer i as an AttnInput on the host."""
         rows = [part[b].numpy()[:, None] for part in self._layer_inputs(self._host_packed, i)]
         return [_widened(row) for row in rows]
 
     def attended(self, i: int) -> torch.Tensor:
-        """Layer i's attention output, f32 (B, H, d_v)."""
+        """Returns layer i's attention output, f32 (B, H, d_v)."""
         shape = (self.n_rows, self._h.layers[i].n_head, self._h.layers[i].value_dim)
         return self._attended[: math.prod(shape)].view(shape)
 
@@ -103,7 +103,7 @@ class StepBuffers:
         return Attended(out.view(self.n_rows, n_head, d_v), lse.view(self.n_rows, n_head))
 
     def from_host(self, i: int) -> Attended:
-        """Where the host writes its results of layer i."""
+        """Returns the memory for the host's results of layer i."""
         return self._part(self._from_host, i)
 
     def upload_attended(self, i: int, b: int) -> None:
@@ -120,9 +120,9 @@ class StepBuffers:
         self._host_logits.copy_(logits, non_blocking=True)
 
     def logits(self, order: Sequence[int]) -> np.ndarray:
-        """f32 (B, n_vocab) of the step, the caller's own; waits for it.
+        """Waits for the step. Returns its logits f32 (B, n_vocab), a copy.
 
-        order: which sequence of the caller's each of the step's is.
+        order: the caller's sequence of each row of the step.
         """
         self._wait()
         logits = np.empty((len(order), self._host_logits.shape[1]), np.float32)
@@ -135,7 +135,7 @@ class StepBuffers:
         self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
     def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
-        """Returns for each sequence the token that was chosen here, or its logits.
+        """Returns for each sequence the token that the device chose, or its logits.
 
         If the highest logit is not finite, all logits have its value. A sampler refuses it.
         """
@@ -157,7 +157,7 @@ class StepBuffers:
 
 
 def _widened(rows: np.ndarray) -> np.ndarray:
-    """(heads, 1, d) with zeros up to whole vectors, as kernels of the host read them."""
+    """Returns (heads, 1, d) with zeros up to whole vectors, as kernels of the host read them."""
     width = rows.shape[-1]
     if padded(width) == width:
         return rows

@@ -1,4 +1,4 @@
-"""Work at the same time as a decode step: a second stream, forked and joined again."""
+"""Work next to a decode step: a second stream, forked and joined again."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ from sparsekv_cli.kernels import clock
 
 
 class SideStream:
-    """A second stream where the device has streams; elsewhere its work runs at once.
+    """A second stream if the device has streams; otherwise its work runs at once.
 
     Fork and join are events between the streams, which a graph capture records. A capture must not
-    end ahead of the join.
+    end before the join.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class SideStream:
             raise
 
     def join(self) -> None:
-        """Makes the current stream wait for what was forked, if anything was."""
+        """Makes the current stream wait for the forked work, if any."""
         if self._stream is not None and self.forked:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self.forked = False
@@ -55,12 +55,12 @@ class SideStream:
 
     @property
     def us_waited(self) -> int:
-        """Microseconds that steps waited for this stream in ``join_all``; waits for the device."""
+        """The microseconds that steps waited for it in ``join_all``. Waits for the device."""
         return (self._done_at_once + int(self._times[clock.TOTAL.value])) // 1000
 
 
 def join_all(sides: Sequence[SideStream]) -> None:
-    """Joins all streams; the time that this takes is counted for the one that was forked last."""
+    """Joins all streams. Its time is counted for the stream that was forked last."""
     forked = [side for side in sides if side.forked]
     if forked:
         forked[-1].take_time(stop=False)

@@ -40,7 +40,7 @@ class Stack:
         return sum(part.nbytes for part in self.parts)
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """f32 (B, columns) -> f32 (B, rows), written to ``out`` if there is one."""
+        """Returns W x: f32 (B, columns) -> f32 (B, rows), written to ``out`` if there is one."""
         if out is None:
             out = torch.empty(len(x), self.n_rows, dtype=torch.float32, device=x.device)
         at = 0
@@ -52,7 +52,7 @@ class Stack:
         return out
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """W (rows, columns) in ``dtype``; no copy if it is stored so."""
+        """Returns W (rows, columns) in ``dtype``, without a copy if it is stored so."""
         if len(self.parts) == 1 and self.parts[0].low.dtype == dtype:
             return self.parts[0].low
         device = self.parts[0].low.device
@@ -66,7 +66,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class DeviceLayer:
-    """One layer. vectors: norms and biases as tensors; the matrices in it are still the host's."""
+    """One layer. vectors: norms and biases as tensors; its matrices are still on the host."""
 
     vectors: LayerWeights
     qkv: Stack
@@ -75,7 +75,7 @@ class DeviceLayer:
     down: Stack
 
     def dense(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns the matrices as the prefill multiplies them."""
+        """Returns the matrices in the prefill's type."""
         names = ("qkv", "o", "gate_up", "down")
         return {name: getattr(self, name).dense(dtype) for name in names}
 
@@ -134,7 +134,7 @@ class DeviceWeights:
         return repack(name, data, linear.n_columns)
 
     def _bf16(self, linear: Linear) -> torch.Tensor:
-        """Dequantised by the host, bf16 (rows, columns) on the device."""
+        """Returns a matrix dequantised by the host, bf16 (rows, columns) on the device."""
         out = torch.empty(linear.n_rows, linear.n_columns, dtype=torch.bfloat16)
         host_matvec.dequantize_into(
             linear.code, linear.data, linear.n_columns, out.data_ptr(), 2 * linear.n_columns,
@@ -144,7 +144,7 @@ class DeviceWeights:
 
 
 def resident_bytes(weights: Weights, mode: str) -> int:
-    """About how many bytes ``DeviceWeights`` will take."""
+    """Returns about how many bytes ``DeviceWeights`` will take."""
     linears = [linear for layer in weights.layers for linear in layer.linears()]
     total = 0
     for linear in [*linears, weights.output]:

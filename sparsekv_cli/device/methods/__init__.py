@@ -1,4 +1,4 @@
-"""The caches on a GPU, a file a method. Shared code finds them here, by what a method says."""
+"""The caches on a GPU, a file a method. Shared code finds them here by the method's fields."""
 
 from importlib import import_module
 from typing import Any
@@ -10,7 +10,7 @@ DENSE = "full:DeviceDense"  # of the dense layers of every method
 
 
 def device_cache(method: Method) -> Any:
-    """Returns what makes the method's cache on a device from (spec, device, method), or None."""
+    """Returns the maker of the method's cache on a device, (spec, device, method), or None."""
     return _named(method.device_cache) if method.device_cache else None
 
 
@@ -20,11 +20,11 @@ def dense_cache() -> Any:
 
 
 def host_cache(method: Method) -> Any:
-    """Returns the class that takes the method's sparse cache on the host into a decoder here."""
+    """Returns the class that wraps the method's sparse cache on the host for a device's decoder."""
     return _named(method.host_cache) if method.host_cache else HostCache
 
 
 def _named(entry: str) -> Any:
-    """A class of a file of this folder, module:class."""
+    """Returns a class of this folder by its name, module:class."""
     module, _, name = entry.partition(":")
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -21,11 +21,11 @@ from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 from sparsekv_cli.kernels.pinned import zeros_on_host
 
-ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
+ALIGNMENT = 16  # tokens: kernels/fasa/chunks.py needs multiples of it as capacity
 
 
 def make_cache(spec: LayerSpec, device: torch.device, method: Any) -> DeviceFASA:
-    """The cache of the method's variant."""
+    """Returns the cache of the method's variant."""
     return (DeviceFASAM if method.variant == "m" else DeviceFASA)(spec, device, method)
 
 
@@ -37,20 +37,20 @@ class DeviceFASA(DeviceSelecting):
         dims, n_dom = method.dominant_dims(spec)
         self._dims = torch.from_numpy(dims).to(self.device)  # int32 (G, d)
         self._dom_dims = self._dims[:, :n_dom].contiguous()  # (G, C)
-        self._k_dims: torch.Tensor | None = None  # those that are stored beside; all
+        self._k_dims: torch.Tensor | None = None  # dims of the stored keys; None: all
         self._forget_copy()
 
     def _forget_copy(self) -> None:
         self._dom = self._columns(0)
-        self._n_dom = 0  # rows that the copy has
+        self._n_dom = 0  # rows in the copy
 
     def _columns(self, capacity: int) -> torch.Tensor:
-        """Room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
+        """Returns room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""
         return torch.zeros(1, *self._dom_dims.shape, capacity, dtype=torch.float16,
                            device=self.device)  # fmt: skip
 
     def _reserve_copy(self, n: int) -> None:
-        """Room for ``n`` tokens; as much as the rows have, if that is more."""
+        """Makes room for ``n`` tokens, or as many as the rows have room for."""
         if n > self._dom.shape[3]:
             grown = self._columns(-(-max(n, self.store.capacity) // ALIGNMENT) * ALIGNMENT)
             grown[..., : self._n_dom] = self._dom[..., : self._n_dom]
@@ -94,7 +94,7 @@ class DeviceFASA(DeviceSelecting):
     def select(
         self, x: DeviceInput, k: torch.Tensor, v: torch.Tensor, *index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best of the rows by their dominant dims: idx (B, H, m), counts (B, H)."""
+        """Returns the best rows by their dominant dims: idx (B, H, m), counts (B, H)."""
         (dom,) = index
         n = x.step.n
         scores = chunks.score_chunks(
@@ -146,7 +146,7 @@ class HostRows:
         return self.rest.nbytes + self.v.nbytes
 
     def reserve(self, n: int, used: int) -> None:
-        """Room for ``n`` rows; the first ``used`` rows stay."""
+        """Makes room for ``n`` rows. The first ``used`` rows stay."""
         if n <= self.capacity:
             return
         if self.device.type == "cuda":  # the device may still be writing a row
@@ -173,11 +173,11 @@ class DeviceFASAM(DeviceFASA):
         sizes = (spec.head_dim - n_dom, spec.value_dim)
         self._host = HostRows(spec.n_head_kv, sizes, self.device)
         self._row_bytes = 2 * sum(sizes)  # of the host's part
-        # The order of q's dims that fits K as it is put together: (1, H, d).
+        # The order of q's dims in which K's two parts are put together: (1, H, d).
         self._order = self._dims.long().repeat_interleave(spec.group, 0)[None]
-        self._announced = 0  # rows that are coming in all
+        self._announced = 0  # the most rows that there will be
         self._is_split = False
-        self._n_made = 0  # how often buffers were made: they are other ones each time
+        self._n_made = 0  # how often buffers were made: each time they are new ones
         self._slots: row_cache.Resident | None = None
         # Counts of all steps (kernels/fasa/row_cache.py). They survive new slots.
         self._statistics = torch.zeros(
@@ -196,7 +196,7 @@ class DeviceFASAM(DeviceFASA):
     def finish_prefill(self) -> None:
         n = self.store.n + 1
         if not self.method.is_dense_at(n):
-            self._split(self.bound(n))  # what the first step asks for
+            self._split(self.bound(n))  # what the first step needs
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
         self._n_max = n_max
@@ -215,10 +215,10 @@ class DeviceFASAM(DeviceFASA):
 
     def drop_step(self, n: int) -> None:
         super().drop_step(n)
-        self._slots = None  # they may lack what they are said to hold
+        self._slots = None  # slots may lack the rows that the table says
 
     def _reserve_slots(self, width: int) -> None:
-        """A slot for each row that the heads of a group can choose, ``width`` rows each."""
+        """Makes a slot for each row that the heads of a group can choose, ``width`` rows each."""
         spec, capacity = self.spec, self._dom.shape[3]
         n_slot = min(capacity, spec.group * width)
         slots = self._slots
@@ -238,7 +238,7 @@ class DeviceFASAM(DeviceFASA):
         self._build_copy()
         self._host.reserve(self.room_on_host(n_max), 0)
         wide = self._rest_dims.long()[:, None].expand(-1, n, -1)
-        for g in range(self.spec.n_head_kv):  # whole pieces, which go to locked memory directly
+        for g in range(self.spec.n_head_kv):  # whole pieces, copied to locked memory directly
             self._host.rest[0, g, :n].copy_(store.keys()[g].gather(1, wide[g]))
             self._host.v[0, g, :n].copy_(store.values()[g])
         store.k, store.v = store.k[:, :, :0].clone(), store.v[:, :, :0].clone()
@@ -291,10 +291,10 @@ class DeviceFASAM(DeviceFASA):
         return spec.n_head * n, attended, scan + attended * row_bytes
 
     def counters(self) -> Mapping[str, int]:
-        """The ledger's counts, and rows_hit and rows_recalled.
+        """Returns the ledger's counts, and rows_hit and rows_recalled.
 
-        These are rows that steps attended to, once a kv head, on the device already or fetched from
-        the host.
+        These count the rows that steps attended to, once a kv head: on the device already, or
+        fetched from the host.
         """
         counts = self.ledger.counts.copy()
         hit, recalled = self._statistics[0].sum(0).tolist()
@@ -303,7 +303,7 @@ class DeviceFASAM(DeviceFASA):
         return counts
 
     def memory(self) -> Memory:
-        """``index``: which rows have which slots."""
+        """``index`` is the table of rows and slots."""
         if not self._is_split:
             return Memory(device=self.store.nbytes)
         device, index = self._dom.nbytes, 0

@@ -8,8 +8,8 @@
 | 4.2 streamed recall | kernels/freekv/recall.py fetch_pages |
 
 A step is launches only. The device decides which kv heads choose again, what they choose and which
-pages are fetched, and a kernel reads those from pinned host memory. A kv head that need not choose
-skips the work, not the launch. While the budget covers the context, or no page has left the window,
+pages are fetched. A kernel reads them from pinned host memory. A kv head that need not choose skips
+the work, not the launch. While the budget covers the context, or no page has left the window,
 the rows lie in a store and attention is dense.
 """
 
@@ -44,7 +44,7 @@ NEVER = 1 << 30  # a page that no window reaches
 
 
 class Recent(NamedTuple):
-    """Number of rows that the window holds at least, in this step and in the next."""
+    """The least number of rows in the window, in this step and in the next."""
 
     now: int
     ahead: int
@@ -58,7 +58,7 @@ class DeviceFreeKV(DeviceCache):
     def __init__(self, spec: LayerSpec, device: torch.device, method: FreeKV) -> None:
         super().__init__(spec, device, method)
         self._pages: DevicePages | None = None
-        self._n = 0  # rows, while they lie in pages
+        self._n = 0  # rows, while they are in pages
         self.side = SideStream(device)
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
@@ -72,9 +72,9 @@ class DeviceFreeKV(DeviceCache):
             1, spec.n_head_kv, page_cache.N_STATISTICS.value, dtype=torch.int64, device=device
         )
         self._made = 0  # how often the workspace was made
-        self._sizes: tuple[int, ...] = ()  # what it was made for
+        self._sizes: tuple[int, ...] = ()  # the sizes for which it was made
         self._pools: torch.Tensor | None = None  # see kernels/freekv/recall.py check_pools
-        self._is_broken = False  # whether the last step was broken off
+        self._is_broken = False  # whether the last step was interrupted
 
     @property
     def n(self) -> int:
@@ -93,7 +93,7 @@ class DeviceFreeKV(DeviceCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._start, self._last = (self._last.clone(), self.n), None  # not all of its chunk
+        self._start, self._last = (self._last.clone(), self.n), None  # not the whole chunk
         self._begin()
 
     def _begin(self) -> None:
@@ -104,7 +104,7 @@ class DeviceFreeKV(DeviceCache):
         plan = self.method.plan(n + 1)
         if plan is None:
             return
-        self._enter_pages(plan, self.bound(n + 1))  # what the first step asks for
+        self._enter_pages(plan, self.bound(n + 1))  # what the first step needs
         if self._ahead:
             self._recent = self._recent_of(n)
             self.begin_batch([self], 1)
@@ -136,11 +136,11 @@ class DeviceFreeKV(DeviceCache):
         self.store = DeviceStore(self.spec, self.device)
 
     def _n_pool(self, n_max: int) -> int:
-        """Pages to make room for on the host."""
+        """Returns the number of pages to make room for on the host."""
         return (self.room_on_host(n_max) + 1) // self.method.page
 
     def tensors(self) -> list[torch.Tensor]:
-        """All but the pool, which stays where it is: see kernels/freekv/recall.py check_pools."""
+        """Returns all tensors but the pool, which cannot move (kernels/freekv/recall.py)."""
         rows = super().tensors() if self._pages is None else self._pages.arrays[1:]
         return [*rows, self._previous]
 
@@ -157,7 +157,7 @@ class DeviceFreeKV(DeviceCache):
             self._statistics = self._pages.arrays.statistics
 
     def begin_batch(self, caches: Sequence[DeviceFreeKV], n_rows: int) -> Hashable:
-        """Makes a workspace for these rows, unless there is a fitting one."""
+        """Makes a workspace for these rows, unless there is one that fits."""
         if self._pages is not None:
             pools = [cache._pages.arrays.pool.data_ptr() for cache in caches if cache._pages]
             self._make_workspace(pools[0], n_rows)
@@ -179,7 +179,7 @@ class DeviceFreeKV(DeviceCache):
         return self._pages.layout.n_sink * self.method.page + self._recent.now
 
     def _make_workspace(self, pool: int, n: int) -> None:
-        """For n rows. pool: the address of the first one's pool."""
+        """Makes a workspace for n rows. pool: the address of the first row's pool."""
         assert self._pages is not None
         spec, device, arrays = self.spec, self.device, self._pages.arrays
         n_sink, n_ring, _ = self._pages.layout
@@ -242,7 +242,7 @@ class DeviceFreeKV(DeviceCache):
         super().drop_step(n)
 
     def _leave_broken_step(self) -> None:
-        """Leaves a step that was broken off: slots may lack the pages they are said to hold."""
+        """Repairs the state after an interrupted step: slots may lack the pages of the table."""
         if self._is_broken:
             self._leave_pages()
             self._previous_n, self._is_broken = 0, False
@@ -284,13 +284,13 @@ class DeviceFreeKV(DeviceCache):
         previous: torch.Tensor,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A step that attends to all rows."""
+        """Runs a step that attends to all rows."""
         self.attended = None
         previous.copy_(x.q)
         return attend_all(x, k, v, self._n_max, float(self.spec.scale), out)
 
     def _note_positions(self, arrays: PageTensors, n: int) -> None:
-        """``keep_attended`` of a step at n rows of one sequence, before the next step's choice."""
+        """Does ``keep_attended`` at n rows of one sequence, before the next step's choice."""
         assert self._pages is not None
         p, n_sink = self.method.page, self._pages.layout.n_sink
         plan = self.method.plan(n, n_sink)
@@ -330,7 +330,7 @@ class DeviceFreeKV(DeviceCache):
         self, arrays: PageTensors, query: torch.Tensor, n: torch.Tensor, budget: torch.Tensor,
         recent: int, reserved: int,
     ) -> None:  # fmt: skip
-        """The best candidates of the kv heads in ``work.wanted``, numbered from the first one."""
+        """Returns the best candidates of the kv heads in ``work.wanted``, numbered from 0."""
         assert self._pages is not None
         work = self._work
         n_page, m = work.pooled.scores.shape[2], arrays.chosen.shape[2]
@@ -374,7 +374,7 @@ class DeviceFreeKV(DeviceCache):
         return Memory(host=self._pages.pool_bytes, device=self._pages.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """The steps counted by the kernels, added to the dense ones."""
+        """Returns the steps counted by the kernels, added to the dense ones."""
         spec = self.spec
         hit, recalled, sent, scored, corrected, stepped, attended = (
             self._statistics[0].sum(0).tolist()

@@ -17,7 +17,7 @@ COPIED = 1 << 26  # bytes of a store that go to the host at a time
 
 
 class Workspace(NamedTuple):
-    """Buffers between the launches of a choice; made anew only when something grows."""
+    """Buffers between the launches of a choice. New ones are made only if a size grows."""
 
     wanted: torch.Tensor  # int32 (B, G): see correction.enter_row
     query: torch.Tensor  # f32 (B, H, d)
@@ -53,7 +53,7 @@ class DevicePages:
     ) -> None:
         """window: first page of the window; n_page: number of pages to make room for.
 
-        n_pool: for how many there is to be room on the host.
+        n_pool: number of pages to make room for on the host.
         """
         _, n_kv, _, d = store.k.shape
         self.layout, self.page = layout, page
@@ -72,7 +72,7 @@ class DevicePages:
 
     @property
     def offloaded(self) -> int:
-        """Number of the first page that is not in the pool; waits for the device."""
+        """The number of the first page that is not in the pool. Waits for the device."""
         return int(self.arrays.state[0, 0, page_cache.OFFLOADED.value])
 
     def to_store(self, store: DeviceStore, n: int) -> None:
@@ -90,7 +90,7 @@ class DevicePages:
     def _resident(
         self, store: DeviceStore, offloaded: int, n: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows of sinks and window, in the store and here: views (rows, G, d)."""
+        """Yields the rows of sinks and window, in the store and here: views (rows, G, d)."""
         p, (n_sink, n_ring, _) = self.page, self.layout
         blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
         for j in range(offloaded, -(-n // p)):
@@ -121,9 +121,9 @@ class DevicePages:
             yield k, v, pool[first - n_sink : last - n_sink]
 
     def make_room(self, n_page: int, n_pool: int, n_slot: int, n_best: int) -> None:
-        """Room for pages below ``n_page``, n_slot cached and n_best chosen pages a kv head.
+        """Makes room for pages below ``n_page``, n_slot cached and n_best chosen pages a kv head.
 
-        n_pool: for how many there is to be room on the host, if that has to grow.
+        n_pool: number of pages to make room for on the host, if that has to grow.
         """
         a, n_sink = self.arrays, self.layout.n_sink
         old = a
@@ -162,17 +162,17 @@ class DevicePages:
 
     @property
     def index_bytes(self) -> int:
-        """Summaries and tables."""
+        """Returns the bytes of summaries and tables."""
         return sum(x.nbytes for x in self.arrays[PageTensors._fields.index("hi") :])
 
 
 def resident_rows(pages: PageTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The resident rows as attention takes them: k (B, G, rows, d), v (B, G, rows, d_v)."""
+    """Returns the resident rows for attention: k (B, G, rows, d), v (B, G, rows, d_v)."""
     return pages.k.flatten(1, 2).transpose(1, 2), pages.v.flatten(1, 2).transpose(1, 2)
 
 
 def _grown(old: torch.Tensor, dim: int, size: int, fill: int = 0) -> torch.Tensor:
-    """``old`` with at least ``size`` entries along a dimension, new ones holding ``fill``."""
+    """Returns ``old`` with at least ``size`` entries along a dimension. New ones are ``fill``."""
     if size <= old.shape[dim]:
         return old
     shape = list(old.shape)

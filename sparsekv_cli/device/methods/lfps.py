@@ -5,8 +5,8 @@ kernel attends to the sinks and merges the host's output by its log-sum-exp. The
 the sinks' keys and scores them, because their mass decides whether a head is bypassed (eq 6). It
 does not read their values.
 
-The output leaves the host first. The host updates its tables (eq 10) and finds the candidates of
-the next step (eq 7, 8) while the device continues with the layer (``end_step``).
+The host first sends its output. It updates its tables (eq 10) and finds the candidates of the next
+step (eq 7, 8) while the device continues with the layer (``end_step``).
 """
 
 from collections import Counter
@@ -45,9 +45,9 @@ class HostLFPS(HostCache):
         self._n_steps = 0
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Copies the sinks to the device as soon as all are there; no step needs them earlier.
+        """Copies the sinks to the device as soon as all exist. No step needs them earlier.
 
-        While the host attends to every row, the sinks included, its log-sum-exp tells that.
+        While the host attends to every row, the sinks included, its log-sum-exp is ALL.
         """
         store = self.cache.store
         if not self._copied and self.n >= N_SINKS:

@@ -31,7 +31,7 @@ class DeviceQuest(DeviceSelecting):
             self._summarise(self.store.n)
 
     def _summarise(self, n: int) -> None:
-        """Summarises the whole pages in front of row n, the next one, that have no summary yet."""
+        """Summarises the whole pages before row n, the next one, that have no summary yet."""
         page = self.method.page
         n_page = n // page
         if n_page > self._hi.shape[2]:
@@ -43,7 +43,7 @@ class DeviceQuest(DeviceSelecting):
             self._n_page = n_page
 
     def _grow(self, n_page: int) -> None:
-        """Room for the summaries of ``n_page`` pages, and up to a number that kernels know."""
+        """Makes room for the summaries of ``n_page`` pages, rounded up to a multiple of 16."""
         n_page, grown = -(-n_page // 16) * 16, []
         for old in (self._hi, self._lo):
             new = self._summaries(n_page)
@@ -99,7 +99,7 @@ class DeviceQuest(DeviceSelecting):
         n_page = (n - 1) // page
         current = n - n_page * page
         n_best = min(n_page, (self.budget_rows(n) - 1) // page)
-        # Sinks count once: a chosen first page holds them. Which it was only the device knows.
+        # Sinks count once: a chosen first page has them. Only the device knows the chosen pages.
         attended = N_SINKS + n_best * page + current
         n_bytes = spec.n_head_kv * (attended * self.store.row_bytes + n_page * 4 * spec.head_dim)
         return 2 * spec.n_head * n_page, spec.n_head * attended, n_bytes

@@ -33,7 +33,7 @@ ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
 
 
 class _Start(NamedTuple):
-    """The contents of a cache when a prefill has ended, at n rows.
+    """The contents of a cache at the end of a prefill of n rows.
 
     exact: copies of the exact keys and values; None while all rows are in ``store``. rows: these,
     once later steps have compressed them.
@@ -63,12 +63,12 @@ class DeviceSALS(DeviceCache):
         self._made: _Matrices | None = None
         self._first = method.sinks if method.exact_sinks else 0
         self._ring = method.window + method.undo
-        self._announced = 0  # rows that are coming in all
+        self._announced = 0  # the most rows that there will be
         self._forget()
 
     @property
     def _matrices(self) -> _Matrices:
-        """This layer's; made when they are asked for first."""
+        """Returns this layer's matrices, made at the first call."""
         if self._made is None:
             spec, damp = self.spec, damping(self.spec.theta, ROPE_BLOCK) * self.spec.rope_scale
             vectors, weights = self.method.basis_of(spec)
@@ -126,14 +126,14 @@ class DeviceSALS(DeviceCache):
             self._start = _Start(self.n, self._ring_from, exact)
 
     def _empty_latents(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the latents f16 (1, n, r) and values uint8 (1, n, G, head bytes) of n rows."""
+        """Returns room for n rows: latents f16 (1, n, r), values uint8 (1, n, G, head bytes)."""
         size = latent.head_bytes(self.spec.value_dim, self.method.bits)
         latents = torch.zeros(1, n, self._rank, dtype=torch.float16, device=self.device)
         shape = (1, n, self.spec.n_head_kv, size)
         return latents, torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
     def _reserve_latents(self, n: int) -> None:
-        """Room for ``n`` rows; if it has to grow, at least a sixteenth more."""
+        """Makes room for ``n`` rows. If it has to grow, it grows by at least a sixteenth."""
         capacity = self._latents.shape[1]
         if n <= capacity:
             return
@@ -145,7 +145,7 @@ class DeviceSALS(DeviceCache):
         self._latents, self._values = grown
 
     def _compress(self) -> None:
-        """Moves the rows of ``store`` to latents and exact rows; keeps the latents there are."""
+        """Moves the rows of ``store`` to latents and exact rows. Keeps existing latents."""
         store, n, first = self.store, self.store.n, self._first
         if self._exact is None:
             sizes = self.spec.head_dim, self.spec.value_dim
@@ -171,11 +171,11 @@ class DeviceSALS(DeviceCache):
         self._is_compressed = True
 
     def _slots(self, start: int, stop: int) -> torch.Tensor:
-        """Slots of the positions start .. stop in the ring."""
+        """Returns the slots of the positions start .. stop in the ring."""
         return self._first + torch.arange(start, stop, device=self.device) % self._ring
 
     def _restore(self, room: int) -> None:
-        """Fills ``store`` with all rows: exact where they are, reconstructed where not."""
+        """Fills ``store`` with all rows: exact ones as they are, others reconstructed."""
         n, first, exact = self._n, self._first, self._exact
         assert exact is not None
         store = DeviceStore(self.spec, self.device)
@@ -188,7 +188,7 @@ class DeviceSALS(DeviceCache):
                 self._values[0, rows], self.spec.value_dim, self.method.bits
             )
             store.v[0, :, rows] = values.transpose(0, 1)
-        # The ring may have older exact rows, as many as there were steps.
+        # The ring may also have older exact rows, one for each step.
         exact_from = self._exact_from(n)
         slots = self._slots(exact_from, n)
         for target, source in ((store.k, exact.k), (store.v, exact.v)):
@@ -265,7 +265,7 @@ class DeviceSALS(DeviceCache):
         return attention.merge(*pieces, out)
 
     def _note_positions(self, idx: torch.Tensor, counts: torch.Tensor, n: int) -> None:
-        """``keep_attended`` of the chosen latents and the exact rows, at n rows of one sequence."""
+        """Does ``keep_attended`` of the chosen latents and the exact rows, at n rows."""
         exact = [*range(min(self._first, n)), *range(self._exact_from(n), n)]
         rows = torch.tensor([[exact]], dtype=torch.int32, device=self.device)
         self.keep_attended(torch.cat([rows, idx + self._first], dim=2), counts + len(exact))
@@ -273,7 +273,7 @@ class DeviceSALS(DeviceCache):
     def _importance(
         self, x: DeviceInput, latents: torch.Tensor, exact: latent.Exact, exact_lse: torch.Tensor
     ) -> torch.Tensor:
-        """The scores by which latents are chosen, f32 (B, 1, n_max)."""
+        """Returns the scores by which latents are chosen, f32 (B, 1, n_max)."""
         if self.method.score == "brope":
             return scores.score_latents(
                 x.q, self._matrices.damp, self._basis, latents, self._score_rank, exact.n_latent,
@@ -286,7 +286,7 @@ class DeviceSALS(DeviceCache):
     def _choose(
         self, importance: torch.Tensor, exact: latent.Exact
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents to attend to, counted from the first one: idx int32 (B, 1, m), counts."""
+        """Returns the latents to attend to, counted from the first one: int32 (B, 1, m), counts."""
         return select.select_largest(
             importance, exact.n_latent, self._n_max, exact.k_latent, self._k_max, self._n_front,
             self._n_back,
@@ -314,12 +314,12 @@ class DeviceSALS(DeviceCache):
         self.ledger.step(spec.n_head * n, scored, attended, n_bytes, True)
 
     def truncate(self, n: int) -> int:
-        """Can also go back a few rows, while the rows of the earlier window are still exact."""
+        """Also goes back a few rows, while the rows of the earlier window are still exact."""
         start = self._start
         if not self._is_compressed:
             self._start = start._replace(n=min(start.n, n))
             return super().truncate(n)
-        self.store = DeviceStore(self.spec, self.device)  # of a prefill that was interrupted
+        self.store = DeviceStore(self.spec, self.device)  # of an interrupted prefill
         if n >= self._n:
             return self._n
         if 0 < n == start.n:
@@ -333,7 +333,7 @@ class DeviceSALS(DeviceCache):
         return n
 
     def _restart(self, start: _Start) -> None:
-        """Goes back to where the last prefill ended."""
+        """Goes back to the end of the last prefill."""
         if start.rows is not None:
             self._forget()
             self.store, self._start = start.rows, start._replace(rows=None)
@@ -345,7 +345,7 @@ class DeviceSALS(DeviceCache):
         self._exact.floor.fill_(self._ring_from)
 
     def memory(self) -> Memory:
-        """Rows in every form; ``index`` is E and D, which sequences share."""
+        """Counts rows in every form. ``index`` is E and D, which sequences share."""
         parts = [self._latents, self._values]
         if self._exact is not None:
             parts += [self._exact.k, self._exact.v]
