@@ -73,12 +73,12 @@ SAMPLER_ORDER = tuple(sampler.name for sampler in SAMPLERS)
 class SamplingParams:
     """The parameters of the sampler chain; the table above says what reads them.
 
-    repeat_last_n, dry_penalty_last_n: tokens of the context that are looked at.
+    repeat_last_n, dry_penalty_last_n: the last tokens of the context that count.
     dry_*: the penalty of a repetition of n tokens is
         dry_multiplier * dry_base ** (n - dry_allowed_length).
     dry_sequence_breakers: texts that end a repetition.
     logit_bias: token id -> number added to its logit; -inf bans the token.
-    samplers: the order of the chain, names from SAMPLER_ORDER; one left out is not applied.
+    samplers: the order of the chain, names from SAMPLER_ORDER. A missing one is not applied.
     """
 
     temp: float = option(
@@ -92,11 +92,11 @@ class SamplingParams:
         flags=("--typical", "--typical-p"),
     )  # fmt: skip
     top_n_sigma: float = option(
-        -1.0, "Standard deviations below the best logit that are kept; -1: off.",
+        -1.0, "Keep logits within N standard deviations of the best; -1: off.",
         at_least=-1, flags=("--top-nsigma", "--top-n-sigma"),
     )  # fmt: skip
     xtc_probability: float = option(
-        0.0, "Chance that all but the least likely of the top tokens go; 0: off.",
+        0.0, "Chance to remove all top tokens but the least likely; 0: off.",
         at_least=0, at_most=1,
     )  # fmt: skip
     xtc_threshold: float = option(
@@ -115,14 +115,14 @@ class SamplingParams:
     presence_penalty: float = option(0.0, "0: off.")
     frequency_penalty: float = option(0.0, "0: off.")
     dry_multiplier: float = option(0.0, "0: off.", at_least=0)
-    dry_base: float = option(1.75, "Growth of the penalty a token.", at_least=1)
+    dry_base: float = option(1.75, "Growth of the penalty per repeated token.", at_least=1)
     dry_allowed_length: int = option(2, "Tokens that may be repeated.", at_least=0)
     dry_penalty_last_n: int = option(64, "Tokens looked at; 0: off, -1: all.", at_least=-1)
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     samplers: tuple[str, ...] = SAMPLER_ORDER
     seed: int = option(
-        -1, "Of the draws; -1 takes one from the system.", at_least=-1, at_most=MAX_SEED
+        -1, "Seed of the draws; -1: one from the system.", at_least=-1, at_most=MAX_SEED
     )
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ def test_save_and_load(fake, invoke, tmp_path):
     assert prompts_of(fake)[2] == "[system]S\n[user]A\n[assistant]"
     file.write_text("notes")
     fake.script = ["four<eos>"]
-    assert "exists and is not a conversation" in invoke("chat", stdin=lines("A", f"/save {file}")).err
+    assert "is not a conversation: choose" in invoke("chat", stdin=lines("A", f"/save {file}")).err
     assert file.read_text() == "notes"
 
 
