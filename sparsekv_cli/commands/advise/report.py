@@ -69,8 +69,8 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     print_table("methods", columns, [_row(each) for each in found["methods"]])
     for what, groups in found["no_difference"].items():
         if groups:
-            names = "; ".join(", ".join(group) for group in groups)
-            click.echo(f"no difference in {what} within noise: {names}")
+            joined = "; ".join(", ".join(group) for group in groups)
+            click.echo(f"no difference in {what} within noise: {joined}")
     by_reason: dict[str, list[str]] = {}
     for name, reason in found["left_out"].items():
         by_reason.setdefault(one_line(reason), []).append(name)

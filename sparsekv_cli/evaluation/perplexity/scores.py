@@ -68,8 +68,8 @@ def score_chunk(
             if see is not None:
                 see(logits)
         rows = read()
-        read = {"rows_attended": rows.rows, "head_steps": rows.head_steps}
-        records.append({"chunk": chunk.number, **setting_of(ways[way]), **read, **columns})
+        attended = {"rows_attended": rows.rows, "head_steps": rows.head_steps}
+        records.append({"chunk": chunk.number, **setting_of(ways[way]), **attended, **columns})
 
     methods = {name: method for name, method in ways.items() if method is not None}
     for name in ways.keys() - methods.keys():
