@@ -65,7 +65,7 @@ def open_engine(
     if device is not None:
         if config.speculate not in ("auto", "off") or config.draft_model:
             what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
-            raise OptionError(f"{what} works on the CPU only so far: take --device cpu")
+            raise OptionError(f"{what} works on the CPU only so far: use --device cpu")
         if device.type == "cuda" and not host_only:
             warmup.compile_for_gpus_host(weights.file.path, method, config.kv == "host")
         from sparsekv_cli.device.engine import open_device_engine

@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.jit.floats import as_f32
 
 
 class EvictingCache(LayerCache):
-    """``store`` holds some rows of the sequence, equally many a kv head; decode attends to these.
+    """``store`` holds some rows of the sequence, as many for each kv head. Decode attends to them.
 
     ``n`` counts the rows of the sequence, ``store.n`` the rows held. A method implements
     ``positions`` and calls ``keep_slots`` with its choice.
@@ -51,7 +51,7 @@ class EvictingCache(LayerCache):
         self.store, self._n_dropped, self._n_settled = store, n - m, n
 
     def attend_held(self, x: AttnInput, chooses: bool) -> np.ndarray:
-        """Adds the row of a decode step and attends to all held rows.
+        """Adds the row of a decode step. Returns attention to all held rows.
 
         chooses: whether the step reads the keys again, to score them.
         """
@@ -69,7 +69,7 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 if later rows have displaced rows that it would need."""
+        """See LayerCache. Returns 0 if later rows have replaced rows that it needs."""
         if n < self._n_settled:
             return 0
         self.store.truncate(n - self._n_dropped)

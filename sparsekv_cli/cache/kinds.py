@@ -1,4 +1,4 @@
-"""Kinds of layers: ``full`` ones, which methods change, and others with caches of their own.
+"""Kinds of layers: ``full`` ones, which methods change, and others with their own caches.
 
 A layer of any kind may read the rows of an earlier layer.
 """
@@ -56,7 +56,7 @@ class SharedStore(KVStore):
 def share_rows(caches: Sequence[LayerCache]) -> None:
     """Gives the caches of a sequence one memory for rows that several layers read.
 
-    Caches of windows, and of methods that drop, move or compress rows, keep their own memory.
+    Caches of windows, and of methods that drop, move or compress rows, have their own memory.
     """
     for cache in caches:
         spec = cache.spec
@@ -72,8 +72,8 @@ def share_prefix(
 ) -> None:
     """Gives empty caches the first n rows of another sequence, whose caches keep all rows.
 
-    Both sequences read them in the same memory where the system can do that. Few rows are copied.
-    So are rows that a method keeps in a form of its own. n_room: the rows to make room for.
+    Both sequences read them in the same memory if the system can do that. Few rows are copied, and
+    rows that a method keeps in its own form. n_room: the rows to make room for.
     """
     pairs = [(cache.store, to.store) for cache, to in zip(given, into, strict=True)]
     if memory_file.is_available() and n >= LEAST_SHARED:
@@ -92,7 +92,7 @@ def share_prefix(
 def n_shared(of: KVStore, n: int) -> int:
     """Returns how many of a store's first n rows another store reads in the same memory.
 
-    A prefix that lacks few of them is not made again: a conversation grows by few rows a turn.
+    A prefix that lacks a few of them is not made again: a conversation grows by few rows a turn.
     """
     n_whole = of.n_whole(n)
     return of.n_prefix if n_whole - LEAST_SHARED < of.n_prefix < n_whole else n_whole

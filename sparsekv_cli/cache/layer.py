@@ -30,11 +30,11 @@ class LayerCache(ABC):
 
     attends_to_some: whether a decode step attends exactly to some rows and leaves the others out.
     Only then does ``attended`` list them. False for caches that attend to all rows, exactly or
-    approximately. It may change in a prefill, and holds for the steps that follow.
+    approximately. A prefill may change it for the steps that follow.
 
     can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
     caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
-    ahead of the next.
+    before the next.
 
     queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all queries,
     q_nope and k_nope. A decoder may leave out what is not read.
@@ -55,7 +55,7 @@ class LayerCache(ABC):
 
     @property
     def n(self) -> int:
-        """The number of the sequence's rows that the cache stands for, in any form."""
+        """The number of the sequence's rows that the cache has, in any form."""
         return self.store.n
 
     @property
@@ -82,7 +82,7 @@ class LayerCache(ABC):
         """
 
     def decode_draft(self, x: Any) -> Any:
-        """Adds a row as ``decode`` does. ``keep`` can take the row back."""
+        """Adds a row as ``decode`` does. ``keep`` can remove the row."""
         self._saved.append(self.save())
         return self.decode(x)
 
@@ -103,9 +103,9 @@ class LayerCache(ABC):
         return n
 
     def keep(self, n: int) -> None:
-        """Takes back the rows of the last draft after the first n rows. The others stay for good.
+        """Removes the rows of the last draft after the first n rows. The others stay for good.
 
-        Every table, index and counter is then as if those rows had never come.
+        Every table, index and counter is then as if those rows had never been added.
         """
         while self._saved:
             saved = self._saved.pop()
@@ -125,7 +125,7 @@ class LayerCache(ABC):
         self.ledger.counts = Counter(counts)
 
     def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Finishes the step of row n - 1. Called when the output of ``decode`` is on its way.
+        """Finishes the step of row n - 1. Called after the output of ``decode`` was sent.
 
         It does the work that only later steps need. On a device, other work runs meanwhile.
         """
@@ -186,8 +186,8 @@ class LayerCache(ABC):
         """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
 
         At the end of the last finished prefill the cache is then as it was at that moment. At
-        another length it also forgets what it learnt from steps. The next prefill or step builds a
-        new index.
+        another length it also drops its state from steps. The next prefill or step builds a new
+        index.
         """
         self.store.truncate(n)
         return self.store.n
@@ -261,7 +261,7 @@ class BoundedCache(LayerCache):
     """A cache whose memory does not grow with the sequence: a window or a recurrent state.
 
     It cannot go back to every length. A snapshot is the cache's memory at some length. An empty
-    cache that is given a snapshot goes on from there. Methods do not change it.
+    cache continues from a snapshot that it gets. Methods do not change it.
     """
 
     attends_to_some = False
@@ -335,7 +335,7 @@ def _decode_dense(
 ) -> list[np.ndarray]:
     """Does ``decode_rows`` of the dense caches at ``places`` in one kernel call.
 
-    Sequences that share a prefix stand next to each other and read it once.
+    Sequences that share a prefix are adjacent and read it once.
     """
     q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
@@ -345,9 +345,9 @@ def _decode_dense(
 
 
 def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
-    """Returns how many of the steps to first .. first + n - 1 rows attend as the first does.
+    """Returns how many of the steps to first .. first + n - 1 rows are of the first one's kind.
 
-    A step attends to all rows, or chooses if there are many.
+    A step attends to all rows, or chooses rows if there are many.
     """
     if n < 2 or is_dense_at(first) == is_dense_at(first + n - 1):
         return n
@@ -379,7 +379,7 @@ def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
     """Returns the further bytes that caches on the host will take to hold n rows.
 
     The rows of all layers that keep them count. Only the largest of the other layers counts,
-    because each is finished ahead of the next.
+    because each is finished before the next.
     """
     kept, largest = 0, 0
     for cache in caches:

@@ -20,7 +20,7 @@ class LastQueries:
 
     def add(self, q: Any) -> None:
         """Adds q (H, T, d) of the next chunk, as AttnInput has it."""
-        self._chunks.append(as_f32(q[:, -self.size :]).copy())  # not all of q
+        self._chunks.append(as_f32(q[:, -self.size :]).copy())  # a copy: a view keeps all of q
         while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self.size:
             self._chunks.pop(0)
 
@@ -37,7 +37,7 @@ class LastQueries:
 class PastQueries:
     """The last ``size`` queries of a sequence, while its steps are recorded.
 
-    Queries of its last prefill are kept too, so that the sequence can go back to them.
+    Queries of its last prefill are kept too, so that the sequence can go back to its end.
     """
 
     def __init__(self, size: int, n_head: int, head_dim: int) -> None:

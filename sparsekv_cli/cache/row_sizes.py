@@ -55,9 +55,9 @@ def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
 
 
 def check_memory(what: str, n_bytes: int, mend: str) -> None:
-    """Raises LacksMemoryError if ``n_bytes`` are more than this process can still take.
+    """Raises LacksMemoryError if ``n_bytes`` are more than the memory available to this process.
 
-    what: the thing that takes them, in the plural. mend: what the user can do.
+    what: the thing that needs them, in the plural. mend: what the user can do.
     """
     available = available_memory()
     if available is not None and n_bytes > available:

@@ -16,7 +16,7 @@ from sparsekv_cli.settings.option import MAX_WHOLE
 N_SINKS = 4  # the first tokens, always attended
 FULL = "full"  # the kind of layers that attend to all rows, and that methods change
 WINDOW = "window"  # the kind of layers that attend to the last rows
-N_SPARE = 128  # rows kept before a window: so many steps can always be taken back
+N_SPARE = 128  # rows kept before a window: so many steps can always be undone
 N_STEPS = 128  # decode steps from one move of a window layer's rows to the next
 STATE = "state"  # the kind of recurrent layers
 N_CHECKPOINTS = 8  # the most states kept of a recurrent layer, by default
@@ -110,8 +110,8 @@ class Memory:
 class Budget:
     """Rows attended a step: a number, ``512``, or a share of the context, ``5%``.
 
-    Default budgets have a floor and a ceiling. With them short chats stay coherent, and the work of
-    a step stops growing with the context. A share that the user states has neither.
+    Default budgets have a floor and a ceiling. The floor keeps short chats coherent. The ceiling
+    limits the work of a step. A share that the user states has neither.
     """
 
     tokens: int | None = None  # rows, if the budget is a number

@@ -30,7 +30,7 @@ class Recurrence(Protocol):
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
-        """Writes the output (T, n_out) of T rows, in their type, to ``out``; moves the state on."""
+        """Writes the output (T, n_out) of T rows, in their type, to ``out``. Advances the state."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Checkpoints:
     """Copies of arrays, one set for a length of the sequence, at most ``most`` sets.
 
     If there are more, it drops the set with the closest neighbours, relative to their distance to
-    the newest set. So the sets get sparser towards the beginning, and the newest one always stays.
+    the newest set. The sets are therefore sparser towards the start. The newest one always stays.
     """
 
     def __init__(self, most: int) -> None:
@@ -204,7 +204,7 @@ class StateCache(BoundedCache):
         return self._out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends before a checkpoint, which cannot be taken back.
+        """See LayerCache. A draft ends before a checkpoint, which cannot be undone.
 
         DRAFT_BYTES limits its rows: each needs a copy of the state.
         """
@@ -253,7 +253,7 @@ class StateCache(BoundedCache):
     def _advance(
         self, x: StateInput, part: slice, state: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
-        """Moves a state on over some rows of a chunk."""
+        """Advances a state over some rows of a chunk."""
         rows = StateInput(x.rows[part], x.gates[part])
         self._recurrence.advance(rows, state, out, self.spec.n_threads)
 

@@ -17,7 +17,7 @@ class WindowCache(BoundedCache):
 
     ``store`` holds the sequence's rows from ``first`` on. A sequence can go back by ``N_SPARE``
     rows. It can also go back to the start and end of its last prefill: those rows are copied before
-    they go. Only the bytes that its steps read are counted.
+    they are dropped. Only the bytes that its steps read are counted.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -79,7 +79,7 @@ class WindowCache(BoundedCache):
         return max((mark for mark in self._marks if mark <= n), default=0)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 where rows of the window are gone."""
+        """See LayerCache. Returns 0 if rows of the window were dropped."""
         if n >= self.n:
             return self.n
         if not self._has_rows_of(n):

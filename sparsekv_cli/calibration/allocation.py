@@ -1,4 +1,4 @@
-"""Shares out a budget of the whole model to its layers, by what each layer loses.
+"""Divides a budget of the whole model among its layers, by the loss of each layer.
 
 FAEDKV's budget are frequencies, SALS' columns of latents, FASA's chunks.
 """

@@ -39,27 +39,27 @@ from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.system.files import user_cache
 
 DEFAULT_TOKENS = 4096
-# Rows through all layers times weights of the layers; and rows that even the largest model takes.
+# Rows through all layers times weights of the layers; and the least rows, of the largest model.
 PRODUCTS, LEAST_ROWS = 3e12, 3600
 BUILT_IN = "built-in"  # name of the text that comes with the program
-MIN_TOKENS = 256  # below, statistics of keys and queries say little
+MIN_TOKENS = 256  # statistics of keys and queries on fewer tokens are not reliable
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
 HUB_FOLDER = "models--"  # begins the name of a repository's folder in huggingface_hub's cache
 
-# Told of a calibration: the method, the share that is done, and at the end where it was stored.
+# Called in a calibration: the method, the share that is done, and at the end a remark.
 OnCalibrate = Callable[[str, float, str], None]
 Encode = Callable[[str], Sequence[int]]
 
 
 class CalibrationText(NamedTuple):
-    """A text and what to call it."""
+    """A text and its name in messages."""
 
     name: str
     text: str
 
 
 def built_in_text() -> CalibrationText:
-    """Prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
+    """Returns prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
 
@@ -67,8 +67,8 @@ def built_in_text() -> CalibrationText:
 def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
     """Returns the rows of forward passes of a calibration: a minute's, or five with 8B parameters.
 
-    These are minutes of two cores. A small model is done with all rows sooner. It follows from the
-    model alone, so that a calibration is the same on a slow machine.
+    These are minutes of two cores. A small model needs less time for all rows. The number depends
+    only on the model, so that a calibration is the same on a slow machine.
     """
     return max(LEAST_ROWS, int(PRODUCTS / layer_products(file, hparams)))
 
@@ -89,8 +89,8 @@ def layer_products(file: GGUFFile, hparams: HParams) -> float:
 class Calibrations:
     """The calibrations of one open model, found, or made and stored, when a method asks.
 
-    decoder: None only finds stored calibrations. encode: text -> ids. sidecar: the one file to read
-    instead of the usual ones; a method that it lacks is refused, not calibrated.
+    decoder: None only finds stored calibrations. encode: text -> ids. sidecar: the only file to
+    read, instead of the usual ones. A method that it lacks is refused, not calibrated.
     """
 
     def __init__(
@@ -198,10 +198,10 @@ class Calibrations:
     ) -> Entry | None:
         """Returns the stored calibration of a method.
 
-        The first file counts that has one. Files that this user writes come first.
+        It is that of the first file that has one. Files that this user writes come first.
         Raises SparseKVError for a sidecar that is unusable.
 
-        None, and a word about it, for one in the cache directory that an older version made by
+        Returns None, with a remark, for one in the cache directory that an older version made by
         itself. arrays: what its arrays must be.
         """
         places = [self._sidecar] if self._sidecar else [self.place_to_write(), *self.places()]
@@ -212,7 +212,7 @@ class Calibrations:
                 if path != self.places()[1] or error.text_name != BUILT_IN:
                     raise
                 if report is not None:
-                    report(name, 0.0, f"{path} is an older version's, a new one is made")
+                    report(name, 0.0, f"{path} is of an older version: a new one is made")
                 continue
             if entry is not None:
                 return entry
@@ -225,7 +225,7 @@ class Calibrations:
         return None
 
     def store(self, name: str, entry: Entry) -> str:
-        """Stores what a first use has made; returns a remark. A failure is only remarked."""
+        """Stores the calibration of a first use. Returns a remark, also for a failure."""
         path = self.place_to_write()
         try:
             write_entry(path, name, self.identity, entry)

@@ -16,7 +16,7 @@ from sparsekv_cli.errors import SparseKVError
 
 
 def without(dropped: np.ndarray) -> Change:
-    """K and V without these bins of their spectrum along the rows, int64 (eq 6, then eq 5)."""
+    """Returns K and V without these bins, int64, of their spectrum along the rows (eq 6, 5)."""
 
     def change(k: np.ndarray, v: np.ndarray) -> None:
         n = k.shape[1]

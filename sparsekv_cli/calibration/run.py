@@ -52,17 +52,17 @@ class CalibrationRun:
     # caches, which keep what they need.
     forward: Callable[..., np.ndarray]
     progress: Callable[[float], None]  # called with the share that is done, 0 to 1
-    # about as many rows may go through all layers, in all forward passes together
+    # limit, approximate, of rows through all layers in all forward passes together
     n_rows: int = 1 << 30
 
     @property
     def statistics_ids(self) -> Sequence[int]:
-        """The beginning of the text, for a pass ahead of trials."""
+        """The start of the text, for a pass before the trials."""
         return self.ids[: max(LEAST_TEXT, int(MOST_STATISTICS * self.n_rows))]
 
 
 class Calibrated(Protocol):
-    """A method as calibration sees it (methods/base.py)."""
+    """The part of a method that calibration uses (methods/base.py)."""
 
     @property
     def name(self) -> str: ...

@@ -1,7 +1,7 @@
-"""SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them matter.
+"""SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them are needed.
 
-Layers need different ranks, and eigenvalues do not tell them well. Most layers of the default model
-answer alike with an eighth of the columns. A few need half. Each layer alone is therefore cut to
+Layers need different ranks, and eigenvalues do not predict them well. Most layers of the default
+model need an eighth of the columns. A few need half. Each layer alone is therefore cut to
 several ranks (calibration/trials.py). Columns go where they save the most KLD.
 """
 
@@ -98,7 +98,7 @@ def study_directions(study: Study) -> dict[str, np.ndarray]:
 
 
 class _StatisticsCache(TextCache):
-    """Sums up a layer's keys and queries during the calibration's prefill."""
+    """Adds up a layer's keys and queries during the calibration's prefill."""
 
     def __init__(self, spec: LayerSpec, tensors: dict[str, np.ndarray]) -> None:
         super().__init__(spec)

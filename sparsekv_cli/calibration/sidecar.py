@@ -79,11 +79,11 @@ class Entry:
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """32 hex digits over the arrays of a calibration."""
-    told = hashlib.sha256()
+    """Returns a hash of the arrays of a calibration, 32 hex digits."""
+    hashed = hashlib.sha256()
     for name, array in sorted(tensors.items()):
-        told.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return told.hexdigest()[:32]
+        hashed.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return hashed.hexdigest()[:32]
 
 
 def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
@@ -168,7 +168,7 @@ def _write(file: BinaryIO, entries: Mapping[str, Entry], identity: ModelIdentity
 
 @contextlib.contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An npz file whose members are no larger together than the file, so that it bounds them."""
+    """Opens an npz file. Raises ValueError if its members together are larger than the file."""
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size = os.fstat(file.fileno()).st_size
         if sum(member.file_size for member in archive.infolist()) > size:
@@ -267,7 +267,7 @@ def check_place(path: Path) -> None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise SparseKVError(f"{path}: cannot be written: {folder} is no folder that can be")
+        raise SparseKVError(f"{path}: cannot be written: {folder} is not a writable folder")
     if not os.path.lexists(path):
         return
     if path.is_file():
@@ -283,7 +283,7 @@ def check_place(path: Path) -> None:
                 return  # a damaged sidecar, to be replaced
             if "about.npy" in names:
                 return
-    raise SparseKVError(f"{path}: is no calibration, and is left as it is; choose another place")
+    raise SparseKVError(f"{path}: is no calibration, and is left as it is: name another file")
 
 
 def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:

@@ -1,4 +1,4 @@
-"""A calibration's course: a pass over the text, windows of it, trials, and how far it has come.
+"""The passes of a calibration: over the text, its windows and trials, with their progress.
 
 The count is of rows that go through all layers. A row of a trial joins a pass at the trial's layer,
 and counts as its share of the layers.
@@ -16,7 +16,7 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, depth
 
 N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
-WORTH_A_WINDOW = 20  # rows: with fewer in each of two windows, there is one window
+WORTH_A_WINDOW = 20  # rows; if each of two windows had fewer, there is one window
 LEAST_SCORED = 6  # rows of a window of a large model, for which there is little time
 
 
@@ -27,7 +27,7 @@ def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
 
 
 class TextCache(LayerCache):
-    """A layer's cache in a pass over the text. At its end only the rows of a prefix stay."""
+    """A layer's cache in a pass over the text. At the end it keeps only a prefix's rows."""
 
     def finish_prefill(self) -> None:
         self.store = self.store.copy(min(self.store.n, N_PREFIX))
@@ -37,7 +37,7 @@ class TextCache(LayerCache):
 
 
 class Study:
-    """One calibration: how many rows it takes, and the windows that score its trials.
+    """One calibration: its number of rows, and the windows that score its trials.
 
     middle: the rows of a window's prefix that trials change. n_scored: rows that a trial scores in
     a window. starts: where the windows begin in the text. n_rows: the work of all passes.
@@ -83,13 +83,13 @@ class Study:
         return n_text + n_prefixes * self.n_prefix + n_windows * (depths + 1) * self.n_scored
 
     def pass_over_text(self, make: Callable[[LayerSpec], LayerCache]) -> None:
-        """A forward pass over the beginning of the text; make: the TextCache of a full layer."""
+        """Runs a forward pass over the start of the text. make: the TextCache of a full layer."""
         self._kept = self._prefilled(self.run.ids[: self._n_text], make)
 
     def score(self, trials: Sequence[Trial]) -> tuple[np.ndarray, np.ndarray]:
-        """KLD(full || trial), and how much the negative log-likelihood rises: f64 (trials,) each.
+        """Returns KLD(full || trial), and the rise of -ln likelihood: f64 (trials,) each.
 
-        See Window.score; means over the windows.
+        They are means over the windows; see Window.score.
         """
         windows = self._windows or self._new_windows()
         scored = [window.score(trials, self._advance) for window in windows]
@@ -130,7 +130,7 @@ class Study:
         return (make if spec.kind == FULL else DenseCache)(spec)
 
     def _advance(self, n_rows: float) -> None:
-        """Tells the progress after so many rows more."""
+        """Reports the progress after so many more rows."""
         self._done += n_rows
         self.run.progress(min(1.0, self._done / self.n_rows))
 
@@ -141,7 +141,7 @@ def study_shares(
     trial_of: Callable[[LayerSpec, float], Trial],
     shares: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Measures the cost of ``shares`` in each layer, and shares out a budget.
+    """Measures the cost of ``shares`` in each layer, and divides a budget among them.
 
     specs: the layers that have trials; the share of the others is the mean. trial_of: the trial of
     one layer with a share. Returns KLD(full || trial) f32 (L, shares), and f32 (L, shares, 2) as

@@ -46,7 +46,7 @@ class Trial(NamedTuple):
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
-    """No change."""
+    """Changes nothing."""
 
 
 def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
@@ -95,7 +95,7 @@ class Window:
     def score(
         self, trials: Sequence[Trial], advance: Callable[[float], None] = lambda rows: None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
+        """Returns KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
 
         KLD is the mean over all rows. The likelihood is the mean over the rows that continue the
         text (as in the paper). Both leave out tokens that the full model thinks unlikely
@@ -115,7 +115,7 @@ class Window:
         return scored[0], scored[1]
 
     def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
-        """f32 (trials, rows, vocabulary), of trials by rising layer; the first call records."""
+        """Returns f32 (trials, rows, vocabulary), by rising layer. The first call records."""
         run = self._run
         n_prefix, n_rows = self._n_prefix, len(self._rows)
         caches = [
@@ -218,7 +218,7 @@ class _TrialCache(LayerCache):
         return changed
 
     def _rotated(self, heads: np.ndarray, first: int) -> np.ndarray:
-        """(heads, T, d) before RoPE, a trial's rows from ``first`` on -> rotated."""
+        """Rotates a trial's rows (heads, T, d) from ``first`` on by RoPE."""
         cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
         return rotate_heads(heads, cos, sin)
 
@@ -251,7 +251,7 @@ class _TrialState(LayerCache):
 
 
 def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of n positions from ``position`` on, times RoPE's scale: f32."""
+    """Returns cosines and sines of n positions from ``position`` on, times RoPE's scale: f32."""
     angles = np.arange(position, position + n)[:, None] * spec.theta  # (n, n_rot/2)
     return (
         (spec.rope_scale * np.cos(angles)).astype(np.float32),

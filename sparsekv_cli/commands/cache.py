@@ -68,7 +68,7 @@ def _folder(directory: Path | None) -> PrefixFolder:
 
 
 def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
-    """Returns a description of each prompt, last used first, and the bytes of all files."""
+    """Returns each prompt's description, most recently used first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
     sizes = Counter[str]()  # of blocks and their snapshots

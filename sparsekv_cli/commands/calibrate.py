@@ -50,8 +50,8 @@ ALL, AUTO = "all", "auto"
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
-    help="Write here; runs find it with --calibration FILE. [default: next to the model, or in the "
-    "user's cache directory where that cannot be written]",
+    help="Write to FILE; runs read it with --calibration FILE. [default: next to the model, or in "
+    "the user's cache directory if that folder cannot be written]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @partial(apply_options, options=MACHINE_OPTIONS)
@@ -122,8 +122,8 @@ def choose_methods(text: str) -> list[str]:
         if name not in known and name != AUTO:
             close = did_you_mean(name, known)
             raise click.UsageError(
-                f"method {name!r}{close} is none that needs a calibration; those are {listed}, and "
-                f"{AUTO} is what all methods lose"
+                f"method {name!r}{close} has no calibration: choose from {listed}, or {AUTO} to "
+                "measure what all methods lose"
             )
     return names
 

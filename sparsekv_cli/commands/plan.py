@@ -33,10 +33,10 @@ ALL = "all"
 @click.command(cls=GroupedCommand)
 @click.option(
     "--methods", metavar="LIST", shell_complete=completers.methods, default=ALL,
-    help="Methods with commas between, or all. [default: all]",
+    help="Methods, separated by commas, or all. [default: all]",
 )  # fmt: skip
 @click.option(
-    "--measure", is_flag=True, help="Measure this machine again, for minutes and more exactly.",
+    "--measure", is_flag=True, help="Measure this machine again: more exactly, for some minutes.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
@@ -102,7 +102,7 @@ def show(plan: Plan) -> None:
     print_table("methods", columns, [row(each) for each in plan.methods])
     say(plan.verdict())
     if plan.is_quick:
-        say("the speeds are of a short measurement; --measure takes minutes and is more exact")
+        say("the speeds are of a short measurement; --measure is more exact and takes minutes")
     if plan.is_busy:
         say("the machine was busy when they were measured")
 

@@ -142,7 +142,7 @@ def command(
     """Serve models: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
 
     A request that names no method or no sampling option gets the one given here. With several -m, a
-    request's "model" names one, which is loaded when it is asked for.
+    request's "model" names one, which is then loaded.
     """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
@@ -151,7 +151,7 @@ def command(
 
     n_connections = most_connections(parallel + queue)
     if not listen.key and not is_loopback(listen.host):
-        say(f"warning: {listen.host} is reached from other machines, and there is no --api-key")
+        say(f"warning: other machines can reach {listen.host}, and there is no --api-key")
     method = method_of(options)
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
     socket = listening(listen.host, listen.port)  # before the slow steps
@@ -209,7 +209,7 @@ def hosted_models(
     paths = [find_model(name) for name in given] if given else [find_model(None)]
     if len(aliases) > len(paths):
         raise click.UsageError(
-            f"{len(aliases)} of --alias, but {len(paths)} of -m: name each model once"
+            f"found {len(aliases)} of --alias for {len(paths)} of -m: give one for each -m at most"
         )
     stems = [split_name(path.name)[0] for path in paths]
     firsts = [*aliases, *stems[len(aliases) :]]
@@ -269,7 +269,7 @@ def listening(host: str, port: int) -> Socket:
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise SparseKVError(
-            f"{host}:{port} cannot be listened on: {reason}; choose another --host or --port"
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from None
 
 
@@ -284,7 +284,7 @@ def is_loopback(host: str) -> bool:
 def draining(config: Any, drain: int, pool: ModelPool) -> Any:
     """Returns uvicorn's server.
 
-    On a request to end, it lets answers finish for so many seconds. Then it ends the rest.
+    At its end it lets answers finish for so many seconds. Then it ends the rest.
     """
     import asyncio
 
@@ -300,7 +300,7 @@ def draining(config: Any, drain: int, pool: ModelPool) -> Any:
 
 
 def run(pool: ModelPool, listen: Listen, socket: Socket, n_connections: int) -> None:
-    """Serves until the process is told to end. Running answers finish first."""
+    """Serves until a signal ends the process. Running answers finish first."""
     import uvicorn
 
     from sparsekv_cli.serve.app import Access, make_app

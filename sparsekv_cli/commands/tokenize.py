@@ -24,7 +24,7 @@ from sparsekv_cli.commands.shared.terminal import write_text
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
 @click.option(
     "--no-parse-special", is_flag=True,
-    help="Take special tokens in the text, such as <|im_end|>, as plain text.",
+    help="Read special tokens in the text, such as <|im_end|>, as plain text.",
 )  # fmt: skip
 @verbose_option
 def command(
@@ -39,8 +39,8 @@ def command(
 ) -> None:
     """Turn text into token ids, one line a token.
 
-    The text is TEXT, -p TEXT, a file, or what is piped to stdin. Nothing is added to it and
-    nothing taken away. A file with a vocabulary and no weights will do as a model.
+    The text is TEXT, -p TEXT, a file, or the text that is piped to stdin. It is not changed. A file
+    with a vocabulary and no weights is enough as a model.
     """
     if len([source for source in (text, prompt, file) if source is not None]) > 1:
         raise click.UsageError("the text is given more than once: use TEXT, -p or -f")

@@ -36,7 +36,7 @@ TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass thro
     help="What to compile for; cuda: what the model needs on this GPU.",
 )  # fmt: skip
 @click.option(
-    "--method", "chosen", metavar="NAMES", help="Methods, with commas between; default: all.",
+    "--method", "chosen", metavar="NAMES", help="Methods, separated by commas; default: all.",
 )  # fmt: skip
 @verbose_option
 def command(model: str | None, device: str, chosen: str | None) -> None:
@@ -44,10 +44,10 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
 
     They are kept on disk; a run that finds them starts at once. Methods are tried on a model: -m,
     SPARSEKV_MODEL or smollm2 if that is installed. Any model gives the same kernels. Methods that
-    must be calibrated are calibrated for this model, if that was not done before.
+    must be calibrated are calibrated for this model, if they are not yet.
 
     With --device cuda the kernels are for this GPU, and they depend on the model. A prompt and some
-    tokens with each method run them. Contexts have up to 131072 tokens, if the GPU has room.
+    tokens run with each method. Contexts have up to 131072 tokens, if the GPU has room.
     """
     from sparsekv_cli import warmup
     from sparsekv_cli.methods import METHODS

@@ -1,4 +1,4 @@
-"""Sequences of a step whose caches launch each kernel once for all of them.
+"""Batches of caches: each kernel is launched once for several sequences.
 
 Each sequence has its own number of rows, which lies in device memory. Kernels take the tensors of B
 sequences at one stride, but each cache has tensors of its own. So caches of a layer that will
@@ -74,14 +74,14 @@ class StepPlan(NamedTuple):
 class Planner:
     """Plans a step if the plan of the step before does not hold for it.
 
-    least_rows: steps are planned for so many rows at least.
+    least_rows: the least rows for which a step is planned.
     """
 
     def __init__(self) -> None:
         self.least_rows = 0
         self._plan: StepPlan | None = None
-        self._next: list[int] = []  # positions of the step that the plan would hold for
-        self._planned: list[ref[LayerCache]] = []  # by the last plan, whether it holds or not
+        self._next: list[int] = []  # positions of the next step for which the plan is valid
+        self._planned: list[ref[LayerCache]] = []  # of the last plan, valid or not
 
     def forget(self) -> None:
         """Drops the plan, because rows were added in another way or a step was broken off."""
@@ -140,7 +140,7 @@ class Planner:
 
 
 def launch_order(positions: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> list[int]:
-    """Returns the order of sequences in which those that may launch together follow each other.
+    """Returns an order of sequences in which those that may launch together are adjacent.
 
     Within a method the longest sequence comes first. Steps do not change the order.
     """
@@ -161,9 +161,9 @@ def _kind(cache: LayerCache) -> Hashable:
 def lengths_to_plan(ns: Sequence[int], least: int) -> list[int]:
     """Returns for each sequence of n rows the number of rows for which its launches are planned.
 
-    This is the number of the longest sequence with which it shares launches and the width of common
+    It is the number of the longest sequence with which it shares launches, and the width of common
     tensors. The longest one has few rows, or at most twice as many as the sequence. Sequences that
-    share launches continue to share them.
+    share launches continue to do so.
     """
     found, longest = [0] * len(ns), 0
     for b in sorted(range(len(ns)), key=lambda b: -ns[b]):

@@ -162,7 +162,7 @@ class DeviceCache(LayerCache):
     # --- a step -----------------------------------------------------------------------------------
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Called before a step to ``n`` rows, unless the last plan holds for it.
+        """Called before a step to ``n`` rows, unless the last plan is valid for it.
 
         It may allocate, move rows, launch and wait. n_max >= n bounds the grids.
         """
@@ -183,13 +183,13 @@ class DeviceCache(LayerCache):
         """Called in a step: adds the rows of a DeviceInput. It launches and does nothing else.
 
         It returns their attention, f32 (B, H, d_v). The sequences are this cache's and, if B > 1,
-        those that lie after it in common tensors. out: where the result is written; None: in memory
-        of its own.
+        those after it in common tensors. out: where the result is written; None: in memory of its
+        own.
         """
 
     @abstractmethod
     def end_step(self, n: int) -> None:
-        """Called on every cache of a step to ``n`` rows, while the device works: counts it."""
+        """Counts a step to ``n`` rows. Called on every cache while the device works."""
 
     def drop_step(self, n: int) -> None:
         """Called instead of ``end_step`` if a step was broken off. It goes back to ``n`` rows."""
@@ -228,7 +228,7 @@ class DeviceCache(LayerCache):
     # --- the rest ---------------------------------------------------------------------------------
 
     def share_constants(self, other: Any) -> None:
-        """Called once: takes what all sequences share from ``other``, a cache of the same layer."""
+        """Called once: shares the constants of ``other``, a cache of the same layer."""
 
     def room_on_host(self, n_max: int) -> int:
         """Returns the rows to make room for on the host, where growing takes long.

@@ -44,7 +44,7 @@ def settings_of(sampler: PlainSampler | None) -> Settings:
 
 
 class Drawing(NamedTuple):
-    """The data that a step's chains need next to the highest logits.
+    """The data that a step's chains need in addition to the highest logits.
 
     A captured step always does the same.
 

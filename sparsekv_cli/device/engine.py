@@ -130,7 +130,7 @@ def open_device_engine(
     on_compile: Callable[[str, int, int], None] | None = None,
     ends: Callable[[], Container[int]] = frozenset,
 ) -> DeviceEngine:
-    """Loads the weights and decides where the KV cache lies. on_compile: see device/cuda.py.
+    """Loads the weights and decides the place of the KV cache. on_compile: see device/cuda.py.
 
     Raises SparseKVError, with the numbers, for a model that does not fit. If ``config.kv`` is auto,
     a KV cache that does not fit stays on the host. Then the engine's note says so.
@@ -181,7 +181,7 @@ def free_bytes(device: torch.device, limit: float) -> int | None:
     """Returns the bytes of the device's memory to use. limit: in GiB, 0: none. None: no GPU."""
     if device.type != "cuda":
         return int(limit * GIB) or None
-    torch.cuda.empty_cache()  # torch keeps the memory of models that are gone
+    torch.cuda.empty_cache()  # torch keeps the memory of closed models
     free = int(torch.cuda.mem_get_info(device)[0] * (1 - SPARE))
     return min(free, int(limit * GIB)) if limit else free
 

@@ -1,4 +1,4 @@
-"""A layer whose cache lies on the host: dense prefill on the GPU, decode by the CPU's kernels.
+"""A layer with its cache on the host: dense prefill on the GPU, decode by the CPU's kernels.
 
 The LFPS paper works in this way. Here every method without a cache class for the device does so. In
 a prefill a second stream copies the rows to page-locked memory while the device computes. A thread
@@ -64,7 +64,7 @@ class Buffer:
 
 
 class HostWorker:
-    """The thread on which caches take the rows of a prefill, in order.
+    """The thread on which caches add the rows of a prefill, in order.
 
     Rows go through a ring of buffers. Before a copy, the worker waits until the rows of N_BUFFERS
     copies earlier have been read. It does not wait for a copy to end.
@@ -179,7 +179,7 @@ class HostCache(LayerCache):
         return as_tensor(attended.result()).to(self._worker.device)
 
     def begin_step(self, n: int, n_max: int) -> CachePlan:
-        """Begins a step (DeviceCache.begin_step). Most caches put nothing on the device."""
+        """Starts a step (DeviceCache.begin_step). Most caches put nothing on the device."""
         return CachePlan(None, UNLIMITED)
 
     def finish_prefill(self) -> None:
@@ -187,7 +187,7 @@ class HostCache(LayerCache):
         self._worker.submit(self.cache.finish_prefill)
 
     def wait(self) -> None:
-        """Waits until the cache has taken all rows of the prefill."""
+        """Waits until the cache has all rows of the prefill."""
         self._worker.wait()
 
     def decode(self, x: Any) -> np.ndarray:

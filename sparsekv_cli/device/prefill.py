@@ -1,4 +1,4 @@
-"""Prefill on a device: the steps between matrix products, as formulas in torch, and attention."""
+"""Prefill on a device: attention, and the steps between matrix products in torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +26,9 @@ def rotate(heads: torch.Tensor, rope: Any, n_rot: int, pos: int) -> torch.Tensor
 
 
 class TorchChunkSteps:
-    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as the formulas are written.
+    """``ChunkSteps`` of models/chunk_steps.py on tensors, step by step as in the formulas.
 
-    Weights and the tables of ``rope`` are tensors too, or arrays where the device is the CPU.
+    Weights and the tables of ``rope`` are tensors too, or arrays if the device is the CPU.
     """
 
     def __init__(self, hparams: HParams, rope: Any, interleaved: bool, dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ def _causal_mask(q: torch.Tensor, k: torch.Tensor) -> Any:
     n_new, n = q.shape[1], k.shape[1]
     if not q.is_cuda:
         return torch.ones((n_new, n), dtype=torch.bool).tril(n - n_new)
-    # Imported here, since it takes seconds. The kernels of a GPU need no mask in memory.
+    # Imported here, because the import takes seconds. A GPU's kernels need no mask in memory.
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(n_new, n)

@@ -135,7 +135,7 @@ class StepBuffers:
         self._host_chosen.copy_(choose(logits, self._settings, drawing), non_blocking=True)
 
     def outcomes(self, order: Sequence[int], are_chosen: Sequence[bool]) -> list[Outcome]:
-        """Returns for each sequence the token that was chosen here, or its logits.
+        """Returns for each sequence the token that the device chose, or its logits.
 
         If the highest logit is not finite, all logits have its value. A sampler refuses it.
         """

@@ -1,4 +1,4 @@
-"""Work at the same time as a decode step: a second stream, forked and joined again."""
+"""Work next to a decode step: a second stream, forked and joined again."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class SideStream:
             raise
 
     def join(self) -> None:
-        """Makes the current stream wait for what was forked, if anything was."""
+        """Makes the current stream wait for the forked work, if any."""
         if self._stream is not None and self.forked:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self.forked = False

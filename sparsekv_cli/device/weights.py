@@ -75,7 +75,7 @@ class DeviceLayer:
     down: Stack
 
     def dense(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Returns the matrices as the prefill multiplies them."""
+        """Returns the matrices in the prefill's type."""
         names = ("qkv", "o", "gate_up", "down")
         return {name: getattr(self, name).dense(dtype) for name in names}
 

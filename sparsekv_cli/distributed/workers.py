@@ -151,7 +151,7 @@ class Workers:
             gpus = f", {room.n_gpus} GPU" * bool(room.n_gpus)
             raise SparseKVError(
                 f"no node of the Ray cluster has room for the model: it takes {room.n_cpus} CPUs"
-                f"{gpus} and {room.n_bytes / 2**30:.1f} GiB; give less --threads, --ctx-size or "
+                f"{gpus} and {room.n_bytes / 2**30:.1f} GiB; lower --threads, --ctx-size or "
                 "--parallel, or add nodes"
             )
 
@@ -163,15 +163,15 @@ class Workers:
         """Until something has happened, and a while longest."""
         pending = [*self._starting, *self._busy]
         ready, _ = self._ray.wait(pending, num_returns=1, timeout=SECONDS_BETWEEN_CHECKS)
-        for told in ready:
-            if told in self._starting:
-                self._opened(self._starting.pop(told), told)
+        for future in ready:
+            if future in self._starting:
+                self._opened(self._starting.pop(future), future)
             else:
-                self._worked(*self._busy.pop(told), told, done)
+                self._worked(*self._busy.pop(future), future, done)
 
-    def _opened(self, actor: Any, told: Any) -> None:
+    def _opened(self, actor: Any, future: Any) -> None:
         try:
-            node, problem = self._ray.get(told)
+            node, problem = self._ray.get(future)
         except self._ray.exceptions.RayError as error:
             self._lose(actor, error)
             self._n_start_lost += 1
@@ -185,9 +185,9 @@ class Workers:
             raise SparseKVError(f"node {node}: {problem}")
         self._idle.append(actor)
 
-    def _worked(self, actor: Any, shard: Shard, told: Any, done: dict[int, Any]) -> None:
+    def _worked(self, actor: Any, shard: Shard, future: Any, done: dict[int, Any]) -> None:
         try:
-            result, problem = self._ray.get(told)
+            result, problem = self._ray.get(future)
         except self._ray.exceptions.RayError as error:
             self._lose(actor, error)
             shard.n_lost += 1

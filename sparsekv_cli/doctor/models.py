@@ -1,4 +1,4 @@
-"""The models that ``-m`` finds by name, told from their headers alone."""
+"""The models that ``-m`` finds by name, described by their headers alone."""
 
 import itertools
 from pathlib import Path

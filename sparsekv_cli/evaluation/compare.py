@@ -44,9 +44,9 @@ def parse_methods(
     Raises ValueError, which says what is wrong.
 
     Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
-    stands for every method. common: options for every method that has them and is not given them.
+    means every method. common: options for every method that has them and does not state them.
     But ``full``, the reference of the others, keeps its rows as f16. sweeps: options with several
-    values, as ``parse_sweep`` gives them.
+    values, as ``parse_sweep`` returns them.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -133,7 +133,7 @@ def decode_tokens(
 def greedy_tokens(
     first: np.ndarray, seen: Ids[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
-    """Yields n greedy tokens after the logits ``first``. ``seen`` receives the logits of each step.
+    """Yields n greedy tokens after the logits ``first``. The caller adds each step's to ``seen``.
 
     banned: tokens that are never chosen, because they would end the text.
     """
@@ -148,7 +148,7 @@ def greedy_tokens(
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
     """Returns the watched and the timed steps of n decode steps. The first is in neither.
 
-    n_between: how many steps between the two parts should be neither, if enough are left to watch.
+    n_between: steps between the two parts that are in neither, if enough are left to watch.
     """
     n_timed = n // 2
     return range(1, max(2, n - n_timed - n_between)), range(n - n_timed, n)

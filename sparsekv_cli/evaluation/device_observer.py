@@ -1,4 +1,4 @@
-"""Watching which rows the caches of a decoder on the device attend to; see observer.py.
+"""Observes the rows to which the caches of a decoder on the device attend; see observer.py.
 
 A step that is watched is not captured: rows and queries come to the host layer by layer.
 """
@@ -47,7 +47,7 @@ def observe(
 
 
 def leave_alone(layers: Sequence[LayerCache]) -> None:
-    """Ends what ``observe`` began."""
+    """Ends the observation that ``observe`` started."""
     for cache in layers:
         if isinstance(cache, HostCache) and isinstance(cache.cache, Observer):
             cache.cache = cache.cache.cache
@@ -56,7 +56,7 @@ def leave_alone(layers: Sequence[LayerCache]) -> None:
 
 
 def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
-    """The keys of the first ``n`` rows in the caches of ``full``, f16 (G, n, d), on the host."""
+    """Returns the keys of the first ``n`` rows of ``full``, f16 (G, n, d), on the host."""
     keys = []
     for cache in layers:
         if isinstance(cache, HostCache):
@@ -67,6 +67,6 @@ def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
 
 
 def _on_host(rows: Any) -> np.ndarray:
-    """A device's rows (..., d) with zeros up to whole vectors, as kernels of the host read them."""
+    """Returns a device's rows (..., d) on the host, with zeros up to whole vectors."""
     n_zeros = padded(rows.shape[-1]) - rows.shape[-1]
     return np.pad(rows.cpu().numpy(), [(0, 0)] * (rows.ndim - 1) + [(0, n_zeros)])

@@ -1,7 +1,7 @@
-"""How sure a figure is: bootstrap intervals of means over tokens, and which figures are equal.
+"""The uncertainty of figures: bootstrap intervals of means over tokens, and equal figures.
 
 The tokens of one prompt are drawn anew with replacement (Efron's percentile bootstrap). Two methods
-are compared on the same draws, token by token; an interval speaks of this prompt and this machine.
+are compared on the same draws, token by token. An interval is for this prompt and this machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarray:
-    """Means of ``values`` f64 (n,), drawn anew N_DRAWS times: f64 (N_DRAWS,).
+    """Returns means of ``values`` f64 (n,), drawn anew N_DRAWS times: f64 (N_DRAWS,).
 
     The same seed and n draw the same tokens.
     """
@@ -41,7 +41,7 @@ def equal_groups(means: Mapping[str, np.ndarray]) -> list[list[str]]:
 
 
 def groups_of(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
-    """Returns the longest runs of ``items`` in which any two are alike.
+    """Returns the longest runs of ``items`` in which any two are equal.
 
     An item may be in several groups; a group of one is left out.
     """

@@ -38,7 +38,7 @@ class Needle:
     """The result of a fact."""
 
     length: int  # tokens asked for
-    tokens: int  # tokens of the prompt, hardly fewer
+    tokens: int  # tokens of the prompt, a few fewer
     depth: float
     found: Mapping[str, bool]  # whether a method's answer named it, by the method's text
 
@@ -58,7 +58,7 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
         sentences.append(sentence)
     else:
         raise SparseKVError(
-            f"needles: the document is {room} tokens too short: give less tokens, or a longer one"
+            f"needles: the document is {room} tokens too short: give fewer tokens, or a longer one"
         )
     at = round(depth * len(sentences))
     parts = "".join(sentences[:at]).strip(), fact, "".join(sentences[at:]).strip()
@@ -79,7 +79,7 @@ def plant_needles(
     if longest > model.n_ctx:
         raise SparseKVError(
             f"needles: {longest} tokens with the answer do not fit the context of {model.n_ctx}: "
-            "give less tokens, or raise --ctx-size"
+            "give fewer tokens, or raise --ctx-size"
         )
 
     def count(text: str) -> int:
@@ -104,8 +104,8 @@ def find_needles(
 ) -> Iterator[Needle]:
     """Asks every method for each fact."""
     for i, prompt in enumerate(prompts):
-        told = greedy_answers(model, methods, prompt.ids)
-        found = {spec: prompt.value in answer for spec, answer in told}
+        answers = greedy_answers(model, methods, prompt.ids)
+        found = {spec: prompt.value in answer for spec, answer in answers}
         yield Needle(prompt.length, len(prompt.ids), prompt.depth, found)
         if progress is not None:
             progress(i + 1, len(prompts))

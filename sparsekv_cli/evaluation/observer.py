@@ -1,4 +1,4 @@
-"""How a method changes a model's answers, and how good the rows are that it attends to.
+"""Measures how a method changes a model's answers, and how good its attended rows are.
 
 Attended rows are compared with exact attention over the sequence's exact keys. The caches of
 ``full`` give the prompt's keys. The keys of decoded rows are kept here.
@@ -36,7 +36,7 @@ class Measured:
     _n_rated: Counter[str] = field(default_factory=Counter)  # values in steps that have ended
 
     def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
-        """KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
+        """Adds KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
         expected, actual = log_softmax(reference), log_softmax(logits)
         # No dot product: threads of BLAS would wait for each other for longer than they work.
         self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
@@ -50,7 +50,7 @@ class Measured:
         self.by_layer[layer].append(mass)
 
     def end_step(self, added: Mapping[str, int]) -> None:
-        """All layers have done a step, which added this to the counts."""
+        """Ends a step of all layers. Its arguments are the step's additions to the counts."""
         for name in ("overlap", "mass", "oracle"):
             values = getattr(self, name)[self._n_rated[name] :]
             if values:
@@ -134,7 +134,7 @@ def compare_rows(
     n_threads: int = 1,
     softcap: float = 0.0,
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Returns overlap with exact top-k, mass, and top-k's mass of each head's attended rows.
+    """Returns each head's overlap with exact top-k, mass, and top-k's mass.
 
     q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): the rows after those of k. attended: rows
     int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head

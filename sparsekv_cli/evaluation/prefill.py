@@ -30,7 +30,7 @@ Keys = Ids[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
 class FanOut:
     """One layer's caches of all methods, filled by one prefill.
 
-    own_s: seconds that each method spends on its own work, such as its index; added to.
+    own_s: sums of the seconds that each method spends on its own work, such as its index.
     """
 
     can_prefill_in_parts = False  # a method may drop or compress its rows in ``finish_prefill``
@@ -73,7 +73,7 @@ def prefill_all(
 ) -> list[MethodPrefill]:
     """Prefills ``ids`` once for all methods and makes room for ``n_steps`` more rows.
 
-    The methods are calibrated if need be; ``Model.prepare`` does it beforehand and says so.
+    The methods are calibrated if necessary. ``Model.prepare`` does that beforehand with a remark.
     """
     sequences = [new_sequence(model, method) for method in methods]
     for cache in (cache for sequence in sequences for cache in sequence.caches):
@@ -103,7 +103,7 @@ def prefill_alone(
     trial.prefill(ids[:N_TRIAL])
     for _ in range(N_TRIAL_STEPS):
         trial.decode(ids[0])
-    del trial  # gone before there is another one
+    del trial  # freed before the next one
     sequence = new_sequence(model, method)
     for cache in sequence.caches:
         cache.reserve(len(ids) + n_steps)
@@ -158,9 +158,9 @@ def prefill_each(
     """Yields a prefill by the name of each method. One pass serves as many as fit half the memory.
 
     A method's result does not depend on the others. ``full`` leads every prefill, so that prompts
-    attend to rows in f16. It is among the results only if it is asked for. On a GPU each method has
-    a prefill of its own. Its caches must be released before the next method begins. A method that
-    cannot run there is refused ahead of all prefills.
+    attend to rows in f16. It is a result only if it is in ``methods``. On a GPU each method has its
+    own prefill. Its caches must be released before the next method starts. A method that cannot run
+    there is refused before all prefills.
     """
     if not model.engine.shares_prefill:
         for method in methods.values():

@@ -22,8 +22,8 @@ class Records(ExitStack, ABC):
 
     path: None keeps no file. configuration: the common fields of all records. calibrations: hashes
     by the method's name. Records with another hash are ignored. Raises SparseKVError for a file of
-    another configuration, or of something else, or that another process writes to. Half a line at
-    its end is cut off. A with block closes the file.
+    another configuration, for another kind of file, or if another process writes to it. Half a line
+    at its end is cut off. A with block closes the file.
     """
 
     command: ClassVar[str]  # the command of the file
@@ -49,7 +49,7 @@ class Records(ExitStack, ABC):
             raise
 
     def _read(self, path: Path, configuration: Mapping[str, Any]) -> None:
-        """Reads the records of the file; begins a new one."""
+        """Reads the records of the file, or starts a new file."""
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
         head = json.dumps(expected, ensure_ascii=False)
         data = path.read_bytes() if path.is_file() else b""
@@ -105,7 +105,7 @@ class Records(ExitStack, ABC):
             self.add(record)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keeps a record, unless there is one of the same already."""
+        """Keeps a record, unless there is one with the same key."""
         if self.key_of(record) in self.by_key:
             return
         if calibration := self.calibrations.get(record["name"]):

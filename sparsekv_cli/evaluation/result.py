@@ -13,8 +13,8 @@ from sparsekv_cli.evaluation.needles import Needle
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.methods.base import Method
 
-# Figures of which the lines that differ by noise are named; a method's draws of the last are its
-# own, as its steps are timed at another time than those of the others.
+# Figures for which methods that are equal within noise are named. Each method has its own draws of
+# the last figure, because its steps are timed at another time than those of the others.
 COMPARED = ("kld_mean", "top1_agreement", "decode_tps")
 
 
@@ -98,7 +98,7 @@ def method_result(
 
 
 def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
-    """Methods by their text that differ by noise, for each figure of COMPARED; best first."""
+    """Returns methods by their text that are equal within noise, for each figure; best first."""
     found = {}
     for figure in COMPARED:
         draws = {
@@ -113,7 +113,7 @@ def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
 
 
 def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
-    """Returns the methods that no other beats in both speed and nearness, the fastest last."""
+    """Returns the methods that no other beats in both speed and KLD, the fastest last."""
     front: list[MethodResult] = []
     for row in sorted(rows, key=lambda row: (-row.decode_tps, row.kld_mean)):
         if not front or row.kld_mean < front[-1].kld_mean:
@@ -130,9 +130,9 @@ def contents(
 ) -> dict[str, Any]:
     """Returns a comparison as one JSON object: ``--json`` prints it, a report shows it.
 
-    about: what the figures are of, such as the model and the machine. equal: methods whose figures
-    differ by noise. front: the methods of the Pareto front, fastest last. recall: mass by layer and
-    head, of the layers that choose rows.
+    about: the origin of the figures, such as the model and the machine. equal: methods that are
+    equal within noise. front: the methods of the Pareto front, fastest last. recall: mass by layer
+    and head, of the layers that choose rows.
     """
     return {
         "context": n_context,

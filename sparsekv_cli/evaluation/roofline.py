@@ -1,7 +1,7 @@
 """The roofline of decoding: no step is faster than the memory that it must read.
 
 A token reads every weight once and the KV rows that its method touches. Only the experts that it
-chooses are read. The ledger counts these rows. Divided by a bandwidth, these bytes bound the speed.
+chooses are read. The ledger counts these rows. The bytes divided by a bandwidth bound the speed.
 The bandwidth is measured in the same run with the same threads. Weights that stay in a cache of the
 CPU can be read faster than the bound. How many experts several sequences choose between them is an
 expectation (models/weights.py).
@@ -84,13 +84,13 @@ def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
 
 
 def _megabytes(n_bytes: int) -> str:
-    """Decimal, as bandwidths are: ``98 MB``; one figure more below 10."""
+    """Returns decimal megabytes, such as ``98 MB``, with one digit more below 10."""
     size = n_bytes / 1e6
     return f"{size:.1f} MB" if 0 < size < 10 else f"{size:.0f} MB"
 
 
 def cpu_name() -> str:
-    """Returns the processor's name as the system tells it."""
+    """Returns the processor's name as the system reports it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

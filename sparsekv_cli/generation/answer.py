@@ -32,9 +32,9 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty")
+            raise ValueError("a stop string is empty: give a text")
         self.stops = tuple(stops)
-        self.found = ""  # the stop string that was found
+        self.found = ""  # the stop string in the text
         self._held = ""
 
     def push(self, text: str) -> str:

@@ -72,7 +72,7 @@ class AnswerFields(SamplingFields):
 
     A missing field has the value that it has on the command line.
 
-    seed: -1 takes a random one. logit_bias: number added to the logit of a token, by the token's
+    seed: -1 is a random one. logit_bias: number added to the logit of a token, by the token's
     id; -100 or less bans it. think_budget: most tokens of thinking before the answer. At most one
     of json_schema, grammar and regex is given.
     """

@@ -22,7 +22,7 @@ BEGINS, THINKS, CLOSES, ANSWERS = range(4)
 
 
 class AnswerConstraint:
-    """The state of an answer. ``restart`` begins one.
+    """The state of an answer. ``restart`` starts one.
 
     thinking: the markers of the model's template; None: the model does not think.
     grammar: the form of the answer after the thinking; None: any form.
@@ -56,7 +56,7 @@ class AnswerConstraint:
         return new
 
     def restart(self, prompt: Sequence[int] = (), n_left: int = 0) -> None:
-        """Begins an answer of at most ``n_left`` tokens. prompt: its ids, or the last of them."""
+        """Starts an answer of at most ``n_left`` tokens. prompt: its ids, or the last of them."""
         self._restart_grammar()
         self._phase, self._tail, self._n_thought = ANSWERS, b"", 0
         self._forced: list[int] = []
@@ -115,7 +115,7 @@ class AnswerConstraint:
             self._grammar.restart()
 
     def _begin(self, token: int) -> None:
-        """Adds a first token. It may be of the start marker, of the answer, or still of both."""
+        """Adds a first token. It may belong to the start marker, the answer, or still both."""
         if self._grammar is not None and self._matches:
             self._matches = token in self._matching
             if self._matches:

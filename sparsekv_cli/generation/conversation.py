@@ -1,4 +1,4 @@
-"""From a prompt or a conversation to the ids that a model is given."""
+"""From a prompt or a conversation to the input ids of a model."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def prompt_ids(
 def continues_last(
     messages: Sequence[Mapping[str, Any]], continues: bool | None, adds_prompt: bool | None
 ) -> bool:
-    """Returns whether an answer continues the last message: by default if it is the assistant's.
+    """Returns whether an answer continues the last message. The default: if it is the assistant's.
 
     continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None:
     missing. Raises SparseKVError if they contradict each other or the messages.

@@ -1,4 +1,4 @@
-"""JSON objects that users write, as pydantic models: lines of ``run --jsonl``, requests of serve.
+"""JSON objects of users as pydantic models: lines of ``run --jsonl``, requests of serve.
 
 A model checks types and bounds. This file has its base class and its error messages.
 """
@@ -24,7 +24,7 @@ LARGE = re.compile(
 
 
 class FieldError(SparseKVError):
-    """A field of a JSON object is not as expected. field: its path, empty for the whole object."""
+    """A wrong field of a JSON object. field: its path, empty for the whole object."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}{message}")
@@ -119,7 +119,7 @@ WORDS = {
 def _words(
     kind: type[Fields], values: Mapping[str, Any], found: Sequence[ErrorDetails]
 ) -> tuple[str, str]:
-    """Returns the path of the first wrong field, and what is wrong. kind: model of ``values``."""
+    """Returns the path of the first wrong field, and its fault. kind: model of ``values``."""
     error, context = found[0]["type"], found[0].get("ctx", {})
     place, value = _place(values, found[0]["loc"]), found[0]["input"]
     field = path_of(place)

@@ -1,4 +1,4 @@
-"""One answer while it is generated: ``chat``, ``run``, ``jsonl`` and ``serve`` share it."""
+"""One growing answer, for ``chat``, ``run``, ``jsonl`` and ``serve``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Generation:
     ) -> None:
         """sequence: ends with its prompt. sample: chooses tokens; it was made with ``constraint``.
 
-        n_predict: the most tokens; a negative number takes as many as fit. stops: texts before
+        n_predict: the most tokens; a negative number means as many as fit. stops: texts before
         which the answer ends. constraint: ends the answer when no token can follow. special:
         control tokens are part of the text. thinking: the markers of the thinking, which goes to
         ``write_thinking``. logprobs: the number of most likely tokens that are kept with each
@@ -129,7 +129,7 @@ class Generation:
         return is_short and self.sequence.is_full
 
     def resume(self) -> None:
-        """Goes on from the end of the sequence's last prefill."""
+        """Continues from the end of the sequence's last prefill."""
         at = self.sequence.checkpoint
         if at is None or at.n != len(self.sequence.tokens):
             raise ValueError("the sequence does not end with a prefill")
@@ -160,7 +160,7 @@ class Generation:
         return [self.token, *draft]
 
     def take(self, draft: list[int], outcomes: list[Outcome], seconds: float) -> None:
-        """Takes a step's outcomes: one after the chosen token, one after each draft token."""
+        """Adds a step's outcomes: one after the chosen token, one after each draft token."""
         self.outcomes, self._draft, self._verify_s = outcomes, draft, seconds
 
     def choose(self) -> bool:

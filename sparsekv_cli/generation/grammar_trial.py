@@ -40,7 +40,7 @@ class GrammarTrial:
         self.read = lru_cache(N_KNOWN)(self._read)
 
     def _read(self, kind: str, text: str) -> Grammar:
-        """See ``read_grammar``. Raises SparseKVError also for a grammar that takes too long."""
+        """See ``read_grammar``. Also raises SparseKVError for a grammar that takes too long."""
         if not self._places.acquire(blocking=False):
             raise BusyError("other grammars are being read: try again later")
         try:

@@ -11,7 +11,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the conversation as templates take it: texts, and arguments of calls as objects.
+    """Returns the conversation as templates read it: texts, and arguments of calls as objects.
 
     Raises FieldError, which names the wrong field.
     """

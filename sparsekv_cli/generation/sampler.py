@@ -65,7 +65,7 @@ def new_sampler(
 ) -> Sample:
     """Returns the sampler for a model: the user's values, the file's, then the defaults.
 
-    seed: None takes a random one. constraint: the result of ``new_constraint``.
+    seed: None is a random one. constraint: the result of ``new_constraint``.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
@@ -96,7 +96,7 @@ def _tokenizer_of_grammars(tokenizer: Tokenizer) -> Any:
 
     ids, end_ids = range(tokenizer.n_vocab), sorted(tokenizer.eog_ids)
     if not end_ids:
-        raise SparseKVError("the model has no token that ends an answer")
+        raise SparseKVError("this model has no token that ends an answer: use a model with one")
     vocabulary = TokenBytes(
         [tokenizer.token_bytes(token) for token in ids],
         [token for token in ids if not tokenizer.is_shown(token)],
@@ -116,7 +116,7 @@ def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
 
 @functools.lru_cache(N_BREAKERS)
 def _find_breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
-    """Finds DRY's sequence breakers in a model's vocabulary. Keeps the result: it takes a while."""
+    """Finds DRY's sequence breakers in a model's vocabulary. Keeps the result, which is slow."""
     from sparsekv_cli.sampling.dry import find_breakers
 
     def tokenize(text: str) -> Sequence[int]:

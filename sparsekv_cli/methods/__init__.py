@@ -46,13 +46,12 @@ def calibrated_methods() -> list[str]:
 
 
 def build_method(name: str, options: Mapping[str, str], **named: str | None) -> Method:
-    """Returns a method from command-line text.
+    """Returns a method by the texts of the command line.
 
     options: by name, as ``-o`` has them. named: options with their own flag, such as ``budget``.
 
     ``preset`` is applied first, so that other options change it. An option may have its old name: a
-    FutureWarning says the name that it has now. Raises ValueError, which says what is wrong and
-    lists the options.
+    FutureWarning names the new one. Raises ValueError, which names the fault and lists the options.
     """
     cls = method_class(name)
     given = dict(options)
@@ -81,7 +80,7 @@ def build_method(name: str, options: Mapping[str, str], **named: str | None) -> 
 
 
 def _parse(declared: Field[Any], text: str) -> Any:
-    """Returns ``text`` as an option's value. Raises ValueError, which names what it takes."""
+    """Returns ``text`` as an option's value. Raises ValueError, which names the allowed values."""
     if isinstance(declared.default, Budget):
         return Budget.parse(text)
     if isinstance(declared.default, tuple):
@@ -90,7 +89,7 @@ def _parse(declared: Field[Any], text: str) -> Any:
 
 
 def stated_options(method: Method) -> dict[str, str]:
-    """Returns the options that are not the defaults, as ``build_method`` takes them."""
+    """Returns the options that are not the defaults, for ``build_method``."""
     stated = {}
     for name, declared in options_of(method).items():
         value = getattr(method, name)
@@ -101,7 +100,7 @@ def stated_options(method: Method) -> dict[str, str]:
 
 
 def spec_of(method: Method) -> str:
-    """Returns the method as the command line takes it: ``quest:budget=2%``."""
+    """Returns the method in the command line's syntax: ``quest:budget=2%``."""
     options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
     return f"{method.name}:{options}" if options else method.name
 
@@ -126,7 +125,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def _describe(declared: Field[Any]) -> dict[str, Any]:
-    """Returns an option by name, type, default and help, and the choices or bounds that it has."""
+    """Returns an option's name, type, default and help, and its choices or bounds, if any."""
     default = declared.default
     if isinstance(default, (Budget, tuple)):
         default = str(default) if isinstance(default, Budget) else list(default)

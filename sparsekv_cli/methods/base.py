@@ -1,4 +1,4 @@
-"""The base of the KV-cache methods: a method's options, and the caches that it makes of layers."""
+"""The base of the KV-cache methods: a method's options, and the caches that it makes for layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import check_options, option
 
 DENSE_HELP = (
-    "layers that attend to everything, such as 0,1 or none; the default counts full layers only, "
+    "layers that attend to all rows, such as 0,1 or none; the default counts full layers only, "
     "not windows and recurrent ones"
 )
 _CACHE_TYPE_HELP = "type of {} in the cache; fasa, sals, freekv and faedkv: f16 only"
@@ -34,9 +34,9 @@ class Method(ABC):
 
     paper: ClassVar[str]
     description: ClassVar[str]
-    use: ClassVar[str]  # when to take it, by the tables of docs/benchmarks.md
+    use: ClassVar[str]  # when to use it, by the tables of docs/benchmarks.md
     needs: ClassVar[str] = ""  # a requirement, such as a calibration
-    cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # types of K and V that it reads
+    cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # types of K and V that it can read
     holds_all_rows: ClassVar[bool] = True  # whether it keeps all rows unchanged
     # module:class of its cache on a GPU, in device/. A method without one keeps its rows on the
     # host.
@@ -46,7 +46,7 @@ class Method(ABC):
     # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
     # method that is never sparse, or that does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
-    # Values of options by the name of a preset. Options that the user sets replace them.
+    # Values of options by the name of a preset. The user's options replace them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     renamed: ClassVar[dict[str, str]] = {}  # old names of options, and their names now
 
@@ -125,7 +125,7 @@ class Method(ABC):
         return make(spec)
 
     def dense_layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the host's cache of a dense layer. A method may have its own for it."""
+        """Returns the host's cache of a dense layer. A method may have its own class."""
         return DenseCache(spec)
 
     @abstractmethod

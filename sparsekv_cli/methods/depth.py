@@ -5,7 +5,7 @@ searches an index, scores candidates and gathers the chosen rows from all over t
 this work is done for every query head and hardly grows with the context. A sparse step pays where
 the context is longer than
 
-    heads of a group x rows that a dense step could read in the time of one head's own work.
+    (heads of a group) x (rows that a dense step reads in the time of one head's own work).
 
 The second factor is a constant of each method, ``Method.work_of_a_head``, for its default budget.
 For lfps it is a count. For the others it was measured on a CPU and rounded up. It is not measured

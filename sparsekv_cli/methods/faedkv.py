@@ -59,7 +59,7 @@ class FAEDKV(Method):
     """Options of FAEDKV; symbols as in the paper."""
 
     paper: ClassVar[str] = "FAEDKV: Infinite-Window Fourier Transform (Li et al.)"
-    description: ClassVar[str] = "K and V as some of their frequencies along the tokens"
+    description: ClassVar[str] = "keeps K and V as some of their frequencies along the tokens"
     use: ClassVar[str] = "the gist of a text in a quarter of the memory; single facts are lost"
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
@@ -108,7 +108,7 @@ class _Start(NamedTuple):
     n: int
     n_exact: int
     share: float
-    rows: KVStore | None = None  # a copy of the exact rows; None: they still lie in ``store``
+    rows: KVStore | None = None  # a copy of the exact rows; None: they are still in ``store``
     mark: Mark | None = None  # of the spectrum, if there was one
 
 
@@ -249,7 +249,7 @@ class FAEDKVCache(LayerCache):
         """Returns whether to leave out frequencies. Turns a budget in tokens into a share."""
         tokens = self.method.budget.tokens
         if tokens is not None and not self._share:
-            if n_aged < 2 * tokens:  # else a share near 1 would be kept for good
+            if n_aged < 2 * tokens:  # otherwise a share near 1 would be kept for good
                 return False
             self._share = tokens / n_aged
             if self.method.allocation == "layers":
@@ -304,7 +304,7 @@ class FAEDKVCache(LayerCache):
         return self.n
 
     def _restart(self, rows: KVStore, mark: Mark | None) -> None:
-        """Goes back to the end of the last prefill with the rows and mark kept there."""
+        """Goes back to the end of the last prefill, with the rows and the spectrum kept there."""
         self.store, self._n_absorbed = rows, self._start.n
         if mark is None:
             self.spectrum = None

@@ -1,7 +1,7 @@
 """FASA: "Frequency-Aware Sparse Attention" (Wang et al., AMAP Alibaba and others).
 
-RoPE turns the dims of a head in pairs, the frequency chunks. A few of them, found once by
-calibration, rank the keys nearly as the whole head does. Each step scores all keys by the dominant
+RoPE turns the dims of a head in pairs, the frequency chunks. Calibration finds once a few of them
+that rank the keys nearly as the whole head does. Each step scores all keys by the dominant
 chunks of their kv head. Each query head attends exactly to its best N_fac keys.
 
 | paper | here |
@@ -111,7 +111,7 @@ class FASA(Method):
         return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Returns the worth of chunks and a layer's loss with few of them, for any options."""
+        """Returns the values of chunks and a layer's loss with few of them, for any options."""
         return study_chunks(run, FASA().is_dense)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:

@@ -1,8 +1,8 @@
 """FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
 
-Attention reads sinks, a window and a few pages between them. The query of the step before chooses
-the pages, so that they are chosen and fetched ahead. If a query has turned away from the one
-before, its kv head chooses again with the new query. All other pages lie in a pool.
+Attention reads sinks, a window and a few pages between them. The query of the previous step chooses
+the pages, so that they are fetched a step ahead. If a query differs much from the previous one, its
+kv head chooses again with the new query. All other pages are in a pool.
 
 | paper | here |
 |---|---|
@@ -74,10 +74,8 @@ class FreeKV(Method):
     """Options of FreeKV; symbols as in the paper."""
 
     paper: ClassVar[str] = "arXiv:2505.13109"
-    description: ClassVar[str] = "pages recalled a step ahead, and corrected where the query turns"
-    use: ClassVar[str] = (
-        "rows that lie far from the processor; it misses some of many keys that look alike"
-    )
+    description: ClassVar[str] = "pages recalled a step ahead, and corrected if the query changes"
+    use: ClassVar[str] = "rows that are far from the processor; it misses some of many similar keys"
     work_of_a_head: ClassVar[int] = 2048
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
     device_cache: ClassVar[str] = "freekv:DeviceFreeKV"
@@ -174,7 +172,7 @@ class FreeKVCache(LayerCache):
         self.method = method
         self._cache: PageCache | None = None
         self._overlaps = method.overlaps(spec.n_threads)
-        # The running choice for the next step, and the first page of that step's window.
+        # The choice that is being made for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._reserved = 0
         none = np.zeros((spec.n_head, spec.head_dim), np.float32)
@@ -187,7 +185,7 @@ class FreeKVCache(LayerCache):
         self._step = FreeKVStep(
             spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
         )
-        self._waited = 0  # ns that steps have waited for the thread that chooses ahead
+        self._waited = 0  # ns that steps have waited for the thread that chooses pages
 
     @property
     def n(self) -> int:

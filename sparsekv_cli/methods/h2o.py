@@ -41,7 +41,7 @@ class H2O(Method):
     """Options of H2O."""
 
     paper: ClassVar[str] = "arXiv:2306.14048"
-    description: ClassVar[str] = "keeps what was attended to most and what is recent, drops others"
+    description: ClassVar[str] = "keeps the most attended and the recent rows, drops others"
     use: ClassVar[str] = "memory that must not grow; facts of a long prompt are lost"
     holds_all_rows: ClassVar[bool] = False
 
@@ -55,7 +55,7 @@ class H2O(Method):
     def limits(self, n: int) -> tuple[int, int]:
         """Returns how many of n rows to hold, and the position from which rows are recent.
 
-        Both leave a place for row n, which comes with the next step.
+        Both leave a place for row n of the next step.
         """
         budget = self.budget.rows(n + 1)
         return N_SINKS + budget - 1, n + 1 - max(1, budget // 2)
@@ -74,7 +74,7 @@ class _Held(NamedTuple):
 
 
 class H2OCache(EvictingCache):
-    """The rows of one layer, in any order, and the attention that each has received."""
+    """The rows of one layer, in any order, and the sum of attention to each."""
 
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec)

@@ -1,8 +1,8 @@
 """LFPS: "Learn from the Past: Fast Sparse Indexing for Large Language Model Decoding" (Yao, Wang).
 
-A head's past attention predicts its next attention. One table remembers it by position (vertical
-pattern), the other by distance (slash pattern). Each step takes candidates from the tables and
-scores only these exactly. It attends to the best, and feeds the weights back.
+A head's past attention predicts its next attention. One table stores it by position (vertical
+pattern), the other by distance (slash pattern). Each step chooses candidates from the tables and
+scores only these exactly. It attends to the best ones, and adds their weights to the tables.
 
 | paper | here |
 |---|---|
@@ -21,8 +21,8 @@ Departures; docs/methods.md has their reasons and figures:
 (5) a is .3 (paper: .2), and epsilon is .95 (paper: .85). (6) Layer 0 is dense; beyond
 ``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The mean of eq 8 is over
 at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv group score each other's
-candidates (``scored_by``). (9) A scout makes candidates of rows that history does not know, by
-codes of their keys. ``preset=paper`` undoes 3 to 9.
+candidates (``scored_by``). (9) A scout makes candidates of rows without history, by codes of
+their keys. ``preset=paper`` undoes 3 to 9.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ class LFPS(Method):
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
     use: ClassVar[str] = (
-        "long answers after long contexts; it misses a few of several values of a key"
+        "long answers after long contexts; it misses a few of a key's several values"
     )
     host_cache: ClassVar[str] = "lfps:HostLFPS"
     work_of_a_head: ClassVar[int] = 1280
@@ -168,7 +168,7 @@ class LFPSCache(LayerCache):
         self._tables = Tables(none, none, none, none, sums, np.ones(spec.n_head))
         self._raised = np.ones(spec.n_head)
         self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
-        self._n_indexed = 0  # rows that the tables know; 0: none
+        self._n_indexed = 0  # rows that the tables cover; 0: none
         self._step = LFPSStep(
             self._rules, self._constants, spec.sinks, self._raised, self._statistics,
             spec.n_threads,

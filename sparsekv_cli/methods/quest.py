@@ -47,7 +47,7 @@ class Quest(Method):
     paper: ClassVar[str] = "arXiv:2406.10774"
     description: ClassVar[str] = "whole pages, chosen by summaries of their keys"
     use: ClassVar[str] = (
-        "long contexts, without a calibration; it misses a few of many keys that look alike"
+        "long contexts, without a calibration; it misses a few of many similar keys"
     )
     work_of_a_head: ClassVar[int] = 512
     device_cache: ClassVar[str] = "quest:DeviceQuest"

@@ -48,7 +48,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
-SINKS, WINDOW = 16, 64  # rows kept as they are
+SINKS, WINDOW = 16, 64  # rows kept exact
 SPARE = 16  # reconstructed rows that are kept in addition to the chosen ones
 UNDO = 16  # rows that a rewind can drop without losing exact rows: an interrupted step
 
@@ -60,7 +60,7 @@ class SALS(Method):
     paper: ClassVar[str] = "SALS: Sparse Attention in Latent Space (Mu et al., 2025)"
     description: ClassVar[str] = "low-rank keys and 4-bit values, scored as latents"
     use: ClassVar[str] = (
-        "long contexts in two fifths of the memory; it misses a few of many keys that look alike"
+        "long contexts in two fifths of the memory; it misses a few of many similar keys"
     )
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION

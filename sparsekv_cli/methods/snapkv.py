@@ -41,8 +41,8 @@ class SnapKV(Method):
     """Options of SnapKV."""
 
     paper: ClassVar[str] = "arXiv:2404.14469"
-    description: ClassVar[str] = "keeps what the end of the prompt attends to, drops the rest"
-    use: ClassVar[str] = "one question at the end of a prompt; later ones find little that it kept"
+    description: ClassVar[str] = "keeps what the end of the prompt attends to, drops others"
+    use: ClassVar[str] = "one question at the end of a prompt; later questions miss dropped rows"
     holds_all_rows: ClassVar[bool] = False
 
     budget: Budget = option(DEFAULT_BUDGET, "rows of the prompt kept next to the window: N or P%")

@@ -30,9 +30,7 @@ class Streaming(Method):
 
     paper: ClassVar[str] = "arXiv:2309.17453"
     description: ClassVar[str] = "attention sinks and the most recent rows"
-    use: ClassVar[str] = (
-        "text that goes on and on; it finds nothing between the first and the recent rows"
-    )
+    use: ClassVar[str] = "endless text; it finds nothing between the first and the recent rows"
     work_of_a_head: ClassVar[int] = 256
     device_cache: ClassVar[str] = "streaming:DeviceStreaming"
 

@@ -23,7 +23,7 @@ class TopK(Method):
 
     paper: ClassVar[str] = "exact top-k (oracle)"
     description: ClassVar[str] = "scores every key, attends to the best"
-    use: ClassVar[str] = "to see the best that a budget allows; it reads all keys"
+    use: ClassVar[str] = "to measure the best that a budget allows; it reads all keys"
     work_of_a_head: ClassVar[int] = 4096
     device_cache: ClassVar[str] = "topk:DeviceTopK"
 

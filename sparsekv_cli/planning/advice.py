@@ -1,4 +1,4 @@
-"""Advice from trials: which methods are worth it on a document, and in which words."""
+"""Advice from trials: the methods that are worth it on a document, and a sentence about it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Advice:
 
     @property
     def best(self) -> list[MethodTrial]:
-        """Up to N_BEST methods: those that lose little, fastest first; then the nearest ones."""
+        """Up to N_BEST methods: those that lose little, fastest first; then those of least loss."""
         asked = [trial for trial in self.trials if len(trial.same)]
         good = [trial for trial in asked if self.loses_little(trial)]
         good.sort(key=lambda trial: (not self.gains(trial), -trial.speedup))
@@ -46,7 +46,7 @@ class Advice:
 
     @property
     def chosen(self) -> MethodTrial:
-        """The fastest method that loses little; of those that are as fast, the nearest one."""
+        """The fastest method that loses little; of equally fast ones, the one of least loss."""
         good = [each for each in self.best if self.loses_little(each) and self.gains(each)]
         if not good:
             return self.full
@@ -54,7 +54,7 @@ class Advice:
         return min(alike, key=lambda each: float(each.kld.mean()))
 
     def reasons(self) -> dict[str, str]:
-        """Returns why methods are not told, by their names."""
+        """Returns why methods are not in the report, by their names."""
         best = [id(trial) for trial in self.best]
         others = {
             trial.method.name: f"{N_BEST} others are better here; it {self.losses(trial)}"
@@ -68,10 +68,10 @@ class Advice:
 
     @property
     def equal(self) -> dict[str, list[list[str]]]:
-        """Told methods whose speed, or whose words, differ by no more than noise, in groups."""
-        told = [self.full, *self.best]
-        by_speed = sorted(told, key=self.tps)
-        by_words = sorted((each for each in told if len(each.same)), key=lambda e: e.same.mean())
+        """Groups of reported methods whose speeds, or words, differ by no more than noise."""
+        shown = [self.full, *self.best]
+        by_speed = sorted(shown, key=self.tps)
+        by_words = sorted((each for each in shown if len(each.same)), key=lambda e: e.same.mean())
         found = {
             "speed": groups_of(by_speed, self._is_as_fast),
             "words": groups_of(by_words, _are_as_near),
@@ -89,7 +89,7 @@ class Advice:
 
     @property
     def why(self) -> str:
-        """In a sentence."""
+        """The reason, in a sentence."""
         chosen = self.chosen
         if chosen is self.full:
             if not self.n_facts:
@@ -104,7 +104,7 @@ class Advice:
         return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
 
     def losses(self, trial: MethodTrial) -> str:
-        """Returns in words what a method loses."""
+        """Returns a method's loss, in words."""
         same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 

@@ -2,8 +2,8 @@
 
 The losses of methods are measured once a model, and kept in its sidecar with machine and date. A
 loss is the mean distance to dense attention (KLD) over tokens that a method decodes after a text.
-Half of them go on with the text. The others repeat a passage of it, which the prompt's end has
-begun to repeat. A method that has lost the passage cannot repeat it. How fast methods are is
+Half of them continue the text. The others repeat a passage of it, whose first tokens are the
+prompt's end. A method that has lost the passage cannot repeat it. How fast methods are is
 forecast (plan.py). Up to the depth where the chosen method pays, all rows are attended to.
 """
 
@@ -54,17 +54,17 @@ class Losses:
     calibrations: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
-        """Returns the given methods that were not measured, or with other options only."""
+        """Returns the given methods that were not measured with these options."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
-        told = {**vars(self), "kld": dict(self.kld)}
+        losses = {**vars(self), "kld": dict(self.kld)}
         digest = hashlib.sha256(text.text.encode()).hexdigest()
-        return Entry({"losses": np.array(json.dumps(told))}, n_tokens, text.name, digest)
+        return Entry({"losses": np.array(json.dumps(losses))}, n_tokens, text.name, digest)
 
     @staticmethod
     def of_entry(entry: Entry) -> Losses:
-        """Raises KeyError, TypeError or ValueError for what ``as_entry`` did not make."""
+        """Raises KeyError, TypeError or ValueError for an entry that ``as_entry`` did not make."""
         try:
             losses = Losses(**json.loads(str(entry.tensors["losses"])))
         except RecursionError:
@@ -82,7 +82,7 @@ def _is_loss(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rated:
-    """A method with what it loses, and the tokens/s that are predicted of it."""
+    """A method with its loss, and its predicted tokens/s."""
 
     method: Method
     kld: float
@@ -96,8 +96,8 @@ class Rated:
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         method = self.method
-        told = {"name": method.name, "options": stated_options(method)}
-        return {**told, "kld": self.kld, "predicted_tps": self.tps}
+        named = {"name": method.name, "options": stated_options(method)}
+        return {**named, "kld": self.kld, "predicted_tps": self.tps}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MethodChoice:
 
     @property
     def repeat(self) -> str:
-        """The options that make the same choice again."""
+        """The command-line options of this choice."""
         method = self.chosen.method
         options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
         wait = f" --sparse-from {self.sparse_from}" if method.work_of_a_head else ""
@@ -159,7 +159,7 @@ class MethodChoice:
 
 
 def candidates(model: Model) -> list[Method]:
-    """Methods that the model can run, calibrated ones if they are: by default, and with BUDGETS."""
+    """Returns the methods that the model can run, with default options and with BUDGETS."""
     methods = [build_method(name, {}) for name in METHODS if name != "full"]
     return [
         variant
@@ -206,7 +206,7 @@ def measure_losses(
     n_tokens: int = N_TEXT,
     progress: OnProgress | None = None,
 ) -> tuple[Losses, Entry]:
-    """Decodes the last tokens of a text, and a passage of it again, with each of ``methods``.
+    """Decodes a text's last tokens, and a passage of it again, with each of ``methods``.
 
     The losses are kept for every context, so the user's context does not limit the tokens.
     Raises SparseKVError for a text that is too short.
@@ -262,6 +262,6 @@ def choose(
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:
-    """Returns the choice for a context in which methods leave out nothing to speak of."""
+    """Returns the choice for a context in which methods leave out hardly any rows."""
     full = Rated(build_method("full", {}), 0.0, 0.0)
     return MethodChoice(full, 0, 0.0, n, max_loss, (), None)

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
 FORMAT = 7  # increased when the measurement changes
-# Each method is measured so often, the others in between, and medians count.
+# Each method is measured so many times, in turn with the others. Medians count.
 N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
-# Metadata that decide nothing of a step's time.
+# Metadata without effect on a step's time.
 NAMES = ("general.", "tokenizer.")
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
-    """Returns a hash of all that a step's time depends on: shapes, types, settings, machine."""
+    """Returns a hash of everything that decides a step's time: shapes, types, settings, machine."""
     shapes = [(i.name, i.shape, int(i.type)) for i in file.tensors.values()]
     metadata = [
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
@@ -55,7 +55,7 @@ def method_key(method: Method) -> str:
 
 
 def read_speeds(path: Path | None) -> Speeds | None:
-    """Returns the kept speeds. None if there is no such file, or it holds something else."""
+    """Returns the kept speeds. None if there is no such file, or it has other contents."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
     with contextlib.suppress(OSError, *bad), open_regular(path or "") as file:
         return Speeds.from_dict(json.loads(file.read()))
@@ -74,14 +74,14 @@ def write_speeds(path: Path | None, speeds: Speeds) -> None:
 
 
 def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
-    """Returns why a method has no speeds of this model; empty if it can have them."""
+    """Returns why a method cannot have speeds with this model; empty if it can."""
     if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
         return "not calibrated: sparsekv-cli calibrate"
     return ""
 
 
 def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | None:
-    """Returns a method's calibration for this model; None if not all of its tensors are there."""
+    """Returns a method's calibration for this model; None if some of its tensors are missing."""
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
@@ -89,7 +89,7 @@ def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | 
 
 
 def _without_others(known: Speeds | None, entries: Mapping[str, Entry | None]) -> Speeds | None:
-    """Leaves out curves with another calibration, which is another model's of this shape."""
+    """Leaves out curves with the calibration of another model of this shape."""
     if known is None:
         return None
     hashes = {key: entry and digest(entry.tensors) for key, entry in entries.items()}
@@ -114,10 +114,10 @@ def speeds_of(
     """Returns the speeds of a model's shape with ``methods``. It measures and keeps missing ones.
 
     Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
-    and after it. All are told at the median pace of the first measurement. Methods that cannot have
-    any are left out. again: measure everything. is_quick: missing speeds are measured in seconds,
-    once and less exactly, and kept apart. A longer measurement that has all methods goes first.
-    Missing speeds of a busy machine are measured again when the machine is quiet.
+    and after it. All refer to the median pace of the first measurement. Methods that cannot have
+    speeds are left out. again: measure everything. is_quick: missing speeds are measured in
+    seconds, once and less exactly, and kept apart. A longer measurement of all methods is used if
+    there is one. Missing speeds of a busy machine are measured again when the machine is quiet.
     Warns if they cannot be kept. Raises SparseKVError for a model that cannot be run.
     """
     from sparsekv_cli.cpu.jit.threads import physical_cores

@@ -1,4 +1,4 @@
-"""Measures what a decode step takes on this machine: its weights, and each method's attention.
+"""Measures the time of a decode step on this machine: weights, and each method's attention.
 
 A stand-in of the model decodes with caches of random rows, as many as a context of that depth has.
 No prompt is read for that, so that a depth of 32768 rows takes a moment.
@@ -49,14 +49,14 @@ PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 
 class _Inputs(NamedTuple):
-    """Rows of one layer's shape: q, k, v of which a prompt's are taken, and of N_QUERIES steps."""
+    """Rows of one layer's shape: q, k, v for a prompt, and for N_QUERIES steps."""
 
     prompt: tuple[np.ndarray, ...]  # (heads, N_ROWS, d)
     steps: Sequence[tuple[np.ndarray, ...]]  # (heads, 1, padded d)
 
 
 class TimedLayer:
-    """A full layer's cache in a decoder: it is given random rows, and its steps are timed."""
+    """A full layer's cache in a decoder. It gets random rows, and its steps are timed."""
 
     def __init__(self, cache: LayerCache, rows: _Inputs) -> None:
         self.cache, self.rows, self.seconds = cache, rows, list[float]()
@@ -120,7 +120,7 @@ class Measurement:
         self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
-        """Returns the first layers that MOST_WEIGHTS and the memory hold, every kind among them."""
+        """Returns the first layers that fit MOST_WEIGHTS and the memory, with every kind."""
         layers, weights = self.whole.hparams.layers, self.whole.weights
         if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
             return len(layers)
@@ -137,7 +137,7 @@ class Measurement:
         """Returns the seconds of a step without the attention of full layers, and its bytes of
         weights.
 
-        The third figure is what the layers of other kinds hold, of all layers of the model.
+        The third figure is the bytes that all layers of other kinds hold.
         """
         caches = [self._full.layer(spec) for spec in self.specs]
         self._start(caches)
@@ -151,7 +151,7 @@ class Measurement:
     def pace(self) -> float:
         """Returns the seconds of a step of ``full`` at a fixed depth in the middle of DEPTHS.
 
-        They tell how fast the machine is now. Other work changes that by half, for minutes.
+        They show how fast the machine is now. Other work changes that by half, for minutes.
         """
         depth = self._pace_depth
         if not self._pace_caches:
@@ -175,7 +175,7 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def _steps(self, caches: Sequence[Any], n_steps: int) -> list[float]:
-        """Decodes. Returns the seconds of each step, of the first ones too, which are slower."""
+        """Decodes. Returns the seconds of each step, with the first ones, which are slower."""
         seconds = []
         for _ in range(self._n_warm + n_steps):
             started = time.perf_counter()
@@ -249,7 +249,7 @@ class Measurement:
     def _filled(
         self, method: Method, specs: Sequence[LayerSpec], depth: int
     ) -> tuple[list[LayerCache], int]:
-        """Caches of a depth, of as many first layers as have room; bytes of weights of a step."""
+        """Returns filled caches of as many first layers as fit, and a step's bytes of weights."""
         full = [spec for spec in specs if spec.kind == FULL]
         room = min(self._most_rows, (available_memory() or 1 << 40) // 4)
         n_measured = max(LEAST_LAYERS, room // (depth * self._row_bytes()))
@@ -275,7 +275,7 @@ class Measurement:
         return DepthPoint(depth, rest / n_bytes, sparse, points[True])
 
     def _start(self, caches: Sequence[LayerCache]) -> None:
-        """A short prompt; layers of other kinds than full begin with as much as they can hold."""
+        """Prefills a short prompt. Layers that are not full start with the most rows."""
         self.decoder.rope.reserve(max(self._depths) + self._n_warm + 2 * self._n_steps)
         self.decoder.forward([0] * N_START, 0, caches)
         self._pos = N_START
@@ -345,7 +345,7 @@ def _typical(seconds: Sequence[float]) -> float:
 
 
 def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:
-    """Returns the typical time of layers that are alike, and the mean of what they hold."""
+    """Returns the typical time of equal layers, and the mean of their bytes."""
     if not layers:
         return None
     memory = [cache.memory() for _, cache in layers]

@@ -1,7 +1,7 @@
 """The forecast of a model with each method at a context: memory, speed, and where it pays.
 
-Seconds are those of speeds.py, which were measured with a stand-in on this machine. Each method's
-caches say their bytes.
+Seconds come from speeds.py, measured with a stand-in on this machine. Bytes come from each
+method's caches.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from sparsekv_cli.planning.speeds import MethodCurve, Speeds
 from sparsekv_cli.planning.stand_in import read_stand_in
 from sparsekv_cli.system.memory import available_memory
 
-SEARCHED = 1 << 18  # tokens up to which it is looked for where a method pays
+SEARCHED = 1 << 18  # the largest depth that is searched for where a method pays
 LOW = 1.5  # a ceiling below which sparse attention changes little
 
 
@@ -69,7 +69,7 @@ class Plan:
         return asdict(self)
 
     def verdict(self) -> str:
-        """Says in a sentence what sparse attention can give here."""
+        """The most that sparse attention can gain here, in a sentence."""
         low = "; that is little" if self.ceiling < LOW else ""
         part = ""
         if self.full_layers < self.layers:

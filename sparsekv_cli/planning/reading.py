@@ -1,8 +1,8 @@
 """The time to read a document, and a task that measures the loss of methods on its rows.
 
 The task is the document with some facts planted in it. Methods then decode given tokens. They
-repeat a passage of the document, go on with its end, and name each fact. All of it is text of the
-document and of the facts, so a base model can do it as well.
+repeat a passage of the document, continue its end, and name each fact. All of it is text of the
+document and of the facts, so a base model can do it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.hparams import HParams
 
-FACTS = (  # each is followed by a number; no two begin alike
+FACTS = (  # a number follows each; no two start with the same words
     "The secret code of the harbour master is",
     "The phone number of the village baker is",
     "The old safe in the cellar opens with",
@@ -32,7 +32,7 @@ FACTS = (  # each is followed by a number; no two begin alike
     "His winning ticket in the lottery was",
     "Inside the ship's bell someone had scratched",
 )
-N_WORDS = 2 * N_HALF  # steps that tell how often a method chooses the word that full chooses
+N_WORDS = 2 * N_HALF  # steps that count how often a method chooses the word that full chooses
 PART = 512  # tokens; a reading's length is a multiple of this
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
 SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for

@@ -1,8 +1,8 @@
-"""The measurements of a model's shape on a machine, and the speeds for any context that follow.
+"""The measurements of a model's shape on a machine, and speeds for any context from them.
 
 A step is its weights, and in each full layer the attention of the method. Both were measured with a
 stand-in (stand_in.py) at a few depths. The weights have seconds a byte, the attention has seconds a
-layer. Between these depths figures are interpolated, and beyond them they go on as a line.
+layer. Figures are interpolated between these depths, and extrapolated as a line beyond them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Speeds:
 
     @property
     def byte_seconds(self) -> float:
-        """The seconds of a step that hardly attends, a byte of weights."""
+        """The seconds a byte of weights, in a step with hardly any attention."""
         return self.step_seconds / self.step_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Speeds:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Speeds:
-        """Raises KeyError or TypeError for what ``as_dict`` did not make."""
+        """Raises KeyError or TypeError for an object that ``as_dict`` did not make."""
         methods = {name: _curve(curve) for name, curve in values["methods"].items()}
         return Speeds(**{**values, "methods": methods})
 

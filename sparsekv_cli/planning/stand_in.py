@@ -1,7 +1,7 @@
 """A stand-in for a model: the shapes of its file, zeros for its weights.
 
-A decode step takes the same time with any weights. The header of a file is then enough to measure
-one. A few layers of a large model stand for all.
+A decode step takes the same time with any weights. The header of a file is therefore enough to
+measure one. A few layers of a large model represent all.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
 
 
 class StandInFile:
-    """Stands for a GGUFFile: the tensors of its first layers, and data that are not in it.
+    """Replaces a GGUFFile: the tensors of its first layers, and data that are not in it.
 
     has_room: whether large tensors have memory of their own; otherwise only their sizes are right.
     n_vocab: tokens of the vocabulary, None: all.
@@ -42,7 +42,7 @@ class StandInFile:
         }
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
-        """(rows, bytes a row) uint8: of small float tensors ones, otherwise zeros."""
+        """Returns (rows, bytes a row) uint8: ones for small float tensors, otherwise zeros."""
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         row = info.type.row_bytes(info.shape[-1])
         shape = info.n_bytes // row, row
@@ -58,10 +58,10 @@ class StandInFile:
         return np.broadcast_to(np.uint8(0), shape)
 
     def release(self, data: np.ndarray) -> None:
-        """There is no file to read it from again."""
+        """Does nothing: there is no file to read it from again."""
 
     def check_intact(self) -> None:
-        """Nothing can become shorter."""
+        """Does nothing: no file can become shorter."""
 
 
 class StandIn(NamedTuple):

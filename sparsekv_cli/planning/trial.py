@@ -1,7 +1,7 @@
 """A method on a document's rows: the speed of its steps, and what they lose.
 
 Steps of a method and of ``full`` are timed in turn, because other work on a machine makes it slower
-for minutes. The steps whose speed does not matter come several at once. A row has the same bits
+for minutes. Steps whose speed does not matter are decoded several at once. A row has the same bits
 alone and with others.
 """
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 N_COLD, N_TIMED = 2, 22  # steps of a method: the first ones are slower, the next ones are timed
 N_COLD_PACE, N_PACE = 1, 6  # of ``full``, ahead of each method and after it
 N_AT_ONCE = 8  # rows of a step that is not timed
-NOISE = 1.05  # ratio of two speeds below which they are not called different
-SMALL = 0.8  # of the memory of ``full``, from which on a method saves memory
-UNEVEN = 1.3  # ratio of two paces of ``full`` that says that the machine is busy
+NOISE = 1.05  # ratio of two speeds below which they count as equal
+SMALL = 0.8  # share of the memory of ``full`` below which a method saves memory
+UNEVEN = 1.3  # ratio of two paces of ``full`` above which the machine is busy
 
 
 @dataclass(frozen=True)
 class MethodTrial:
     """A method on a LossTask.
 
-    A method that gains nothing was not asked for the task. ``same`` and ``kld`` are then empty.
+    A method that gains nothing does not get the task. ``same`` and ``kld`` are then empty.
     """
 
     method: Method
@@ -108,7 +108,7 @@ class Trials:
         assert len(self._full.tokens) == n  # the end of its last prefill
 
     def try_method(self, sequence: Sequence, method: Method) -> MethodTrial:
-        """sequence: holds the task's prompt."""
+        """Measures a method. sequence: holds the task's prompt."""
         before = self.pace()
         following, measured, is_full = self.task.following, Measured(), sequence is self._full
         found = dict.fromkeys(range(len(self.task.facts)), True)
@@ -145,7 +145,7 @@ class Trials:
 
 
 def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:
-    """Returns medians of bootstrap draws. A step that other work delays hardly counts."""
+    """Returns medians of bootstrap draws. A step that other work delays hardly changes them."""
     drawn = np.random.RandomState(seed).randint(0, len(values), (N_DRAWS, len(values)))
     return np.median(values[drawn], axis=1)
 

@@ -1,1 +1,1 @@
-"""Rows of prompts on disk, so that a later prompt that begins alike need not compute them."""
+"""Rows of prompts on disk, which a later prompt with the same beginning reuses."""

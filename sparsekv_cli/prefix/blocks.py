@@ -48,7 +48,7 @@ Piece = tuple[np.ndarray, np.ndarray]  # K and V, (kv heads, tokens, items of a 
 
 
 class DamagedError(ValueError):
-    """A file that does not hold what was written."""
+    """A file with other contents than were written."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class BlockHeader:
         return len(self.packed())
 
     def packed(self) -> bytes:
-        """Returns the file's bytes ahead of its pieces; as many whatever the checksums are."""
+        """Returns the file's bytes before its pieces. Checksums do not change their number."""
         sums = self.sums or "0" * 8 * len(self.layers)
         text = json.dumps(asdict(replace(self, sums=sums)), separators=(",", ":")).encode()
         start = MAGIC + LENGTHS.pack(len(text), zlib.crc32(text)) + text
@@ -109,9 +109,9 @@ def own_hash(name: str) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether a file has a name that only this program gives, and begins as its files do.
+    """Returns whether a file has a name that only this program gives, and starts as its files do.
 
-    A shorter file is what a writer leaves that is killed at once.
+    A shorter file is left by a writer that was killed at once.
     """
     if not BLOCK_NAME.fullmatch(path.name) and not TEMPORARY_NAME.fullmatch(path.name):
         return False
@@ -151,7 +151,7 @@ _SUMS = re.compile(r"[0-9a-f]*")
 
 
 def _header_of(values: Any) -> BlockHeader:
-    """Returns the header that JSON has; DamagedError unless every field has its type and range."""
+    """Returns the header from JSON. Raises DamagedError unless all fields have type and range."""
     names = [field.name for field in fields(BlockHeader)]
     if not isinstance(values, dict) or sorted(values) != sorted(names):
         expected = ", ".join(names)
@@ -186,7 +186,7 @@ def _header_of(values: Any) -> BlockHeader:
 
 
 def _are_counts(values: Any) -> bool:
-    """Returns whether it is a list of whole numbers from 0 to MOST."""
+    """Returns whether a value is a list of whole numbers from 0 to MOST."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
 
 
@@ -240,7 +240,7 @@ class BlockWriter:
         self._sums[layer] = checksum
 
     def change_parent(self, parents: Mapping[str, str]) -> None:
-        """Gives the block the parent that is found under its present one."""
+        """Replaces the block's parent by the one that ``parents`` has for it."""
         self.header = replace(self.header, parent=parents[self.header.parent])
 
     def finish(self, path: Path) -> None:

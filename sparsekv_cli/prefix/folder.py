@@ -1,7 +1,7 @@
-"""The folder of the prefix cache: its permissions, its files, and what is removed when it is full.
+"""The folder of the prefix cache: its permissions, its files, and removals when it is full.
 
-Prompts are private: the folder has mode 0700 and its files 0600. A fault of the disk is a line and
-never stops a run. Files of others may lie in the folder. They are neither read nor removed.
+Prompts are private: the folder has mode 0700 and its files 0600. A fault of the disk is a remark
+and never stops a run. Files of other programs in the folder are neither read nor removed.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.system.files import is_private, open_regular, user_cache
 
-HOUR = 3600  # seconds after which a file that is being written has been left behind
+HOUR = 3600  # seconds after which an unfinished file counts as abandoned
 
 
 def default_prefix_folder() -> Path | None:
@@ -41,7 +41,7 @@ def check_folder(path: Path) -> None:
     if found and not any(map(is_own, found)):
         raise SparseKVError(
             f"--cache-dir {path}: holds files that are not the prefix cache's, such as "
-            f"{found[0].name}; name an empty folder, or one that is not there yet"
+            f"{found[0].name}; name an empty folder, or a new one"
         )
 
 
@@ -54,7 +54,7 @@ class KeptFile(NamedTuple):
 
 
 class PrefixFolder:
-    """Files by name in one folder, which is made when something is first kept.
+    """Files by name in one folder, which is made when the first prompt is kept.
 
     limit: bytes of all files. warn: called with a line for each problem.
     """
@@ -77,7 +77,7 @@ class PrefixFolder:
         return False
 
     def make(self) -> bool:
-        """Makes the folder if there is none; returns whether it did. Raises OSError."""
+        """Makes the folder if there is none. Returns whether it did. Raises OSError."""
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:  # another process may just have made it
@@ -116,7 +116,7 @@ class PrefixFolder:
         return None
 
     def remove_damaged(self, name: str, error: Exception) -> None:
-        """Says what is wrong with a file, and removes it if it is the program's."""
+        """Reports a file's fault, and removes it if it is the program's."""
         what = (isinstance(error, OSError) and error.strerror) or error
         done = "removed" if is_own(self.path / name) else "left as it is"
         self.warn(f"{self.path / name}: {what}; it is {done}, and its tokens are computed again")
@@ -130,16 +130,15 @@ class PrefixFolder:
                     (self.path / name).unlink()
 
     def touch(self, names: Iterable[str]) -> None:
-        """Marks blocks of one prompt as used; the first ones last, for they serve more prompts."""
+        """Marks blocks of one prompt as used, the first ones last: more prompts use them."""
         for name in reversed(list(names)):
             with contextlib.suppress(OSError):
                 os.utime(self.path / name)
 
     def entries(self) -> list[KeptFile]:
-        """Returns all files of the program, the last used first.
+        """Returns all files of the program, the most recently used first.
 
-        A file of the future is the last one: the clock went back, and nobody knows when it was
-        used.
+        A file with a future time comes last: the clock went back, and its last use is unknown.
         """
         entries, soon = [], time.time() + HOUR
         with contextlib.suppress(OSError):
@@ -151,7 +150,7 @@ class PrefixFolder:
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def trim(self) -> None:
-        """Removes files that a killed process left, and beyond the limit those unused longest."""
+        """Removes files of killed processes, and beyond the limit the least recently used ones."""
         self.remove_leftovers()
         total = 0
         for path, _, size in self.entries():
@@ -160,13 +159,13 @@ class PrefixFolder:
                 self.remove([path.name])
 
     def remove_leftovers(self) -> None:
-        """Removes files that a killed process left."""
+        """Removes files of killed processes."""
         for path, used, _ in self.entries():
             if path.suffix == TEMPORARY and used < time.time() - HOUR:
                 self.remove([path.name])
 
     def clear(self) -> tuple[int, int]:
-        """Removes all files; how many, and their bytes."""
+        """Removes all files. Returns their number and bytes."""
         entries = self.entries()
         self.remove(entry.path.name for entry in entries)
         left = {entry.path for entry in self.entries()}

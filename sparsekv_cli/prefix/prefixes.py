@@ -35,18 +35,18 @@ from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import latest_snapshot, restore_snapshot, snapshot_headers
 from sparsekv_cli.system.files import open_regular
 
-LEAST = 512  # tokens that are worth a file, and worth finding
-# Tokens of which a multiple is reused: rows computed in chunks that begin at such a position have
-# the bits of those computed in chunks that begin at 0.
+LEAST = 512  # the least tokens for which a file is written or read
+# A multiple of so many tokens is reused: rows of chunks that start at such a position have the same
+# bits as rows of chunks that start at 0.
 STEP = 16
 Q8_FROM = 32 << 20  # bytes of a block in f16 beyond which it is kept in q8_0
-UNKNOWN = "0" * NAME_DIGITS  # stands for the root while the model's hash is not known
+UNKNOWN = "0" * NAME_DIGITS  # placeholder of the root while the model's hash is unknown
 
 
 class Root:
-    """The parent of the first block of all prompts of a model. It depends on every byte of it.
+    """The parent of the first block of all prompts of a model. It depends on all bytes of the file.
 
-    facts: what else the rows depend on.
+    facts: other values on which the rows depend.
     """
 
     def __init__(self, file: GGUFFile, decoder: Forward, **facts: Any) -> None:
@@ -92,7 +92,7 @@ class Prefixes:
     # --- from disk --------------------------------------------------------------------------------
 
     def find(self, ids: Sequence[int]) -> Found:
-        """Returns the longest beginning of ``ids`` that the folder has."""
+        """Returns the longest beginning of ``ids`` in the folder."""
         if len(ids) < LEAST or not self.folder.is_usable():
             return Found()
         root = self.known_root("looked for")
@@ -122,14 +122,14 @@ class Prefixes:
     def _found(
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
-        """Returns how much to reuse of blocks that share n tokens with ``ids``, with a remark."""
+        """Returns how many tokens to reuse of blocks that share n with ``ids``; adds a remark."""
         n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
         n_reused = n_reused if n_reused >= least else 0
         said = f"{n_reused} of {len(ids)} tokens are reused"
         if headers and n < min(len(ids), _end(headers[-1])):
-            said += f"; the prompt diverges from what is kept at token {n}"
+            said += f"; the prompt differs from the kept one at token {n}"
         self._tell(f"prefix cache: {said}")
         return Found(tuple(headers), n, n_reused)
 

@@ -16,10 +16,10 @@ class Found(NamedTuple):
 
 
 class PromptRows(Protocol):
-    """A store of prompts' rows: an engine looks there for rows, and puts new ones there."""
+    """A store of prompts' rows: an engine reads rows from it and writes new ones to it."""
 
     def find(self, ids: Sequence[int]) -> Found:
-        """Returns the longest beginning of ``ids`` that there is."""
+        """Returns the longest beginning of ``ids`` in the store."""
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
         """Loads the rows of ``found`` into empty caches. Returns how many tokens have rows."""
@@ -27,7 +27,7 @@ class PromptRows(Protocol):
     def begin(
         self, ids: Sequence[int], found: Found, n_loaded: int, caches: Sequence[LayerCache]
     ) -> None:
-        """Called when a prefill of ``ids`` begins. The caches hold the first ``n_loaded`` rows."""
+        """Called when a prefill of ``ids`` starts. The caches hold the first ``n_loaded`` rows."""
 
     def take(self, layer: int, cache: LayerCache) -> None:
         """Called when a layer has all rows of the prefill. The method has not changed them yet."""

@@ -15,9 +15,9 @@ N_PENDING = 2  # layers with rows that wait for the disk
 class RowsWriter:
     """The new blocks of one prompt on their way to disk, and its snapshots.
 
-    A cache that keeps its rows is read when the answer is out. If a cache drops or moves rows, a
-    thread writes a copy of them while the next layers are computed. A layer's snapshot is written
-    when it is there.
+    A cache that keeps its rows is read after the answer. If a cache drops or moves rows, a thread
+    writes a copy of them while the next layers are computed. A layer's snapshot is written as soon
+    as it exists.
 
     ids: of the whole prompt. path_of: a header's file. failed: called with the error of a snapshot.
     """
@@ -56,7 +56,7 @@ class RowsWriter:
         return [writer.header for writer in self._writers]
 
     def parents(self, begun: str, root: str) -> dict[str, str]:
-        """Returns the parents of the prompt's blocks by what they were under the root ``begun``."""
+        """Returns the parents of the prompt's blocks, by their parents under the root ``begun``."""
         found = {}
         for first in range(0, len(self._ids), BLOCK):
             tokens = self._ids[first : first + BLOCK]

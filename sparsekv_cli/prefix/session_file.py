@@ -1,4 +1,4 @@
-"""A prompt's rows in one file that the user names, to be taken to another machine or method.
+"""A prompt's rows in one file that the user names, for other machines and methods.
 
 Other products (--prefill-dtype) may have computed the rows. Their types may differ from the
 session's; they are converted.

@@ -1,8 +1,8 @@
 """Snapshots of prompts: the memory of windows and states at the end of some blocks.
 
 A model with such layers can continue a prompt from disk only at a snapshot. Snapshots are taken at
-ends of blocks, because chunks and the delta net's groups begin there too. The later rows then have
-the bits of a whole prefill. The last block has a snapshot. Earlier ones are ever farther apart.
+ends of blocks, because chunks and the delta net's groups start there too. The later rows then have
+the bits of a whole prefill. The last block has a snapshot. The distances grow towards the start.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def snapshot_headers(
     types: tuple[str, str],
     caches: Sequence[LayerCache],
 ) -> list[BlockHeader]:
-    """Returns the headers of a prompt's snapshots that are to be taken after n_loaded tokens."""
+    """Returns the headers of a prompt's snapshots that will be taken after n_loaded tokens."""
     lengths = snapshot_lengths(len(ids), caches[0].spec.n_checkpoints)
     parent, headers = root, []
     for first in range(0, max(lengths, default=0), BLOCK):
@@ -71,7 +71,7 @@ def restore_snapshot(
 ) -> int:
     """Fills empty caches from the latest snapshot of at most n tokens. Returns its length, or 0.
 
-    A damaged one is removed, and the one before it is taken.
+    A damaged one is removed, and the previous one is used.
     """
     while length := latest_snapshot(folder, headers, n):
         name = _name_of(headers[length // BLOCK - 1])

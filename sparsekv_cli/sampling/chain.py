@@ -1,8 +1,8 @@
 """Choosing the next token: llama.cpp's sampler chain as functions from candidates to candidates.
 
 Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp), with
-min_keep 0. Where llama.cpp is random or undefined this module is not. The lowest token id of equal
-logits comes first. Tokens of probability zero take no part in typ_p. Draws come from PCG64.
+min_keep 0. This module is defined where llama.cpp is random or undefined. The lowest token id of
+equal logits comes first. typ_p ignores tokens of probability zero. Draws come from PCG64.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsekv_cli.sampling.dry import Breakers, dry_penalties
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler, plain_chain
 
-BLOCK = 128  # logits a block when looking for the largest few
+BLOCK = 128  # logits a block in the search for the largest few
 FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
 
 
@@ -35,7 +35,7 @@ class Candidates(NamedTuple):
         return Candidates(self.ids[index], self.logits[index], self.n_vocab, is_sorted)
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(found (m,) bool: which of the distinct tokens are here, index of each found one)."""
+        """Returns found (m,) bool, which of the distinct tokens are here, and their indices."""
         if self.is_full:
             found = (tokens >= 0) & (tokens < len(self.ids))
             return found, tokens[found]
@@ -46,7 +46,7 @@ class Candidates(NamedTuple):
 
 
 class Follows(Protocol):
-    """The tokens that may follow in an answer, token by token."""
+    """The tokens that may follow in an answer."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
         """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab; None: all."""
@@ -69,10 +69,10 @@ def make_sampler(
 
     find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
     if DRY is on and has breakers. constraint: the form of the answer. It gets every chosen token.
-    Tokens that cannot follow take no part in the chain. The same parameters and the same calls give
-    the same tokens, unless params.seed is -1. Raises ValueError when DRY needs what was not given.
-    The function raises SparseKVError when the logits hold NaN or nothing that may be chosen. The
-    logits are not changed.
+    The chain ignores tokens that cannot follow. The same parameters and the same calls give the
+    same tokens, unless params.seed is -1. Raises ValueError if DRY needs ``find_breakers`` and it
+    is missing. The function raises SparseKVError if the logits hold NaN, or no token may be chosen.
+    The logits are not changed.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -156,10 +156,10 @@ def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) ->
 def penalties(
     candidates: Candidates, recent: np.ndarray, repeat: float, frequency: float, presence: float
 ) -> Candidates:
-    """Lower the logits of recent tokens: logit *= or /= repeat, then - count*frequency - presence.
+    """Lowers the logits of recent tokens: logit *= or /= repeat, then - count*frequency - presence.
 
-    recent: (n,) tokens of the context, prompt included. Each distinct one is penalised once; a
-    logit <= 0 is multiplied by `repeat`, a positive one divided, so both fall.
+    recent: (n,) tokens of the context, prompt included. Each distinct one is penalised once. A
+    logit <= 0 is multiplied by `repeat`, a positive one is divided, so both fall.
     """
     tokens, counts = np.unique(recent, return_counts=True)
     found, index = candidates.locate(tokens)
@@ -184,7 +184,7 @@ def dry(
 
 
 def subtract(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """logit -= amount of its token; tokens (m,) distinct, amounts (m,) f32."""
+    """Subtracts amounts f32 (m,) from the logits of distinct tokens (m,)."""
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)
@@ -194,7 +194,7 @@ def subtract(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) ->
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Keep logits of at least maximum - n standard deviations (of the finite logits)."""
+    """Keeps logits of at least maximum - n standard deviations (of the finite logits)."""
     logits = candidates.logits
     if len(logits) <= 1:
         return candidates
@@ -215,7 +215,7 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 
 def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """Ascending indices of the k largest logits and of some others, few when k is small.
+    """Returns ascending indices of the k largest logits and of some others, few if k is small.
 
     The k blocks with the highest maxima hold at least k logits that reach the k-th highest maximum.
     Every one of the k largest logits therefore does. This takes one pass for the maxima and one to
@@ -236,7 +236,7 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """Locally typical sampling: nearest to the entropy first, until their mass exceeds p.
+    """Locally typical sampling: keeps tokens nearest to the entropy until their mass exceeds p.
 
     Score of a token: | -log(probability) - entropy |.
     """
@@ -252,7 +252,7 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 def top_p(candidates: Candidates, p: float) -> Candidates:
     """Returns the most likely tokens until their mass reaches p; always at least one.
 
-    Usually a few hundred tokens decide it; otherwise all logits are sorted, without their ids.
+    Usually a few hundred tokens are enough. Otherwise all logits are sorted, without their ids.
     """
     logits = candidates.logits
     maximum = logits.max()
@@ -276,16 +276,16 @@ def first_reaching(mass: np.ndarray, p: float) -> int:
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Keep logits of at least maximum + log(p): tokens p times as likely as the most likely."""
+    """Keeps logits of at least maximum + log(p): tokens p times as likely as the most likely."""
     bound = candidates.logits.max() + np.log(np.float32(p))
     index = np.flatnonzero(candidates.logits >= bound)
     return candidates.keep(index, is_sorted=candidates.is_sorted)
 
 
 def xtc(candidates: Candidates, probability: float, threshold: float, chance: float) -> Candidates:
-    """Exclude top choices: of the tokens with mass >= threshold keep only the least likely.
+    """Excludes top choices: keeps only the least likely of the tokens with mass >= threshold.
 
-    chance: uniform in [0, 1); above `probability` nothing is done.
+    chance: uniform in [0, 1); above `probability` nothing changes.
     """
     if chance > probability or len(candidates.ids) < 2:
         return candidates
@@ -298,7 +298,7 @@ def xtc(candidates: Candidates, probability: float, threshold: float, chance: fl
 def temperature(
     candidates: Candidates, temp: float, spread: float = 0.0, exponent: float = 1.0
 ) -> Candidates:
-    """logit / temp; for temp <= 0 the most likely token alone.
+    """Divides the logits by temp; for temp <= 0 keeps the most likely token alone.
 
     spread: the temperature is from temp - spread to temp + spread. The entropy's share of its
     maximum, to the power ``exponent``, says where.

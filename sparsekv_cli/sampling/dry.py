@@ -47,7 +47,7 @@ def find_breakers(
     """Returns every token in which a breaker occurs or begins.
 
     A token that ends in the first bytes of a breaker is paired with the tokens of its other bytes.
-    A split inside a character is left out: its rest is no text that could be tokenised.
+    A split inside a character is left out, because its rest is no text.
     """
     heads: dict[tuple[int, ...], list[np.ndarray]] = {}
     for breaker in {text.encode()[:MAX_BREAKER_BYTES] for text in texts}:
@@ -65,7 +65,7 @@ def occurrences(
 ) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
     """Returns the tokens that contain a breaker; and by its rest, tokens that end with its start.
 
-    Follows all places where it may begin at once, one byte further at each step.
+    Compares all places at once, one byte further at each step.
     """
     text, token_of, ends = pieces
     places = np.flatnonzero(text[:-1] == breaker[0])
@@ -81,7 +81,7 @@ def occurrences(
 
 
 def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[int, ...] | None:
-    """Returns the tokens of a breaker's end; None: it begins within a character."""
+    """Returns the tokens of a breaker's end; None: it starts within a character."""
     try:
         return tuple(tokenize(rest.decode()))[:MAX_TAIL_TOKENS]
     except UnicodeDecodeError:
@@ -91,9 +91,9 @@ def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[
 def dry_penalties(
     recent: np.ndarray, multiplier: float, base: float, allowed_length: int, breakers: Breakers
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens (m,) i64, amounts (m,) f32) to subtract from the logits.
+    """Returns tokens (m,) i64, and amounts (m,) f32 to subtract from their logits.
 
-    recent: (n,) the context that is looked at, oldest first.
+    recent: (n,) the last tokens of the context, oldest first.
     """
     nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
     if len(recent) <= allowed_length:
@@ -160,7 +160,7 @@ def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
 
 
 def common_beginnings(values: Sequence[int]) -> np.ndarray:
-    """(n - 1,) how many values from 1, 2, ... on equal those from 0 on: Z's algorithm, in O(n)."""
+    """Returns (n - 1,): how many values from 1, 2, ... on equal those from 0 on (Z's algorithm)."""
     n = len(values)
     lengths = [0] * n
     left = right = 0  # the part found so far that reaches furthest is values[left:right]

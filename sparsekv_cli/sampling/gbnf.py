@@ -1,7 +1,7 @@
 """GBNF, llama.cpp's grammars, as the Lark grammars that llguidance reads.
 
-llguidance brings a converter. It takes fewer grammars than llama.cpp does. This module first writes
-the grammar in the words that it takes: rules are numbered, escapes become characters.
+llguidance has a converter, which accepts fewer grammars than llama.cpp. This module first writes
+the grammar in a form that it accepts: rules are numbered, escapes become characters.
 """
 
 import re
@@ -29,7 +29,7 @@ ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a line break, too, which a regular expressio
 
 
 def is_gbnf(text: str) -> bool:
-    """Returns whether a text is GBNF, which has ``::=``. A text that is not Lark counts too."""
+    """Returns whether a text is GBNF: it has ``::=``, or it is not Lark."""
     return RULE.search(text) is not None or LARK.search(text) is None
 
 
@@ -48,10 +48,10 @@ def lark_of(text: str) -> str:
 
 
 def _rewritten(text: str, number: Callable[[str], str]) -> str:
-    """Returns the grammar in the converter's words. number: returns a rule's new name."""
+    """Returns the grammar in the converter's form. number: returns a rule's new name."""
     parts: list[str] = []
-    groups: list[int] = []  # where the groups begin that are open
-    atom = 0  # where the last thing begins that may be repeated
+    groups: list[int] = []  # where the open groups start
+    atom = 0  # where the last repeatable item starts
     for token in TOKEN.finditer(text):
         kind, part = token.lastgroup, token[0]
         if kind == "times":
@@ -82,7 +82,7 @@ def _rewritten(text: str, number: Callable[[str], str]) -> str:
 
 
 def _text(written: str) -> str:
-    """Returns a text between quotes. Characters that Lark's texts cannot hold stand next to it."""
+    """Returns a text between quotes. Characters that Lark's texts cannot have follow separately."""
     plain = CODE.sub(_text_character, written)
     parts = re.split(r"([\x00-\x08\x0b-\x1f\x7f])", plain)
     if len(parts) == 1:
@@ -99,9 +99,9 @@ def _text_character(found: re.Match[str]) -> str:
 
 
 def _class(written: str) -> str:
-    """Returns a class of characters, in which no sign but the hyphen of a range has a meaning.
+    """Returns a class of characters in which only the hyphen of a range has a meaning.
 
-    A regular expression knows more of them, such as ``&&``.
+    In a regular expression other signs have one too, such as ``&&``.
     """
     negation = "^" * written.startswith("^")
     left = list(CODE.finditer(written[len(negation) :]))[::-1]

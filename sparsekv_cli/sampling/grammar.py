@@ -1,6 +1,6 @@
 """Constrained answers: the tokens that a JSON schema, a grammar or a regular expression allows.
 
-The package llguidance parses the answer as it grows. It says, before every token, which ones may
+The package llguidance parses the growing answer. Before every token it lists the ones that may
 follow. The sampler (chain.py) chooses among these.
 """
 
@@ -22,7 +22,7 @@ from sparsekv_cli.system.installation import install_command
 # White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
 # two line breaks and an indentation. Without a bound a model may write spaces for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
-NO_TOKEN = "NoExtensionBias"  # llguidance's word for it
+NO_TOKEN = "NoExtensionBias"  # llguidance's code: no token can follow
 MOST_CHARS = 500  # of a message
 # Lines of llguidance's messages that quote a grammar and point into it.
 QUOTES = re.compile(r"\s*(\d+ \||\^)")
@@ -40,7 +40,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """A vocabulary, as llguidance asks for it. The names are llguidance's."""
+    """A vocabulary, as llguidance needs it. The names are llguidance's."""
 
     tokens: list[bytes]  # the bytes of every token
     special_token_ids: list[int]  # tokens that are no part of a text
@@ -86,7 +86,7 @@ def read_grammar(kind: str, text: str) -> Grammar:
 
 
 class Constraint:
-    """The state of an answer that has to match a grammar: what may follow, and whether it is whole.
+    """The state of an answer that must match a grammar: tokens that may follow, its end.
 
     tokenizer: of ``open_tokenizer``. Raises SparseKVError for a grammar that does not fit it.
     """
@@ -100,20 +100,20 @@ class Constraint:
             self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
-        """Returns the same for another answer, which begins."""
+        """Returns the same constraint for the start of another answer."""
         new = copy.copy(self)
         new._bits = self._bits.copy()
         new.restart()
         return new
 
     def restart(self) -> None:
-        """Begins another answer."""
+        """Starts another answer."""
         self._matcher = self._at_start.deep_copy()
 
     def allowed(self, n_vocab: int) -> np.ndarray:
         """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab.
 
-        Raises SparseKVError when there are none, and when parsing takes too much.
+        Raises SparseKVError if there are none, or if parsing exceeds a limit.
         """
         bits = self._bits
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -128,7 +128,7 @@ class Constraint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer matches, and must end now."""
+        """Returns whether the answer matches, and must end now."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:

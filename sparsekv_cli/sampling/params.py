@@ -73,12 +73,12 @@ SAMPLER_ORDER = tuple(sampler.name for sampler in SAMPLERS)
 class SamplingParams:
     """The parameters of the sampler chain; the table above says what reads them.
 
-    repeat_last_n, dry_penalty_last_n: tokens of the context that are looked at.
+    repeat_last_n, dry_penalty_last_n: the last tokens of the context that count.
     dry_*: the penalty of a repetition of n tokens is
         dry_multiplier * dry_base ** (n - dry_allowed_length).
     dry_sequence_breakers: texts that end a repetition.
     logit_bias: token id -> number added to its logit; -inf bans the token.
-    samplers: the order of the chain, names from SAMPLER_ORDER; one left out is not applied.
+    samplers: the order of the chain, names from SAMPLER_ORDER. A missing one is not applied.
     """
 
     temp: float = option(

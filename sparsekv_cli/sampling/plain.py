@@ -1,4 +1,4 @@
-"""Chains of the plainest samplers, which can be applied on a device, where the logits are."""
+"""Chains of simple samplers, which a device can apply where the logits are."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class PlainChain(NamedTuple):
 def plain_chain(
     params: SamplingParams, active: Sequence[Sampler], takes_best: bool
 ) -> PlainChain | None:
-    """Returns the chain ``active`` of chain.py, if it is plain."""
+    """Returns the chain of the ``active`` samplers, if it is plain; otherwise None."""
     names = [sampler.name for sampler in active]
     if params.logit_bias or params.dynatemp_range > 0:
         return None

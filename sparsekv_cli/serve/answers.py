@@ -20,7 +20,7 @@ from sparsekv_cli.serve.jobs import (
 )
 from sparsekv_cli.serve.requests import Service
 
-PING_S = 10.0  # seconds of silence before a sign of life
+PING_S = 10.0  # seconds without an event before a Ping
 
 
 class Ping(NamedTuple):
@@ -71,7 +71,7 @@ class Answers:
         for job in self._jobs:
             self._service.scheduler.abort(job)
 
-    async def parts(self) -> AsyncIterator[Told | PromptProgress | Ping]:
+    async def parts(self) -> AsyncIterator[News | PromptProgress | Ping]:
         """Yields the news for the client. Raises the error of an answer that fails."""
         while self._n_open:
             try:
@@ -86,9 +86,9 @@ class Answers:
             elif isinstance(event, Compiling):
                 yield Ping(f"kernels of {event.method} are compiled")
             else:
-                yield self._told(index, event)
+                yield self._news(index, event)
 
-    def _told(self, index: int, event: NewToken | Finished) -> Told:
+    def _news(self, index: int, event: NewToken | Finished) -> News:
         reader, end = self._readers[index], None
         parts: list[Part] = [Thought(event.thinking)] if event.thinking else []
         parts += reader.push(event.text)
@@ -99,23 +99,23 @@ class Answers:
         rows, counts = None, (0, 0)
         if isinstance(event, NewToken):
             rows, counts = event.rows, (event.n_tokens, event.n_accepted)
-        return Told(index, [*joined(parts)], event.logprobs, rows, end, *counts)
+        return News(index, [*joined(parts)], event.logprobs, rows, end, *counts)
 
     async def whole(self) -> list[Told]:
         """Returns all choices when they are finished."""
         parts: list[list[Part]] = [[] for _ in self._jobs]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in self._jobs]
         ends: list[Finished | None] = [None] * len(self._jobs)
-        async for told in self.parts():
-            if isinstance(told, Told):
-                parts[told.choice] += told.parts
-                logprobs[told.choice] += told.logprobs
-                ends[told.choice] = told.end or ends[told.choice]
-        return [Told(i, joined(parts[i]), logprobs[i], end=ends[i]) for i in range(len(self._jobs))]
+        async for news in self.parts():
+            if isinstance(news, News):
+                parts[news.choice] += news.parts
+                logprobs[news.choice] += news.logprobs
+                ends[news.choice] = news.end or ends[news.choice]
+        return [News(i, joined(parts[i]), logprobs[i], end=ends[i]) for i in range(len(self._jobs))]
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts. Texts that follow each other are joined, and so are thoughts."""
+    """Returns the parts. Consecutive texts are joined, and so are consecutive thoughts."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None

@@ -27,7 +27,7 @@ class Message:
     """One checked request; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: MessageFields) -> None:
-        """Raises RequestError for what cannot be answered."""
+        """Raises RequestError for a request that cannot be answered."""
         self._service = service
         self.streams = fields.stream
         tools = _tools(fields)
@@ -64,15 +64,15 @@ class Message:
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
         async with Answers(self._service, [self._request], [self._reader]) as answers:
-            (told,) = await answers.whole()
-        assert told.end is not None
-        blocks = [_block(part) for part in self._shown(told.parts)]
-        has_called = any(isinstance(part, ToolCall) for part in told.parts)
+            (news,) = await answers.whole()
+        assert news.end is not None
+        blocks = [_block(part) for part in self._shown(news.parts)]
+        has_called = any(isinstance(part, ToolCall) for part in news.parts)
         if has_called:
             blocks = [each for each in blocks if each.get("text", "x").strip()]
-        message = self._message(blocks, _usage(told.end))
-        message |= _stop(told.end, has_called)
-        return {**message, "sparsekv": about(told.end, self._service, self._request)}
+        message = self._message(blocks, _usage(news.end))
+        message |= _stop(news.end, has_called)
+        return {**message, "sparsekv": about(news.end, self._service, self._request)}
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields the events of a response that streams."""
@@ -82,23 +82,23 @@ class Message:
         async with Answers(self._service, [self._request], [self._reader]) as answers:
             yield _event("message_start", message=start)
             yield _event("ping")
-            async for told in answers.parts():
-                if isinstance(told, Ping):
+            async for news in answers.parts():
+                if isinstance(news, Ping):
                     yield _event("ping")
                     continue
-                if isinstance(told, PromptProgress):
-                    yield comment(told)
+                if isinstance(news, PromptProgress):
+                    yield comment(news)
                     continue
-                for part in self._shown(told.parts):
+                for part in self._shown(news.parts):
                     has_called = has_called or isinstance(part, ToolCall)
                     for each in blocks.add(part):
                         yield each
-                if told.rows is not None:
-                    yield rows_event(told)
-                if told.end is not None:
+                if news.rows is not None:
+                    yield rows_event(news)
+                if news.end is not None:
                     for each in blocks.close():
                         yield each
-                    delta, spent = _stop(told.end, has_called), _usage(told.end)
+                    delta, spent = _stop(news.end, has_called), _usage(news.end)
                     yield _event("message_delta", delta=delta, usage=spent)
         yield _event("message_stop")
 
@@ -182,7 +182,7 @@ def _prompt_ids(
 ) -> list[int]:
     """Returns the ids of a request's conversation (see ``_conversation``) and tools.
 
-    is_forced: the answer is a call without thinking.
+    is_forced: the answer is a tool call without thinking.
     """
     wanted = False if is_forced else _thinking(fields)[0]
     think = wanted if service.thinking_switch else None
@@ -193,7 +193,7 @@ def _prompt_ids(
 
 
 def _conversation(fields: CountFields) -> list[dict[str, Any]]:
-    """Returns the messages of a request as templates take them, its system text first."""
+    """Returns the messages of a request as templates read them, its system text first."""
     messages = []
     system = content_text("system", fields.system)
     if system:
@@ -264,7 +264,7 @@ def _result_text(where: str, content: Any) -> str:
 
 
 def _reference(where: str, block: Mapping[str, Any]) -> str:
-    """Returns a line about a found tool. The prompt describes all tools."""
+    """Returns a line that names a found tool. The prompt describes all tools."""
     name = block.get("tool_name")
     if not isinstance(name, str):
         raise FieldError(where, ": expected a tool_reference with a tool_name")

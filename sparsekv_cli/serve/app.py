@@ -242,7 +242,7 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     if isinstance(error, HTTPException):
         kind = HTTP_ERRORS.get(error.status_code, "invalid_request_error")
         return error.status_code, kind, None
-    return next(told for kind, told in ERRORS if isinstance(error, kind))
+    return next(status for kind, status in ERRORS if isinstance(error, kind))
 
 
 def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:

@@ -31,7 +31,7 @@ class StoppingError(SparseKVError):
 
 
 class TooLargeError(SparseKVError):
-    """The request takes more memory or more places than the server has for all requests."""
+    """The request needs more memory or more places than the server has for all requests."""
 
 
 class TimeLimitError(SparseKVError):
@@ -108,7 +108,7 @@ class Request:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the scheduler, whose thread alone works on it."""
+    """A request in the scheduler. Only the scheduler's thread changes it."""
 
     request: Request
     emit: Callable[[Event], None]  # gets all events; the last one is Finished or Failed
@@ -156,8 +156,8 @@ class Job:
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None
-        entries = [] if logprobs is None else logprobs.entries[self.n_told :]
-        self.n_told += len(entries)
+        entries = [] if logprobs is None else logprobs.entries[self.n_sent :]
+        self.n_sent += len(entries)
         return text, thinking, entries
 
 

@@ -15,7 +15,7 @@ from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
-from sparsekv_cli.serve.answers import Answers, Ping, Told, about
+from sparsekv_cli.serve.answers import Answers, News, Ping, about
 from sparsekv_cli.serve.forms.schema import MAX_CHOICES, ChatFields, CompletionFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, Functions, functions_of, reader_of
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Request
@@ -28,7 +28,7 @@ class Completion:
     """One checked request; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
-        """Raises RequestError for what cannot be answered."""
+        """Raises RequestError for a request that cannot be answered."""
         self._service, self._fields = service, fields
         self._is_chat = is_chat = isinstance(fields, ChatFields)
         self.streams = fields.stream
@@ -138,19 +138,19 @@ class Completion:
         """Returns the response to a request that does not stream."""
         async with self.answers() as answers:
             choices = await answers.whole()
-        ends = {told.choice: told.end for told in choices if told.end is not None}
+        ends = {news.choice: news.end for news in choices if news.end is not None}
         body = self._head("chat.completion" if self._is_chat else "text_completion")
-        body["choices"] = [self._choice(told) for told in choices]
+        body["choices"] = [self._choice(news) for news in choices]
         body["usage"] = usage(ends, self._fields.n)
         body["sparsekv"] = self.about(ends)
         return body
 
-    def _choice(self, told: Told) -> dict[str, Any]:
-        assert told.end is not None
-        calls = [part for part in told.parts if isinstance(part, ToolCall)]
-        text = "".join(part.text for part in told.parts if isinstance(part, Text))
-        thought = "".join(part.text for part in told.parts if isinstance(part, Thought))
-        choice: dict[str, Any] = {"index": told.choice}
+    def _choice(self, news: News) -> dict[str, Any]:
+        assert news.end is not None
+        calls = [part for part in news.parts if isinstance(part, ToolCall)]
+        text = "".join(part.text for part in news.parts if isinstance(part, Text))
+        thought = "".join(part.text for part in news.parts if isinstance(part, Thought))
+        choice: dict[str, Any] = {"index": news.choice}
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if thought:
@@ -161,8 +161,8 @@ class Completion:
             choice["message"] = message
         else:
             choice["text"] = text
-        choice["logprobs"] = self._logprobs(told)
-        choice["finish_reason"] = finish_reason(told.end, bool(calls))
+        choice["logprobs"] = self._logprobs(news)
+        choice["finish_reason"] = finish_reason(news.end, bool(calls))
         return choice
 
     # --- a stream ---------------------------------------------------------------------------------
@@ -176,43 +176,43 @@ class Completion:
                 for i in range(len(self._requests)):
                     yield event({**head, "choices": [_delta(i, {"role": "assistant"})]})
             n_calls, ends = [0] * len(self._requests), {}
-            async for told in answers.parts():
-                if isinstance(told, PromptProgress) and self._fields.return_progress:
-                    yield _progress(head, told)
-                elif not isinstance(told, Told):
-                    yield comment(told)
+            async for news in answers.parts():
+                if isinstance(news, PromptProgress) and self._fields.return_progress:
+                    yield _progress(head, news)
+                elif not isinstance(news, News):
+                    yield comment(news)
                 else:
-                    for choice in self._chunks(told, n_calls):
+                    for choice in self._chunks(news, n_calls):
                         yield event({**head, "choices": [choice]})
-                    if told.rows is not None:
-                        yield rows_event(told)
-                    if told.end is not None:
-                        ends[told.choice] = told.end
+                    if news.rows is not None:
+                        yield rows_event(news)
+                    if news.end is not None:
+                        ends[news.choice] = news.end
             options = self._fields.stream_options
             if options is not None and options.include_usage:
                 told_of = {"usage": usage(ends, self._fields.n), "sparsekv": self.about(ends)}
                 yield event({**head, "choices": [], **told_of})
             yield DONE
 
-    def _chunks(self, told: Told, n_calls: list[int]) -> list[dict[str, Any]]:
-        chunks, entries = [], self._logprobs(told)
-        parts: list[Part] = told.parts or ([Text("")] if told.logprobs else [])
+    def _chunks(self, news: News, n_calls: list[int]) -> list[dict[str, Any]]:
+        chunks, entries = [], self._logprobs(news)
+        parts: list[Part] = news.parts or ([Text("")] if news.logprobs else [])
         for part in parts:
             if not self._is_chat:
                 text = part.text if isinstance(part, Text | Thought) else ""
-                chunks.append({"index": told.choice, "text": text, "finish_reason": None})
+                chunks.append({"index": news.choice, "text": text, "finish_reason": None})
             elif isinstance(part, ToolCall):
-                call = {"index": n_calls[told.choice], **_tool_call(part)}
-                n_calls[told.choice] += 1
-                chunks.append(_delta(told.choice, {"tool_calls": [call]}))
+                call = {"index": n_calls[news.choice], **_tool_call(part)}
+                n_calls[news.choice] += 1
+                chunks.append(_delta(news.choice, {"tool_calls": [call]}))
             else:
                 key = "reasoning_content" if isinstance(part, Thought) else "content"
-                chunks.append(_delta(told.choice, {key: part.text}))
+                chunks.append(_delta(news.choice, {key: part.text}))
         if chunks:
             chunks[0]["logprobs"] = entries
-        if told.end is not None:
-            reason = finish_reason(told.end, n_calls[told.choice] > 0)
-            last = _delta(told.choice, {}) if self._is_chat else {"index": told.choice, "text": ""}
+        if news.end is not None:
+            reason = finish_reason(news.end, n_calls[news.choice] > 0)
+            last = _delta(news.choice, {}) if self._is_chat else {"index": news.choice, "text": ""}
             chunks.append({**last, "finish_reason": reason})
         return chunks
 
@@ -235,20 +235,20 @@ class Completion:
         last = max(ends)
         return about(ends[last], self._service, self._requests[last])
 
-    def _logprobs(self, told: Told) -> dict[str, Any] | None:
-        if self._requests[told.choice].logprobs is None:
+    def _logprobs(self, news: News) -> dict[str, Any] | None:
+        if self._requests[news.choice].logprobs is None:
             return None
         if self._is_chat:
             entries = [
                 {**_logprob(each), "top_logprobs": [_logprob(other) for other in each["top"]]}
-                for each in told.logprobs
+                for each in news.logprobs
             ]
             return {"content": entries, "refusal": None}
         return {
-            "tokens": [_token(each) for each in told.logprobs],
-            "token_logprobs": [each["logprob"] for each in told.logprobs],
-            "top_logprobs": [_by_token(each["top"]) for each in told.logprobs],
-            "text_offset": [self._places[told.choice].next(each) for each in told.logprobs],
+            "tokens": [_token(each) for each in news.logprobs],
+            "token_logprobs": [each["logprob"] for each in news.logprobs],
+            "top_logprobs": [_by_token(each["top"]) for each in news.logprobs],
+            "text_offset": [self._places[news.choice].next(each) for each in news.logprobs],
         }
 
 
@@ -284,14 +284,14 @@ def comment(told: Ping | PromptProgress) -> str:
     return f": {told.why or 'ping'}\n\n"
 
 
-def rows_event(told: Told) -> str:
+def rows_event(news: News) -> str:
     """Returns the event that says which rows a step attended to."""
-    rows = {"rows": told.rows, "index": told.choice}
-    return event({**rows, "tokens": told.n_tokens, "accepted": told.n_accepted}, "sparsekv.rows")
+    rows = {"rows": news.rows, "index": news.choice}
+    return event({**rows, "tokens": news.n_tokens, "accepted": news.n_accepted}, "sparsekv.rows")
 
 
-def _progress(head: Mapping[str, Any], told: PromptProgress) -> str:
-    progress = {"total": told.total, "processed": told.done, "cache": told.cached}
+def _progress(head: Mapping[str, Any], news: PromptProgress) -> str:
+    progress = {"total": news.total, "processed": news.done, "cache": news.cached}
     return event({**head, "choices": [], "prompt_progress": progress})
 
 

@@ -45,7 +45,7 @@ class Loaded:
 
     @property
     def is_current(self) -> bool:
-        """Whether it works and its files are unchanged."""
+        """Whether it works and its files have not changed."""
         parts = self.service.model.gguf.parts
         return self.service.scheduler.failure is None and all(part.is_current() for part in parts)
 
@@ -162,7 +162,7 @@ class ModelPool:
             loaded.service.scheduler.end_all()
 
     def close(self) -> Exception | None:
-        """Ends what is loaded. Returns why a model failed, if one did."""
+        """Unloads all models. Returns why a model failed, if one did."""
         self._thread.shutdown()
         failure = None
         for loaded in self._all_loaded():

@@ -233,7 +233,7 @@ class Service:
         return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:
-        """Returns the call for a request's ``tool_choice``: of the function ``name``, or of any.
+        """Returns the call that a request's ``tool_choice`` requires: of ``name``, or of any.
 
         functions: the schemas of their arguments. Raises RequestError if the function does not
         exist.
@@ -310,7 +310,7 @@ class Service:
             raise RequestError(str(error), param="messages") from None
 
     def choices(self, request: Request, n: int) -> list[Request]:
-        """Returns the request n times, each with a seed of its own."""
+        """Returns the request n times, each with its own seed."""
         seed = -1 if request.seed is None else request.seed
         seeds = [seed if seed == -1 else (seed + i) % (MAX_SEED + 1) for i in range(n)]
         constraints = [request.constraint] + [

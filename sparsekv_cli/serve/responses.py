@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.serve.answers import Told
+from sparsekv_cli.serve.answers import News
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.jobs import Finished
@@ -86,7 +86,7 @@ class ModelResponse:
     """One checked request; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, kept: Kept, service: Service, fields: ResponseFields) -> None:
-        """Raises RequestError for what cannot be answered."""
+        """Raises RequestError for a request that cannot be answered."""
         self._service, self._fields, self._kept = service, fields, kept
         self.streams = fields.stream
         before = [] if fields.previous_response_id is None else self._before()
@@ -123,37 +123,37 @@ class ModelResponse:
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
         async with self._completion.answers() as answers:
-            (told,) = await answers.whole()
-        assert told.end is not None
-        for part in told.parts:
+            (news,) = await answers.whole()
+        assert news.end is not None
+        for part in news.parts:
             list(self._output.add(part))
-        list(self._output.end(_status(told.end)))
-        return self._ended(told.end)
+        list(self._output.end(_status(news.end)))
+        return self._ended(news.end)
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields the events of a response that streams."""
         async with self._completion.answers() as answers:
             for name in ("created", "in_progress"):
                 yield self._event(name, {"response": self._body("in_progress")})
-            async for told in answers.parts():
-                if not isinstance(told, Told):
-                    yield comment(told)
+            async for news in answers.parts():
+                if not isinstance(news, News):
+                    yield comment(news)
                     continue
-                for part in told.parts:
+                for part in news.parts:
                     for each in self._output.add(part):
                         yield self._event(*each)
-                if told.rows is not None:
-                    yield rows_event(told)
-                if told.end is not None:
-                    status = _status(told.end)
+                if news.rows is not None:
+                    yield rows_event(news)
+                if news.end is not None:
+                    status = _status(news.end)
                     for each in self._output.end(status):
                         yield self._event(*each)
-                    yield self._event(status, {"response": self._ended(told.end)})
+                    yield self._event(status, {"response": self._ended(news.end)})
 
     def failure(self, error: Mapping[str, Any]) -> str:
         """Returns the last event of a stream that fails."""
-        told = {"code": "server_error", "message": error["error"]["message"]}
-        return self._event("failed", {"response": self._body("failed", error=told)})
+        fault = {"code": "server_error", "message": error["error"]["message"]}
+        return self._event("failed", {"response": self._body("failed", error=fault)})
 
     def _event(self, name: str, values: Mapping[str, Any]) -> str:
         kind, number = f"response.{name}", self._n_events
@@ -179,7 +179,7 @@ class ModelResponse:
         return body
 
     def _body(self, status: str, **more: Any) -> dict[str, Any]:
-        told = self._fields.model_dump(include=TOLD, by_alias=True)
+        echo = self._fields.model_dump(include=ECHO, by_alias=True)
         return {
             "id": self._id,
             "object": "response",
@@ -190,8 +190,8 @@ class ModelResponse:
             "model": self._service.name,
             "output": self._output.items,
             "usage": None,
-            "temperature": told.pop("temp"),
-            **told,
+            "temperature": echo.pop("temp"),
+            **echo,
             "metadata": self._fields.metadata or {},
             **more,
         }

@@ -1,4 +1,4 @@
-"""Rows that were computed for one request and serve another: in memory, and on disk (prefix/).
+"""Rows of one request that another one reuses: in memory, and on disk (prefix/).
 
 A prompt's rows do not depend on the method. So a sequence that has all rows of a prompt's beginning
 gives them to any other, whose prefill computes the rest. Both read them in the same memory
@@ -56,7 +56,7 @@ def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
 
 
 def keeps_rows(sequence: Sequence) -> bool:
-    """Returns whether all layers have the rows of all of the sequence's tokens."""
+    """Returns whether all layers have the rows of all tokens of the sequence."""
     return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in sequence.caches)
 
 
@@ -153,7 +153,7 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool)
 
 
 def replaces(new: Sequence, old: Sequence) -> bool:
-    """Returns whether ``new`` can replace ``old``: its prompt begins with that of ``old``."""
+    """Returns whether ``new`` can replace ``old``: its prompt starts with that of ``old``."""
     at, before = new.checkpoint, old.checkpoint
     if at is None or before is None or not attend_alike(new.attention, old.attention):
         return False
@@ -166,7 +166,7 @@ def attend_alike(one: Attention, other: Attention) -> bool:
 
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
-    """Returns the bytes that sequences take. Bytes that they share count once."""
+    """Returns the bytes of the sequences. Shared bytes count once."""
     return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
 
 

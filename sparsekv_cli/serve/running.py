@@ -90,7 +90,7 @@ class Running:
         self.jobs.append(job)
 
     def step(self) -> None:
-        """Decodes the next token of every answer. Finished answers leave."""
+        """Decodes the next token of every answer. Removes finished answers."""
         started = time.monotonic()
         for job in list(self.jobs):
             self._choose(job)
@@ -122,16 +122,16 @@ class Running:
         generation = job.generation
         assert generation is not None
         try:
-            tokens, told = generation.answer.tokens, generation.sequence.timings.speculation
-            n, n_accepted = len(tokens), told.accepted
+            tokens, counts = generation.answer.tokens, generation.sequence.timings.speculation
+            n, n_accepted = len(tokens), counts.accepted
             is_done = generation.choose()
             if not job.first_token:
                 job.first_token = time.monotonic()
                 self._stats.first_token_s.append(job.first_token - job.created)
             rows = self._rows(job, generation.sequence)
             if rows or not is_done:
-                n_new = len(tokens) - n, told.accepted - n_accepted
-                job.emit(NewToken(*job.told(), rows, *n_new))
+                n_new = len(tokens) - n, counts.accepted - n_accepted
+                job.emit(NewToken(*job.take_new(), rows, *n_new))
             if is_done:
                 self._finish(job, generation)
         except Exception as error:
@@ -179,7 +179,7 @@ class Running:
         self.leave(job)
         job.emit(
             Finished(
-                text, thinking, answer.logprobs[n_told:], answer.stop_reason, answer.stopped_by,
+                text, thinking, answer.logprobs[n_sent:], answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

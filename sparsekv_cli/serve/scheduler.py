@@ -58,7 +58,7 @@ WATCH_S = 1.0  # seconds between two checks of the memory in use
 
 
 class Scheduler:
-    """Answers jobs with a model, which nobody else uses while the scheduler runs.
+    """Answers jobs with a model, which only the scheduler uses while it runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
     for the rows of all sequences. disk_of: see SharedRows. stats: the counts to continue, if any.
@@ -256,7 +256,7 @@ class Scheduler:
         return True
 
     def _drop_aborted(self) -> None:
-        """Removes aborted jobs, and jobs that take too long."""
+        """Removes aborted jobs, and jobs beyond their time limit."""
         with self._changed:
             for job in [job for job in self._queue if job.is_aborted or job.is_late]:
                 self._queue.remove(job)
@@ -282,7 +282,7 @@ class Scheduler:
         return self.model.attention_of(method, sparse_from, tell)
 
     def _begin(self, job: Job, rows: SharedRows | None) -> None:
-        """Begins the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
+        """Starts the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
         ids, engine = job.request.ids, self.model.engine
         started, self._starting = time.monotonic(), [job]
         try:
@@ -368,8 +368,8 @@ class Scheduler:
         moment = time.monotonic()
         if moment - self._step_ended < max(LEAST_PREFILL_S, self._step_s):
             return False
-        if moment - now.told > TELL_S:
-            now.told = moment
+        if moment - now.reported > TELL_S:
+            now.reported = moment
             job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
         return self.model.engine.shares_prefill  # False: steps need the prefill's buffers
 
@@ -383,7 +383,7 @@ class Scheduler:
     # --- decode -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Decodes the next token of every running answer. Finished answers leave."""
+        """Decodes the next token of every running answer. Removes finished answers."""
         started = time.monotonic()
         self._running.step()
         self._step_ended = time.monotonic()

@@ -11,17 +11,17 @@ WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` that use a draft
 class SessionConfig:
     """How a session runs, independent of the method; see each field's help.
 
-    prefill_dtype: the type of the prefill's products. ``auto`` takes bf16 on a GPU and on a CPU
-    with AMX tiles. With AVX2 or sdot (ARM) it takes int8: sums of integers over inputs rounded to
-    8 bits. Elsewhere it takes f32.
+    prefill_dtype: the type of the prefill's products. ``auto`` is bf16 on a GPU and on a CPU with
+    AMX tiles. With AVX2 or sdot (ARM) it is int8: sums of integers over inputs rounded to 8 bits.
+    Elsewhere it is f32.
     """
 
     ctx_size: int = option(
-        0, "Most tokens the KV cache may hold; 0 takes the model's.", at_least=0,
+        0, "Most tokens of the KV cache; 0: as many as the model's.", at_least=0,
         flags=("-c", "--ctx-size"), metavar="N"
     )  # fmt: skip
     threads: int = option(
-        0, "Threads, at most one for each CPU; 0 takes the physical cores.", at_least=0,
+        0, "Threads, at most one for each CPU; 0: one for each core.", at_least=0,
         flags=("-t", "--threads"), metavar="N"
     )  # fmt: skip
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
@@ -33,7 +33,7 @@ class SessionConfig:
     chunk: int = option(512, "Prompt tokens a prefill chunk.", at_least=1)
     calibration: str = option("", "Calibration to read; empty: the model's own.")
     kv: str = option(
-        "auto", "Where a GPU's run keeps the KV cache; auto: on the GPU, if the method can and it "
+        "auto", "Where a run on a GPU keeps the KV cache; auto: on it, if the method can and it "
         "fits, otherwise on the host.", choices=("auto", "device", "host")
     )  # fmt: skip
     gpu_weights: str = option(
@@ -50,7 +50,7 @@ class SessionConfig:
         "to f32, and slower with several rows a step.", choices=("8", "16"),
     )  # fmt: skip
     vram_limit: float = option(
-        0.0, "Most of the GPU's memory to use; 0 takes what is free.", at_least=0, metavar="GIB"
+        0.0, "Most of the GPU's memory to use; 0: all that is free.", at_least=0, metavar="GIB"
     )
     sparse_from: int = option(
         0, "Tokens up to which a method that keeps all rows attends to all of them; -1: the number "
@@ -58,9 +58,9 @@ class SessionConfig:
     )  # fmt: skip
     speculate: str = option(
         "auto", "Drafts of the answer: one step checks all tokens of a draft. The text is the "
-        "same. ngram: what followed the same tokens in the prompt and the answer. mtp: the model's "
-        "own next-token block (qwen35 and qwen35moe). draft-model: what a smaller model would "
-        "write. auto: ngram and draft-model where they pay, or none.",
+        "same. ngram: tokens that followed the same ones in the prompt and the answer. mtp: the "
+        "model's own next-token block (qwen35 and qwen35moe). draft-model: the text of a smaller "
+        "model. auto: ngram and draft-model where they pay, or none.",
         choices=("auto", "ngram", "mtp", "draft-model", "off"),
     )  # fmt: skip
     draft_model: str = option(
@@ -81,7 +81,7 @@ class SessionConfig:
         check_options(self)
         if self.draft_model and self.speculate not in WITH_MODEL:
             raise ValueError(
-                f"speculate = {self.speculate!r} has no use for draft_model (--draft-model): take "
+                f"speculate = {self.speculate!r} does not use draft_model (--draft-model): use "
                 "auto or draft-model"
             )
         if self.speculate == "draft-model" and not self.draft_model:

@@ -83,8 +83,8 @@ def option(
     its value there.
     """
     allowed = Allowed(tuple(choices), at_least, above, at_most, below, multiple_of)
-    told = {"help": help, "allowed": allowed, "flags": flags, "metavar": metavar}
-    return field(default=default, metadata=told)
+    metadata = {"help": help, "allowed": allowed, "flags": flags, "metavar": metavar}
+    return field(default=default, metadata=metadata)
 
 
 def options_of(owner: Any) -> dict[str, Field[Any]]:

@@ -24,9 +24,9 @@ def install_command(extra: str) -> str:
 def _source() -> str:
     """Returns the folder that the program was installed from (PEP 610), or its name."""
     try:
-        told = json.loads(metadata.distribution(NAME).read_text("direct_url.json") or "{}")
+        origin = json.loads(metadata.distribution(NAME).read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
         return NAME
-    url = urlsplit(told.get("url", ""))
+    url = urlsplit(origin.get("url", ""))
     folder = unquote(url.path)
     return folder if url.scheme == "file" and Path(folder, "setup.cfg").is_file() else NAME

@@ -111,7 +111,7 @@ def test_an_older_one_in_the_cache_is_made_anew(model, fake, monkeypatch):
     monkeypatch.setattr(sidecar, "FORMAT_VERSION", sidecar.FORMAT_VERSION + 1)
     reports = []
     load(installed, reports=reports)
-    assert "older version's" in reports[0][2] and reports[-1][2].startswith("stored in")
+    assert "of an older version" in reports[0][2] and reports[-1][2].startswith("stored in")
     load(installed)
     assert len(fake.runs) == 2
     cached = calibration_path(installed)

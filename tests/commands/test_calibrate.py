@@ -116,7 +116,7 @@ def test_a_damaged_sidecar_is_named_and_made_again(model, fake, invoke):
 def test_what_cannot_be_done(model, fake, invoke, tmp_path, monkeypatch):
     base = ["calibrate", "-m", str(model)]
     for name in ("topk", "nothing", "fake,", ""):
-        assert "those are fake" in refused(invoke, 2, *base, "--method", name)
+        assert "choose from fake" in refused(invoke, 2, *base, "--method", name)
     assert "--tokens" in refused(invoke, 2, *base, "--tokens", "0")
     short = tmp_path / "short.txt"
     short.write_text("a few words")

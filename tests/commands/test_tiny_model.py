@@ -204,7 +204,7 @@ def test_a_context_beyond_the_training_is_a_warning(model, invoke):
         warned = invoke(*arguments, "-c", "2049")
         assert warned.code == 0 and warned.err.count("warning: -c 2049 is more than the 2048") == 1
     few_bits = ["run", "-m", model, "-p", "x", "-n", "1", "-ctk", "q4_0", "-c"]
-    assert "take --cache-type-k q8_0" in invoke(*few_bits, "32769").err
+    assert "use --cache-type-k q8_0" in invoke(*few_bits, "32769").err
     assert "q8_0" not in invoke(*few_bits, "2048").err
     deep = ["bench", "-m", model, "-p", "0", "-n", "1", "-d", "2048", "-r", "1"]
     assert "warning" not in invoke(*deep, "--prefill-dtype", "f32").err  # random tokens

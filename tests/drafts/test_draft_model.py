@@ -170,7 +170,7 @@ def test_another_vocabulary_is_refused(path, default_model):
     ("settings", "error", "words"),
     [
         ({"speculate": "draft-model"}, ValueError, "needs draft_model"),
-        ({"speculate": "ngram", "draft_model": "x"}, ValueError, "no use for draft_model"),
+        ({"speculate": "ngram", "draft_model": "x"}, ValueError, "does not use draft_model"),
         ({"draft_method": "quest"}, ValueError, "draft_method .* needs draft_model"),
         ({"speculate": "auto", "draft_model": "no.gguf"}, SparseKVError, "no.gguf"),
         ({"speculate": "guess"}, ValueError, "must be auto, ngram, mtp, draft-model or off"),

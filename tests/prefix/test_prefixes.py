@@ -62,8 +62,8 @@ def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, kept
         np.testing.assert_array_equal(decoded(sequence, ANSWER), answers)
         assert sequence.tokens == alone.tokens
         assert said == [
-            "-v prefix cache: 1088 of 1150 tokens are reused; the prompt diverges from what is "
-            "kept at token 1100"
+            "-v prefix cache: 1088 of 1150 tokens are reused; the prompt differs from the kept "
+            "one at token 1100"
         ]
 
 

@@ -159,7 +159,7 @@ BAD = [
     ),
     (
         {"input": [{"type": "reasoning", "encrypted_content": "gAAAA_"}]},
-        "is not from this server",
+        "expected this server's own",
         "input[0].encrypted_content",
     ),
     ({"tools": [{"type": "web_search"}]}, 'tools[0].type = "web_search"', "tools[0].type"),

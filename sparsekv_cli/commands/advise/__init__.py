@@ -1,1 +1,1 @@
-"""``advise``: which method to take for a document."""
+"""``advise``: which method to use for a document."""

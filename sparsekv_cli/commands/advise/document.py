@@ -75,7 +75,7 @@ def read_document(file: str | None) -> Document:
     at = data.find(b"\0") if is_text else -1
     if at >= 0:
         raise SparseKVError(
-            f"{source}: this is no text, it has a zero byte at offset {at}: give a text in UTF-8"
+            f"{source}: this is not a text: zero byte at offset {at}; give a text in UTF-8"
         )
     text = decode_file(data, source).removesuffix("\n")
     if not text.strip():

@@ -168,7 +168,7 @@ def short_advice(
     from sparsekv_cli.planning.reading import LossTask
     from sparsekv_cli.planning.trial import Trials
 
-    reason = f"below {LEAST_TEXT} tokens methods leave out too little"
+    reason = f"below {LEAST_TEXT} tokens methods leave out too few rows"
     left_out |= dict.fromkeys(methods, reason)
     ids = list(sequence.tokens)
     following = [ids[i % len(ids)] for i in range(N_SHORT)]

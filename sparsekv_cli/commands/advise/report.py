@@ -69,8 +69,8 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     print_table("methods", columns, [_row(each) for each in found["methods"]])
     for what, groups in found["no_difference"].items():
         if groups:
-            told = "; ".join(", ".join(group) for group in groups)
-            click.echo(f"no difference in {what} within noise: {told}")
+            joined = "; ".join(", ".join(group) for group in groups)
+            click.echo(f"no difference in {what} within noise: {joined}")
     by_reason: dict[str, list[str]] = {}
     for name, reason in found["left_out"].items():
         by_reason.setdefault(one_line(reason), []).append(name)
@@ -80,7 +80,7 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
         answers = [(name, one_line(text)) for name, text in found["answers"].items()]
         print_table("answers", (), answers)
     if advice.is_uneven:
-        say("warning: something else used this machine: repeat it when that is done")
+        say("warning: other programs used this machine: repeat it when they have finished")
     click.echo(found["advice"]["why"])
     click.echo(found["advice"]["command"])
 

@@ -66,20 +66,20 @@ WARM_UP_TOKENS = 3  # decoded by the untimed run
 )  # fmt: skip
 @click.option(
     "-d", "--n-depth", "n_depths", metavar="LIST", default="0", callback=number_list,
-    help="Tokens in the KV cache before the test begins (not timed). [default: 0]",
+    help="Tokens in the KV cache before the test starts (not timed). [default: 0]",
 )  # fmt: skip
 @click.option(
     "-b", "--batch", "n_seqs", metavar="LIST", default="1", callback=at_least_one,
-    help="Sequences that decode together, each with a cache of its own of that depth; t/s counts "
-    "the tokens of all. Tests of prefill alone take one. [default: 1]",
+    help="Sequences that decode together, each with its own cache of that depth; t/s counts the "
+    "tokens of all. Tests of prefill alone use one. [default: 1]",
 )  # fmt: skip
 @click.option(
     "--method", "methods", metavar="LIST", shell_complete=completers.methods, default="full",
-    callback=name_list, help="KV-cache methods, with commas between. [default: full]",
+    callback=name_list, help="KV-cache methods, separated by commas. [default: full]",
 )  # fmt: skip
 @click.option(
     "-r", "--repetitions", metavar="N", type=click.IntRange(min=1), default=5,
-    help="Times each test is run. [default: 5]",
+    help="Timed runs of each test. [default: 5]",
 )  # fmt: skip
 @click.option(
     "-O", "--output", type=click.Choice(list(REPORTS)), default="md",
@@ -118,9 +118,9 @@ def command(
     """Measure the speed of prefill (pp) and decode (tg), in llama-bench's shape.
 
     Tokens are random, with a fixed seed, or a text's. Loading, filling the cache up to the depth
-    and a short run ahead of each test are not timed. An option given with -o goes to each of the
-    methods that has it. The method auto is chosen for the largest test, and shown by its name. The
-    speed that memory allows (the roofline) is told for tests that only decode.
+    and a short run before each test are not timed. An option given with -o applies to each method
+    that has it. The method auto is chosen for the largest test, and shown by its name. The speed
+    that memory allows (the roofline) is shown for tests that only decode.
     """
     shapes = [(n, 0, 1) for n in n_prompts if n]
     shapes += [(0, n, seqs) for n in n_gens if n for seqs in n_seqs]
@@ -258,7 +258,7 @@ def run_once(
     test: BenchTest,
     rows: PromptRows | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Runs a repetition. Returns its nanoseconds and the ledger at their beginning."""
+    """Runs a repetition. Returns its nanoseconds and the ledger at its start."""
     n_last = model.engine.first_steps
     pairs = list(zip(sequences, ids, strict=False))
     left = [prefill_to_depth(sequence, row, test, n_last, rows) for sequence, row in pairs]

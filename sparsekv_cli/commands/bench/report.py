@@ -163,7 +163,7 @@ def deviation(samples: Sequence[float]) -> float:
 
 
 class Report(ABC):
-    """Writes results, most formats as they come. Subclasses are the formats of ``-O``."""
+    """Writes results, most formats one by one. Subclasses are the formats of ``-O``."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
@@ -225,7 +225,7 @@ class MarkdownReport(Report):
 
 
 class JsonReport(Report):
-    """One array of objects, written as a whole at the end, also when an error ends the run early.
+    """One array of objects. It is written at the end, also if an error ends the run early.
 
     A process that is killed leaves no part of an array.
     """

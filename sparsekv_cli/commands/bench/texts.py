@@ -87,10 +87,10 @@ def accept(
 
 def draft_counts(sequences: Ids[Sequence]) -> dict[str, int]:
     """Returns the numbers of drafted and accepted tokens; nothing without drafts."""
-    told = [sequence.timings.speculation for sequence in sequences]
-    if {each.source for each in told} == {"off"}:
+    counts = [sequence.timings.speculation for sequence in sequences]
+    if {each.source for each in counts} == {"off"}:
         return {}
     return {
-        "tokens_drafted": sum(each.drafted for each in told),
-        "tokens_accepted": sum(each.accepted for each in told),
+        "tokens_drafted": sum(each.drafted for each in counts),
+        "tokens_accepted": sum(each.accepted for each in counts),
     }

@@ -46,8 +46,8 @@ from sparsekv_cli.generation.conversation import thinking_switch
 )  # fmt: skip
 @click.option(
     "--keep", metavar="N", type=click.IntRange(min=0), default=0,
-    help="With --context-shift: turns that begin within the first N tokens stay, as the system "
-    "message always does; 1: the first turn. [default: 0]",
+    help="With --context-shift: keep turns that start within the first N tokens; 1: the first "
+    "turn. The system message is always kept. [default: 0]",
 )  # fmt: skip
 @click.option("--stats", is_flag=True, help="Speed and KV rows on stderr after every answer.")
 @model_options()
@@ -87,8 +87,8 @@ def command(
     if is_terminal:
         if conversation.template is None:
             say(
-                "warning: the model has no chat template, as base models have none: what it writes "
-                "may be no answer; 'run --raw' goes on with a text"
+                "warning: the model has no chat template, so it may be a base model, which does "
+                "not answer: use 'run --raw' to continue a text"
             )
         say(f"{options.method} attention, {model.n_ctx} tokens of context; /help for help")
     if prompt is not None:
@@ -99,7 +99,7 @@ def command(
 
 
 def typed(chat: Chat) -> Iterator[str]:
-    """Yields the text that is typed at a terminal, until Ctrl-D."""
+    """Yields the texts that are typed at a terminal, until Ctrl-D."""
     from sparsekv_cli.commands.chat.prompt import entries  # slow to import
 
     for entry in entries(chat):
@@ -110,7 +110,7 @@ def typed(chat: Chat) -> Iterator[str]:
 
 
 def lines() -> Iterable[str]:
-    """Yields the text that is piped to stdin by lines. Raises SparseKVError if it is not UTF-8."""
+    """Yields the lines that are piped to stdin. Raises SparseKVError if one is not UTF-8."""
     for number, line in enumerate(getattr(sys.stdin, "buffer", sys.stdin), start=1):
         try:
             text = line.decode("utf-8") if isinstance(line, bytes) else line

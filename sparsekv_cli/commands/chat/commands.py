@@ -31,8 +31,8 @@ COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
 NARROW = 70  # columns below which a command's help has a line of its own
 LEAVING = ("exit", "quit", "bye")
 KEYS = (
-    "Enter sends; a backslash at the end of a line, or Alt-Enter, begins another line, and a "
-    'message between """ and """ may have many. Tab completes, Ctrl-R searches what was entered, '
+    "Enter sends; a backslash at the end of a line, or Alt-Enter, starts another line, and a "
+    'message between """ and """ may have many. Tab completes, Ctrl-R searches the history, '
     "Ctrl-X Ctrl-E opens $EDITOR. Ctrl-C stops an answer or clears the line; on an empty line it "
     "leaves, as Ctrl-D does."
 )
@@ -117,7 +117,7 @@ def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
         say(f"error: {one_line(str(error))}")
         return
     except PrefillInterrupted:
-        say("stopped before the answer began; the message is taken back")
+        say("stopped before the answer started; the message is taken back")
         return
     if not answer.text.endswith("\n") and (answer.text or not answer.thinking):
         write_text("\n")
@@ -251,7 +251,7 @@ def _method(chat: Chat, argument: str) -> None:
 
 
 COMMANDS: dict[str, ChatCommand] = {
-    "help": ChatCommand("", "what can be entered (also /?)", _help),
+    "help": ChatCommand("", "list the commands and keys (also /?)", _help),
     "clear": ChatCommand("", "forget the conversation, but not the system message", _clear),
     "regen": ChatCommand("", "answer the last message again", _regenerate),
     "undo": ChatCommand("", "take your last message back, or the text that was read last", _undo),
@@ -261,8 +261,8 @@ COMMANDS: dict[str, ChatCommand] = {
     ),
     "read": ChatCommand("FILE", "put a text, PDF or Word file before your next message", _read),
     "save": ChatCommand("FILE", "write the conversation to a JSON file", _save),
-    "load": ChatCommand("FILE", "go on with a conversation that was saved", _load),
+    "load": ChatCommand("FILE", "continue a saved conversation", _load),
     "stats": ChatCommand("", "speed and KV rows of the last answer", _stats),
-    "method": ChatCommand("NAME [KEY=VALUE ...]", "go on with another KV-cache method", _method),
+    "method": ChatCommand("NAME [KEY=VALUE ...]", "continue with another KV-cache method", _method),
     "exit": ChatCommand("", "leave (also /quit and /bye)", lambda chat, argument: None),
 }

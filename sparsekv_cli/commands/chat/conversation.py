@@ -52,7 +52,7 @@ class ChatSettings:
 
 
 def gather_settings(values: dict[str, Any]) -> ChatSettings:
-    """Takes the settings out of a command's values."""
+    """Removes the settings from a command's values and returns them."""
     names = {each.name for each in fields(ChatSettings)} - {"seed"}
     return ChatSettings(**{name: values.pop(name) for name in names}, seed=values["options"].seed)
 
@@ -77,7 +77,7 @@ class Conversation:
         self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
         self.messages: Messages = []
-        self.n_used = 0  # tokens of the context that the conversation takes
+        self.n_used = 0  # tokens of the context that the conversation uses
         self.renew_sampler()
         self.set_system(system)
 
@@ -121,7 +121,7 @@ class Conversation:
 
     def encode(self, messages: Messages) -> list[int]:
         """Returns the ids of a conversation for the model to continue."""
-        # Templates with channels take no thinking in a message.
+        # Templates with channels refuse thinking in a message.
         if self.settings.drop_thinking or (self.thinking and self.thinking.is_channel):
             messages = [self._without_thinking(message) for message in messages]
         return encode_messages(
@@ -194,7 +194,7 @@ class Conversation:
         return answer
 
     def full_context_line(self, answer: Answer) -> str | None:
-        """Returns a line with the ways out, if the context has cut the answer."""
+        """Returns a line with what the user can do, if the context has cut the answer."""
         if not answer.is_cut:
             return None
         n_ctx = self.sequence.n_ctx
@@ -227,7 +227,7 @@ class Conversation:
         shorter = without(n_dropped)
         ids = self.encode(shorter)
         if not n_dropped or len(ids) + n_more > n_ctx:
-            kept = f" and the first {n_kept} turns, which --keep holds," if n_kept else ""
+            kept = f" and the first {n_kept} turns, which --keep keeps," if n_kept else ""
             raise SparseKVError(
                 f"{takes}; the last message alone{kept} takes {len(ids)} with {n_more - 1} of the "
                 "answer: shorten it, '/set ctx N' makes a larger context (at the start: -c N)"

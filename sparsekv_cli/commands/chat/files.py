@@ -17,7 +17,7 @@ def read_text(name: str) -> str:
     """Returns a file's text without its last line break. Raises SparseKVError for a bad file."""
     text = decode_file(_read(name), name).removesuffix("\n")
     if not text.strip():
-        raise SparseKVError(f"{name}: holds no text")
+        raise SparseKVError(f"{name}: the file has no text: choose a file with words")
     return text
 
 
@@ -51,7 +51,7 @@ def load_messages(name: str) -> list[dict[str, str]]:
 
 
 def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, str]:
-    """Returns a message if it may stand there: the system's first, then user and model in turn.
+    """Returns a message if its role fits its place: first system, then user and model in turn.
 
     Two messages of the user may follow each other, as after a file that ends with one.
     """
@@ -80,7 +80,7 @@ def _read(name: str) -> bytes:
 
 @contextlib.contextmanager
 def _usable(name: str) -> Iterator[Path]:
-    """Yields the path of a name. Raises SparseKVError for a name that no file can have."""
+    """Yields the path of a name. Raises SparseKVError for a name that a file cannot have."""
     try:
         yield Path(name).expanduser()
     except (OSError, ValueError, RuntimeError) as error:  # a zero byte; the home of nobody

@@ -248,7 +248,7 @@ def open_history(pastes: Pastes) -> History:
             _cut(path)
         _drop_half(path)
     except OSError as error:
-        say(f"warning: what is entered is not remembered: {path}: {error.strerror}")
+        say(f"warning: the history is not kept: {path}: {error.strerror}")
         return InMemoryHistory()
     return _SharedHistory(path, pastes)
 

@@ -44,7 +44,7 @@ def change_setting(conversation: Conversation, text: str) -> str:
     name = name.replace("-", "_")
     if name not in SETTINGS:
         close = did_you_mean(name, SETTINGS)
-        raise SparseKVError(f"/set {name}: no such setting{close}; they are {', '.join(SETTINGS)}")
+        raise SparseKVError(f"/set {name}: no such setting{close}; known: {', '.join(SETTINGS)}")
     if value.strip():
         try:
             SETTINGS[name].change(conversation, value.strip())
@@ -78,10 +78,10 @@ def _texts(name: str, text: str) -> tuple[str, ...]:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):
-            raise ValueError(f"{name} = {text!r}: is no JSON") from None
+            raise ValueError(f"{name} = {text!r}: must be valid JSON") from None
     values = [values] if isinstance(values, str) else values
     if not all(isinstance(value, str) and value for value in values):
-        raise ValueError(f'{name} = {text!r}: must be texts that are not empty, as in ["a"]')
+        raise ValueError(f'{name} = {text!r}: must be non-empty texts, as in ["a"]')
     return tuple(values)
 
 
@@ -164,7 +164,7 @@ def _change_context(conversation: Conversation, text: str) -> None:
     model, sequence = conversation.model, conversation.sequence
     n = _whole("ctx", text, 0) or model.hparams.n_ctx_train
     if not model.engine.shares_prefill:
-        raise SparseKVError("/set ctx: on a GPU the context has its size from the start: -c N")
+        raise SparseKVError("/set ctx: a GPU's context cannot change: start again with -c N")
     if n > max(model.hparams.n_ctx_fit, sequence.n_ctx):
         raise SparseKVError(
             f"/set ctx {n}: the model was trained for {model.hparams.n_ctx_fit} tokens; start "
@@ -175,13 +175,13 @@ def _change_context(conversation: Conversation, text: str) -> None:
         sequence.n_ctx > n_short
     ):
         raise SparseKVError(
-            f"/set ctx {n}: this model (LongRoPE) computes otherwise for more than {n_short} "
-            f"tokens; start again with -c {n}"
+            f"/set ctx {n}: this model (LongRoPE) computes differently beyond {n_short} tokens; "
+            f"start again with -c {n}"
         )
     if n <= conversation.n_used:
         raise SparseKVError(
-            f"/set ctx {n}: the conversation takes {conversation.n_used} tokens; take more, or "
-            "/clear it first"
+            f"/set ctx {n}: the conversation has {conversation.n_used} tokens: set a larger "
+            "number, or /clear it first"
         )
     if n < len(sequence.tokens):
         sequence.reset()
@@ -191,7 +191,7 @@ def _change_context(conversation: Conversation, text: str) -> None:
 SETTINGS: dict[str, Setting] = {
     **{name: _number(name) for name in NUMBERS},
     "samplers": Setting(
-        "the chain, with semicolons between",
+        "the chain, separated by semicolons",
         lambda c: ";".join(_params(c).samplers),
         _change_samplers,
         (DEFAULT, *SAMPLER_ORDER),

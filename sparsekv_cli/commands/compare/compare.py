@@ -53,7 +53,7 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 @click.option("--raw", is_flag=True, help="No chat template; control tokens are parsed.")
 @click.option(
     "--methods", metavar="LIST", shell_complete=completers.methods, default="full,topk,lfps",
-    help="Methods with commas between, each with its own options if it has any, as in "
+    help="Methods, separated by commas, each with its own options if any, as in "
     "lfps:preset=paper;budget=10%; 'all' is every method. [default: full,topk,lfps]",
 )  # fmt: skip
 @click.option(
@@ -66,12 +66,12 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
 )  # fmt: skip
 @click.option(
     "--continuation", metavar="FILE",
-    help="Decode this text, instead of what the full model would write.",
+    help="Decode this text instead of the text that the full model would write.",
 )  # fmt: skip
 @click.option(
     "--needles", metavar="LIST", default="", callback=needle_lengths,
-    help="Also plant a fact at five depths in so many tokens of the document, as in 1024,2048, "
-    "and ask every method for it.",
+    help="Also plant a fact at five depths of a document of these lengths in tokens, as in "
+    "1024,2048, and ask every method for it.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option(
@@ -98,17 +98,17 @@ def command(
 
     KLD and top-1 compare a method's predictions with those of dense attention. Mass is the share of
     the exact softmax that falls on the rows a method attends to. 'of' is the mass of exact top-k
-    with as many rows. Overlap is the share of these rows that exact top-k would take. All are
+    with as many rows. Overlap is the share of these rows that exact top-k would choose. All are
     measured on the layers that choose rows, in the first half of the steps. Speed is measured in
-    the second half. Attended and scored are rows a head, layer and step. Below each figure stands
-    its 95% bootstrap interval over the tokens. Methods that differ by noise are named below the
-    table. A method's options, such as --budget, hold for every method that has them and does not
+    the second half. Attended and scored are rows a head, layer and step. Below each figure is its
+    95% bootstrap interval over the tokens. Methods that differ only by noise are named below the
+    table. A method's options, such as --budget, apply to every method that has them and does not
     state its own. The first row, full, is the reference and always has its cache in f16.
     full:cache_type_k=q8_0;cache_type_v=q8_0 shows the cost of a cache type alone. The prompt is
     read with f16 there, too, and then stored in the type.
 
-    This runs on the CPU. With --device cuda each method has a prefill of its own there, after a
-    short trial.
+    This runs on the CPU. With --device cuda each method has its own prefill there, after a short
+    trial.
     """
     config = options.config
     if config.device == "auto":

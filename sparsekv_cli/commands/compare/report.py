@@ -83,5 +83,5 @@ def _needle_lines(found: Mapping[str, Any]) -> list[str]:
     if not needles:
         return []
     specs = [row["spec"] for row in found["methods"]]
-    told = ", ".join(f"{spec} {sum(each['found'][spec] for each in needles)}" for spec in specs)
-    return [f"needles found: {told} of {len(needles)}"]
+    counts = ", ".join(f"{spec} {sum(each['found'][spec] for each in needles)}" for spec in specs)
+    return [f"needles found: {counts} of {len(needles)}"]

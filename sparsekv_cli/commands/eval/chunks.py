@@ -75,7 +75,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         file_option("The text; - is stdin."),
         click.option(
             "-c", "--ctx-size", "n_ctx", metavar="N", type=click.IntRange(min=4),
-            help="Tokens of a chunk, of which the second half is scored. "
+            help="Tokens of a chunk; its second half is scored. "
             f"[default: {DEFAULT_CONTEXT}]",
         ),
         click.option(
@@ -171,7 +171,7 @@ def shown(value: float | None, form: str) -> str:
 @click.command(cls=GroupedCommand, short_help="Perplexity of a text.")
 @score_options(
     "[default: none; chunks are prefilled]",
-    "Write the log-probabilities there, for 'eval kld' and llama-perplexity.",
+    "Write the log-probabilities to FILE, for 'eval kld' and llama-perplexity.",
 )
 @model_options(bench=True, sparse_from=False, seed=False)
 def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
@@ -191,9 +191,9 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     text = read_text(given.file)
     ways = chosen_ways(given.methods, options, PREFILL)
     if given.base is not None and len(ways) > 1:
-        raise click.UsageError("--kl-divergence-base takes one method's log-probabilities")
+        raise click.UsageError("--kl-divergence-base is of one method: give one --method")
     if given.base is not None and given.path is not None:
-        raise click.UsageError("--kl-divergence-base is written in one go: leave --jsonl out")
+        raise click.UsageError("--kl-divergence-base needs one whole run: leave --jsonl out")
     if given.ray is not None:
         check_address(given.ray)
     size = given.n_ctx or DEFAULT_CONTEXT
@@ -291,8 +291,8 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
             }
             for way, method in ways.items()
         ]
-        told = "full" if base is None else str(base)
-        write_json({"base": told, **sizes(chunks), "methods": rows}, ensure_ascii=False)
+        base_name = "full" if base is None else str(base)
+        write_json({"base": base_name, **sizes(chunks), "methods": rows}, ensure_ascii=False)
         return
     lines = [
         (name, *(estimate(statistics[way][name], name) for way in ways))

@@ -1,4 +1,4 @@
-"""The sub-commands of ``eval`` share methods, the model, and progress."""
+"""Common parts of the sub-commands of ``eval``: methods, the model, and progress."""
 
 from __future__ import annotations
 

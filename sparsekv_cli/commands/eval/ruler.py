@@ -51,7 +51,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
 @methods_option("A method, in the syntax of 'compare --methods'; repeatable. [default: full]")
 @click.option(
     "--tasks", metavar="LIST", default="all", callback=task_list,
-    help="RULER's tasks with commas between, niah for those with needles. [default: all]",
+    help="RULER's tasks, separated by commas; niah: those with needles. [default: all]",
 )  # fmt: skip
 @click.option(
     "--lengths", metavar="LIST", default="1024,2048,4096", callback=number_list,
@@ -67,7 +67,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
 )  # fmt: skip
 @click.option(
     "--question-by", type=click.Choice(("prefill", "decode")), default="prefill",
-    help="Whether the question is prefilled with the text or decoded token by token, by the "
+    help="Whether the question is prefilled with the text, or decoded token by token with the "
     "method. [default: prefill]",
 )  # fmt: skip
 @click.option("--raw", is_flag=True, help="No chat template.")
@@ -95,9 +95,9 @@ def ruler(
 ) -> None:
     """Methods on RULER's tasks: needles in haystacks, chains of variables, frequent words.
 
-    Samples are made offline, from the seed, as long as the length allows in the model's tokens. A
-    sample is prefilled once for all methods, and each answers greedily. The score is the share of
-    the wanted words that the answer holds, in per cent. The interval is Wilson's, of 95%.
+    Samples are made offline from the seed. Each is as long as its length in the model's tokens
+    allows. It is prefilled once for all methods, and each answers greedily. The score is the share
+    of the expected words in the answer, in per cent. The interval is Wilson's, of 95%.
     """
     from sparsekv_cli.commands.eval.ray import answer_on_cluster
     from sparsekv_cli.distributed.cluster import check_address
@@ -142,11 +142,11 @@ def progress_line(
     records: RulerRecords, settings: Mapping[str, Method], plan: RulerPlan, length: int, task: str
 ) -> str:
     """Returns a line such as ``vt at 1024: full 60, lfps 40``."""
-    told = [
+    scores = [
         f"{spec} {records.score(method, plan, length, [task]).score:.0f}"
         for spec, method in settings.items()
     ]
-    return one_line(f"{task} at {length}: {', '.join(told)}")
+    return one_line(f"{task} at {length}: {', '.join(scores)}")
 
 
 def results(

@@ -73,7 +73,7 @@ def _gpu_layers(values: dict[str, Any], text: str) -> str:
         return "" if word == "0" else "this command computes on the CPU"
     if word == "0":
         if values.get("device") == "cuda":
-            raise click.UsageError("-ngl 0 is the CPU, and --device cuda a GPU: leave one out")
+            raise click.UsageError("-ngl 0 is the CPU, and --device cuda is a GPU: leave one out")
         values["device"] = "cpu"
         return ""
     return "--device chooses the GPU or the CPU for all layers"
@@ -102,8 +102,8 @@ ONE_GPU = "one GPU computes all layers"
 CHUNKS = "the prefill chooses its chunks itself"
 MAPPED = "the file is mapped, and the system keeps the pages that are used"
 TEMPLATE = "prompts and chats get the model's chat template, except with --raw"
-THREADS = "prefill and decode use the threads of -t"
-QUIET = "the output is plain text as it is"
+THREADS = "prefill and decode use the same threads, set by -t"
+QUIET = "the output is always plain text"
 HABITS = (
     Habit(("-ngl", "--gpu-layers", "--n-gpu-layers"), "N", change=_gpu_layers),
     Habit(("-nkvo", "--no-kv-offload"), change=_host_cache),
@@ -136,14 +136,14 @@ HABITS = (
     Habit(("--numa",), "TYPE", "threads and memory are placed by the system"),
     Habit(("--prio",), "N", "the system's priority is used, as nice sets it"),
     Habit(("-cb", "--cont-batching"), why="requests always join a running batch"),
-    Habit(("--no-warmup",), why="no empty run is made ahead of the first prompt"),
+    Habit(("--no-warmup",), why="there is no empty run before the first prompt"),
     Habit(("--no-perf",), why="the line about speed goes to stderr"),
     Habit(("-e", "--escape"), why="texts are taken as they are: write $'\\n' in the shell"),
     Habit(("--no-escape",), why="texts are taken as they are"),
     Habit(("--no-display-prompt",), why="the prompt is never printed"),
     Habit(("--simple-io",), why=QUIET),
     Habit(("-co", "--color"), "[on|off|auto]", QUIET),
-    Habit(("--log-disable",), why="there is no log; stderr has remarks: 2>/dev/null hides them"),
+    Habit(("--log-disable",), why="there is no log; 2>/dev/null hides the remarks on stderr"),
     Habit(("--no-context-shift",), why="the context shifts only with chat's --context-shift"),
     Habit(("--metrics",), why="/metrics is always there", commands=("serve",)),
 )  # fmt: skip
@@ -174,7 +174,7 @@ def add_aliases(command: click.Command, parser: _OptionParser) -> None:
 
 
 def apply_habits(command: click.Command, context: click.Context) -> None:
-    """Takes the flags out of a command line's values. Translates them or says why they are idle."""
+    """Removes the flags from a command line's values. Translates them or says why they are idle."""
     values = context.params
     for habit, option in habits_of(command, context.info_name):
         given = values.pop(habit.key, None)

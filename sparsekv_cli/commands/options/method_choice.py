@@ -30,7 +30,7 @@ def choose_method(
 ) -> tuple[Model, ModelOptions]:
     """Chooses the model's default method if it is ``auto``. Returns the model and its options.
 
-    depth: tokens of the context for which the method is chosen. None takes -c, or DEFAULT_DEPTH.
+    depth: tokens of the context for which the method is chosen. None: -c, or DEFAULT_DEPTH.
     """
     if not options.is_auto:
         return model, options
@@ -55,7 +55,7 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
 
     if not model.engine.shares_prefill:
         raise SparseKVError(
-            "--method auto chooses by speeds of the CPU: take --device cpu, or name a method"
+            "--method auto chooses by speeds of the CPU: use --device cpu, or name a method"
         )
     if depth < auto.LEAST_TEXT:
         return auto.too_short(depth, max_loss)
@@ -69,8 +69,8 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
         say(f"what methods lose: {model.calibrations.store(auto.AUTO, entry)}")
     elif lacking:
         say(
-            f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out, which were "
-            f"not measured on {losses.date}: sparsekv-cli calibrate --method auto measures all"
+            f"auto: {len(lacking)} of {len(methods)} methods and budgets are left out: they were "
+            f"not measured on {losses.date}; 'sparsekv-cli calibrate --method auto' measures all"
         )
     methods = auto.worth_forecasting(methods, losses, max_loss)
     with CompileProgress() as compiling, MeasureProgress() as progress:
@@ -85,7 +85,7 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
 def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
     """Measures the losses of all methods that the model can run.
 
-    A method that needs a calibration takes part if the model has one.
+    A method that needs a calibration is measured if the model has one.
     """
     from sparsekv_cli.planning import auto
 

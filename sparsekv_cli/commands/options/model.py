@@ -82,7 +82,7 @@ def _key_values(
     for value in values:
         key, equals, text = value.partition("=")
         if not equals or not key:
-            raise click.BadParameter(f"{value!r} is not KEY=VALUE")
+            raise click.BadParameter(f"{value!r}: expected KEY=VALUE")
         if key in pairs:
             raise click.BadParameter(f"{key} is given twice")
         pairs[key] = text
@@ -164,7 +164,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--dense-layers", metavar="LIST",
-        help="Layers that attend to everything, such as 0,1 or none; lfps: see its pages_from.",
+        help="Layers that attend to all rows, such as 0,1 or none; lfps: see its pages_from.",
     ),
     click.option(
         "-ctk", "--cache-type-k", metavar="TYPE",
@@ -182,7 +182,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
 
 SEED_OPTION = click.option(
     "-s", "--seed", metavar="N", type=click.IntRange(-1, 2**64 - 1), default=-1,
-    help="Seed of every random choice; -1 takes a random one. [default: -1]",
+    help="Seed of every random choice; -1: a random one. [default: -1]",
 )  # fmt: skip
 
 CONTEXT_OPTION = session_option("ctx_size")
@@ -201,7 +201,7 @@ METHOD_OPTION = click.option(
 
 MAX_LOSS_OPTION = click.option(
     "--max-loss", metavar="KLD", type=FiniteRange(min=0), default=0.1,
-    help="What --method auto may lose: mean KLD to dense attention. [default: 0.1]",
+    help="Most that --method auto may lose: mean KLD to dense attention. [default: 0.1]",
 )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def model_options(
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
-    """Takes the options above out of ``values``."""
+    """Removes the options above from ``values`` and returns them."""
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
     settings = {name: values.pop(name) for name in set(values) & SESSION}
     try:
@@ -253,7 +253,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
 def build_method(
     name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
 ) -> Method:
-    """Returns the method, or a usage error lists the names. named: see ``ModelOptions.named``."""
+    """Returns the method. A usage error lists the names. named: see ``ModelOptions.named``."""
     explain_faults()
     from sparsekv_cli import methods
 
@@ -295,7 +295,7 @@ def open_model(options: ModelOptions) -> Model:
 def check_calibration(options: ModelOptions, command: str) -> None:
     """Raises click.UsageError for ``--calibration`` of a command that tries many methods."""
     if options.config.calibration:
-        raise click.UsageError(f"{command} takes the model's own calibrations: no --calibration")
+        raise click.UsageError(f"{command} uses the model's calibrations: leave --calibration out")
 
 
 def with_context(config: SessionConfig, n: int) -> SessionConfig:
@@ -356,12 +356,12 @@ def warn_of_long_context(model: Model) -> None:
     if asked > fit:
         say(
             f"warning: -c {asked} is more than the {fit} tokens that the model was trained for: "
-            "what it writes beyond them may make no sense"
+            "text beyond them may make no sense"
         )
     if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
         say(
             f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
-            f"tokens ({n_ctx} fit) take --cache-type-k q8_0"
+            f"tokens ({n_ctx} fit) use --cache-type-k q8_0"
         )
 
 

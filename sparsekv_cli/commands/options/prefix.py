@@ -37,7 +37,7 @@ OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option(
         "--no-cache", is_flag=True,
-        help=f"Neither keep the prompt's rows on disk nor look for them there. [env: {SWITCH}=1]",
+        help=f"Do not write the prompt's rows to disk, nor read them. [env: {SWITCH}=1]",
     ),
     click.option(
         "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
@@ -115,12 +115,12 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         reason = f"{model.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
         raise SparseKVError(
-            f"--session: {reason}; leave it out, or take another method, device or model"
+            f"--session: {reason}; leave it out, or use another method, device or model"
         )
     root = Root(model.gguf, model.decoder)
     if root.known() is None:
         size = f"{model.gguf.size / 2**30:.1f} GiB"
-        _warn(f"--session: the {size} of the model are read once, to know which model it is")
+        _warn(f"--session: the {size} of the model are read once, to identify the model")
         model.gguf.content.wait()
     name, types = model.gguf.path.name, method.kv_types
     return SessionFile(options.session, name, root, types, n_queried, _warn, _teller())

@@ -8,7 +8,7 @@ import click
 from sparsekv_cli.commands.options import completers
 
 prompt_option = click.option(
-    "-p", "--prompt", metavar="TEXT", help="The prompt; after a piped text, if any."
+    "-p", "--prompt", metavar="TEXT", help="The prompt; a piped text comes before it."
 )
 
 parse_special_option = click.option(

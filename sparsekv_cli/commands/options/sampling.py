@@ -118,7 +118,7 @@ GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
-    """Takes the sampling options out of ``values``. A bad value is a usage error."""
+    """Removes the sampling options from ``values``, returns them. A bad value is a usage error."""
     given = {name: values.pop(name) for name in FIELDS}
     explicit = {name: value for name, value in given.items() if value is not None}
     try:
@@ -155,7 +155,7 @@ def check_think_budget(
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
-    """Takes the grammar of the answer out of ``values`` and reads it."""
+    """Removes the grammar of the answer from ``values`` and reads it."""
     given = {
         option: text
         for option in ("json-schema", "grammar", "regex")

@@ -223,17 +223,17 @@ def resume(path: Path) -> tuple[int, int, int]:
         if not line.endswith(b"\n"):
             break
         try:
-            told = json.loads(line)
-            number = told["line"]
+            record = json.loads(line)
+            number = record["line"]
             if not isinstance(number, int) or number <= last:
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise SparseKVError(
-                f"{path}: holds something else than the answers of run --jsonl: name another file"
+                f"{path}: is not a file of answers of run --jsonl: name another file"
             ) from None
         n_whole, last = n_whole + len(line), number
-        n_failed += "error" in told
-        n_answered += "error" not in told
+        n_failed += "error" in record
+        n_answered += "error" not in record
     if n_whole < len(data):
         with naming(path):
             os.truncate(path, n_whole)

@@ -35,10 +35,10 @@ def open_answers(
 
     def answer(lines: Lines) -> AnsweredLines:
         written: list[str] = []
-        told: list[str] = []
-        output = Output(written.append, told.append)
+        remarks: list[str] = []
+        output = Output(written.append, remarks.append)
         LineAnswers(model, n_parallel, output, rows).run(lines, task)
-        return written, told, output.n_answered, output.n_failed
+        return written, remarks, output.n_answered, output.n_failed
 
     return answer
 
@@ -75,8 +75,8 @@ def answer_lines(
     started = time.monotonic()
     with workers_at(address, room, open_work, sent, say) as workers:
         shards = shards_of(lines, SHARDS_A_BATCH * n_parallel)
-        for written, told, n_new, n_new_failed in workers.map(shards):
-            for line in told:
+        for written, remarks, n_new, n_new_failed in workers.map(shards):
+            for line in remarks:
                 say(line)
             for line in written:
                 write(line)

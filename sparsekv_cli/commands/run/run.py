@@ -92,7 +92,7 @@ MAX_PARALLEL = 256
 )  # fmt: skip
 @click.option(
     "--parallel", metavar="N", type=click.IntRange(1, MAX_PARALLEL),
-    help="With --jsonl: lines that are answered together. [default: 1]",
+    help="With --jsonl: lines that are decoded together. [default: 1]",
 )  # fmt: skip
 @click.option(
     "--output", metavar="FILE", shell_complete=files,
@@ -127,11 +127,11 @@ def command(
     goes to stdout, everything else to stderr. Many prompts at once: --jsonl.
     """
     if jsonl and (as_json or prompt is not None):
-        raise click.UsageError("--jsonl excludes --json and -p", context)
+        raise click.UsageError("--jsonl excludes --json and -p: give one of them", context)
     if not jsonl and any(each is not None for each in (parallel, output, ray)):
         raise click.UsageError("--parallel, --output and --ray need --jsonl", context)
     if ray is not None and prefix.session is not None:
-        raise click.UsageError("--session is a file of one machine: leave it out", context)
+        raise click.UsageError("--session is for one machine: leave it or --ray out", context)
     if task.logprobs is not None and not (as_json or jsonl):
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if task.raw and task.system is not None:
@@ -224,7 +224,7 @@ def _answer_lines(
             n_done, n_old, n_old_failed = resume(Path(path))
         lines = itertools.islice(enumerate(source, start=1), n_done, None)
         if n_done:
-            say(f"{path} has answers up to line {n_done}: going on after it")
+            say(f"{path} has answers up to line {n_done}: continuing after it")
         if ray is not None:
             check_ray(ray)
         model, options = choose_method(open_model(options), options)
@@ -240,8 +240,8 @@ def _answer_lines(
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             say(timing_line(answers.timings))
-            if told := speculation_line(answers.timings):
-                say(told)
+            if line := speculation_line(answers.timings):
+                say(line)
     n_failed += n_old_failed
     if n_failed:
         n_lines = n_failed + n_answered + n_old

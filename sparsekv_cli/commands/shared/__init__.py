@@ -1,1 +1,1 @@
-"""The commands share options, prompt, answer, progress and output."""
+"""Code of several commands: prompt, answer, progress and output."""

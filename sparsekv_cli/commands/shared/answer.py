@@ -24,7 +24,7 @@ MakeRoom = Callable[[Ids[int]], Ids[int] | None]
 
 
 class Interrupt:
-    """Ctrl-C as a question: the first sets ``requested``, the second raises KeyboardInterrupt.
+    """Ctrl-C as a request: the first sets ``requested``, the second raises KeyboardInterrupt.
 
     A stop between two tokens leaves the KV cache whole. An exception within a layer would not.
     """
@@ -66,7 +66,7 @@ def stream_answer(
 ) -> Answer:
     """Prefills ``ids`` after the sequence's tokens, then generates until the answer is done.
 
-    Without ``ids`` the sequence must end with its last prefill. begin: makes the generation after
+    Without ``ids`` the sequence must end at its last prefill. begin: makes the generation after
     the prefill. rows: finds and keeps the rows of prompts. make_room: called when the context is
     full; returns the ids to continue from, or None to end the answer. interrupt: may have seen a
     Ctrl-C before. Raises PrefillInterrupted when Ctrl-C comes before the first token. The
@@ -171,12 +171,12 @@ def timing_line(timings: Timings) -> str:
 
 def speculation_line(timings: Timings) -> str:
     """Returns a line about drafts and accepted tokens; empty without drafts."""
-    told = timings.speculation.as_dict()
-    if not told["steps"]:
+    counts = timings.speculation.as_dict()
+    if not counts["steps"]:
         return ""
     return (
-        f"{told['source']} drafts: {told['accepted']} of {told['drafted']} tokens accepted in "
-        f"{told['steps']} steps, {told['mean_length']:.1f} tokens a step with a draft"
+        f"{counts['source']} drafts: {counts['accepted']} of {counts['drafted']} tokens accepted "
+        f"in {counts['steps']} steps, {counts['mean_length']:.1f} tokens a step with a draft"
     )
 
 

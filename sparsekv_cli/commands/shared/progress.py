@@ -53,7 +53,7 @@ class _Bar:
 
 
 class PrefillProgress(_Bar):
-    """A bar that appears when a prefill takes a moment and goes when it is done.
+    """A bar that appears if a prefill takes a moment, and is removed at its end.
 
     It shows the tokens read a second and the time for the rest.
 
@@ -80,8 +80,8 @@ class PrefillProgress(_Bar):
         if now - self._start < SECONDS_BEFORE_BAR:
             return
         rate = (done - self._n_start) / (now - self._start)
-        told = f"{rate:.0f} t/s, {(total - done) / rate:.0f} s left" if rate else ""
-        self._draw(self.unit, self.label, done, total, told)
+        remaining = f"{rate:.0f} t/s, {(total - done) / rate:.0f} s left" if rate else ""
+        self._draw(self.unit, self.label, done, total, remaining)
 
     def close(self) -> None:
         self._start = None
@@ -91,7 +91,7 @@ class PrefillProgress(_Bar):
 class _LateBar(_Bar):
     """A bar that appears with its first figures, and shows the remaining time.
 
-    If stderr is no terminal, it is a line every LINE_S seconds, from 1 % on.
+    If stderr is no terminal, it writes a line every LINE_S seconds, from 1 % on.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class MeasureProgress(_LateBar):
 
 
 def warn_of_load() -> bool:
-    """Says that the machine has more to do than it has cores; returns whether it has."""
+    """Warns if the machine's load is more than its cores. Returns whether it is."""
     if busy := load_beyond_cores():
         load, n_cores = busy
         say(

@@ -15,8 +15,8 @@ def read_prompt(
     file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
     trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
     else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
-    Raises OSError for a file that cannot be read. what, ways: the command's words for the prompt
-    and its sources.
+    Raises OSError for a file that cannot be read. what, ways: the names of the prompt and of its
+    sources in error messages.
     """
     parts = []
     if file is not None and file != "-":

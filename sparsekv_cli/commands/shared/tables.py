@@ -1,6 +1,6 @@
 """Tables on stdout, of texts that come from files.
 
-A terminal gets rich's tables. Columns that it has no room for follow in further tables, and long
+A terminal gets rich's tables. Columns without room follow in further tables, and long
 texts are folded. Other outputs get lines of columns, which are never folded.
 """
 
@@ -64,7 +64,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """Returns the columns of each table. The first column stands in all of them."""
+    """Returns the columns of each table. The first column is in all of them."""
     first, *widths = (3 + max(map(len, column)) for column in zip(*lines, strict=True))
     parts, left = [[0]], width - first
     for i, each in enumerate(widths, 1):

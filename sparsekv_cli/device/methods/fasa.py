@@ -21,7 +21,7 @@ from sparsekv_cli.kernels.attention.decode import NewRow
 from sparsekv_cli.kernels.fasa import chunks, row_cache
 from sparsekv_cli.kernels.pinned import zeros_on_host
 
-ALIGNMENT = 16  # tokens: what kernels/fasa/chunks.py asks of a capacity
+ALIGNMENT = 16  # tokens: kernels/fasa/chunks.py needs multiples of it as capacity
 
 
 def make_cache(spec: LayerSpec, device: torch.device, method: Any) -> DeviceFASA:
@@ -42,7 +42,7 @@ class DeviceFASA(DeviceSelecting):
 
     def _forget_copy(self) -> None:
         self._dom = self._columns(0)
-        self._n_dom = 0  # rows that the copy has
+        self._n_dom = 0  # rows in the copy
 
     def _columns(self, capacity: int) -> torch.Tensor:
         """Returns room for the dominant dims of ``capacity`` tokens, f16 (1, G, C, capacity)."""

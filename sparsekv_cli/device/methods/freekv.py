@@ -74,7 +74,7 @@ class DeviceFreeKV(DeviceCache):
         self._made = 0  # how often the workspace was made
         self._sizes: tuple[int, ...] = ()  # the sizes for which it was made
         self._pools: torch.Tensor | None = None  # see kernels/freekv/recall.py check_pools
-        self._is_broken = False  # whether the last step was broken off
+        self._is_broken = False  # whether the last step was interrupted
 
     @property
     def n(self) -> int:

@@ -33,7 +33,7 @@ ENCODED_AT_ONCE = 4096  # rows that are encoded or reconstructed at a time
 
 
 class _Start(NamedTuple):
-    """The contents of a cache when a prefill has ended, at n rows.
+    """The contents of a cache at the end of a prefill of n rows.
 
     exact: copies of the exact keys and values; None while all rows are in ``store``. rows: all
     rows, if later steps have compressed them.
@@ -188,7 +188,7 @@ class DeviceSALS(DeviceCache):
                 self._values[0, rows], self.spec.value_dim, self.method.bits
             )
             store.v[0, :, rows] = values.transpose(0, 1)
-        # The ring may have older exact rows, as many as there were steps.
+        # The ring may also have older exact rows, one for each step.
         exact_from = self._exact_from(n)
         slots = self._slots(exact_from, n)
         for target, source in ((store.k, exact.k), (store.v, exact.v)):

@@ -56,7 +56,7 @@ def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
 class KLDFile:
     """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the log-probabilities of each chunk.
 
-    Raises SparseKVError, which says what is wrong with the file.
+    Raises SparseKVError, which names the fault of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class KLDFile:
 
     @property
     def digest(self) -> str:
-        """32 hex digits of its tokens, and of the first chunk's rows, which tell models apart."""
+        """A hash of its tokens and the first chunk's rows, which differ by model: 32 hex digits."""
         found = hashlib.sha256(self.tokens.tobytes())
         found.update(self.rows(0).tobytes())
         return found.hexdigest()[:32]
@@ -115,7 +115,7 @@ class KLDFile:
 
 @contextmanager
 def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[WriteRows]:
-    """A file of the chunks ``tokens`` (n_chunk, n_ctx); it has its name once it is whole.
+    """Writes a file of the chunks ``tokens`` (n_chunk, n_ctx). It has its name once it is whole.
 
     Yields a function that writes the rows (``encode``) of the next scored tokens. A SparseKVError
     names the file.

@@ -57,7 +57,7 @@ class PerplexityRecords(Records):
 
 
 class DivergenceRecords(PerplexityRecords):
-    """The same, with the columns of each scored token that compare it with the base."""
+    """PerplexityRecords with the columns of each scored token that compare it with the base."""
 
     command = "eval kld"
     columns = ("nll", "nll_base", "kld", "same_top")

@@ -22,7 +22,7 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-PREFILL = "prefill"  # the name of the way without a method: a dense prefill of the whole chunk
+PREFILL = "prefill"  # the name of scoring without a method: a dense prefill of the whole chunk
 PIECE = 256  # rows of logits at once
 
 Ways = Mapping[str, Method | None]  # how to score, by the text that names it; None is a prefill
@@ -49,7 +49,7 @@ def score_chunk(
     reference: list[np.ndarray] = []
 
     def add(way: str, parts: Iterable[np.ndarray], read: Callable[[], RowsRead] = RowsRead) -> None:
-        """parts: logits f32 (T, n_vocab). read: called when they are used up."""
+        """parts: logits f32 (T, n_vocab). read: called at their end."""
         columns: dict[str, list[float]] = {}
         n_done = 0
         for logits in parts:
@@ -68,8 +68,8 @@ def score_chunk(
             if see is not None:
                 see(logits)
         rows = read()
-        told = {"rows_attended": rows.rows, "head_steps": rows.head_steps}
-        records.append({"chunk": chunk.number, **setting_of(ways[way]), **told, **columns})
+        attended = {"rows_attended": rows.rows, "head_steps": rows.head_steps}
+        records.append({"chunk": chunk.number, **setting_of(ways[way]), **attended, **columns})
 
     methods = {name: method for name, method in ways.items() if method is not None}
     for name in ways.keys() - methods.keys():

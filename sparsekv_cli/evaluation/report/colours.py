@@ -1,4 +1,4 @@
-"""The colours of a report: those of pictures, and how a page takes them from the reader's theme."""
+"""The colours of a report, in pictures and by the theme of a page's reader."""
 
 import re
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def colour_of(method: str, methods: list[str]) -> str:
 
 
 def marker_of(method: str, methods: list[str]) -> str:
-    """Returns the mark of a method in a picture, which differs where colours look alike."""
+    """Returns a method's marker in a picture. Methods of similar colours have other markers."""
     return MARKERS[list(dict.fromkeys(methods)).index(method) % len(MARKERS)]
 
 

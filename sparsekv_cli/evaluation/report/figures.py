@@ -120,7 +120,7 @@ def draw_recall(figure: Any, found: Contents) -> None:
 
 
 def draw_needles(figure: Any, found: Contents) -> None:
-    """Which facts each method found, by where they were planted and the tokens of the prompt."""
+    """Draws the facts that each method found, by depth and by the tokens of the prompt."""
     needles = found["needles"]
     specs = [row["spec"] for row in found["methods"]]
     lengths = list(dict.fromkeys(needle["length"] for needle in needles))
@@ -150,7 +150,7 @@ def draw_needles(figure: Any, found: Contents) -> None:
 
 
 def parts(found: Contents) -> dict[str, tuple[Draw, float]]:
-    """Returns the pictures that there is something for, by name, with their heights in inches."""
+    """Returns the pictures that have data, by name, with their heights in inches."""
     n_maps = sum(bool(row["recall"]["layers"]) for row in found["methods"])
     pictures: dict[str, tuple[Draw, float]] = {"speed": (draw_speed, 4.6)}
     if n_maps:
@@ -205,7 +205,7 @@ def _svg(draw: Draw, height: float, found: Contents) -> str:
 
 
 def _grid(figure: Any, n: int) -> Sequence[Any]:
-    """n axes in rows of COLUMNS."""
+    """Returns n axes in rows of COLUMNS."""
     n_rows = -(-n // COLUMNS)
     axes = figure.subplots(n_rows, COLUMNS, squeeze=False).ravel()
     for empty in axes[n:]:

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that loads nothing: table, pictures, what the words mean."""
+"""A comparison as one HTML page that loads nothing: table, pictures, meaning of the words."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,13 +42,13 @@ def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> li
         if figure.endswith("bytes") or figure.startswith("bytes"):
             value = value / MIB
         low_high = row["intervals"].get(figure)
-        told = "" if low_high is None else "–".join(form.format(end) for end in low_high)
-        found.append(("-" if value is None else form.format(value), told))
+        ends = "" if low_high is None else "–".join(form.format(end) for end in low_high)
+        found.append(("-" if value is None else form.format(value), ends))
     return found
 
 
 def equal_sentences(found: Contents) -> list[tuple[str, str]]:
-    """For each figure the methods that noise tells apart, as ``a = b; c = d``, or ``none``."""
+    """Returns for each figure the methods equal within noise, as ``a = b; c = d``, or ``none``."""
     return [
         (title, "; ".join(" = ".join(group) for group in found["equal"][figure]) or "none")
         for figure, title in FIGURES.items()
@@ -56,7 +56,7 @@ def equal_sentences(found: Contents) -> list[tuple[str, str]]:
 
 
 def headline(found: Contents) -> str:
-    """``SmolLM2 135M: 7000 tokens, 64 steps``."""
+    """Returns a line such as ``SmolLM2 135M: 7000 tokens, 64 steps``."""
     model = f"{found['model']}: " if found.get("model") else ""
     return f"{model}{found['context']} tokens, {found['steps']} steps"
 

@@ -66,10 +66,10 @@ def answer_sample(
     records = []
     for spec, start in started:
         method = settings[spec]
-        told = answer(model, prompt, n_read, start, n_answer)
+        result = answer(model, prompt, n_read, start, n_answer)
         del start  # frees it before the next method
         what = {"name": method.name, "options": method.options()}
-        records.append({**_place(sample), **what, **told})
+        records.append({**_place(sample), **what, **result})
     return records
 
 

@@ -1,8 +1,8 @@
 """The task ``code``: which function of a file has this body? It is ours, not RULER's.
 
 The functions are those of Python's standard library, so the text is real code, and a sample stays
-the same while this program changes. Each name gets two words at its end: nobody can guess the name
-from the body, and no name exists twice.
+the same while this program changes. Each name gets two words at its end. The body then does not
+reveal the name, and no name exists twice.
 """
 
 import ast

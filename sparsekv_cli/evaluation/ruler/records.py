@@ -8,7 +8,7 @@ from sparsekv_cli.evaluation.records import Records
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.methods.base import Method
 
-NORMAL_95 = 1.959963984540054  # of a normal distribution, 95% lies so many deviations around
+NORMAL_95 = 1.959963984540054  # 95% of a normal distribution is within so many deviations
 Key = tuple[str, int, int, str, str]  # task, length, sample, method, its options as JSON
 
 
@@ -72,6 +72,6 @@ class RulerRecords(Records):
 
     def rows(self, method: Method, plan: RulerPlan, length: int) -> float | None:
         """Returns the mean rows a head and step, over the samples with steps."""
-        told = [each["rows_attended_mean"] for each in self.of(method, plan, length, plan.tasks)]
-        found = [each for each in told if each is not None]
+        means = [each["rows_attended_mean"] for each in self.of(method, plan, length, plan.tasks)]
+        found = [each for each in means if each is not None]
         return sum(found) / len(found) if found else None

@@ -1,4 +1,4 @@
-"""Samples: which are asked for, and each of a length in the model's tokens."""
+"""The plan of samples, and each sample at a length in the model's tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Encode = Callable[[str, str], list[int]]
 
 
 class RulerPrompt(NamedTuple):
-    """A sample as token ids; the first ``n_context`` of them come ahead of the question."""
+    """A sample as token ids; the first ``n_context`` of them come before the question."""
 
     sample: RulerSample
     ids: list[int]

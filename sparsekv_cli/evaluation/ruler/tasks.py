@@ -84,7 +84,7 @@ class Needles:
 
 
 def hide(random: Random, hidden: list[str], others: list[str]) -> tuple[str, list[float]]:
-    """``hidden`` at any places among ``others``, in any order; and these places, 0 to 1."""
+    """Returns ``hidden`` at random places among ``others``, and these places, 0 to 1."""
     places = [random.randint(0, len(others)) for _ in hidden]
     lines = list(others)
     for place, fact in sorted(zip(places, hidden, strict=True), key=lambda each: -each[0]):
@@ -142,9 +142,9 @@ def common_words(random: Random, n: int, length: int) -> RulerSample:
     answer = f"The {N_COMMON} most common words in the list above are:"
     is_long = length >= LONG
     example, common = numbered(*((30, 10, 3) if is_long else (10, 3, 1)))
-    told = ", ".join(common)
+    listed = ", ".join(common)
     text, common = numbered(n, *((30, 3) if is_long else (6, 1)))
-    shown = f"{head}\n\n{example}\n{question}\n{answer} {told}\n\n"
+    shown = f"{head}\n\n{example}\n{question}\n{answer} {listed}\n\n"
     return RulerSample(f"{shown}{head}\n\n{text}", question, answer, common, [])
 
 
@@ -199,5 +199,5 @@ TASKS: Mapping[str, RulerTask] = {
 
 def score(answer: str, references: list[str]) -> float:
     """Returns the share of the references that the answer holds, whatever their case."""
-    told = answer.lower()
-    return sum(reference.lower() in told for reference in references) / len(references)
+    text = answer.lower()
+    return sum(reference.lower() in text for reference in references) / len(references)

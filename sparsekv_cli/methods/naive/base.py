@@ -1,4 +1,4 @@
-"""The naive forms share the rows of one layer, the softmax, and the two halves of a step.
+"""The common parts of the naive forms: the rows of a layer, softmax, the two halves of a step.
 
 Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
 """
@@ -113,7 +113,7 @@ class Naive:
         return np.arange(self.n)
 
     def receive(self, h: int, rows: np.ndarray, weights: np.ndarray, n_left: int) -> None:
-        """Takes head h's attention to rows. n_left: rows of this input from the query's own on."""
+        """Adds head h's attention to rows. n_left: rows of this input from the query's own on."""
 
     def finish_prefill(self, q: np.ndarray) -> None:
         """Ends a prefill with queries q (H, T, d)."""

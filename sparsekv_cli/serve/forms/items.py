@@ -97,19 +97,19 @@ def _thought(where: str, item: Mapping[str, Any]) -> str:
     """Returns the thinking of an item: its text, its base64, or its summary."""
     told = content_text(where, item.get("content"), ("reasoning_text",))
     hidden = item.get(ENCRYPTED)
-    if told or not hidden:
-        return told or content_text(where, item.get("summary"), ("summary_text",), "summary")
+    if thought or not hidden:
+        return thought or content_text(where, item.get("summary"), ("summary_text",), "summary")
     try:
         return base64.b64decode(hidden, validate=True).decode()
     except (binascii.Error, TypeError, ValueError):
-        raise FieldError(f"{where}.{ENCRYPTED}", ": is not from this server") from None
+        raise FieldError(f"{where}.{ENCRYPTED}", ": expected this server's own") from None
 
 
 class OutputItems:
     """The items of an answer as they grow, one open at a time, and the events of a stream.
 
-    items: the items that have begun; the last one may be open. encrypts: whether thoughts are also
-    sent as base64.
+    items: the items so far; the last one may be open. encrypts: whether thoughts are also sent as
+    base64.
     """
 
     def __init__(self, *, encrypts: bool) -> None:

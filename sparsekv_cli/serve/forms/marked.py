@@ -15,7 +15,7 @@ Functions = Mapping[str, Any]  # the schemas of the functions' arguments, by nam
 
 
 class MarkedReader:
-    """Calls between two marks, among texts or alone. A mark within an argument is a part of it.
+    """Calls between two markers, among texts or alone. A marker within an argument belongs to it.
 
     parse: reads the text between the marks. begins: how that text begins. ends: control tokens that
     are not text.
@@ -97,7 +97,7 @@ class MarkedReader:
             yield Text(text)
 
     def _called(self, at: int) -> Iterator[Part]:
-        """Yields the call, or the text, that ends with the mark there."""
+        """Yields the call, or the text, that ends with the marker at that place."""
         body, self._held = self._held[:at], self._held[at + len(self._end) :]
         self._is_call = False
         calls = self._parse(body).calls

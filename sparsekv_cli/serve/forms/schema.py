@@ -136,7 +136,7 @@ class OpenAIFields(ServedFields, Labels):
 
 
 class AnswerSchema(Fields):
-    """The schema of ``response_format``; its name and description are labels."""
+    """The schema of ``response_format``. Its name and description are labels."""
 
     name: str | None = None
     description: str | None = None

@@ -88,8 +88,8 @@ class Llama3Reader:
             self._is_text = True
         if self._is_text:
             n = len(self._held) - max(overlap(self._held, end) for end in self.ENDS)
-            told, self._held = self._held[:n], self._held[n:]
-            yield from [Text(told)] if told else []
+            ready, self._held = self._held[:n], self._held[n:]
+            yield from [Text(ready)] if ready else []
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""

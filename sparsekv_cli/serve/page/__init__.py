@@ -1,4 +1,4 @@
-"""The page at /: the files of this folder, and the rights that a browser gives them."""
+"""The page at /: the files of this folder, and the permissions that a browser gives them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def parse(data: bytearray) -> Mapping[str, Any]:
 
 
 class WholeBodies:
-    """Ends the connection of a request that is answered before its body was read.
+    """Ends the connection of a request that is answered before its body is read.
 
     Some of the body is received first, because a client that still sends would miss the answer.
     """

@@ -128,5 +128,5 @@ class Connection(H11Protocol):
 
 
 def limited(most: int, head_s: float = HEAD_S) -> type[Connection]:
-    """Returns the class of a server's connections, of which there are at most so many."""
+    """Returns the class of a server's connections. most: how many there may be."""
     return type("LimitedConnection", (Connection,), {"most": most, "head_s": head_s})

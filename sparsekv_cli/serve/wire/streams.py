@@ -33,7 +33,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. They end when the client leaves, and their source is closed."""
+    """Server-sent events. They end and close their source when the client disconnects."""
 
     def __init__(
         self,

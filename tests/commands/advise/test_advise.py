@@ -120,7 +120,7 @@ def test_without_a_document_a_built_in_text_is_measured(models, few, invoke):
     [
         (b"", "the document is empty"),
         (b" \n\n", "the document is empty"),
-        (b"a\0b", "no text, it has a zero byte at offset 1"),
+        (b"a\0b", "not a text: zero byte at offset 1"),
         (b"a\xff", "not UTF-8: byte 0xff at offset 1"),
     ],
 )

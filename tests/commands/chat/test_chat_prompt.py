@@ -126,13 +126,13 @@ def test_a_long_history_loses_its_older_half():
 def test_a_history_that_cannot_be_kept(state, capsys):
     state.chmod(0o500)
     assert list(open_history(Pastes()).load_history_strings()) == []
-    assert "is not remembered" in capsys.readouterr().err
+    assert "history is not kept" in capsys.readouterr().err
 
 
 def test_a_folder_in_place_of_the_history(capsys):
     history_file().mkdir(parents=True)
     open_history(Pastes()).append_string("x")
-    assert "is not remembered" in capsys.readouterr().err
+    assert "history is not kept" in capsys.readouterr().err
 
 
 def completions(text: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_second_process_reuses_the_document(ask, invoke, tmp_path):
 
 def test_verbose_says_what_happens(ask):
     assert "tokens are kept in" in ask("Who?", "-v")["err"]
-    assert "the prompt diverges from what is kept at token" in ask("When?", "-v")["err"]
+    assert "the prompt differs from the kept one at token" in ask("When?", "-v")["err"]
     assert "off, h2o needs the queries of all tokens" in ask("Who?", "-v", "--method", "h2o")["err"]
     assert "prefix cache" not in ask("Who?", "-v", "--no-cache")["err"]
 
@@ -117,7 +117,7 @@ def test_a_session_file_is_no_other_file(invoke, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("Mine.")
     for path, what in (
-        (notes, "is no file of this program's"),
+        (notes, "is not a session file of this version"),
         (tmp_path / "a" / "b", "no folder"),
     ):
         result = invoke("run", "-p", "x", "--session", str(path))

@@ -144,7 +144,7 @@ def test_a_file_of_something_else_is_left_alone(text, model, prompts, invoke, tm
     output = tmp_path / "other"
     output.write_text(text, "utf-8")
     result = run(invoke, model, "-f", str(prompts), "--output", str(output))
-    assert result.code == 1 and "holds something else" in result.err
+    assert result.code == 1 and "is not a file of answers" in result.err
     assert result.err.count("\n") == 1 and output.read_text("utf-8") == text
 
 

@@ -117,7 +117,7 @@ def test_a_gpu_is_refused(model, invoke, monkeypatch):
     monkeypatch.setattr(machine, "find_device", lambda name: ("cuda", ""))
     result = invoke("run", "-m", model, "-p", "a", "--device", "cuda", "--speculate", "ngram")
     assert result.code == 2 and "--speculate ngram works on the CPU only" in result.err
-    with pytest.raises(OptionError, match="take --device cpu"):
+    with pytest.raises(OptionError, match="use --device cpu"):
         load(model, device="cuda", speculate="ngram")
     assert invoke("run", "-m", model, "-p", "a", "--speculate", "some").code == 2
 
@@ -128,8 +128,8 @@ def test_options_without_effect_are_refused(command, model, invoke):
     given = [command, "-m", "none.gguf"]
     for options, words in (
         (["--draft-method", "quest"], "draft_method (--draft-method) needs draft_model"),
-        (["--draft-model", model, "--speculate", "mtp"], "has no use for draft_model"),
-        (["--draft-model", model, "--speculate", "off"], "has no use for draft_model"),
+        (["--draft-model", model, "--speculate", "mtp"], "does not use draft_model"),
+        (["--draft-model", model, "--speculate", "off"], "does not use draft_model"),
     ):
         result = invoke(*given, *options)
         assert result.code == 2 and words in result.err.splitlines()[-1]

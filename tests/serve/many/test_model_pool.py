@@ -222,7 +222,7 @@ def test_the_port_is_taken_before_a_model_is_looked_for() -> None:
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(command, ["-m", "nothing.gguf", "--port", port])
     assert isinstance(result.exception, SparseKVError)
-    assert f"127.0.0.1:{port} cannot be listened on: " in str(result.exception)
+    assert f"cannot listen on 127.0.0.1:{port}: " in str(result.exception)
 
 
 def test_names_on_the_command_line(files: list[Path], tiny_model: Callable[..., Path]) -> None:
