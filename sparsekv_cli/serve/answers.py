@@ -1,4 +1,4 @@
-"""Turns the scheduler's events into the parts of an answer that a protocol sends its client."""
+"""From the scheduler's events to the parts of an answer that a protocol sends its client."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Ping(NamedTuple):
     why: str = ""  # what the answer waits for, if that is known
 
 
-class Told(NamedTuple):
-    """News of a choice: new parts of the answer, and their data."""
+class News(NamedTuple):
+    """The new parts of a choice, and their data."""
 
     choice: int
     parts: list[Part]
     logprobs: list[dict[str, Any]]
     rows: list[list[int]] | None = None
     end: Finished | None = None
-    n_tokens: int = 0  # as in NewToken, like n_accepted
+    n_tokens: int = 0  # of NewToken, as n_accepted
     n_accepted: int = 0
 
 
 class Answers:
-    """The answers to one request, one a choice, as they grow. Use it in an ``async with``.
+    """The growing answers to one request, one a choice; use it in an ``async with``.
 
-    Its exit aborts unfinished answers. ``readers``: one for each choice.
+    Its exit aborts unfinished answers. readers: one a choice.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Answers:
             rows, counts = event.rows, (event.n_tokens, event.n_accepted)
         return News(index, [*joined(parts)], event.logprobs, rows, end, *counts)
 
-    async def whole(self) -> list[Told]:
-        """Returns all choices when they are finished."""
+    async def whole(self) -> list[News]:
+        """Returns every choice as a whole, when all are finished."""
         parts: list[list[Part]] = [[] for _ in self._jobs]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in self._jobs]
         ends: list[Finished | None] = [None] * len(self._jobs)
@@ -129,7 +129,7 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 
 def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
-    """Returns the fields that say how a response was computed. No protocol has them."""
+    """Returns fields that say how a response was computed, in addition to those of its protocol."""
     return {
         "method": {"name": request.method.name, "options": request.method.options()},
         "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},

@@ -23,11 +23,11 @@ from sparsekv_cli.serve.rows import SharedRows
 
 
 class QueueFullError(SparseKVError):
-    """The queue is full: no more requests may wait."""
+    """The queue is full: as many requests wait as may wait."""
 
 
 class StoppingError(SparseKVError):
-    """The server is ending."""
+    """The server is about to end."""
 
 
 class TooLargeError(SparseKVError):
@@ -39,7 +39,7 @@ class TimeLimitError(SparseKVError):
 
 
 class PromptProgress(NamedTuple):
-    """How many tokens of a prompt have rows. ``cached`` of them had rows at the start."""
+    """How many tokens of a prompt have rows. ``cached`` of them had rows already."""
 
     done: int
     total: int
@@ -47,16 +47,16 @@ class PromptProgress(NamedTuple):
 
 
 class Compiling(NamedTuple):
-    """Kernels of a method are compiled. All requests wait for them."""
+    """Kernels of a method are being compiled. All requests wait for them."""
 
     method: str
 
 
 class NewToken(NamedTuple):
-    """A token was chosen, or several after a draft."""
+    """A token was chosen; after a draft, several."""
 
-    text: str  # new text that will not change, maybe empty
-    thinking: str  # new thinking that will not change, maybe empty
+    text: str  # certain text that is new, maybe none
+    thinking: str  # certain thinking that is new, maybe none
     logprobs: list[dict[str, Any]]  # the entries of new tokens, if they were asked for
     # The rows that the last step attended to: for each layer the percentage in each bin.
     rows: list[list[int]] | None = None
@@ -65,22 +65,22 @@ class NewToken(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The answer is complete."""
+    """The answer is whole."""
 
-    text: str  # the rest after the last piece, as in ``thinking`` and ``logprobs``
+    text: str  # after the last piece, as are ``thinking`` and ``logprobs``
     thinking: str
     logprobs: list[dict[str, Any]]
-    stop_reason: str  # see generation/answer.py
+    stop_reason: str  # of generation/answer.py
     stopped_by: str
     n_prompt: int
-    n_cached: int  # tokens of the prompt that had rows at the start
+    n_cached: int  # tokens of the prompt that had rows already
     n_generated: int
     timings: dict[str, float]
-    ledger: dict[str, int]  # as in ``run --json``
+    ledger: dict[str, int]  # as ``run --json`` has it
 
 
 class Failed(NamedTuple):
-    """The answer has failed, before its first token or later."""
+    """There is no answer, or the answer ends here."""
 
     error: Exception
 
@@ -90,7 +90,7 @@ Event = PromptProgress | Compiling | NewToken | Finished | Failed
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a job. ``sparse_from``: see SessionConfig."""
+    """The request of a job. ``sparse_from``: as SessionConfig has it."""
 
     ids: Ids[int]
     method: Method
@@ -103,7 +103,7 @@ class Request:
     constraint: AnswerConstraint | None = None
     special: bool = False
     thinking: Thinking | None = None
-    n_bins: int = 0  # bins of the live picture of attended rows; 0: no picture
+    n_bins: int = 0  # of the live picture of attended rows; 0: none
 
 
 @dataclass(eq=False)
@@ -111,18 +111,18 @@ class Job:
     """A request in the scheduler. Only the scheduler's thread changes it."""
 
     request: Request
-    emit: Callable[[Event], None]  # gets all events; the last one is Finished or Failed
-    seconds: float  # the most that it may take
+    emit: Callable[[Event], None]  # called with all events; the last one is Finished or Failed
+    seconds: float  # its time limit
     created: float = field(default_factory=time.monotonic)
-    generation: Generation | None = None  # set while its answer is generated
+    generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0
-    n_bytes: int = 0  # bytes that are reserved for it
+    n_bytes: int = 0  # reserved for it
     prefill_s: float = 0.0
     first_token: float = 0.0
-    text: str = ""  # text that was not sent yet, as ``thinking``
+    text: str = ""  # not sent yet, as is ``thinking``
     thinking: str = ""
-    counted: dict[str, int] = field(default_factory=dict)  # the caches' ledger at the start
-    n_told: int = 0  # tokens whose log probabilities were sent
+    counted: dict[str, int] = field(default_factory=dict)  # ledger of the caches at the start
+    n_sent: int = 0  # tokens whose log probabilities were sent
     _aborted: threading.Event = field(default_factory=threading.Event)
 
     def abort(self) -> None:
@@ -138,21 +138,21 @@ class Job:
         return time.monotonic() - self.created > self.seconds
 
     def end(self) -> Sequence:
-        """Ends the generation. Returns its sequence, which the job then releases."""
+        """Ends the generation. Returns its sequence and drops the reference to it."""
         assert self.generation is not None
         generation, self.generation = self.generation, None
         return generation.sequence
 
     def write(self, text: str) -> None:
-        """Adds text of the answer that will not change."""
+        """Adds certain text of the answer."""
         self.text += text
 
     def write_thinking(self, text: str) -> None:
-        """Adds text of the thinking that will not change."""
+        """Adds certain text of the thinking."""
         self.thinking += text
 
-    def told(self) -> tuple[str, str, list[dict[str, Any]]]:
-        """Returns the new text, thinking and log probabilities."""
+    def take_new(self) -> tuple[str, str, list[dict[str, Any]]]:
+        """Returns the new text, thinking and log probabilities, and counts them as sent."""
         text, self.text = self.text, ""
         thinking, self.thinking = self.thinking, ""
         logprobs = self.generation.logprobs if self.generation is not None else None
@@ -170,13 +170,13 @@ class Prefilling:
     steps: Generator[Progress, None, Any]
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
-    told: float = 0.0  # time of the last news of the prefill
+    reported: float = 0.0  # time of the last progress event
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:
     """Returns the percentage of attended rows in each of ``n_bins`` equal parts of n rows.
 
-    attended: see LayerCache; None: all rows.
+    attended: as LayerCache has it, None: all rows.
     """
     n_bins = min(n_bins, n)
     if attended is None:

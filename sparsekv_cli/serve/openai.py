@@ -25,7 +25,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class Completion:
-    """One checked request; ``stream`` or ``whole`` answers it."""
+    """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, service: Service, fields: ChatFields | CompletionFields) -> None:
         """Raises RequestError for a request that cannot be answered."""
@@ -132,7 +132,7 @@ class Completion:
             think=self._think,
         )
 
-    # --- one object -------------------------------------------------------------------------------
+    # --- as a whole -------------------------------------------------------------------------------
 
     async def whole(self) -> dict[str, Any]:
         """Returns the response to a request that does not stream."""
@@ -165,7 +165,7 @@ class Completion:
         choice["finish_reason"] = finish_reason(news.end, bool(calls))
         return choice
 
-    # --- a stream ---------------------------------------------------------------------------------
+    # --- as a stream ------------------------------------------------------------------------------
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields the events of a response that streams."""
@@ -223,7 +223,7 @@ class Completion:
         return {"id": self._id, "object": kind, "created": self._created, "model": name}
 
     def answers(self) -> Answers:
-        """Returns the answers, one a choice, as they grow."""
+        """Returns the answers as they grow, one a choice."""
         return Answers(self._service, self._requests, self._readers)
 
     def failure(self, error: Mapping[str, Any]) -> str:
@@ -231,7 +231,7 @@ class Completion:
         return event(error, "error")
 
     def about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
-        """Returns how the answers were computed. ends: of the choices."""
+        """Returns fields about the computation. ends: of the choices."""
         last = max(ends)
         return about(ends[last], self._service, self._requests[last])
 
@@ -253,7 +253,7 @@ class Completion:
 
 
 class _Places:
-    """Finds where each token of a completion begins in the text, in characters."""
+    """The offsets of a completion's tokens in its text, in characters."""
 
     def __init__(self, is_shown: Callable[[int], bool]) -> None:
         self._is_shown, self._n = is_shown, 0
@@ -277,11 +277,11 @@ def event(value: Mapping[str, Any], name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
 
 
-def comment(told: Ping | PromptProgress) -> str:
+def comment(news: Ping | PromptProgress) -> str:
     """Returns a comment of a stream, which says what the answer waits for."""
-    if isinstance(told, PromptProgress):
-        return f": prefill {told.done} of {told.total}\n\n"
-    return f": {told.why or 'ping'}\n\n"
+    if isinstance(news, PromptProgress):
+        return f": prefill {news.done} of {news.total}\n\n"
+    return f": {news.why or 'ping'}\n\n"
 
 
 def rows_event(news: News) -> str:
@@ -296,7 +296,7 @@ def _progress(head: Mapping[str, Any], news: PromptProgress) -> str:
 
 
 def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
-    """Returns the tokens of a request. ends: by choice. The n choices of a prompt share it."""
+    """Returns the tokens of a request. ends: by choice. A prompt has n choices and counts once."""
     prompts = [[ends[i] for i in range(first, first + n)] for first in range(0, len(ends), n)]
     n_prompt = sum(same[0].n_prompt for same in prompts)
     n_answer = sum(end.n_generated for end in ends.values())
@@ -330,7 +330,7 @@ def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token(entry: Mapping[str, Any]) -> str:
-    """Returns a token's text. A part of a character is written as bytes, as OpenAI does it."""
+    """Returns a token's text, or the bytes of a part of a character, as OpenAI writes them."""
     data = bytes(entry["bytes"])
     try:
         return data.decode()
@@ -351,11 +351,11 @@ def _is_id(value: Any, n_vocab: int) -> bool:
 
 
 def _tools(fields: ChatFields) -> list[dict[str, Any]]:
-    """Returns the functions that may be called, or none if tool_choice is none."""
+    """Returns the functions that the model may call; none with tool_choice none."""
     if fields.tool_choice == "none":
         return []
     tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
-    return [  # templates need type and description
+    return [  # templates ask for type and description
         {"type": "function", **tool, "function": {"description": "", **tool["function"]}}
         for tool in tools
     ]
@@ -364,7 +364,7 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
 def _forced(
     service: Service, fields: ChatFields, tools: Sequence[Mapping[str, Any]]
 ) -> ForcedCall | None:
-    """Returns the call that tool_choice asks for, or None."""
+    """Returns the call that tool_choice requires, if any."""
     choice = fields.tool_choice
     if choice in ("auto", "none"):
         return None

@@ -20,23 +20,23 @@ from sparsekv_cli.serve.jobs import Finished
 from sparsekv_cli.serve.openai import Completion, comment, event, rows_event
 from sparsekv_cli.serve.requests import RequestError, Service
 
-MAX_KEPT = 64 << 20  # bytes of all kept responses
-MAX_ONE = 4 << 20  # bytes of one kept response with its conversation
+MAX_KEPT = 64 << 20  # bytes of all responses that are kept
+MAX_ONE = 4 << 20  # bytes of one with its conversation
 # Fields of a request that its response repeats.
-TOLD = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
-TOLD |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
-TOLD |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}
-# Fields of /v1/chat/completions, and their names here.
+ECHO = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
+ECHO |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
+ECHO |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}
+# Fields of /v1/chat/completions under the names that they have here.
 NAMES = {"messages": "input", "response_format": "text.format"}
 NAMES |= {"reasoning_effort": "reasoning.effort"}
 CHAT_WORDS = re.compile(r"^reasoning_effort\b|\bresponse_format\b")
 
 
 class Kept:
-    """The newest responses, with the conversations that led to them.
+    """The newest responses with the conversations that they end.
 
-    Beyond MAX_KEPT the oldest ones are dropped. A response beyond MAX_ONE is not kept, because
-    continuing it would take a multiple of its bytes.
+    Beyond MAX_KEPT the oldest ones are dropped. A response larger than MAX_ONE is not kept, because
+    a continuation needs a multiple of its bytes.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Kept:
         return items, response
 
     def remove(self, name: str) -> None:
-        """Drops a response. Raises RequestError if it is not kept."""
+        """Removes a response. Raises RequestError if it was not kept."""
         with self._lock:
             text = self._texts.pop(name, None)
             self._n_bytes -= len(text or b"")
@@ -83,7 +83,7 @@ def _missing(name: str) -> RequestError:
 
 
 class ModelResponse:
-    """One checked request; ``stream`` or ``whole`` answers it."""
+    """One request, checked; ``stream`` or ``whole`` answers it."""
 
     def __init__(self, kept: Kept, service: Service, fields: ResponseFields) -> None:
         """Raises RequestError for a request that cannot be answered."""
@@ -161,7 +161,7 @@ class ModelResponse:
         return event({"type": kind, "sequence_number": number, **values}, kind)
 
     def _ended(self, end: Finished) -> dict[str, Any]:
-        """Returns the whole response. Keeps it if the request asks for that."""
+        """Returns the whole response, and keeps it if the request says so."""
         status, more = _status(end), {}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}

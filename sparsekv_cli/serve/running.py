@@ -15,7 +15,7 @@ from sparsekv_cli.model import Model
 from sparsekv_cli.sequence import Sequence, Speculation, ledger_since
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
-N_KEPT = 10_000  # most times that are kept until the metrics are read
+N_KEPT = 10_000  # times that are kept until the metrics are read
 
 
 @dataclass
@@ -23,9 +23,9 @@ class Stats:
     """Counts since the start of the server; times in seconds."""
 
     kv_limit: int = 0
-    kv_bytes: int = 0  # bytes of all sequences
-    prompt_tokens: int = 0  # tokens of prompts that were computed
-    cached_tokens: int = 0  # tokens of prompts that already had rows
+    kv_bytes: int = 0  # of all sequences
+    prompt_tokens: int = 0  # that were computed
+    cached_tokens: int = 0  # tokens of prompts whose rows existed already
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0
@@ -36,7 +36,7 @@ class Stats:
     step_s: float = 0.0
     step_tokens: int = 0
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # accepted tokens of drafts
+    accepted_tokens: int = 0  # of drafts
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
 
     def add_step(self, n_tokens: int, seconds: float) -> None:
@@ -57,7 +57,7 @@ class Stats:
 
 
 class Running:
-    """Jobs whose prompts are prefilled. park: gets the sequence of a job that leaves."""
+    """Jobs whose prompts are prefilled. park: called with the sequence of a removed job."""
 
     def __init__(self, model: Model, stats: Stats, park: Callable[[Sequence], None]) -> None:
         self.jobs: list[Job] = []
@@ -104,7 +104,7 @@ class Running:
         job.emit(Failed(error))
 
     def leave(self, job: Job) -> None:
-        """Removes a job. Its sequence stays for later prompts."""
+        """Removes a job. Its sequence is kept for later prompts."""
         self.jobs.remove(job)
         sequence = job.end()
         sequence.rewind(len(sequence.tokens))  # takes back the draft of an aborted job
@@ -114,7 +114,7 @@ class Running:
         self._park(sequence)
 
     def _tells_rows(self, job: Job) -> bool:
-        """Returns whether the client gets the rows that steps attended to."""
+        """Returns whether the client gets the rows that a step has attended to."""
         return job.request.n_bins > 0 and self._model.engine.records_attended
 
     def _choose(self, job: Job) -> None:
@@ -140,14 +140,14 @@ class Running:
             self.fail(job, error)
 
     def _rows(self, job: Job, sequence: Sequence) -> list[list[int]] | None:
-        """Returns ``NewToken.rows`` for the last kept row, if the client asks for it."""
+        """Returns ``NewToken.rows`` of the last row that is kept, if the client asks for it."""
         n, n_bins = len(sequence.tokens), job.request.n_bins
         if not self._tells_rows(job) or n <= len(job.request.ids):
             return None
         return [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
 
     def _decode(self, jobs: Ids[Job]) -> None:
-        """Decodes the chosen tokens together. If that fails, it decodes each one alone."""
+        """Decodes the chosen tokens together. If that fails, it decodes each of them alone."""
         generations = [job.generation for job in jobs if job.generation is not None]
         lengths = [len(each.sequence.tokens) for each in generations]
         try:
@@ -158,16 +158,16 @@ class Running:
             for job, generation, n in zip(jobs, generations, lengths, strict=True):
                 if len(jobs) > 1 and len(generation.sequence.tokens) == n:
                     self._decode([job])
-                else:  # this job is the cause, or its method could not go back
+                else:  # it is the cause, or its method could not go back
                     self.jobs.remove(job)
                     job.end()
                     self.fail(job, error)
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()
-        n_told = job.n_told
-        text, thinking, _ = job.told()
-        # Another answer may have used these caches before.
+        n_sent = job.n_sent
+        text, thinking, _ = job.take_new()
+        # Another answer may have used the caches before.
         now, ledger = time.monotonic(), ledger_since(generation.sequence.ledger(), job.counted)
         timings = {
             "queue_s": job.first_token - job.created - job.prefill_s,

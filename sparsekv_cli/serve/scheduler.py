@@ -1,8 +1,7 @@
 """The thread that owns the model. A sequence can join or leave before every decode step.
 
 A prefill is an iterator. Between two of its chunks the other sequences decode. Between two of its
-layers a much shorter prompt may be prefilled first. Therefore texts are those of sequences that run
-alone.
+layers a much shorter prompt may be prefilled first. Each sequence has the same text as alone.
 """
 
 from __future__ import annotations
@@ -50,18 +49,18 @@ from sparsekv_cli.serve.rows import (
 )
 from sparsekv_cli.serve.running import Running, Stats
 
-# A prefill computes at least as long as the step before it took, and at least this long.
+# A prefill computes at least as long as the last decode step, and at least so many seconds.
 LEAST_PREFILL_S = 0.02
-SHORTER = 4  # a prompt that is so many times shorter than the one in prefill goes first
-TELL_S = 0.25  # seconds between two reports about a prefill
-WATCH_S = 1.0  # seconds between two checks of the memory in use
+SHORTER = 4  # a prompt that is so many times shorter is prefilled first
+TELL_S = 0.25  # seconds between two progress events of a prefill
+WATCH_S = 1.0  # seconds between two measurements of the used memory
 
 
 class Scheduler:
     """Answers jobs with a model, which only the scheduler uses while it runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: see SharedRows. stats: the counts to continue, if any.
+    for the rows of all sequences. disk_of: see SharedRows. stats: counts that it continues.
     """
 
     def __init__(
@@ -79,21 +78,21 @@ class Scheduler:
         self._kv_bytes = self.stats.kv_limit = kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
-        self._parked: list[Parked] = []  # the least recently used first
+        self._parked: list[Parked] = []  # by last use, the newest last
         self._changed = threading.Condition()
-        self._starting: list[Job] = []  # at most one job, which waits for its method
-        self._prefilling: list[Prefilling] = []  # the last one continues, then the one before it
+        self._starting: list[Job] = []  # at most one job, whose method is being prepared
+        self._prefilling: list[Prefilling] = []  # a stack: the last one continues first
         self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows: SharedRows | None = None
-        self._short_rows: SharedRows | None = None  # for a prefill within another one
+        self._short_rows: SharedRows | None = None  # of a prefill within another one
         if model.engine.shares_prefill:
             self._rows = SharedRows(disk_of, self._donors)
             self._short_rows = SharedRows(lambda method: None, self._donors)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
-        self.failure: Exception | None = None  # the error that ended the thread
+        self.failure: Exception | None = None  # that ended the thread
 
     # --- from other threads -----------------------------------------------------------------------
 
@@ -121,19 +120,19 @@ class Scheduler:
                 raise StoppingError("the server is about to end")
             if len(self._queue) + len(jobs) > self._n_queue + self._n_free:
                 raise QueueFullError(
-                    f"{len(self._queue)} requests wait, at most {self._n_queue} may: try later"
+                    f"{len(self._queue)} requests wait, the queue's limit: try again later"
                 )
             self._queue.extend(jobs)
             self._changed.notify()
 
     def abort(self, job: Job) -> None:
-        """Ends a job that nobody waits for any more. Its place is free within a step."""
+        """Ends a job whose client has gone. Its place is free after the next step."""
         job.abort()
         with self._changed:
             self._changed.notify()
 
     def end_all(self) -> None:
-        """Tells every job that the server is ending, and ends it."""
+        """Ends every job, with the message that the server ends."""
         for job in self._all_jobs():
             job.emit(Failed(StoppingError("the server ends: try again later")))
             self.abort(job)
@@ -146,7 +145,7 @@ class Scheduler:
         self._thread.join()
 
     def bytes_of(self, request: Request) -> tuple[int, int]:
-        """Returns the most bytes of a job's rows, without and with an estimate of the index."""
+        """Returns the most bytes of a job's rows, and of its rows with an estimate of the index."""
         n, method = min(self.model.n_ctx, len(request.ids) + request.n_predict), request.method
         rows = sequence_bytes(method, self.model.decoder.layer_specs(), n)
         if (draft := self.model.draft) is not None:
@@ -179,7 +178,7 @@ class Scheduler:
     def _work(self) -> None:
         import numba
 
-        numba.set_num_threads(self.model.n_threads)  # numba keeps the number for each thread
+        numba.set_num_threads(self.model.n_threads)  # which numba keeps for each thread
         try:
             while self._waits_for_work():
                 self._drop_aborted()
@@ -194,7 +193,7 @@ class Scheduler:
             self._end()
 
     def _end(self) -> None:
-        """Tells every remaining job that it gets no answer, and frees all."""
+        """Fails every job that is left, and frees all memory."""
         error = self.failure or StoppingError("the server is about to end")
         with self._changed:
             self._is_stopping = True
@@ -208,7 +207,7 @@ class Scheduler:
             rows.close()
 
     def _waits_for_work(self) -> bool:
-        """Waits until there is work. Returns False if there will be none."""
+        """Waits for a job. Returns False when the scheduler stops."""
         with self._changed:
             while not self._queue and not self._running.jobs and not self._prefilling:
                 if self._is_stopping:
@@ -221,12 +220,12 @@ class Scheduler:
         yield from (each.sequence for each in running if each is not None)
         yield from (parked.sequence for parked in self._parked)
 
-    # --- the next job -----------------------------------------------------------------------------
+    # --- who goes next ----------------------------------------------------------------------------
 
     def _next(self, most: int | None) -> Job | None:
-        """Takes the first job from the queue for which there is a place and memory.
+        """Removes from the queue the first job that has a place and memory. Returns it.
 
-        most: the longest prompt that may pass others; None: only the first job may go.
+        most: the longest prompt that may pass others; None: only the first job may start.
         """
         with self._changed:
             if not self._n_free:
@@ -239,7 +238,7 @@ class Scheduler:
         return None
 
     def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
-        """Returns whether so much memory is free. Drops parked sequences for it, the oldest first.
+        """Returns whether n_bytes can be free. Removes parked sequences, the oldest first.
 
         request: needs less memory if it shares the rows of another sequence.
         """
@@ -273,7 +272,7 @@ class Scheduler:
     # --- prefill ----------------------------------------------------------------------------------
 
     def _new_attention(self, method: Method, sparse_from: int) -> Attention:
-        """Returns how a sequence attends. If that compiles kernels, all clients are told."""
+        """Returns how a sequence attends. All clients get an event if kernels are compiled."""
 
         def tell(*_: object) -> None:
             for job in self._all_jobs():
@@ -300,7 +299,7 @@ class Scheduler:
         steps = engine.prefill(sequence, ids[n_kept:], rows=rows)
         now = Prefilling(job, sequence, steps, rows, started)
         self._starting = []
-        if n_kept and n_kept == len(ids):  # the parked sequence ends with this prompt
+        if n_kept and n_kept == len(ids):  # a parked sequence ends with the prompt
             self._run(now)
         else:
             self._prefilling.append(now)
@@ -317,7 +316,7 @@ class Scheduler:
         return best.sequence
 
     def _go_on(self) -> None:
-        """Continues a prefill until it is the others' turn, or until the prefill ends."""
+        """Continues a prefill until the others have their turn, or until it ends."""
         while self._prefilling:
             now = self._prefilling[-1]
             job = now.job
@@ -357,7 +356,7 @@ class Scheduler:
             now.rows.finish()
 
     def _has_turn(self, now: Prefilling, at: Progress) -> bool:
-        """Returns whether it is the others' turn after this chunk of a prefill."""
+        """Returns, after a chunk of a prefill, whether it is the others' turn."""
         job, n_prompt = now.job, len(now.job.request.ids)
         job.n_cached = n_prompt - at.total
         if job.is_aborted or job.is_late:
@@ -371,10 +370,10 @@ class Scheduler:
         if moment - now.reported > TELL_S:
             now.reported = moment
             job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
-        return self.model.engine.shares_prefill  # False: steps need the prefill's buffers
+        return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:
-        """Begins a much shorter prompt, if one waits, between layers of a prefill of n tokens."""
+        """Starts a much shorter prompt, if one waits, after a layer of a prefill of n tokens."""
         if len(self._prefilling) > 1 or not self.model.engine.shares_prefill:
             return
         if (other := self._next(n // SHORTER)) is not None:

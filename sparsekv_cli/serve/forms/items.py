@@ -21,10 +21,10 @@ Event = tuple[str, dict[str, Any]]  # its type, without ``response.``, and its f
 
 
 def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
-    """Returns the messages of a conversation in the form of /v1/chat/completions.
+    """Returns the messages of a conversation, as /v1/chat/completions has them.
 
-    n_before: how many of the items are from previous responses. Raises FieldError, which names the
-    wrong field.
+    n_before: the number of items of previous responses. Raises FieldError, which names the wrong
+    field.
     """
     messages: Messages = []
     called: set[str] = set()
@@ -78,7 +78,7 @@ def _add_message(messages: Messages, where: str, item: Mapping[str, Any]) -> Non
 
 
 def _own(messages: Messages, key: str) -> dict[str, Any]:
-    """Returns the assistant's message that gets ``key``: thinking, text or calls."""
+    """Returns the assistant's message that gets ``key``: the thinking, the text, the calls."""
     last = messages[-1] if messages else {}
     is_begun = last.get("content") or "tool_calls" in last
     if last.get("role") != "assistant" or (is_begun and key != "tool_calls"):
@@ -94,8 +94,8 @@ def _text(where: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def _thought(where: str, item: Mapping[str, Any]) -> str:
-    """Returns the thinking of an item: its text, its base64, or its summary."""
-    told = content_text(where, item.get("content"), ("reasoning_text",))
+    """Returns the thinking: as text, from base64, or its summary."""
+    thought = content_text(where, item.get("content"), ("reasoning_text",))
     hidden = item.get(ENCRYPTED)
     if thought or not hidden:
         return thought or content_text(where, item.get("summary"), ("summary_text",), "summary")
@@ -118,7 +118,7 @@ class OutputItems:
         self._encrypts = encrypts
         self._kind: type[Part] | None = None  # of the open item
         self._texts: list[str] = []  # of the open item
-        self._blank = ""  # white space, which alone begins no message
+        self._blank = ""  # white space, which begins no message alone
 
     def add(self, part: Part) -> Iterator[Event]:
         """Yields the events of a part of the answer."""
@@ -137,7 +137,7 @@ class OutputItems:
             self._blank += part.text
 
     def end(self, status: str) -> Iterator[Event]:
-        """Yields the last events of the answer. status: the status of the last item."""
+        """Yields the last events of the answer. status: of the last item."""
         if self._blank and not self.items:
             yield from self._say("")
         yield from self.close(status)
