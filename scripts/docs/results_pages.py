@@ -4,6 +4,7 @@ The same data give the same pages, byte for byte: a test makes them again and co
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,35 +134,33 @@ def results(data: Data) -> str:
         if row["model"] == model:
             speeds.setdefault(row["method"], {})[row["depth"]] = row
     depths = sorted({d for rows in speeds.values() for d in rows if d})
-    about = [
-        f"`{model}` on {where['cores']} cores of {where['cpu']}.",
-        "Every method is sparse from the first row (`--sparse-from 0`). Speed is shown for the",
-        "rows in the cache, and in brackets as times the speed of `full`.",
-    ]
-    accuracies: dict[str, Row] = {}
-    if "real_accuracy" in data:
-        scores = [row for row in data["real_accuracy"]["rows"] if row["model"] == model]
-        length = min(row["length"] for row in scores)
-        accuracies = {row["spec"]: row for row in scores if row["length"] == length}
+    about = f"""`{model}` on {where["cores"]} cores of {where["cpu"]}. Every method is sparse from \
+the first row (`--sparse-from 0`). Speed is shown for the rows in the cache, and in brackets as \
+times the speed of `full`."""
+    measured = data.get("real_accuracy", {"rows": []})["rows"]
+    length = min((row["length"] for row in measured), default=0)
+    scores = [row for row in measured if (row["length"], row["model"]) == (length, model)]
+    accuracies = {row["spec"]: row for row in scores}
     rows = [{"method": m, **accuracies.get(m, {})} for m in speeds]
     for row in rows:
         row |= {f"at {d}": speed_cell(speeds[row["method"]].get(d)) for d in depths}
         row |= {f"mb {d}": each["cache_mb"] for d, each in speeds[row["method"]].items()}
     columns = "".join(f" | tokens/s at {d} = at {d}:text" for d in depths)
     columns += f" | MB at {depths[-1]} = mb {depths[-1]}"
-    if accuracies:
+    if scores:
         tasks = ("vt", "niah_multikey_2", "niah_multikey_3", "code")
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
-        samples = {row[f"{task}_n"] for row in accuracies.values() for task in tasks if task in row}
-        n = " to ".join(str(n) for n in sorted({min(samples), max(samples)}))
-        about[-1] += f" Accuracy is after {length}"
-        about += [
-            "tokens. KLD is to `full`, on code. Scores are in per cent, of tasks of RULER and of a",
-            f"code task ({n} samples of each).",
-        ]
-    found = table(rows, "method = method:code" + columns)
-    return "\n".join([*about, "", found, "", *(f"- {line}" for line in remarks(data))]).rstrip()
+        counts = [row.get("niah_multikey_3_n", 0) for row in scores]  # what methods lose first
+        about += f""" Accuracy is after {length} tokens. KLD is to `full`, on code. Scores are in \
+per cent, of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
+        if (n := max(counts)) > counts[-1]:
+            more = [row for row in scores if row["niah_multikey_3_n"] == n]
+            found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
+            about += f" With {n} samples multikey_3 is: {found}."
+    about = textwrap.fill(about, 100, break_on_hyphens=False)
+    found, lines = table(rows, "method = method:code" + columns), map("- {}".format, remarks(data))
+    return "\n".join([about, "", found, "", *lines]).rstrip()
 
 
 def remarks(data: Data) -> Iterable[str]:
