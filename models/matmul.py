@@ -33,7 +33,7 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
         yield "qkv", layer.inputs()
     yield "o", (layer.o,)
     if isinstance(layer.ffn, GatedWeights):
-        yield "gate_up", (layer.ffn.gate, layer.ffn.up)
+        yield "gate_up", layer.ffn.gate_up
         yield "down", (layer.ffn.down,)
     if layer.input is not None:
         names = ("input_projection", "input_gate", "input_output")
