@@ -14,7 +14,7 @@ from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer.activation import ACTIVATIONS
 from sparsekv_cli.cpu.layer.layer_input import add_input
-from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
+from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.hparams import HParams, LayerParams
@@ -60,7 +60,7 @@ class DecodeStep:
         # cos, sin, and those of window layers
         self._turns = [self._rows(half) for half in halves for _ in range(2)]
         self._normed = self._rows(h.n_embd)
-        self._quantized = self._rows(quantized_stride(-(-widest // BLOCK) * BLOCK), np.uint8)
+        self._quantized = self._rows(quantized_stride(widest), np.uint8)
         self._projected = self._rows(max(n_projected))
         self._shared = {
             "x": self.x,

@@ -14,7 +14,7 @@ from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
-from sparsekv_cli.cpu.weights.integer import BLOCK, quantized_stride
+from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.weights import ExpertWeights, LayerWeights, Linear, Weights
 
@@ -119,9 +119,9 @@ class ExpertSteps:
         widest = max(max(each.n_ff_expert, each.n_ff_shared) for each in params)
         n_slots = capacity * (1 + max(each.n_expert_used for each in params))
         widths = {
-            "gathered": 4 * n_embd + _quantized_row(n_embd),
+            "gathered": 4 * n_embd + quantized_stride(n_embd),
             "hidden": 4 * (2 * widest + fused.LANES),
-            "quantized": _quantized_row(widest),
+            "quantized": quantized_stride(widest),
             "results": 4 * n_embd,
         }
         scratch = {
@@ -164,8 +164,3 @@ class ExpertSteps:
     def _address(self, array: np.ndarray) -> int:
         self._kept.append(array)
         return address(array)
-
-
-def _quantized_row(n: int) -> int:
-    """Returns the bytes of a quantised row of n elements, in whole blocks."""
-    return int(quantized_stride(-(-n // BLOCK) * BLOCK))

@@ -33,7 +33,7 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
         yield "qkv", layer.inputs()
     yield "o", (layer.o,)
     if isinstance(layer.ffn, GatedWeights):
-        yield "gate_up", (layer.ffn.gate, layer.ffn.up)
+        yield "gate_up", layer.ffn.gate_up
         yield "down", (layer.ffn.down,)
     if layer.input is not None:
         names = ("input_projection", "input_gate", "input_output")
@@ -134,7 +134,7 @@ class ManyRowsProducts(ABC):
 class TableProducts(ManyRowsProducts):
     """Products by kernels that read a table of matrices and dequantise panels of weights."""
 
-    kernels: Any  # the module with ``product_table`` and ``n_rows``
+    kernels: Any  # the module with ``product_table``
     multiply: Any
     multiply_experts: Any
 
@@ -142,24 +142,26 @@ class TableProducts(ManyRowsProducts):
         return self.kernels.product_table([(part.code, part.data) for part in parts])
 
     def of_stack(self, name: str, parts: Sequence[Linear]) -> Product:
-        return partial(self._multiply, name, self._table(parts))
+        table, n = self._table(parts), sum(part.n_rows for part in parts)
 
-    def _multiply(self, name: str, table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        out = self._room(name, len(rows), self.kernels.n_rows(table))
-        self.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
-        return out
+        def multiply(rows: np.ndarray) -> np.ndarray:
+            out = self._room(name, len(rows), n)
+            self.multiply(table, np.ascontiguousarray(rows), out, self.n_threads)
+            return out
+
+        return multiply
 
     def of_experts(
         self, name: str, parts: Sequence[Linear], rows: np.ndarray, offsets: np.ndarray
     ) -> Product:
-        return partial(self._multiply_experts, name, self._table(parts), rows, offsets)
+        table, n = self._table(parts), sum(part.n_rows // part.n_matrices for part in parts)
 
-    def _multiply_experts(
-        self, name: str, table: np.ndarray, rows: np.ndarray, offsets: np.ndarray, x: np.ndarray
-    ) -> np.ndarray:
-        out = self._room(name, len(rows), self.kernels.n_rows(table) // (len(offsets) - 1))
-        self.multiply_experts(table, offsets, rows, x, out, self.n_threads)
-        return out
+        def multiply(x: np.ndarray) -> np.ndarray:
+            out = self._room(name, len(rows), n)
+            self.multiply_experts(table, offsets, rows, x, out, self.n_threads)
+            return out
+
+        return multiply
 
 
 class BF16Products(TableProducts):

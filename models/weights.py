@@ -124,8 +124,8 @@ class Weights:
         """Returns the expected bytes that a decode step of n_rows reads (chosen experts only)."""
         total = self.output.data.nbytes
         for layer in self.layers:
-            total += sum(linear.data.nbytes for linear in layer.attention())
-            total += 0 if layer.input is None else layer.input.n_bytes
+            of_input = () if layer.input is None else layer.input.linears()
+            total += sum(linear.data.nbytes for linear in (*layer.attention(), *of_input))
             ffn = layer.ffn
             total += ffn.bytes_a_step(n_rows) if isinstance(ffn, ExpertWeights) else ffn.n_bytes
         return total
@@ -181,8 +181,8 @@ class WeightsReader(TensorReader):
     def fused_gated(self, prefix: str, n_embd: int, n_ff: int) -> GatedWeights:
         """Returns the weights of a gated feed-forward network with gate and up in one tensor."""
         both = self.linear(f"{prefix}ffn_up", 2 * n_ff, n_embd)
-        gate, up = self.split(both, (n_ff, n_ff))
-        return GatedWeights(gate, up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
+        gate_up = tuple(self.split(both, (n_ff, n_ff)))
+        return GatedWeights(gate_up, self.linear(f"{prefix}ffn_down", n_embd, n_ff))
 
     def layer(
         self, i: int, hparams: HParams, architecture: Architecture, inputs: InputEmbedding | None

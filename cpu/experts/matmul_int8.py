@@ -17,6 +17,7 @@ from sparsekv_cli.cpu.layer.matmul_int8 import (
     multiply_group,
     multiply_ref,
     new_scratch,
+    place_of,
     store_sums,
 )
 from sparsekv_cli.cpu.layer.tiles_int8 import GROUP, TILE, round_input, tile_bytes
@@ -53,17 +54,6 @@ def _round_pairs(span, begin, end, rows, x, tiles):
 
 
 @njit(cache=True, nogil=True)
-def _place_of(table, n_experts, group):
-    """Returns the matrix of a group of an expert's rows, its first row and its result column."""
-    m, column = 0, 0
-    while group * GROUP >= table[m, ROWS] // n_experts:
-        group -= (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
-        column += table[m, ROWS] // n_experts
-        m += 1
-    return m, group * GROUP, column + group * GROUP
-
-
-@njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, n_experts, spans, tiles, n, out):
     """Runs tasks until none is left: a span and GROUP rows of a matrix of its expert.
 
@@ -78,10 +68,10 @@ def _multiply_tasks(counter, table, n_experts, spans, tiles, n, out):
     task, after = next_task(counter), next_task(counter)
     while task < n_groups * spans.shape[0]:
         span = spans[task // n_groups]
-        m, first, column = _place_of(table, n_experts, task % n_groups)
+        m, first, column = place_of(table, n_experts, task % n_groups)
         size, following = table[m, ROWS] // n_experts, 0
         if after < n_groups * spans.shape[0]:
-            next_m, row, _ = _place_of(table, n_experts, after % n_groups)
+            next_m, row, _ = place_of(table, n_experts, after % n_groups)
             row += spans[after // n_groups, 0] * (table[next_m, ROWS] // n_experts)
             following = table[next_m, WEIGHTS] + row * table[next_m, ROW_BYTES]
         sums = multiply_group(

@@ -42,7 +42,7 @@ from sparsekv_cli.cpu.attention.tile import (
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
-from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_pointer
+from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_at
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
 
@@ -73,7 +73,7 @@ BLOCKS = np.dtype(
         ("softcap", np.float32),  # 0 for none
     ]
 )
-_blocks_pointer = record_pointer(BLOCKS)
+_record = record_at(BLOCKS)
 MEANS_AT_ONCE = 256  # blocks of a task, if each has one score
 ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
 LINE = 4 * LANES  # bytes of one number of each block of a group
@@ -160,12 +160,6 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
     _to_waves(x, waves, n_waves, z)
     scale_lanes(z.ctypes.data, n_rows, from_v.ctypes.data)
     return peak, mass
-
-
-@njit(cache=True, nogil=True)
-def _record(at):
-    """Returns the record of ``BLOCKS`` at an address."""
-    return carray(_blocks_pointer(at), 1)[0]
 
 
 @njit(cache=True, nogil=True)

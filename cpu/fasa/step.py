@@ -18,7 +18,7 @@ from sparsekv_cli.cpu.jit.pointers import (
     float_pointer,
     half_pointer,
     index_pointer,
-    record_pointer,
+    record_at,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
@@ -52,13 +52,7 @@ FASA = np.dtype(
         ("softcap", np.float32),  # 0 for none
     ]
 )
-_fasa_pointer = record_pointer(FASA)
-
-
-@njit(cache=True, nogil=True)
-def _record(at):
-    """Returns the record of ``FASA`` at an address."""
-    return carray(_fasa_pointer(at), 1)[0]
+_record = record_at(FASA)
 
 
 @njit(cache=True, nogil=True)

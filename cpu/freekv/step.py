@@ -41,7 +41,7 @@ from sparsekv_cli.cpu.jit.pointers import (
     half_pointer,
     index_pointer,
     integer_pointer,
-    record_pointer,
+    record_at,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
@@ -75,13 +75,7 @@ FREEKV = np.dtype(
         ("softcap", np.float32),  # 0 for none
     ]
 )
-_freekv_pointer = record_pointer(FREEKV)
-
-
-@njit(cache=True, nogil=True)
-def _record(at):
-    """Returns the record of ``FREEKV`` at an address."""
-    return carray(_freekv_pointer(at), 1)[0]
+_record = record_at(FREEKV)
 
 
 @njit(cache=True, nogil=True)

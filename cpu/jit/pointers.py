@@ -82,18 +82,18 @@ def _pointer_to(element: Any, llvm_type: ir.Type) -> Any:
     return pointer
 
 
-def record_pointer(dtype: np.dtype) -> Any:
-    """Returns an intrinsic that turns an int64 address into a pointer to records of ``dtype``."""
+def record_at(dtype: np.dtype) -> Any:
+    """Returns an intrinsic that turns an int64 address into the record of ``dtype`` there."""
     element = from_dtype(dtype)
 
     @intrinsic
-    def pointer(typingctx, at):
+    def record(typingctx, at):
         def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+            return builder.inttoptr(args[0], context.get_value_type(element))
 
-        return types.CPointer(element)(types.int64), codegen
+        return element(types.int64), codegen
 
-    return pointer
+    return record
 
 
 def addresses_of(arrays: Iterable[np.ndarray]) -> tuple[int, ...]:

@@ -49,11 +49,6 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     return table
 
 
-def n_rows(table: np.ndarray) -> int:
-    """Returns the rows of all matrices of a table."""
-    return int(table[:, MATRIX_ROWS].sum())
-
-
 @intrinsic
 def _transpose_pairs(typingctx, rows, row_bytes, n_pairs, panel):
     """panel uint32 (n_pairs, COLUMNS) = rows^T, uint32 (COLUMNS, n_pairs); addresses.

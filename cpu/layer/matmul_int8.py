@@ -180,11 +180,6 @@ def product_table(matrices: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
     return table
 
 
-def n_rows(table: np.ndarray) -> int:
-    """Returns the rows of all matrices of a table."""
-    return int(table[:, ROWS].sum())
-
-
 @intrinsic
 def _call_decoder(
     typingctx, decoder, w, row_bytes, n_rows, n_blocks, values, row, scales, small_row
@@ -268,6 +263,17 @@ def store_sums(sums, n_rows, out, first, last, column):
 
 
 @njit(cache=True, nogil=True)
+def place_of(table, n_experts, group):
+    """Returns the matrix of a group of an expert's rows, its first row and its result column."""
+    m, column = 0, 0
+    while group * GROUP >= table[m, ROWS] // n_experts:
+        group -= (table[m, ROWS] // n_experts + GROUP - 1) // GROUP
+        column += table[m, ROWS] // n_experts
+        m += 1
+    return m, group * GROUP, column + group * GROUP
+
+
+@njit(cache=True, nogil=True)
 def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
     """Runs tasks until none is left: a part of the inputs and GROUP rows of a matrix."""
     n_inputs, n_tiles = out.shape[0], len(tiles)
@@ -276,16 +282,11 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
     while task < n_groups * n_parts:
         part, group = task // n_groups, task % n_groups
         begin, end = part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts
-        m, column = 0, 0
-        while group * GROUP >= table[m, ROWS]:
-            group -= (table[m, ROWS] + GROUP - 1) // GROUP
-            column += table[m, ROWS]
-            m += 1
-        first = group * GROUP
+        m, first, column = place_of(table, 1, group)
         following = table[m, WEIGHTS] + (first + GROUP) * table[m, ROW_BYTES]
         sums = multiply_group(table[m], first, following, tiles[begin:end], n, scratch)
         n_rows, last = min(GROUP, table[m, ROWS] - first), min(n_inputs, end * TILE)
-        store_sums(sums, n_rows, out, begin * TILE, last, column + first)
+        store_sums(sums, n_rows, out, begin * TILE, last, column)
         task = next_task(counter)
 
 

@@ -25,7 +25,7 @@ from sparsekv_cli.cpu.jit.pointers import (
     index_pointer,
     integer_pointer,
     on_lines,
-    record_pointer,
+    record_at,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.decode import float_rows
@@ -94,7 +94,7 @@ LFPS = np.dtype(
         ),
     ]
 )
-_lfps_pointer = record_pointer(LFPS)
+_record = record_at(LFPS)
 
 
 @njit(cache=True, nogil=True)
@@ -146,12 +146,6 @@ def _scratch(at, n, k_budget, limit):
     changes = carray(float_pointer(at), (4, k_budget))
     at += _lines(16 * k_budget)
     return Scratch(bits, keys, chosen, picked, weights, changes), at
-
-
-@njit(cache=True, nogil=True)
-def _record(at):
-    """Returns the record of ``LFPS`` at an address."""
-    return carray(_lfps_pointer(at), 1)[0]
 
 
 @njit(cache=True, nogil=True)

@@ -136,33 +136,39 @@ def _by_sign(q, scale):
 
 
 @njit(cache=True, nogil=True)
+def _score_group(mode, listed, q, hi, lo, first, last, scale, out):
+    """Scores pages first to last - 1 of one kv head. With GATHER they are numbers of ``listed``.
+
+    listed: address of page numbers (int32); see ``listed_page_scores`` for the others.
+    """
+    stride, row_bytes = BLOCK + PAD, hi.strides[0]
+    of_hi, of_lo = np.empty((TILE, stride), np.float32), np.empty((TILE, stride), np.float32)
+    for h in range(0, q.shape[0], TILE):
+        tile = min(TILE, q.shape[0] - h)
+        positive, negative = _by_sign(q[h : h + tile], scale)
+        for start in range(first, last, BLOCK):
+            size = min(BLOCK, last - start)
+            rows, at = (0, listed + 4 * start) if mode == GATHER else (start * row_bytes, 0)
+            for x, ends, to in ((positive, hi, of_hi), (negative, lo, of_lo)):
+                tile_scores(
+                    tile, mode, x.ctypes.data, ends.ctypes.data + rows, row_bytes, at, size,
+                    q.shape[1], to.ctypes.data, stride,
+                )  # fmt: skip
+            for t in range(tile):
+                for j in range(size):
+                    out[h + t, start + j] = of_hi[t, j] + of_lo[t, j]
+
+
+@njit(cache=True, nogil=True)
 def _score_pieces(counter, q, hi, lo, n_page, n_kv_head, scale, out, n_split):
     """Runs (kv head, split) tasks until none is left; see ``page_scores``."""
-    d = q.shape[1]
     group = q.shape[0] // n_kv_head
-    of_hi = np.empty((TILE, BLOCK + PAD), np.float32)
-    of_lo = np.empty((TILE, BLOCK + PAD), np.float32)
-    stride, row_bytes = of_hi.shape[1], hi.strides[1]
     task = next_task(counter)
     while task < n_kv_head * n_split:
-        kv_head, split = task // n_split, task % n_split
+        g, split = task // n_split, task % n_split
         first, last = split * n_page // n_split, (split + 1) * n_page // n_split
-        for h in range(kv_head * group, (kv_head + 1) * group, TILE):
-            tile = min(TILE, (kv_head + 1) * group - h)
-            positive, negative = _by_sign(q[h : h + tile], scale)
-            for start in range(first, last, BLOCK):
-                size = min(BLOCK, last - start)
-                tile_scores(
-                    tile, 0, positive.ctypes.data, hi[kv_head, start].ctypes.data, row_bytes, 0,
-                    size, d, of_hi.ctypes.data, stride,
-                )  # fmt: skip
-                tile_scores(
-                    tile, 0, negative.ctypes.data, lo[kv_head, start].ctypes.data, row_bytes, 0,
-                    size, d, of_lo.ctypes.data, stride,
-                )  # fmt: skip
-                for t in range(tile):
-                    for j in range(size):
-                        out[h + t, start + j] = of_hi[t, j] + of_lo[t, j]
+        heads = slice(g * group, (g + 1) * group)
+        _score_group(0, 0, q[heads], hi[g], lo[g], first, last, scale, out[heads])
         task = next_task(counter)
 
 
@@ -190,25 +196,7 @@ def listed_page_scores(q, hi, lo, listed, scale, out):
 
     q f32 (group, d); hi, lo uint16 (n_page, d); out f32 (group, >= len(listed)).
     """
-    d, stride, row_bytes = q.shape[1], BLOCK + PAD, hi.strides[0]
-    of_hi, of_lo = np.empty((TILE, stride), np.float32), np.empty((TILE, stride), np.float32)
-    for h in range(0, q.shape[0], TILE):
-        tile = min(TILE, q.shape[0] - h)
-        positive, negative = _by_sign(q[h : h + tile], scale)
-        for start in range(0, len(listed), BLOCK):
-            size = min(BLOCK, len(listed) - start)
-            at = listed[start:].ctypes.data
-            tile_scores(
-                tile, GATHER, positive.ctypes.data, hi.ctypes.data, row_bytes, at, size, d,
-                of_hi.ctypes.data, stride,
-            )  # fmt: skip
-            tile_scores(
-                tile, GATHER, negative.ctypes.data, lo.ctypes.data, row_bytes, at, size, d,
-                of_lo.ctypes.data, stride,
-            )  # fmt: skip
-            for t in range(tile):
-                for j in range(size):
-                    out[h + t, start + j] = of_hi[t, j] + of_lo[t, j]
+    _score_group(GATHER, listed.ctypes.data, q, hi, lo, 0, len(listed), scale, out)
 
 
 def page_scores_ref(q, hi, lo, scale):

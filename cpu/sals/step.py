@@ -26,7 +26,7 @@ from sparsekv_cli.cpu.jit.pointers import (
     float_pointer,
     index_pointer,
     integer_pointer,
-    record_pointer,
+    record_at,
 )
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.sals.latent import (
@@ -98,13 +98,7 @@ SALS = np.dtype(
         ("softcap", np.float32),  # 0 for none
     ]
 )
-_sals_pointer = record_pointer(SALS)
-
-
-@njit(cache=True, nogil=True)
-def _record(at):
-    """The record of ``SALS`` at an address."""
-    return carray(_sals_pointer(at), 1)[0]
+_record = record_at(SALS)
 
 
 @njit(cache=True, nogil=True)

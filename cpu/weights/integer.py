@@ -47,8 +47,8 @@ def quantized_bytes(n):
 
 @njit(cache=True, nogil=True)
 def quantized_stride(n):
-    """Returns the bytes from one row of quantised activations to the next: whole cache lines."""
-    return (quantized_bytes(n) + 63) // 64 * 64
+    """Returns the bytes of a row of n quantised activations, in whole blocks and cache lines."""
+    return (quantized_bytes((n + BLOCK - 1) // BLOCK * BLOCK) + 63) // 64 * 64
 
 
 class Rounded(NamedTuple):

@@ -35,14 +35,8 @@ class Linear:
 class GatedWeights:
     """The weights of a gated feed-forward network: down(act(gate x) * up x)."""
 
-    gate: Linear
-    up: Linear
+    gate_up: tuple[Linear, ...]  # of the input x: gate and up, or one matrix with gate's rows first
     down: Linear
-
-    @property
-    def gate_up(self) -> tuple[Linear, ...]:
-        """The matrices whose input is x: gate, then up."""
-        return (self.gate, self.up)
 
     def linears(self) -> tuple[Linear, ...]:
         return (*self.gate_up, self.down)
@@ -52,26 +46,4 @@ class GatedWeights:
         return sum(linear.data.nbytes for linear in self.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> GatedWeights:
-        return GatedWeights(*(change(linear) for linear in self.linears()))
-
-
-@dataclass(frozen=True)
-class FusedWeights:
-    """A gated feed-forward network with gate and up in one matrix. The gate's rows come first."""
-
-    fused: Linear
-    down: Linear
-
-    @property
-    def gate_up(self) -> tuple[Linear, ...]:
-        return (self.fused,)
-
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.fused, self.down)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(linear.data.nbytes for linear in self.linears())
-
-    def mapped(self, change: Callable[[Linear], Linear]) -> FusedWeights:
-        return FusedWeights(change(self.fused), change(self.down))
+        return GatedWeights(tuple(map(change, self.gate_up)), change(self.down))

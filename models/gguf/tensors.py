@@ -89,8 +89,5 @@ class TensorReader:
 
     def gated(self, prefix: str, n_embd: int, n_ff: int, suffix: str = "") -> GatedWeights:
         """Returns the weights of a gated feed-forward network from three tensors."""
-        return GatedWeights(
-            self.linear(f"{prefix}ffn_gate{suffix}", n_ff, n_embd),
-            self.linear(f"{prefix}ffn_up{suffix}", n_ff, n_embd),
-            self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff),
-        )
+        gate, up = (self.linear(f"{prefix}ffn_{x}{suffix}", n_ff, n_embd) for x in ("gate", "up"))
+        return GatedWeights((gate, up), self.linear(f"{prefix}ffn_down{suffix}", n_embd, n_ff))

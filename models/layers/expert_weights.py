@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.gguf.linear import FusedWeights, GatedWeights, Linear
+from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 from sparsekv_cli.models.gguf.tensors import TensorReader
 from sparsekv_cli.models.layers.expert_params import ExpertParams
 
@@ -29,7 +29,7 @@ class ExpertWeights:
 
     params: ExpertParams
     router: Linear  # (experts, n_embd)
-    experts: GatedWeights | FusedWeights  # one Linear holds the matrices of all experts
+    experts: GatedWeights  # one Linear holds the matrices of all experts
     shared: GatedWeights | None  # the expert that all tokens use
     # w f32 (n_embd,): ``shared`` has the weight sigmoid(w x); None: weight 1
     shared_gate: np.ndarray | None
@@ -71,15 +71,12 @@ def read_mixture(
         )
     n_expert, n_ff, n_shared = params.n_expert, params.n_ff_expert, params.n_ff_shared
     down = reader.stack(f"{prefix}down_exps", n_expert, n_embd, n_ff)
-    experts: GatedWeights | FusedWeights
     if params.normed and f"{prefix}gate_up_exps.weight" in tensors:
-        fused = reader.stack(f"{prefix}gate_up_exps", n_expert, 2 * n_ff, n_embd)
-        experts = FusedWeights(fused, down)
+        parts = {"gate_up": 2 * n_ff}
     else:
-        gate, up = (
-            reader.stack(f"{prefix}{name}_exps", n_expert, n_ff, n_embd) for name in ("gate", "up")
-        )
-        experts = GatedWeights(gate, up, down)
+        parts = {"gate": n_ff, "up": n_ff}
+    gate_up = (reader.stack(f"{prefix}{x}_exps", n_expert, n, n_embd) for x, n in parts.items())
+    experts = GatedWeights(tuple(gate_up), down)
     biases = None
     if has_biases:
         sizes = (("gate", n_ff), ("up", n_ff), ("down", n_embd))

@@ -27,10 +27,6 @@ class LayerInput:
     def linears(self) -> tuple[Linear, ...]:
         return (self.projection, self.gate, self.output)
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(linear.data.nbytes for linear in self.linears())
-
 
 @dataclass(frozen=True)
 class InputEmbedding:

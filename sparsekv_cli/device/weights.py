@@ -113,7 +113,7 @@ class DeviceWeights:
             vectors=replace(layer, **vectors),
             qkv=self._stack(layer.q, layer.k, layer.v),
             o=self._stack(layer.o),
-            gate_up=self._stack(layer.ffn.gate, layer.ffn.up),
+            gate_up=self._stack(*layer.ffn.gate_up),
             down=self._stack(layer.ffn.down),
         )
 

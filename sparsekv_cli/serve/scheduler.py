@@ -120,7 +120,7 @@ class Scheduler:
                 raise StoppingError("the server is about to end")
             if len(self._queue) + len(jobs) > self._n_queue + self._n_free:
                 raise QueueFullError(
-                    f"{len(self._queue)} requests wait, at most {self._n_queue} may: try again later"
+                    f"{len(self._queue)} requests wait, at most {self._n_queue} may: try later"
                 )
             self._queue.extend(jobs)
             self._changed.notify()

@@ -36,10 +36,10 @@ def test_bytes_a_token_are_of_the_chosen_experts(tmp_path):
 def test_an_expert_is_a_view_of_the_file(tmp_path):
     ffn = read(make_model(tmp_path / "model.gguf", wtype="Q8_0", **SIZES)).layers[0].ffn
     assert isinstance(ffn, ExpertWeights)
-    gate = ffn.experts.gate.matrix(2)
+    gate = ffn.experts.gate_up[0].matrix(2)
     assert (gate.n_rows, gate.n_columns, gate.n_matrices) == (96, 64, 1)
-    np.testing.assert_array_equal(gate.data, ffn.experts.gate.data[192:288])
-    assert np.shares_memory(gate.data, ffn.experts.gate.data)
+    np.testing.assert_array_equal(gate.data, ffn.experts.gate_up[0].data[192:288])
+    assert np.shares_memory(gate.data, ffn.experts.gate_up[0].data)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])

@@ -66,7 +66,7 @@ def test_weights_stay_as_the_file_has_them(tmp_path):
     path = make_model(tmp_path / "model.gguf", wtype="Q4_K")
     weights = read(path)
     tensors = {t.name: t for t in GGUFReader(path).tensors}
-    gate = weights.layers[1].ffn.gate
+    gate = weights.layers[1].ffn.gate_up[0]
     assert gate.code == GGMLQuantizationType.Q4_K and gate.data.dtype == np.uint8
     np.testing.assert_array_equal(gate.data, tensors["blk.1.ffn_gate.weight"].data)
     assert not gate.data.flags.writeable

@@ -12,7 +12,7 @@ from sparsekv_cli.cpu.experts import decode, routing
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
-from sparsekv_cli.models.gguf.linear import FusedWeights, GatedWeights, Linear
+from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 from sparsekv_cli.models.hparams import ExpertParams
 from sparsekv_cli.models.layers.expert_weights import ExpertNorms, ExpertWeights
 
@@ -51,17 +51,19 @@ class Mixture:
         if n_shared:
             sizes = {"g": (n_shared, N_EMBD), "u": (n_shared, N_EMBD), "d": (N_EMBD, n_shared)}
             parts = {k: linear(k, *v, wtype, 1, repacks) for k, v in sizes.items()}
-            shared = GatedWeights(*(weights for weights, _ in parts.values()))
+            *gate_up, down = (weights for weights, _ in parts.values())
+            shared = GatedWeights(tuple(gate_up), down)
             self.shared = [values for _, values in parts.values()]
             if is_gated:
                 gate = np.random.default_rng(5).standard_normal(N_EMBD).astype(np.float32)
         self.gate, self.kept = gate, (router, experts, shared)
         params = ExpertParams(N_EXPERT, N_USED, n_ff, n_shared, is_gated, normalised)
-        stacks: Any = GatedWeights(*(weights for weights, _ in experts.values()))
+        *gate_up, down = (weights for weights, _ in experts.values())
+        stacks = GatedWeights(tuple(gate_up), down)
         self.norms, self.scales = None, None
         if has_norms:  # and gate and up are one matrix
             both, values = linear("gate_up", 2 * n_ff, N_EMBD, wtype, N_EXPERT, repacks)
-            stacks = FusedWeights(both, stacks.down)
+            stacks = GatedWeights((both,), down)
             self.experts[:2] = np.split(values, 2, axis=1)
             drawn = np.random.default_rng(6).uniform(0.5, 2, (5, N_EMBD)).astype(np.float32)
             self.norms, self.scales = ExpertNorms(*drawn[:4]), drawn[4, :N_EXPERT].copy()

@@ -32,7 +32,7 @@ def grouped(n_rows: int, n_used: int, n_expert: int = N_EXPERT) -> tuple[np.ndar
 
 def multiplied(matrices, offsets, rows, x, n_threads=2):
     table = products.product_table(matrices)
-    out = np.full((len(rows), products.n_rows(table) // (len(offsets) - 1)), 9, x.dtype)
+    out = np.full((len(rows), sum(len(w) for _, w in matrices) // (len(offsets) - 1)), 9, x.dtype)
     experts.multiply_experts(table, offsets, rows, x, out, n_threads)
     return out
 

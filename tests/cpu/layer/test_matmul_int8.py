@@ -40,7 +40,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 def multiply(matrices, x: np.ndarray, n_threads: int = 2) -> np.ndarray:
     table = products.product_table(matrices)
-    out = np.full((len(x), products.n_rows(table)), np.nan, np.float32)
+    out = np.full((len(x), sum(len(w) for _, w in matrices)), np.nan, np.float32)
     products.multiply(table, x, out, n_threads)
     return out
 
