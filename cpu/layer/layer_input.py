@@ -7,11 +7,11 @@ A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 import numpy as np
 from numba import carray, njit, prange
 
-from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
-from sparsekv_cli.cpu.layer.decode import add_rows, float_rows, floats, multiply
+from sparsekv_cli.cpu.layer.decode import add_rows, float_rows, floats, multiply, rms_norm
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
 
 ROOT_HALF = np.float32(0.5**0.5)
@@ -36,11 +36,10 @@ INPUT = np.dtype(
 
 @njit(cache=True, nogil=True)
 def _make(projected, norm, eps, embedded, out):
-    """Computes one layer's input of one token: out f32 (n,)."""
-    n = norm.shape[0]
-    of_norm = np.float32(1) / np.sqrt(sum_squares(projected) / np.float32(n) + eps)
-    for c in range(n):
-        out[c] = (projected[c] * of_norm * norm[c] + embedded[c]) * ROOT_HALF
+    """Computes one layer's input of one token: out f32 (n,). Overwrites ``projected``."""
+    rms_norm(projected, norm, eps, projected)
+    for c in range(norm.shape[0]):
+        out[c] = (projected[c] + embedded[c]) * ROOT_HALF
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)

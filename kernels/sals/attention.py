@@ -25,7 +25,10 @@ class Pieces(NamedTuple):
 
 
 @triton.jit
-def _dot_twice(high, low, keys, total):
+def _dot_twice(q, keys, total):
+    """Returns total + q . keys for q f32, as two f16 halves: one half would lose three digits."""
+    high = q.to(tl.float16)
+    low = (q - high.to(tl.float32)).to(tl.float16)
     return tl.dot(low, keys, acc=tl.dot(high, keys, acc=total))
 
 
@@ -79,23 +82,18 @@ def _attend_latents_kernel(
         turned = factor * rope_scale
         keys1 = ((k1 * cos - k2 * sin) * turned).to(tl.float16)
         keys2 = ((k1 * sin + k2 * cos) * turned).to(tl.float16)
-        # Scores: queries are two f16 halves, because one half would lose three digits.
+        # Scores.
         q_at = q_ptr + head[:, None] * D
         mask = is_head[:, None] & (i < HALF)[None, :]
         q1 = tl.load(q_at + i[None, :], mask=mask, other=0.0)
         q2 = tl.load(q_at + HALF + i[None, :], mask=mask, other=0.0)
-        high1, high2 = q1.to(tl.float16), q2.to(tl.float16)
-        low1 = (q1 - high1.to(tl.float32)).to(tl.float16)
-        low2 = (q2 - high2.to(tl.float32)).to(tl.float16)
         scores = tl.zeros([TILE_H, ROWS], tl.float32)
-        scores = _dot_twice(high1, low1, tl.trans(keys1), scores)
-        scores = _dot_twice(high2, low2, tl.trans(keys2), scores)
+        scores = _dot_twice(q1, tl.trans(keys1), scores)
+        scores = _dot_twice(q2, tl.trans(keys2), scores)
         if D > 2 * HALF:
             mask = is_head[:, None] & (i_rest < D)[None, :]
             q3 = tl.load(q_at + i_rest[None, :], mask=mask, other=0.0)
-            high3 = q3.to(tl.float16)
-            low3 = (q3 - high3.to(tl.float32)).to(tl.float16)
-            scores = _dot_twice(high3, low3, tl.trans((k3 * factor).to(tl.float16)), scores)
+            scores = _dot_twice(q3, tl.trans((k3 * factor).to(tl.float16)), scores)
         scores = tl.where(is_row[None, :], scores * scale, float("-inf"))
         # Values.
         values_at = ((row * n_kv + g) * HEAD_BYTES)[:, None]

@@ -151,11 +151,11 @@ times the speed of `full`."""
         tasks = ("vt", "niah_multikey_2", "niah_multikey_3", "code")
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
-        counts = [row.get("niah_multikey_3_n", 0) for row in scores]  # what methods lose first
+        counts = [row.get("vt_n", 0) for row in scores]
         about += f""" Accuracy is after {length} tokens. KLD is to `full`, on code. Scores are in \
 per cent, of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
         if (n := max(counts)) > counts[-1]:
-            more = [row for row in scores if row["niah_multikey_3_n"] == n]
+            more = [row for row in scores if row["vt_n"] == n]
             found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
             about += f" With {n} samples multikey_3 is: {found}."
     about = textwrap.fill(about, 100, break_on_hyphens=False)

@@ -20,6 +20,7 @@ from sparsekv_cli.commands.chat import chat as chat_module
 from sparsekv_cli.commands.chat import commands as chat_commands
 from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
+from sparsekv_cli.commands.run import task as task_module
 from sparsekv_cli.evaluation import roofline
 from sparsekv_cli.sequence import Checkpoint, Sequence, Timings
 
@@ -204,7 +205,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
         monkeypatch.setattr(module, "open_model", lambda options: model)
     for module in (run_module, chat_module, chat_commands):
         monkeypatch.setattr(module, "open_prompt_rows", lambda *arguments: None)
-    monkeypatch.setattr(run_module, "new_sampler", lambda *arguments: model.sample)
+    monkeypatch.setattr(task_module, "new_sampler", lambda *arguments: model.sample)
     monkeypatch.setattr(chat_conversation, "new_sampler", model.take_settings)
     return model
 

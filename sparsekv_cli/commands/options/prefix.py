@@ -90,8 +90,8 @@ def check_session_file(path: Path) -> None:
             start = file.read(len(MAGIC))
         if start and start != MAGIC:
             raise SparseKVError(
-                f"--session {path}: is no file of this program's, or of another version, and is "
-                "left as it is: choose another name"
+                f"--session {path}: is not a session file of this version, and is left as it is: "
+                "choose another name"
             )
 
 

@@ -16,9 +16,7 @@ from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LacksMemoryError, LostModelError, SparseKVError
-from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation, step
-from sparsekv_cli.generation.sampler import new_constraint, new_sampler
 from sparsekv_cli.system.files import naming
 
 if TYPE_CHECKING:
@@ -153,34 +151,12 @@ class LineAnswers:
         model = self._model
         self._held, self._n_room = None, self._n_parallel
         try:
-            ids = prompt_ids(
-                model,
-                task.prompt,
-                task.system,
-                raw=task.raw,
-                parse_special=task.parse_special,
-                think=task.think,
-                continues=bool(task.continue_final_message),
-                add_generation_prompt=task.add_generation_prompt is not False,
-            )
-            thinking = model_thinking(model) if task.thinks else None
-            constraint = new_constraint(model.tokenizer, task.sampling, thinking, task.think)
-            sample = new_sampler(model, task.sampling, task.seed, constraint)
+            ids, begin = task.ids(model), task.prepared(model)
             sequence = model.sequence()
             sequence.prefill(ids, rows=self._rows)
             if self._rows is not None:
                 self._rows.finish()
-            generation = Generation(
-                model.tokenizer,
-                sequence,
-                sample,
-                n_predict=task.n_predict,
-                stops=task.stop,
-                constraint=constraint,
-                special=task.special,
-                logprobs=task.logprobs,
-                thinking=None if task.special or task.inline_thinking else thinking,
-            )
+            generation = begin(sequence)
         except LostModelError:
             raise
         except SparseKVError as error:

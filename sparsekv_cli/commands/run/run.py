@@ -47,9 +47,7 @@ from sparsekv_cli.commands.shared.prompt import check_utf8, read_prompt
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
-from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
-from sparsekv_cli.generation.generation import Generation
-from sparsekv_cli.generation.sampler import new_constraint, new_sampler
+from sparsekv_cli.generation.conversation import model_thinking
 from sparsekv_cli.system.files import AppendedFile
 
 if TYPE_CHECKING:
@@ -144,34 +142,16 @@ def command(
     if jsonl:
         _answer_lines(options, prefix, file, task, parallel or 1, output, ray)
         return
-    text = read_prompt(prompt, file)
+    task = replace(task, prompt=read_prompt(prompt, file))
     model = open_model(options)
-    ids = prompt_ids(
-        model, text, task.system,
-        raw=task.raw, parse_special=task.parse_special, think=task.think,
-    )  # fmt: skip
+    ids = task.ids(model)
     model, options = choose_method(model, options, len(ids) + max(task.n_predict, 0))
     rows = open_prompt_rows(model, prefix, model.method)
-    marked = None if task.raw else model_thinking(model)
-    thinking = None if task.special or task.inline_thinking else marked
-    constraint = new_constraint(model.tokenizer, task.sampling, marked, task.think)
-    sampler = new_sampler(model, task.sampling, task.seed, constraint)
+    prepared, thinking = task.prepared(model), model_thinking(model)
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     writers: dict[str, Any] = {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
-    begin = partial(
-        Generation,
-        model.tokenizer,
-        sequence,
-        sampler,
-        n_predict=task.n_predict,
-        stops=task.stop,
-        constraint=constraint,
-        special=task.special,
-        thinking=thinking,
-        logprobs=task.logprobs,
-        **({} if as_json else writers),
-    )
+    begin = partial(prepared, sequence, **({} if as_json else writers))
     try:
         answer = stream_answer(sequence, ids, begin, rows=rows)
     except PrefillInterrupted:

@@ -1,9 +1,17 @@
 """The task of ``run``, from the command line or, with --jsonl, from a line."""
 
-from dataclasses import dataclass
-from typing import Any
+from __future__ import annotations
 
-from sparsekv_cli.generation.sampler import SamplingOptions
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
+from sparsekv_cli.generation.generation import Generation
+from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
+
+if TYPE_CHECKING:
+    from sparsekv_cli.model import Model
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,30 @@ class Task:
     @property
     def thinks(self) -> bool:
         return not (self.raw or self.continue_final_message or self.add_generation_prompt is False)
+
+    def ids(self, model: Model) -> list[int]:
+        """Returns the ids of the prompt."""
+        return prompt_ids(
+            model, self.prompt, self.system, raw=self.raw, parse_special=self.parse_special,
+            think=self.think, continues=bool(self.continue_final_message),
+            add_generation_prompt=self.add_generation_prompt is not False,
+        )  # fmt: skip
+
+    def prepared(self, model: Model) -> partial[Generation]:
+        """Returns a call that begins the answer in a sequence, after the prefill of the prompt."""
+        thinking = model_thinking(model) if self.thinks else None
+        constraint = new_constraint(model.tokenizer, self.sampling, thinking, self.think)
+        return partial(
+            Generation,
+            model.tokenizer,
+            sample=new_sampler(model, self.sampling, self.seed, constraint),
+            n_predict=self.n_predict,
+            stops=self.stop,
+            constraint=constraint,
+            special=self.special,
+            thinking=None if self.special or self.inline_thinking else thinking,
+            logprobs=self.logprobs,
+        )
 
 
 NAMES = (

@@ -106,7 +106,7 @@ def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
         ("perplexity", ["--budget", "5%"], 2, "none of the methods has an option 'budget'"),
         ("perplexity", ["-ctk", "q8_0"], 2, "name another method"),
         ("kld", [], 2, "nothing to compare"),
-        ("kld", ["--kl-divergence-base", "x"], 2, "leave -f, -c out"),
+        ("kld", ["--kl-divergence-base", "x"], 2, "leave -f and -c out"),
         ("perplex", [], 2, "No such command"),
     ],
 )

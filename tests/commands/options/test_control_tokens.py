@@ -53,5 +53,5 @@ def test_raw_parses_them_and_says_so(fake, invoke):
     invoke("run", "--raw", "-p", "a<eos>")
     assert fake.prompts == [[ord("a"), EOS_ID]]
     text = " ".join(invoke("run", "--help").out.split())
-    assert "control tokens such as <|im_end|> are parsed" in text
+    assert "Control tokens such as <|im_end|> are parsed" in text
     assert "--parse-special" in text and "--parse-special" in invoke("chat", "--help").out
