@@ -4,9 +4,9 @@ The same data give the same pages, byte for byte: a test makes them again and co
 """
 
 import json
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import measuring
@@ -138,8 +138,9 @@ def results(data: Data) -> str:
 the first row (`--sparse-from 0`). Speed is shown for the rows in the cache, and in brackets as \
 times the speed of `full`."""
     measured = data.get("real_accuracy", {"rows": []})["rows"]
-    length = min((row["length"] for row in measured), default=0)
-    scores = [row for row in measured if (row["length"], row["model"]) == (length, model)]
+    scores = [row for row in measured if row["model"] == model]
+    length = min((row["length"] for row in scores), default=0)
+    scores = [row for row in scores if row["length"] == length]
     accuracies = {row["spec"]: row for row in scores}
     rows = [{"method": m, **accuracies.get(m, {})} for m in speeds]
     for row in rows:
@@ -151,16 +152,15 @@ times the speed of `full`."""
         tasks = ("vt", "niah_multikey_2", "niah_multikey_3", "code")
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
-        counts = [row.get("vt_n", 0) for row in scores]
+        counts = [min(row[f"{task}_n"] for task in tasks if task in row) for row in scores]
         about += f""" Accuracy is after {length} tokens. KLD is to `full`, on code. Scores are in \
 per cent, of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
         if (n := max(counts)) > counts[-1]:
-            more = [row for row in scores if row["vt_n"] == n]
+            more = [row for row, count in zip(scores, counts, strict=True) if count == n]
             found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
             about += f" With {n} samples multikey_3 is: {found}."
-    about = textwrap.fill(about, 100, break_on_hyphens=False)
     found, lines = table(rows, "method = method:code" + columns), map("- {}".format, remarks(data))
-    return "\n".join([about, "", found, "", *lines]).rstrip()
+    return "\n".join([fill(about, 100, break_on_hyphens=False), "", found, "", *lines]).rstrip()
 
 
 def remarks(data: Data) -> Iterable[str]:

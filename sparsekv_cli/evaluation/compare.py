@@ -163,12 +163,10 @@ def compare(
     on_prefill: OnProgress | None = None,
     on_step: OnProgress | None = None,
 ) -> Iterator[MethodResult]:
-    """Compares ``methods``, by their text, ``full`` first, on ``ids`` and ``n_steps`` tokens.
+    """Yields each method's result, ``full``'s first, on ``ids`` and ``n_steps`` tokens.
 
-    Yields a method's result when the method is done.
-
-    continuation: the tokens that all methods decode; without one, those that ``full`` chooses.
-    Raises SparseKVError when prompt and steps do not fit the context.
+    methods: by their text. continuation: the tokens that all methods decode; without one, those
+    that ``full`` chooses. Raises SparseKVError when prompt and steps do not fit the context.
     """
     n_context = len(ids) + n_steps
     if n_context > model.n_ctx:

@@ -57,7 +57,9 @@ def method_key(method: Method) -> str:
 def read_speeds(path: Path | None) -> Speeds | None:
     """Returns the kept speeds. None if there is no such file, or it has other contents."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
-    with contextlib.suppress(OSError, *bad), open_regular(path or "") as file:
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, *bad), open_regular(path) as file:
         return Speeds.from_dict(json.loads(file.read()))
     return None
 

@@ -63,13 +63,13 @@ class MethodCurve:
     def times(self, factor: float) -> MethodCurve:
         """Returns the curve with all times multiplied by ``factor``."""
 
-        def layer(point: LayerPoint | None) -> Any:
-            return point and replace(point, seconds=factor * point.seconds)
+        def layer(point: LayerPoint) -> LayerPoint:
+            return replace(point, seconds=factor * point.seconds)
 
-        points = [
-            DepthPoint(at.n, factor * at.byte_seconds, layer(at.sparse), layer(at.dense))
-            for at in self.points
-        ]
+        points = []
+        for at in self.points:
+            dense = None if at.dense is None else layer(at.dense)
+            points.append(DepthPoint(at.n, factor * at.byte_seconds, layer(at.sparse), dense))
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:

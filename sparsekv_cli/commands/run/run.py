@@ -47,7 +47,6 @@ from sparsekv_cli.commands.shared.prompt import check_utf8, read_prompt
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
-from sparsekv_cli.generation.conversation import model_thinking
 from sparsekv_cli.system.files import AppendedFile
 
 if TYPE_CHECKING:
@@ -147,7 +146,8 @@ def command(
     ids = task.ids(model)
     model, options = choose_method(model, options, len(ids) + max(task.n_predict, 0))
     rows = open_prompt_rows(model, prefix, model.method)
-    prepared, thinking = task.prepared(model), model_thinking(model)
+    prepared = task.prepared(model)
+    thinking = prepared.keywords["thinking"]  # None: the answer's text has all of it
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     writers: dict[str, Any] = {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
