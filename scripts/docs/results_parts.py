@@ -29,6 +29,7 @@ DOCUMENT = "scripts/demo_document.txt"
 QUESTION = "How long had the old man been at the station?"
 TRUTH = "accuracy/perplexity"  # too far from llama.cpp (status 1) is a figure like others
 PEERS = ("llama.cpp", "ik_llama.cpp")
+ROUNDS = 3  # runs of ``bench``
 MEMORY_COUNTERS = ("bytes_host", "bytes_device", "index_bytes")
 CACHE_TYPE_PAIRS = (
     ("q8_0", "q8_0"), ("q8_0", "q5_1"), ("q8_0", "q4_0"), ("q5_1", "q5_1"), ("q5_1", "q4_0"),
@@ -86,12 +87,15 @@ def model_option(sizes: Sizes) -> list[str]:
 def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
     """``bench``: a row a test. of_full: the speed over that of ``full`` in the same test.
 
-    Methods are sparse at every depth, because their own speed is wanted.
+    ROUNDS runs, so that a slow minute of the machine is not one method's. Methods are sparse at
+    every depth, because their own speed is wanted.
     """
-    done = run.cli("bench", "-m", model, *arguments, "--sparse-from", "0", "-O", "json")
+    words = ["bench", "-m", model, *arguments, "-r", "1", "--sparse-from", "0", "-O", "json"]
+    rounds = [json.loads(run.cli(*words).stdout) for _ in range(ROUNDS)]
+    run.commands[-ROUNDS:] = [f"{run.commands[-1]}    # {ROUNDS} times"]
     records: Records = []
-    for told in json.loads(done.stdout):
-        samples = told["samples_ts"]
+    for same in zip(*rounds, strict=True):
+        told, samples = same[0], [sample for row in same for sample in row["samples_ts"]]
         records.append({
             "method": told["method"], "n_prompt": told["n_prompt"], "n_gen": told["n_gen"],
             "depth": told["n_depth"], "n_seqs": told["n_seqs"], "threads": told["n_threads"],
@@ -100,7 +104,8 @@ def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
             "step_ms": 1e3 * told["n_seqs"] / statistics.median(samples),
         })  # fmt: skip
         if told["fraction"] is not None:
-            records[-1]["roofline_percent"] = 100 * told["fraction"]
+            fractions = [row["fraction"] for row in same]
+            records[-1]["roofline_percent"] = 100 * statistics.median(fractions)
     key = ("n_prompt", "n_gen", "depth", "n_seqs", "threads")
     full = {tuple(r[k] for k in key): r["tokens_per_s"] for r in records if r["method"] == "full"}
     for row in records:
@@ -208,12 +213,12 @@ def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
 
 
 def trained_speed(size: str, run: Runner, sizes: Sizes, model: str) -> Records:
-    words = expand_arguments(f"-p 0 -n {{tokens}} {sizes[size]} -r 3 --cache-dir", sizes)
+    words = expand_arguments(f"-p 0 -n {{tokens}} {sizes[size]} --cache-dir", sizes)
     return bench_speeds(run, model, *words, str(run.unfinished / "prompts"))
 
 
 def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
-    return bench_speeds(run, model, *expand_arguments("-p {real_prompts} -n 0 -r 3", sizes))
+    return bench_speeds(run, model, *expand_arguments("-p {real_prompts} -n 0", sizes))
 
 
 def trained_script(
