@@ -61,9 +61,7 @@ class LFPS(Method):
 
     paper: ClassVar[str] = "arXiv:2506.15704"
     description: ClassVar[str] = "candidates from tables of past attention (vertical and slash)"
-    use: ClassVar[str] = (
-        "long answers after long contexts; it misses a few of many similar keys"
-    )
+    use: ClassVar[str] = "long answers after long contexts; it misses a few of many similar keys"
     host_cache: ClassVar[str] = "lfps:HostLFPS"
     work_of_a_head: ClassVar[int] = 1280
     renamed: ClassVar[dict[str, str]] = {"dense_rows": "pages_from"}
