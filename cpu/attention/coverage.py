@@ -8,15 +8,9 @@ from numba import njit, prange
 from sparsekv_cli.cpu.attention.decode import scaled_copy
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-)
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.jit.llvm import keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
@@ -39,10 +33,7 @@ def _rate_head(query, k, n, tail, n_tail, k_row, scale, softcap, rows, n_sinks):
     is_best = np.zeros(total, np.bool_)
     for j in best:
         is_best[n_sinks + j] = True
-    scores[0, total : total + LANES] = NEGATIVE_INFINITY
-    if softcap:
-        soften(to, total, np.float32(softcap))
-    mass = exp_in_place(to, total, max_of(to, total))
+    _, mass = exponentiate(scores[0], total, np.float32(softcap), NEGATIVE_INFINITY)
     attended, possible, n_best = 0.0, 0.0, 0
     for row in rows:
         attended += np.float64(scores[0, row])

@@ -22,17 +22,9 @@ from sparsekv_cli.cpu.attention.rows import (
     K,
     V,
 )
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.store import store_row
-from sparsekv_cli.cpu.attention.tile import (
-    MAX_TILE,
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-    tile_values,
-)
+from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -1,4 +1,4 @@
-"""Attention on a tile of query heads, in vector IR: scores, exponentials and weighted values.
+"""Attention on a tile of query heads, in vector IR: scores and weighted values.
 
 Rows of K and V (attention/rows.py) are padded to a multiple of 16 elements. A row is loaded and
 widened once for a tile of several query heads of its GQA group. The dot products of a tile are
@@ -29,12 +29,11 @@ from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader, widen_h
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import GATHER, KIND, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load, splat
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
 PAD = 32  # floats that a score buffer needs after its last score
 AHEAD_SCAN, AHEAD_GATHER = 64, 40  # rows between a load and its prefetch
-NEGATIVE_INFINITY = np.float32(-np.inf)
 # Dims of values that registers sum at a time, a multiple of 16, for each size of a tile.
 WIDE_DIMS = (
     dict.fromkeys(range(1, 8), 64) | {8: 32}
@@ -310,83 +309,3 @@ def widen_row(kind, row, out):
 
 binding.add_symbol(TABLE, address(_TABLE))
 install(F16_ROWS)
-
-
-def exp_lanes(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Returns e^x for x <= 0, <16 x float>, within 2 units in the last place; 0 below -87.
-
-    Cody-Waite reduction x = n ln 2 + r and a polynomial of degree 6 in r (Cephes' expf).
-    """
-    x = llvm.call_named(b, "llvm.maxnum.v16f32", VF, x, const(F32, -87.5))
-    n = llvm.fma(b, x, const(F32, 1.4426950408889634), const(F32, 0.5))
-    n = llvm.call_named(b, "llvm.floor.v16f32", VF, n)
-    r = llvm.fma(b, n, const(F32, -0.693359375), x)
-    r = llvm.fma(b, n, const(F32, 2.12194440e-4), r)
-    y = const(F32, 1.9875691500e-4)
-    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
-        y = llvm.fma(b, y, r, const(F32, c))
-    y = b.fadd(llvm.fma(b, y, b.fmul(r, r), r), const(F32, 1.0))
-    power = b.shl(b.add(b.fptosi(n, VI), const(I32, 127)), const(I32, 23))
-    y = b.fmul(y, b.bitcast(power, VF))
-    return b.select(b.fcmp_ordered(">", x, const(F32, -87.0)), y, const(F32, 0.0))
-
-
-@intrinsic
-def exp_in_place(typingctx, scores, count, peak):
-    """scores[j] = e^(scores[j] - peak), j < count rounded up to 16; returns their sum (f32)."""
-
-    def codegen(context, b, signature, args):
-        scores, count, peak = args
-        peak_lanes = splat(b, peak)
-
-        def body(j, sums):
-            at = b.add(scores, b.mul(j, I64(4)))
-            y = exp_lanes(b, b.fsub(load(b, VF, at), peak_lanes))
-            llvm.store(b, y, at)
-            return [b.fadd(sums[0], y)]
-
-        return llvm.sum_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, 0.0)], body)[0])
-
-    return types.float32(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def soften(typingctx, scores, count, cap):
-    """scores[j] = cap tanh(scores[j] / cap), j < count rounded up to 16; tanh by e^(-2 |x|)."""
-
-    def codegen(context, b, signature, args):
-        scores, count, cap = args
-        caps, one = splat(b, cap), const(F32, 1.0)
-        rate = b.fdiv(const(F32, -2.0), caps)
-
-        def body(j, carried):
-            at = b.add(scores, b.mul(j, I64(4)))
-            x = load(b, VF, at)
-            size = llvm.call_named(b, "llvm.fabs.v16f32", VF, x)
-            t = exp_lanes(b, b.fmul(size, rate))
-            y = b.fmul(b.fdiv(b.fsub(one, t), b.fadd(one, t)), caps)
-            y = llvm.call_named(b, "llvm.copysign.v16f32", VF, y, x)
-            is_number = b.fcmp_ordered("<", size, const(F32, np.inf))
-            llvm.store(b, b.select(is_number, y, x), at)
-            return []
-
-        llvm.loop(b, I64(0), count, LANES, [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
-
-
-@intrinsic
-def max_of(typingctx, scores, count):
-    """Returns the largest of scores[0 .. count rounded up to 16) (f32)."""
-
-    def codegen(context, b, signature, args):
-        scores, count = args
-
-        def body(j, best):
-            value = load(b, VF, b.add(scores, b.mul(j, I64(4))))
-            return [llvm.call_named(b, "llvm.maxnum.v16f32", VF, best[0], value)]
-
-        return llvm.max_lanes(b, llvm.loop(b, I64(0), count, LANES, [const(F32, -np.inf)], body)[0])
-
-    return types.float32(types.int64, types.int64), codegen

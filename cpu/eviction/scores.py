@@ -13,16 +13,10 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_ROW, K, V
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-)
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import I64, LANES, keep, next_task
+from sparsekv_cli.cpu.jit.llvm import I64, keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 N_PART = 8  # most parts of a kv head's queries
@@ -58,14 +52,8 @@ def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, 
         keep(scaled)
         for t in range(tile):
             visible = n_past + (row + t) // group + 1
-            for j in range(visible, visible + LANES):
-                scores[t, j] = NEGATIVE_INFINITY
-            address = scores.ctypes.data + 4 * t * stride
-            if softcap:
-                soften(address, visible, softcap)
             sink = sinks[(row + t) % group] if len(sinks) else NEGATIVE_INFINITY
-            peak = max(max_of(address, visible), sink)
-            mass = exp_in_place(address, visible, peak) + np.exp(sink - peak)
+            _, mass = exponentiate(scores[t], visible, softcap, sink)
             _add_weighted(sums, scores[t], visible, np.float32(1) / mass)
 
 

@@ -30,15 +30,8 @@ from sparsekv_cli.cpu.attention.decode import (
     scaled_copy,
 )
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, layout_of
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-    tile_values,
-)
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
@@ -120,24 +113,12 @@ def _to_waves(x, waves, n_waves, z):
 
 
 @njit(cache=True, nogil=True)
-def _soft(scores, n, softcap):
-    """Replaces scores by e^(scores - peak) after the softcap; returns the peak and their sum."""
-    for i in range(n, n + LANES):
-        scores[i] = NEGATIVE_INFINITY
-    at = scores.ctypes.data
-    if softcap:
-        soften(at, n, softcap)
-    peak = max_of(at, n)
-    return peak, exp_in_place(at, n, peak)
-
-
-@njit(cache=True, nogil=True)
 def _weigh_means(z, n_block, length, from_k, from_v, softcap):
     """``_weigh_blocks`` for blocks with one score each; from_k, from_v f32 (>= n_block,)."""
     root = np.float32(np.sqrt(length))
     for i in range(n_block):
         z[i] *= from_k[i] / root
-    peak, mass = _soft(z, n_block, softcap)
+    peak, mass = exponentiate(z, n_block, softcap, NEGATIVE_INFINITY)
     for i in range(n_block):
         z[i] *= from_v[i] * root
     return peak, mass * np.float32(length)
@@ -156,7 +137,7 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
     n = 4 * quarter * LANES
     for block in range(n_block, LANES):
         x[block:n:LANES] = NEGATIVE_INFINITY
-    peak, mass = _soft(x, n, softcap)
+    peak, mass = exponentiate(x, n, softcap, NEGATIVE_INFINITY)
     _to_waves(x, waves, n_waves, z)
     scale_lanes(z.ctypes.data, n_rows, from_v.ctypes.data)
     return peak, mass

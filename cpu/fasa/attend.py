@@ -3,16 +3,9 @@
 import numpy as np
 from numba import njit
 
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-    tile_values,
-)
-from sparsekv_cli.cpu.jit.llvm import LANES, keep
+from sparsekv_cli.cpu.attention.softmax import exponentiate
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
+from sparsekv_cli.cpu.jit.llvm import keep
 
 
 @njit(cache=True, nogil=True)
@@ -31,12 +24,7 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
     )  # fmt: skip
     for j in range(count):
         dots[j] = scale * (dots[j] + scores[j])
-    for j in range(count, count + LANES):
-        dots[j] = NEGATIVE_INFINITY
-    if softcap:
-        soften(dots.ctypes.data, count, softcap)
-    peak = max(max_of(dots.ctypes.data, count), sink)
-    mass = exp_in_place(dots.ctypes.data, count, peak) + np.exp(sink - peak)
+    _, mass = exponentiate(dots, count, softcap, sink)
     out[:] = 0
     tile_values(
         1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import NEGATIVE_INFINITY
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

@@ -19,16 +19,8 @@ from sparsekv_cli.cpu.attention.rows import (
     V,
 )
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import (
-    AHEAD_GATHER,
-    MAX_TILE,
-    NEGATIVE_INFINITY,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-    tile_values,
-)
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
+from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores, tile_values
 from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task, prefetch_lines
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables

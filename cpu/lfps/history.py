@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.attention.tile import max_of
+from sparsekv_cli.cpu.attention.softmax import max_of
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
 from sparsekv_cli.cpu.jit.pointers import on_lines

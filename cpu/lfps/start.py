@@ -5,16 +5,9 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.attention.decode import scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
-from sparsekv_cli.cpu.attention.tile import (
-    MAX_TILE,
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-)
-from sparsekv_cli.cpu.jit.llvm import LANES, keep
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
+from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
+from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
 
@@ -64,11 +57,7 @@ def _init_head(h, q, layout, n, rules, tables):
 @njit(cache=True, nogil=True)
 def _add_weights(scores, count, softcap, share, ver, dist):
     """Adds the softmax weights, times ``share``, of the query at row count - 1 of ``ver``."""
-    scores[count : count + LANES] = NEGATIVE_INFINITY
-    at = scores.ctypes.data
-    if softcap:
-        soften(at, count, softcap)
-    factor = share / exp_in_place(at, count, max_of(at, count))
+    factor = share / exponentiate(scores, count, softcap, NEGATIVE_INFINITY)[1]
     for i in range(count):
         ver[i] += factor * scores[i]
     for i in range(count):

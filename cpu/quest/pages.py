@@ -16,14 +16,8 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
 from sparsekv_cli.cpu.attention.rows import GATHER
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.tile import (
-    NEGATIVE_INFINITY,
-    PAD,
-    exp_in_place,
-    max_of,
-    soften,
-    tile_scores,
-)
+from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
@@ -218,12 +212,7 @@ def pool_softmax(scores, n, softcap, pooled):
     pooled[:n] = 0
     for t in range(group):
         row = scores[t]
-        for j in range(n, n + LANES):
-            row[j] = NEGATIVE_INFINITY
-        address = row.ctypes.data
-        if softcap:
-            soften(address, n, softcap)
-        mass = exp_in_place(address, n, max_of(address, n))
+        _, mass = exponentiate(row, n, softcap, NEGATIVE_INFINITY)
         share = np.float32(1) / (mass * np.float32(group))
         for j in range(n):
             pooled[j] += share * row[j]

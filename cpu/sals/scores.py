@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
-from sparsekv_cli.cpu.attention.tile import exp_in_place, soften
+from sparsekv_cli.cpu.attention.softmax import exp_in_place, soften
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import (
     F32,
