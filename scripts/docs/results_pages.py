@@ -168,7 +168,9 @@ def remarks(data: Data) -> Iterable[str]:
     if "real_prefill" in data:
         model = data["real_prefill"]["rows"][-1]["model"]
         yield prefill_remark(row for row in data["real_prefill"]["rows"] if row["model"] == model)
-    of = {"peer": peer_remark, "speculation": drafts_remark, "peer_several": together_remark}
+    compared = (told for key, told in data.items() if key.partition("@")[0] == "peer")
+    yield from (peer_remark(told["rows"], told["machine"]["cpu"]) for told in compared)
+    of = {"speculation": drafts_remark, "peer_several": together_remark}
     yield from (remark(data[name]["rows"]) for name, remark in of.items() if name in data)
 
 
@@ -177,7 +179,7 @@ def prefill_remark(rows: Iterable[Row]) -> str:
     return "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
 
 
-def peer_remark(rows: Sequence[Row]) -> str:
+def peer_remark(rows: Sequence[Row], cpu: str) -> str:
     """Returns a line of the first model's ratios. A test is ``pp512`` or ``tg16 @ d8192, full``."""
     of_model = [row for row in rows if row["model"] == rows[0]["model"] and row["unit"] == "t/s"]
     names = [peer for peer in PEERS if any(f"{peer} median" in row for row in of_model)]
@@ -187,8 +189,8 @@ def peer_remark(rows: Sequence[Row]) -> str:
         test, _, method = row["test"].partition(", ")
         depth = test.partition(" @ d")[2]
         if method == "full" or depth != "0":  # at depth 0 all methods are alike
-            told.append(f"`{f'{method} @ {depth}' if method else test}` {row['ratio']:.1f}")
-    return f"Times as fast as {faster}:\n  {', '.join(told)}."
+            told.append(f"`{f'{method} @ {depth}' if method else test}` {row['ratio']:.2g}")
+    return f"Times as fast as {faster} on {cpu}:\n  {', '.join(told)}."
 
 
 def drafts_remark(rows: Iterable[Row]) -> str:
