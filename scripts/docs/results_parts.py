@@ -29,7 +29,7 @@ DOCUMENT = "scripts/demo_document.txt"
 QUESTION = "How long had the old man been at the station?"
 TRUTH = "accuracy/perplexity"  # too far from llama.cpp (status 1) is a figure like others
 PEERS = ("llama.cpp", "ik_llama.cpp")
-ROUNDS = 3  # runs of ``bench``
+SAMPLES = 3  # of each test of ``bench``
 MEMORY_COUNTERS = ("bytes_host", "bytes_device", "index_bytes")
 CACHE_TYPE_PAIRS = (
     ("q8_0", "q8_0"), ("q8_0", "q5_1"), ("q8_0", "q4_0"), ("q5_1", "q5_1"), ("q5_1", "q4_0"),
@@ -84,15 +84,16 @@ def model_option(sizes: Sizes) -> list[str]:
     return [] if sizes["model"] == SIZES["model"] else ["-m", sizes["model"]]
 
 
-def bench_speeds(run: Runner, model: str, *arguments: str) -> Records:
+def bench_speeds(run: Runner, model: str, *arguments: str, n_runs: int = 1) -> Records:
     """``bench``: a row a test. of_full: the speed over that of ``full`` in the same test.
 
-    ROUNDS runs, so that a slow minute of the machine is not one method's. Methods are sparse at
-    every depth, because their own speed is wanted.
+    n_runs: 1 or SAMPLES; with more than one, a slow minute of the machine is not one method's.
+    Methods are sparse at every depth, because their own speed is wanted.
     """
-    words = ["bench", "-m", model, *arguments, "-r", "1", "--sparse-from", "0", "-O", "json"]
-    rounds = [json.loads(run.cli(*words).stdout) for _ in range(ROUNDS)]
-    run.commands[-ROUNDS:] = [f"{run.commands[-1]}    # {ROUNDS} times"]
+    words = ["-m", model, *arguments, "-r", str(SAMPLES // n_runs), "--sparse-from", "0"]
+    rounds = [json.loads(run.cli("bench", *words, "-O", "json").stdout) for _ in range(n_runs)]
+    if n_runs > 1:
+        run.commands[-n_runs:] = [f"{run.commands[-1]}    # {n_runs} times"]
     records: Records = []
     for same in zip(*rounds, strict=True):
         told, samples = same[0], [sample for row in same for sample in row["samples_ts"]]
@@ -212,9 +213,9 @@ def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
     return records
 
 
-def trained_speed(size: str, run: Runner, sizes: Sizes, model: str) -> Records:
+def trained_speed(size: str, n_runs: int, run: Runner, sizes: Sizes, model: str) -> Records:
     words = expand_arguments(f"-p 0 -n {{tokens}} {sizes[size]} --cache-dir", sizes)
-    return bench_speeds(run, model, *words, str(run.unfinished / "prompts"))
+    return bench_speeds(run, model, *words, str(run.unfinished / "prompts"), n_runs=n_runs)
 
 
 def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
@@ -265,8 +266,8 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_accuracy": of_trained(trained_accuracy),
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
-    "real_speed": of_trained(partial(trained_speed, "real_speed")),
-    "several": of_trained(partial(trained_speed, "several")),
+    "real_speed": of_trained(partial(trained_speed, "real_speed", SAMPLES)),
+    "several": of_trained(partial(trained_speed, "several", 1)),
     "speculation": of_trained(partial(trained_script, "accuracy/speculation", "speculation")),
     "terminal": terminal_session,
 }
