@@ -142,7 +142,7 @@ times the speed of `full`."""
     length = min((row["length"] for row in scores), default=0)
     scores = [row for row in scores if row["length"] == length]
     accuracies = {row["spec"]: row for row in scores}
-    rows = [{"method": m, **accuracies.get(m, {})} for m in speeds]
+    rows = [{"method": m, **accuracies.get(m, {})} for m in speeds if m in accuracies or not scores]
     for row in rows:
         row |= {f"at {d}": speed_cell(speeds[row["method"]].get(d)) for d in depths}
         row |= {f"mb {d}": each["cache_mb"] for d, each in speeds[row["method"]].items()}
