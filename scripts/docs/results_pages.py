@@ -135,8 +135,7 @@ def results(data: Data) -> str:
             speeds.setdefault(row["method"], {})[row["depth"]] = row
     depths = sorted({d for rows in speeds.values() for d in rows if d})
     about = f"""`{model}` on {where["cores"]} cores of {where["cpu"]}. Every method is sparse from \
-the first row (`--sparse-from 0`). Speed is shown for the rows in the cache, and in brackets as \
-times the speed of `full`."""
+the first row (`--sparse-from 0`). In brackets is the speed as times that of `full`."""
     measured = data.get("real_accuracy", {"rows": []})["rows"]
     scores = [row for row in measured if row["model"] == model]
     length = min((row["length"] for row in scores), default=0)
