@@ -152,8 +152,8 @@ the first row (`--sparse-from 0`). In brackets is the speed as times that of `fu
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
         counts = [min(row[f"{task}_n"] for task in tasks if task in row) for row in scores]
-        about += f""" Accuracy is after {length} tokens. KLD is to `full`, on code. Scores are in \
-per cent, of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
+        about += f""" After {length} tokens: KLD to `full`, on code, and scores in \
+per cent of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
         if (n := max(counts)) > counts[-1]:
             more = [row for row, count in zip(scores, counts, strict=True) if count == n]
             found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
