@@ -178,12 +178,12 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base, monkeypatch):
     assert by_full["full"].kld.max() < 1e-6 and abs(by_file["full"].kld).max() < 1e-4
     assert by_file[TOPK].kld == pytest.approx(by_full[TOPK].kld, abs=2e-4)
     assert by_full[TOPK].kld.mean() > 1e-3
-    monkeypatch.setattr(row_sizes, "available_memory", lambda: 4 * 20 * 511 - 1)
-    with pytest.raises(SparseKVError, match="log-probabilities of 20 tokens take .* --ctx-size"):
-        scored(sequence, ways, chunks, DivergenceRecords(None, {}), "full")
     other = open_sequence(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
         chunked.chunks_of(other.model, opened)
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: 4 * 20 * 511 - 1)
+    with pytest.raises(SparseKVError, match="log-probabilities of 20 tokens take .* --ctx-size"):
+        scored(sequence, ways, chunks, DivergenceRecords(None, {}), "full")
 
 
 def test_a_file_of_llama_perplexity(tmp_path):
