@@ -182,7 +182,7 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base, monkeypatch):
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
         chunked.chunks_of(other.model, opened)
     monkeypatch.setattr(row_sizes, "available_memory", lambda: 4 * 20 * 511 - 1)
-    with pytest.raises(SparseKVError, match="log-probabilities of 20 tokens take .* --ctx-size"):
+    with pytest.raises(SparseKVError, match="log-probabilities of 20 tokens take"):
         scored(sequence, ways, chunks, DivergenceRecords(None, {}), "full")
 
 
