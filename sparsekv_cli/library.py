@@ -19,8 +19,7 @@ from types import TracebackType
 from typing import Annotated, Any, Literal, overload
 from weakref import WeakSet
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
@@ -297,16 +296,10 @@ class LanguageModel:
             raise SparseKVError("the model is closed: load it again")
 
 
-def _at_least_0(value: Any) -> Any:
-    if not isinstance(value, int) or value < 0:
-        raise PydanticCustomError("whole", "a whole number of at least 0")
-    return value
-
-
 class _Call(AnswerFields):
     """The checked parameters of one call."""
 
-    max_tokens: Annotated[int, BeforeValidator(_at_least_0)] = -1
+    max_tokens: Annotated[int, Field(ge=0)] = -1  # -1: as many as fit
     stop: Texts = ()
     method: str | None = None
     budget: str | int | None = None

@@ -103,7 +103,7 @@ def soak(path: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
             if size > limit:
                 raise SparseKVError(f"the folder has {size} bytes, the limit is {limit}")
             left = [each.path.name for each in entries if each.path.suffix == ".tmp"]
-            if len(left) > 8:
+            if len(left) > 16:
                 raise SparseKVError(f"{len(left)} files of killed writers are left")
             if is_there and not (folder / FOREIGN).exists():
                 raise SparseKVError("a file of the user has gone")

@@ -39,7 +39,6 @@ class RowType:
         self.rotates = kind in ROTATED
         self.dtype: Any = np.float16 if kind == rows.F16 else np.uint8
         self.n_items = rows.row_bytes(kind, self.width) // np.dtype(self.dtype).itemsize
-        install(kind)
 
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
         """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
@@ -110,6 +109,8 @@ class KVStore:
     def __init__(self, spec: LayerSpec) -> None:
         self.k_type = RowType(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
         self.v_type = RowType(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
+        for each in (self.k_type, self.v_type):  # only rows that steps read need their kernels
+            install(each.kind)
         self.k, self.v = (
             np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
             for each in (self.k_type, self.v_type)

@@ -51,10 +51,9 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
 def clear_command(cache_dir: Path | None) -> None:
     """Remove all kept prompts."""
     folder = _folder(cache_dir)
-    n_files, n_bytes = folder.clear()
-    left = folder.entries()
-    if left:
-        raise SparseKVError(f"{folder.path}: {len(left)} files cannot be removed")
+    n_files, n_bytes, n_left = folder.clear()
+    if n_left:
+        raise SparseKVError(f"{folder.path}: {n_left} files cannot be removed")
     click.echo(f"{n_files} files removed, {n_bytes / 2**20:.1f} MiB")
 
 

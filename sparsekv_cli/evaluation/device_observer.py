@@ -25,7 +25,7 @@ class DeviceObserver(Observer):
     def see(self, x: DeviceInput) -> None:
         self.keep_key(_on_host(x.k[0]))
         if self.active:
-            attended = self._cache.attended
+            attended = self.cache.attended
             if attended is not None:
                 idx, counts = (part[0].cpu().numpy() for part in attended)
                 attended = idx, counts.astype(np.int64)

@@ -78,30 +78,26 @@ class Observer:
     """
 
     def __init__(self, cache: LayerCache, keys: np.ndarray, result: Measured) -> None:
-        self._cache, self._keys, self._result = cache, keys, result
+        self.cache, self._keys, self._result = cache, keys, result
         self._tail = np.empty((keys.shape[0], 64, keys.shape[2]), np.float16)
         self._n_tail = 0
         self._ignored = MAX_BYPASS_ROWS if "heads_bypassed" in cache.counters() else 0
 
     @property
-    def cache(self) -> LayerCache:
-        return self._cache
-
-    @property
     def active(self) -> bool:
-        return self._cache.records_attended
+        return self.cache.records_attended
 
     @active.setter
     def active(self, value: bool) -> None:
-        self._cache.records_attended = value
+        self.cache.records_attended = value
 
     def decode(self, x: Any) -> np.ndarray:
         self.keep_key(x.k[:, 0])
         if not self.active:
-            return self._cache.decode(x)
+            return self.cache.decode(x)
         q = x.q[:, 0].copy()
-        out = self._cache.decode(x)
-        self.rate(q, self._cache.attended)
+        out = self.cache.decode(x)
+        self.rate(q, self.cache.attended)
         return out
 
     def keep_key(self, k: np.ndarray) -> None:
@@ -113,7 +109,7 @@ class Observer:
 
     def rate(self, q: np.ndarray, attended: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
-        spec, tail = self._cache.spec, self._tail[:, : self._n_tail]
+        spec, tail = self.cache.spec, self._tail[:, : self._n_tail]
         rated = compare_rows(
             q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads,
             float(spec.softcap),
@@ -121,7 +117,7 @@ class Observer:
         self._result.rate(spec.layer, *rated)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+        return getattr(self.cache, name)
 
 
 def compare_rows(

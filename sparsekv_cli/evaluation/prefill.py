@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import LayerCache, reserve
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods import build_method
@@ -74,12 +74,12 @@ def prefill_all(
     """Prefills ``ids`` once for all methods and makes room for ``n_steps`` more rows.
 
     The methods are calibrated if necessary. ``Model.prepare`` does that beforehand with a remark.
+    Raises SparseKVError if there is no memory for their rows.
     """
     sequences = [new_sequence(model, method) for method in methods]
-    for cache in (cache for sequence in sequences for cache in sequence.caches):
-        cache.reserve(len(ids) + n_steps)
     own_s = [0.0] * len(methods)
     caches = [sequence.caches for sequence in sequences]
+    reserve([cache for each in caches for cache in each], len(ids) + n_steps, is_checked=True)
     layers: Any = [FanOut(together, own_s) for together in zip(*caches, strict=True)]
     begin = time.perf_counter()
     logits = model.decoder.forward(ids, 0, layers, progress=progress)

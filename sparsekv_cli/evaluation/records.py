@@ -51,7 +51,7 @@ class Records(ExitStack, ABC):
     def _read(self, path: Path, configuration: Mapping[str, Any]) -> None:
         """Reads the records of the file, or starts a new file."""
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
-        head = json.dumps(expected, ensure_ascii=False)
+        head = json.dumps(expected)
         data = path.read_bytes() if path.is_file() else b""
         whole = data[: data.rfind(b"\n") + 1]
         lines = whole.splitlines()
@@ -111,4 +111,4 @@ class Records(ExitStack, ABC):
         if calibration := self.calibrations.get(record["name"]):
             record = {**record, CALIBRATION: calibration}
         self.by_key[self.key_of(record)] = record
-        self._write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._write(json.dumps(record) + "\n")

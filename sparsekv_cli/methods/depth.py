@@ -23,7 +23,8 @@ from sparsekv_cli.methods.base import Method
 
 def sparse_from(method: Method, specs: Iterable[LayerSpec]) -> int:
     """Returns the rows up to which ``method`` is dense by default; 0 if it has no such depth."""
-    return method.work_of_a_head * max((spec.group for spec in full_layers(specs)), default=0)
+    groups = (each.n_head // each.n_head_kv for each in full_layers(specs))
+    return method.work_of_a_head * max(groups, default=0)
 
 
 def with_sparse_from(method: Any, n: int) -> Method:

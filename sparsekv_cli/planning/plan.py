@@ -12,7 +12,7 @@ from typing import Any
 
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
-from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
 from sparsekv_cli.models.gguf.file import GGUFFile
@@ -24,6 +24,8 @@ from sparsekv_cli.system.memory import available_memory
 
 SEARCHED = 1 << 18  # the largest depth that is searched for where a method pays
 LOW = 1.5  # a ceiling below which sparse attention changes little
+# Fields of a plan that are those of its speeds.
+OF_SPEEDS = ("machine", "threads", "date", "bandwidth", "is_quick", "is_busy")
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,10 @@ class Forecast:
 
     def sparse_from(self, method: Method) -> int:
         """Returns the rows up to which a sequence attends to all of them."""
-        if not method.work_of_a_head:
-            return 0
-        if self._sparse_from >= 0:
+        if method.work_of_a_head and self._sparse_from >= 0:
             return self._sparse_from
-        full: Sequence[Any] = [layer for layer in self.hparams.layers if layer.kind == FULL]
-        return method.work_of_a_head * max(
-            (layer.n_head // layer.n_head_kv for layer in full), default=0
-        )
+        layers: Any = self.hparams.layers
+        return depth.sparse_from(method, layers)
 
     def curve(self, method: Method) -> MethodCurve:
         return self.speeds.methods[method_key(method)]
@@ -170,18 +168,13 @@ def make_plan(
     return Plan(
         model=str(file.path),
         context=n_ctx,
-        machine=speeds.machine,
-        threads=speeds.threads,
-        date=speeds.date,
-        bandwidth=speeds.bandwidth,
         weights_bandwidth=1 / speeds.byte_seconds,
         memory_available=available,
         full_layers=sum(layer.kind == FULL for layer in layers),
         layers=len(layers),
         ceiling=forecast.ceiling(n_ctx),
         methods=[_planned(each, file, forecast, n_ctx, available) for each in methods],
-        is_quick=speeds.is_quick,
-        is_busy=speeds.is_busy,
+        **{name: getattr(speeds, name) for name in OF_SPEEDS},
     )
 
 

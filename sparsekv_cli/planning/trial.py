@@ -8,7 +8,7 @@ alone and with others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -138,10 +138,8 @@ class Trials:
             sequence.keep(len(sequence.tokens))
             for i, logits in enumerate(outcomes):
                 see(first + i, np.asarray(logits))
-        n_found, same, kld = sum(found.values()), measured.same_top1, measured.kld
-        return MethodTrial(
-            method, trial.step_s, trial.full_s, n_bytes, np.array(same), np.array(kld), n_found
-        )
+        same, kld = np.array(measured.same_top1), np.array(measured.kld)
+        return replace(trial, same=same, kld=kld, found=sum(found.values()))
 
 
 def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:

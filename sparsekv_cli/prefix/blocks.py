@@ -20,7 +20,7 @@ import re
 import secrets
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from io import BufferedWriter, FileIO
@@ -238,10 +238,6 @@ class BlockWriter:
                 file.write(head.data)
                 checksum = zlib.crc32(head.data, checksum)
         self._sums[layer] = checksum
-
-    def change_parent(self, parents: Mapping[str, str]) -> None:
-        """Replaces the block's parent by the one that ``parents`` has for it."""
-        self.header = replace(self.header, parent=parents[self.header.parent])
 
     def finish(self, path: Path) -> None:
         """Writes the header and gives the file its name, in the same folder. Raises OSError."""

@@ -24,7 +24,7 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.system.files import is_private, open_regular, user_cache
 
-HOUR = 3600  # seconds after which an unfinished file counts as abandoned
+HOUR = 3600  # seconds
 
 
 def default_prefix_folder() -> Path | None:
@@ -159,15 +159,14 @@ class PrefixFolder:
                 self.remove([path.name])
 
     def remove_leftovers(self) -> None:
-        """Removes files of killed processes."""
+        """Removes files of killed processes. A living one may need a day for a prompt."""
         for path, used, _ in self.entries():
-            if path.suffix == TEMPORARY and used < time.time() - HOUR:
+            if path.suffix == TEMPORARY and used < time.time() - 24 * HOUR:
                 self.remove([path.name])
 
-    def clear(self) -> tuple[int, int]:
-        """Removes all files. Returns their number and bytes."""
+    def clear(self) -> tuple[int, int, int]:
+        """Removes all files. Returns their number and bytes, and how many are left of them."""
         entries = self.entries()
         self.remove(entry.path.name for entry in entries)
-        left = {entry.path for entry in self.entries()}
-        gone = [entry for entry in entries if entry.path not in left]
-        return len(gone), sum(entry.size for entry in gone)
+        gone = [entry for entry in entries if not entry.path.exists()]
+        return len(gone), sum(entry.size for entry in gone), len(entries) - len(gone)

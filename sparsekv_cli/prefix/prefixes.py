@@ -296,12 +296,14 @@ class Prefixes:
             self.abandon()
             return
         try:
-            parents = self._storing.parents(self._begun, root)
-            n = self._storing.finish(parents)
+            first, n = self._storing.finish(self._begun, root)
         except OSError as error:
             self._not_kept(error)
             return
-        self._settle(self._storing.headers[0])
+        except BaseException:  # Ctrl-C leaves no part of the files
+            self.abandon()
+            raise
+        self._settle(first)
         self._storing = None
         self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
 

@@ -1,7 +1,8 @@
 """The new files of a prompt on their way to disk."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,19 +52,6 @@ class RowsWriter:
             if isinstance(cache, BoundedCache) and cache.spec.source < 0:
                 cache.take_snapshots(self._snapshots, partial(self._write_snapshot, i))
 
-    @property
-    def headers(self) -> list[BlockHeader]:
-        return [writer.header for writer in self._writers]
-
-    def parents(self, begun: str, root: str) -> dict[str, str]:
-        """Returns the parents of the prompt's blocks, by their parents under the root ``begun``."""
-        found = {}
-        for first in range(0, len(self._ids), BLOCK):
-            tokens = self._ids[first : first + BLOCK]
-            found[begun] = root
-            begun, root = block_hash(begun, tokens), block_hash(root, tokens)
-        return found
-
     def take(self, layer: int, cache: LayerCache) -> None:
         if not self._writers[0].header.layers[layer][0]:
             return
@@ -94,18 +82,26 @@ class RowsWriter:
         except OSError as error:
             self._failed(error)
 
-    def finish(self, parents: Mapping[str, str]) -> int:
-        """Finishes the files and returns how many tokens they hold."""
+    def finish(self, begun: str, root: str) -> tuple[BlockHeader, int]:
+        """Finishes the files. Returns the first one's header, and how many tokens they hold.
+
+        begun: the root that their names have now. root: the right one.
+        """
         for layer, cache in self._keeping:
             self._write(layer, (cache.store.k, cache.store.v), 0, cache)
         for future in self._pending:
             future.result()
         self._close()
+        parents = {}
+        for first in range(0, len(self._ids), BLOCK):
+            tokens = self._ids[first : first + BLOCK]
+            parents[begun] = root
+            begun, root = block_hash(begun, tokens), block_hash(root, tokens)
         # The first blocks are the ones used last.
         for writer in (*reversed(self._writers), *self._snapshots.values()):
-            writer.change_parent(parents)
+            writer.header = replace(writer.header, parent=parents[writer.header.parent])
             writer.finish(self._path_of(writer.header))
-        return self._writers[-1].rows.stop
+        return self._writers[0].header, self._writers[-1].rows.stop
 
     def abandon(self) -> None:
         self._close()

@@ -1,5 +1,9 @@
 """Comparisons whose methods do not fit memory together."""
 
+import pytest
+
+from sparsekv_cli.cache import row_sizes
+from sparsekv_cli.errors import LacksMemoryError
 from sparsekv_cli.evaluation import prefill as shared_prefill
 from sparsekv_cli.evaluation.compare import compare, parse_methods
 
@@ -23,3 +27,6 @@ def test_little_memory_means_more_prefills(sequence_of, monkeypatch):
     assert prefilled == [2, 2, 2] and [row.spec for row in apart] == list(methods)
     for row, other in zip(together, apart, strict=True):
         assert (row.kld_mean, row.recall) == (other.kld_mean, other.recall)
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: 1)
+    with pytest.raises(LacksMemoryError, match="K and V of 108 tokens take"):
+        list(compare(sequence.model, methods, ids, 8, following))

@@ -13,6 +13,7 @@ from reference_decoder import log_softmax, reference_logits
 from tiny_models import make_model
 from tiny_tokenizer import BOS_ID
 
+from sparsekv_cli.cache import row_sizes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation import prefill
 from sparsekv_cli.evaluation.compare import parse_methods
@@ -159,7 +160,7 @@ def base(sequence, chunks, tmp_path_factory):
     return path
 
 
-def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
+def test_a_file_and_full_are_the_same_base(sequence, chunks, base, monkeypatch):
     data = base.read_bytes()
     assert data[:20] == b"_logits_" + struct.pack("<3i", N_CTX, 511, 2)
     assert len(data) == 20 + 4 * 2 * N_CTX + 2 * 2 * 20 * 516
@@ -180,6 +181,9 @@ def test_a_file_and_full_are_the_same_base(sequence, chunks, base):
     other = open_sequence(make_model(base.parent / "other.gguf"), build_method("full", {}), CONFIG)
     with pytest.raises(SparseKVError, match="vocabulary of 511, the model has one of 512"):
         chunked.chunks_of(other.model, opened)
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: 4 * 20 * 511 - 1)
+    with pytest.raises(SparseKVError, match="log-probabilities of 20 tokens take"):
+        scored(sequence, ways, chunks, DivergenceRecords(None, {}), "full")
 
 
 def test_a_file_of_llama_perplexity(tmp_path):

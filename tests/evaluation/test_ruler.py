@@ -157,20 +157,21 @@ def record(sample=0, **changes):
 
 
 def test_records_are_found_again(tmp_path):
+    named = {**CONFIGURATION, "model": "\udcff"}  # a file's name may be no UTF-8
     path = tmp_path / "r.jsonl"
-    with RulerRecords(path, CONFIGURATION) as first:
+    with RulerRecords(path, named) as first:
         for number in range(2):
             first.add(record(number, options={"layers": (0, 1)}))
         with pytest.raises(SparseKVError, match="another process writes to it"):
-            RulerRecords(path, CONFIGURATION)
+            RulerRecords(path, named)
     with path.open("a") as file:
         file.write('{"task": "vt", "len')
-    again = RulerRecords(path, CONFIGURATION)
+    again = RulerRecords(path, named)
     assert list(again.by_key) == list(first.by_key)
     again.add(record(2))
     lines = path.read_text().splitlines()
     assert len(lines) == 4 and json.loads(lines[3])["sample"] == 2
-    assert RulerRecords(None, CONFIGURATION).by_key == {}
+    assert RulerRecords(None, named).by_key == {}
 
 
 @pytest.mark.parametrize(

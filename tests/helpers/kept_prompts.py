@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from opened import OpenSequence
@@ -13,6 +14,7 @@ from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
 
 LIMIT = 1 << 30  # bytes
+Run = Callable[[OpenSequence, list[int]], Any]
 N_SMALL_LAYERS = 2
 
 
@@ -73,3 +75,11 @@ def keep(sequence: OpenSequence, ids: list[int]) -> np.ndarray:
     logits = sequence.prefill(ids)
     sequence.rows.finish()
     return logits
+
+
+def n_cached(sequence: OpenSequence, ids: list[int], run: Run = OpenSequence.prefill) -> int:
+    """Forgets all, then runs ``prefill`` or ``keep``; how many tokens' rows are not computed."""
+    sequence.reset()
+    sequence.timings.reset()
+    run(sequence, ids)
+    return sequence.timings.cached_tokens

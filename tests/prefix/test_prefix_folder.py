@@ -71,11 +71,20 @@ def test_files_of_others_are_never_touched(foreign, capfd, monkeypatch):
     PrefixFolder(foreign, 0, said.append).trim()
     assert names(foreign) == before and not said
     own[0].write_bytes(MAGIC)
-    assert folder.clear() == (1, len(MAGIC))
+    assert folder.clear() == (1, len(MAGIC), 0)
     for name in (*FOREIGN, f"{'c' * 32}-{'d' * 32}.rows"):
         assert folder.header(name) is None
     assert names(foreign) == before
     assert all((foreign / name).read_bytes() == data for name, data in FOREIGN.items())
+    remove = PrefixFolder.remove
+
+    def remove_while_another_writes(*given):
+        remove(*given)
+        own[1].write_bytes(MAGIC)
+
+    own[0].write_bytes(MAGIC)
+    monkeypatch.setattr(PrefixFolder, "remove", remove_while_another_writes)
+    told(0, "cache", "clear")
 
 
 def test_a_folder_that_is_empty_or_not_there_is_taken(tmp_path):
@@ -103,14 +112,15 @@ def test_two_first_runs_make_the_folder(tmp_path, monkeypatch):
 
 
 def test_files_of_the_future_go_first(tmp_path: Path) -> None:
-    """A clock that went back makes no room for them, and keeps nothing that a writer left."""
-    times = {"a": LONG_AGO, "b": time.time(), "c": time.time() + 30 * 86400}
-    for name, used in times.items():
-        path = tmp_path / f"{name * 32}-{name * 32}.rows"
+    """A clock that went back makes no room for them. A writer has a day for a long prompt."""
+    now, later = time.time(), time.time() + 30 * 86400
+    block, unfinished = "{0}-{0}.rows", ".sparsekv-{0:.8}.tmp"
+    for form, letter, used in (
+        (block, "a", LONG_AGO), (block, "b", now), (block, "c", later),
+        (unfinished, "d", later), (unfinished, "e", now - 7200),
+    ):  # fmt: skip
+        path = tmp_path / form.format(letter * 32)
         path.write_bytes(MAGIC)
         os.utime(path, (used, used))
-    left = tmp_path / ".sparsekv-12345678.tmp"
-    left.write_bytes(MAGIC)
-    os.utime(left, (times["c"], times["c"]))
-    PrefixFolder(tmp_path, 2 * len(MAGIC), print).trim()
-    assert {name[0] for name in names(tmp_path)} == {"a", "b"}
+    PrefixFolder(tmp_path, 3 * len(MAGIC), print).trim()
+    assert {name[-6] for name in names(tmp_path)} == {"a", "b", "e"}

@@ -5,10 +5,11 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from kept_prompts import keep, keeping
+from kept_prompts import keep, keeping, n_cached
 from reference_records import LONG_CASES
 from tiny_gemma4 import Gemma4Layers
 from tiny_sequences import decoded, greedy, open_tiny, tokens
@@ -82,6 +83,8 @@ def test_rows_of_all_types_are_kept_as_they_are(types, sequence_of, tmp_path):
 def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
     """The answer differs a little; the bound is that of a cache in q8_0."""
     monkeypatch.setattr(prefixes, "Q8_FROM", 0)
+    installed: list[int] = []
+    monkeypatch.setattr("sparsekv_cli.cache.store.install", installed.append)
     for name in ("full", "snapkv"):  # written after the answer, and by a thread
         sequence, alone, _ = open_pair(sequence_of, tmp_path / name, name)
         keep(sequence, FIRST)
@@ -93,46 +96,34 @@ def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
         assert sequence.timings.cached_tokens == 1088
         p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (expected, found))
         assert 0 < np.sum(p * np.log(p / q)) < 1e-3
+    assert not any(installed)  # steps read rows of f16 (0) alone
 
 
 def test_the_same_prompt_again_and_a_longer_one(sequence_of, tmp_path):
     sequence, alone, _ = open_pair(sequence_of, tmp_path)
     keep(sequence, FIRST)
     sequence.reset()
-    sequence.timings.reset()
     expected = alone.prefill(FIRST)
     np.testing.assert_allclose(sequence.prefill(FIRST), expected, atol=1e-4)
     assert sequence.timings.cached_tokens == 1136
     longer = FIRST + tokens(700, 4)
-    sequence.reset()
-    sequence.timings.reset()
-    keep(sequence, longer)
-    assert sequence.timings.cached_tokens == 1136
+    assert n_cached(sequence, longer, keep) == 1136
     names = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
     assert len(names) == len(list(tmp_path.iterdir())) == 4  # the block of 116 tokens has gone
     sequence.reset()
     sequence.timings.reset()
     alone.reset()
-    np.testing.assert_array_equal(
-        sequence.prefill(longer + ANSWER * 3), alone.prefill(longer + ANSWER * 3)
-    )
+    longest = longer + ANSWER * 3
+    np.testing.assert_array_equal(sequence.prefill(longest), alone.prefill(longest))
     assert sequence.timings.cached_tokens == 1840
 
 
 def test_documents_share_no_more_than_they_have_in_common(sequence_of, tmp_path):
     sequence, alone, said = open_pair(sequence_of, tmp_path)
     other = DOCUMENT[:700] + tokens(600, 5)
-    for ids, n in (
-        (FIRST, 0),
-        (other, 688),
-        (SECOND, 1088),
-        (other[:1290], 1280),
-        (tokens(600, 6), 0),
-    ):
-        sequence.reset()
-        sequence.timings.reset()
-        keep(sequence, ids)
-        assert sequence.timings.cached_tokens == n
+    cases = (FIRST, 0), (other, 688), (SECOND, 1088), (other[:1290], 1280), (tokens(600, 6), 0)
+    for ids, n in cases:
+        assert n_cached(sequence, ids, keep) == n
     alone.prefill(other[:1290])
     sequence.reset()
     sequence.prefill(other[:1290])
@@ -202,17 +193,13 @@ def test_damaged_blocks_are_one_line_and_computed_again(how, block, sequence_of,
         parent = by_parent[parent].stem[33:]
     damage(by_parent[parent], how)
     sequence.reset()
-    sequence.timings.reset()
     said.clear()
     np.testing.assert_array_equal(keep(sequence, SECOND), alone.prefill(SECOND))
     assert sequence.timings.cached_tokens == block * BLOCK
     warnings = [line for line in said if not line.startswith("-v")]
     assert len(warnings) == 1 and by_parent[parent].name in warnings[0]
     if len(SECOND) - block * BLOCK >= BLOCK:  # it is written again
-        sequence.reset()
-        sequence.timings.reset()
-        sequence.prefill(FIRST)
-        assert sequence.timings.cached_tokens == 1136
+        assert n_cached(sequence, FIRST) == 1136
 
 
 @pytest.mark.parametrize(
@@ -253,15 +240,11 @@ def test_without_a_whole_snapshot_everything_is_computed(sequence_of, tmp_path):
     assert sequence.timings.cached_tokens == 0
     lines = [line for line in said if not line.startswith("-v")]
     assert len(lines) == 2 and all(".snapshot: its " in line for line in lines)
-    sequence.reset()
-    sequence.prefill(SECOND)  # they are there again
-    assert sequence.timings.cached_tokens == 1024
+    assert n_cached(sequence, SECOND) == 1024  # they are there again
     sequence.rows.finish()
     names = sorted(path.name for path in tmp_path.iterdir())
-    sequence.reset()
-    sequence.timings.reset()
-    keep(sequence, SECOND[:1000] + tokens(100, 4))  # 588 are computed, but 100 are new
-    assert sequence.timings.cached_tokens == 512
+    # 588 are computed, but 100 are new
+    assert n_cached(sequence, SECOND[:1000] + tokens(100, 4), keep) == 512
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert snapshot_lengths(40 * BLOCK + 7, 4) == [n * BLOCK for n in (40, 39, 36, 24)]
     assert snapshot_lengths(40 * BLOCK, 0) == snapshot_lengths(BLOCK - 1, 8) == []
@@ -284,14 +267,8 @@ def test_what_was_not_used_for_longest_goes(sequence_of, tmp_path):
     total = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert total <= sequence.rows.folder.limit
     for ids, n in ((SECOND, 1088), (tokens(1140, 11) + ANSWER * 2, 1136)):
-        sequence.reset()
-        sequence.timings.reset()
-        sequence.prefill(ids)
-        assert sequence.timings.cached_tokens == n
-    sequence.reset()
-    sequence.timings.reset()
-    sequence.prefill(tokens(1140, 10))
-    assert sequence.timings.cached_tokens < 1100
+        assert n_cached(sequence, ids) == n
+    assert n_cached(sequence, tokens(1140, 10)) < 1100
     sequence.rows.abandon()
     sequence.rows.folder.limit, n_files = size // 2, len(list(tmp_path.iterdir()))
     said.clear()
@@ -315,6 +292,14 @@ def test_a_full_disk_is_one_line(name, sequence_of, tmp_path, monkeypatch):
     assert len(lines) == 1 and lines[0].endswith("No space left on device")
 
 
+def test_ctrl_c_while_files_are_written_leaves_none(sequence_of, tmp_path, monkeypatch):
+    sequence, _, _ = open_pair(sequence_of, tmp_path)
+    monkeypatch.setattr(BlockWriter, "finish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        keep(sequence, FIRST)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(sequence_of, tmp_path):
     (tmp_path / "file").write_text("")
     sequence, alone, said = open_pair(sequence_of, tmp_path / "file" / "folder")
@@ -327,9 +312,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(sequence_of, tmp_path):
     keep(sequence, FIRST)
     tmp_path.chmod(0o777)
     said.clear()
-    sequence.reset()
-    sequence.prefill(SECOND)
-    assert sequence.timings.cached_tokens == 0
+    assert n_cached(sequence, SECOND) == 0
     assert said[0].startswith(f"prompts in {tmp_path} are not used")
     tmp_path.chmod(0o700)
 

@@ -70,8 +70,6 @@ def test_the_tokens_that_a_method_queries_are_computed_again(tmp_path):
     for name, n_queried, n_found in (("full", 1, 1088), ("lfps", 32, 1056), ("snapkv", 32, 1056)):
         method = build_method(name, {})
         assert max(1, method.n_queried) == n_queried
-        prefixes = prefixes_of(
-            tmp_path, KnownRoot(ROOT), print, lambda text: None, method.n_queried
-        )
+        prefixes = prefixes_of(tmp_path, KnownRoot(ROOT), print, print, method.n_queried)
         assert prefixes.find(IDS).n == n_found
         assert prefixes.find(IDS[: 1040 + n_queried]).n == 1040

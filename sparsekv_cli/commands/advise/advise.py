@@ -38,6 +38,7 @@ from sparsekv_cli.commands.shared.prompt import check_utf8
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.settings.config import SessionConfig
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.advise.reader import Reader
@@ -203,9 +204,9 @@ def advised_line(
         rest += ["-o", f"{key}={text}"]
     if method.work_of_a_head:
         rest += ["--sparse-from", "0"]
-    config = options.config
-    for flag, value in (("-c", config.ctx_size), ("-t", config.threads)):
-        rest += [flag, str(value)] if value else []
+    for name in ("ctx_size", "threads", "prefill_dtype", "activations", "repack"):
+        if (value := getattr(options.config, name)) != getattr(SessionConfig, name):
+            rest += [f"--{name.replace('_', '-')}", str(value)]
     if prefix.directory is not None:
         rest += ["--cache-dir", str(prefix.directory)]
     return command_line(reading.document, reading.text, question, model, rest)

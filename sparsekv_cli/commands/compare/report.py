@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.commands.shared.terminal import one_line, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.roofline import cpu_name
 from sparsekv_cli.system.files import naming, replacing
@@ -26,7 +26,7 @@ def about(model: Model) -> dict[str, Any]:
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
     name = model.gguf.metadata.get("general.name")
     return {
-        "model": name if name and isinstance(name, str) else model.gguf.path.name,
+        "model": one_line(name if name and isinstance(name, str) else model.gguf.path.name),
         "cpu": cpu_name(),
         "device": model.config.device,
         "threads": model.n_threads,
@@ -55,7 +55,7 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
 
     if html is not None:
         with naming(html), replacing(Path(html), 0o666) as file:
-            file.write(page.page(found).encode())
+            file.write(page.page(found).encode(errors="replace"))
     if png is not None:
         with naming(png), replacing(Path(png), 0o666) as file:
             file.write(figures.png_picture(found, page.headline(found)))

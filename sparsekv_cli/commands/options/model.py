@@ -200,7 +200,7 @@ METHOD_OPTION = click.option(
 )  # fmt: skip
 
 MAX_LOSS_OPTION = click.option(
-    "--max-loss", metavar="KLD", type=FiniteRange(min=0), default=0.1,
+    "--max-loss", metavar="KLD", type=FiniteRange(min=0),
     help="Most that --method auto may lose: mean KLD to dense attention. [default: 0.1]",
 )  # fmt: skip
 
@@ -231,6 +231,9 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     """Removes the options above from ``values`` and returns them."""
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
     settings = {name: values.pop(name) for name in set(values) & SESSION}
+    max_loss, context = values.pop("max_loss", None), click.get_current_context(silent=True)
+    if max_loss is not None and "auto" not in values.get("methods", values.get("method", "auto")):
+        raise click.UsageError(f"--max-loss {max_loss:g} needs --method auto", context)
     try:
         config = SessionConfig(
             **settings,
@@ -238,7 +241,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
             sparse_from=-1 if sparse_from is None else sparse_from,
         )
     except ValueError as error:
-        raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+        raise click.UsageError(str(error), context) from None
     return ModelOptions(
         model=values.pop("model", None),
         config=config,
@@ -246,7 +249,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         method=values.pop("method", "full"),
         method_options=values.pop("method_options"),
         named={name: values.pop(name) for name in NAMED},
-        max_loss=values.pop("max_loss", 0.0),
+        max_loss=0.1 if max_loss is None else max_loss,
     )
 
 

@@ -141,7 +141,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
         if directory is None:
             reason = "there is no home folder and no XDG_CACHE_HOME"
         if reason or n_queried is None or directory is None:
-            tell(f"prefix cache: off, {reason}")
+            (tell if options.directory is None else _warn)(f"prefix cache: off, {reason}")
             return None
         types, decoder = method.kv_types, model.decoder  # few rows take decode's products
         products = [decoder.prefill_dtype, decoder.rows_dtype, model.config.activations]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.evaluation.perplexity.chunks import Chunk
 from sparsekv_cli.evaluation.perplexity.kld import log_probs_of, token_scores
 from sparsekv_cli.evaluation.perplexity.kld_file import decode
@@ -47,6 +48,10 @@ def score_chunk(
     ids, first = chunk.ids, chunk.first
     records: list[dict[str, Any]] = []
     reference: list[np.ndarray] = []
+    if base:
+        what = f"log-probabilities of {len(chunk.targets)} tokens"
+        n_bytes = 4 * len(chunk.targets) * model.hparams.n_vocab
+        check_memory(what, n_bytes, "give a smaller --ctx-size")
 
     def add(way: str, parts: Iterable[np.ndarray], read: Callable[[], RowsRead] = RowsRead) -> None:
         """parts: logits f32 (T, n_vocab). read: called at their end."""

@@ -66,10 +66,12 @@ def test_a_report_as_json(models, document, few, tmp_path, invoke, monkeypatch, 
 
 
 def test_the_last_line_is_a_command_that_works(models, document, few, tmp_path, invoke):
-    result = advise(invoke, "-m", models["llama"], "-f", document, "-c", 1800, "-t", 1)
+    given = ("-c", 1800, "-t", 1, "--prefill-dtype", "f32", "--activations", 16)
+    result = advise(invoke, "-m", models["llama"], "-f", document, *given)
     line = result.out.splitlines()[-1]
     program, command, *options = shlex.split(line)
     assert (program, command) == ("sparsekv-cli", "run")
+    assert "--prefill-dtype f32 --activations 16" in line  # the rows on disk depend on them
     assert options[options.index("-f") + 1] == str(document)
     assert invoke(command, *options, "-n", "4").code == 0
     assert "temporary folder" in result.err and not list(tmp_path.glob("kept*"))

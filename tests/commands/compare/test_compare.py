@@ -126,6 +126,7 @@ def test_table(model, invoke, tmp_path, monkeypatch):
 def test_reports(model, invoke, tmp_path, monkeypatch):
     """A sweep with needles, as JSON, page and picture. The page loads nothing."""
     monkeypatch.setattr(needles, "DEPTHS", (0.0, 1.0))
+    monkeypatch.setattr("sys.argv", ["", "compare", "\udcff"])  # a name that is not UTF-8
     monkeypatch.setattr(needles, "FACT", "fox {}. ")
     page, picture = tmp_path / "r.html", tmp_path / "r.png"
     found = compare(

@@ -40,7 +40,7 @@ def test_triton_does_not_complain_at_the_end():
     [
         ("run", "--temp", "-1"), ("chat", "--top-n-sigma", "-2"), ("run", "--max-loss", "nan"),
         ("bench", "--vram-limit", "inf"), ("serve", "--kv-memory", "inf"),
-        ("serve", "--timeout", "nan"), ("run", "--cache-limit", "inf"),
+        ("serve", "--timeout", "nan"), ("run", "--cache-limit", "inf"), ("run", "--max-loss", "9"),
     ],
 )  # fmt: skip
 def test_a_value_without_a_meaning_is_refused(arguments):

@@ -57,7 +57,7 @@ def test_a_second_process_reuses_the_document(ask, invoke, tmp_path):
 def test_verbose_says_what_happens(ask):
     assert "tokens are kept in" in ask("Who?", "-v")["err"]
     assert "the prompt differs from the kept one at token" in ask("When?", "-v")["err"]
-    assert "off, h2o needs the queries of all tokens" in ask("Who?", "-v", "--method", "h2o")["err"]
+    assert "off, h2o needs the queries of all tokens" in ask("Who?", "--method", "h2o")["err"]
     assert "prefix cache" not in ask("Who?", "-v", "--no-cache")["err"]
 
 

@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.attention.rows import (
     row_bytes,
 )
 from sparsekv_cli.cpu.attention.store import store_row
-from sparsekv_cli.cpu.attention.tile import widen_row
+from sparsekv_cli.cpu.attention.tile import install, widen_row
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.pointers import address
 
@@ -112,6 +112,7 @@ def test_kernel_and_prefill_store_the_same_bytes(name, d):
     kind, x = QUANTISED[name], np.zeros((3, 7, padded(d)), np.float32)
     x[..., :d] = values((3, 7, d))
     rows = RowType(kind, d)
+    install(kind)
     turned = rows.rotated(x)
     assert (turned is x) == (name != "q4_0")
     expected = quantize_rows_ref(turned, kind)
@@ -135,7 +136,6 @@ def test_what_is_no_number_stays_none(name):
     kind, x = QUANTISED[name], np.ones((1, 64), np.float32)
     x[0, 40] = np.nan
     row = np.zeros(row_bytes(kind, 64), np.uint8)
-    RowType(kind, 64)
     store_row(kind, address(x), address(row), 64)
     back = dequantize_rows_ref(row, 64, kind)
     assert np.isfinite(back[:32]).all() and np.isnan(back[32:]).any()
