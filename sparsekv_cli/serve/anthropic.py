@@ -13,10 +13,10 @@ from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.generation.messages import NO_MEDIA, content_text, message_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.history import new_call_id
-from sparsekv_cli.serve.answers import Answers, Ping, about
+from sparsekv_cli.serve.answers import Answers, News, Ping, about
 from sparsekv_cli.serve.forms.schema import CountFields, MessageFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, functions_of, reader_of
-from sparsekv_cli.serve.jobs import Finished, PromptProgress
+from sparsekv_cli.serve.jobs import Finished
 from sparsekv_cli.serve.openai import comment, event, rows_event
 from sparsekv_cli.serve.requests import EFFORT, Service
 
@@ -83,11 +83,8 @@ class Message:
             yield _event("message_start", message=start)
             yield _event("ping")
             async for news in answers.parts():
-                if isinstance(news, Ping):
-                    yield _event("ping")
-                    continue
-                if isinstance(news, PromptProgress):
-                    yield comment(news)
+                if not isinstance(news, News):
+                    yield _event("ping") if isinstance(news, Ping) else comment(news)
                     continue
                 for part in self._shown(news.parts):
                     has_called = has_called or isinstance(part, ToolCall)
@@ -126,12 +123,15 @@ class _Blocks:
     """The blocks of a stream, one open at a time."""
 
     def __init__(self) -> None:
-        self._n, self._open = 0, ""
+        self._n, self._open, self._blank = 0, "", ""  # white space gets no block of its own
 
     def add(self, part: Part) -> list[str]:
         """Returns the events of a part of the answer."""
-        if isinstance(part, Text) and not self._open and not part.text.strip():
-            return []  # white space between other blocks gets no block of its own
+        if isinstance(part, Text) and not self._open:
+            self._blank += part.text
+            if not self._blank.strip():
+                return []
+            part = Text(self._blank)
         kind = _KINDS[type(part)]
         events = [] if self._open == kind != "tool_use" else self.close() + self._begin(part)
         if isinstance(part, ToolCall):
@@ -144,7 +144,7 @@ class _Blocks:
         return events + (self.close() if kind == "tool_use" else [])
 
     def _begin(self, part: Part) -> list[str]:
-        self._open, block = _KINDS[type(part)], _block(part)
+        self._open, self._blank, block = _KINDS[type(part)], "", _block(part)
         empty: dict[str, Any] = {"input": {}} if isinstance(part, ToolCall) else {self._open: ""}
         return [_event("content_block_start", index=self._n, content_block={**block, **empty})]
 

@@ -153,10 +153,11 @@ class Job:
 
     def take_new(self) -> tuple[str, str, list[dict[str, Any]]]:
         """Returns the new text, thinking and log probabilities, and counts them as sent."""
-        text, self.text = self.text, ""
-        thinking, self.thinking = self.thinking, ""
-        logprobs = self.generation.logprobs if self.generation is not None else None
-        entries = [] if logprobs is None else logprobs.entries[self.n_sent :]
+        text, thinking, self.text, self.thinking = self.text, self.thinking, "", ""
+        generation = self.generation
+        assert generation is not None
+        kept, n = generation.logprobs, len(generation.answer.tokens)
+        entries = [] if kept is None else kept.entries[self.n_sent : n]  # none of the end token
         self.n_sent += len(entries)
         return text, thinking, entries
 

@@ -165,8 +165,7 @@ class Running:
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()
-        n_sent = job.n_sent
-        text, thinking, _ = job.take_new()
+        text, thinking, logprobs = job.take_new()
         # Another answer may have used the caches before.
         now, ledger = time.monotonic(), ledger_since(generation.sequence.ledger(), job.counted)
         timings = {
@@ -179,7 +178,7 @@ class Running:
         self.leave(job)
         job.emit(
             Finished(
-                text, thinking, answer.logprobs[n_sent:], answer.stop_reason, answer.stopped_by,
+                text, thinking, logprobs, answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
             )
         )  # fmt: skip

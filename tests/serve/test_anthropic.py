@@ -43,6 +43,9 @@ def test_a_stream_has_the_text_of_the_whole(client: Any) -> None:
     assert whole.stop_reason == again.stop_reason == "max_tokens"
     assert again.usage.cache_read_input_tokens == whole.usage.input_tokens > 0
     assert whole.usage.output_tokens == 8
+    spaced: dict[str, Any] = {"messages": [*ASKED, {"role": "assistant", "content": "x"}]}
+    spaced |= {"max_tokens": 20, "extra_body": {"regex": "\n\n yes"}}
+    assert [each(client, **spaced).content[0].text for each in (ask, streamed)] == ["\n\n yes"] * 2
 
 
 def test_tools_and_thinking(client: Any) -> None:

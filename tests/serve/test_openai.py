@@ -81,7 +81,7 @@ def test_calls_of_tools_and_thinking(client: Any) -> None:
 
 
 def test_calls_that_are_asked_for(client: Any, openai: Any) -> None:
-    one = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
+    one = {"properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}
     one |= {"additionalProperties": False, "$defs": {"n": {"enum": [7, 8]}}}
     named = {"type": "function", "function": {"name": "pick", "parameters": one}}
     for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
@@ -101,21 +101,22 @@ def test_calls_that_are_asked_for(client: Any, openai: Any) -> None:
 
 def test_a_method_of_its_own_and_its_rows(client: Any, server: Any) -> None:
     asked = [{"role": "user", "content": "many words " * 30}]
-    ours = {
-        "method": "topk",
-        "budget": 16,
-        "sparse_from": 0,
-        "method_options": {"dense_layers": []},
-    }
+    ours: dict[str, Any] = {"method": "topk", "budget": 16, "sparse_from": 0}
+    ours["method_options"] = {"dense_layers": []}
     answer = chat(client, messages=asked, extra_body=ours)
     ledger = answer.sparsekv["ledger"]
     assert answer.sparsekv["method"]["options"]["budget"] == "16"
     assert 0 < ledger["rows_attended"] < ledger["rows_total"] / 5
     body = {"messages": asked, "stream": True, "max_tokens": 4, "sparsekv_rows": 10, **ours}
-    text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).text
+    url = f"{server.url}/v1/chat/completions"
+    text = httpx.post(url, json=body, timeout=60).text
     events = [json.loads(e.split("data: ")[1]) for e in text.split("\n\n") if "sparsekv.rows" in e]
     rows = np.array(events[0]["rows"])
     assert rows.shape == (4, 10) and 0 < rows.mean() < 50 and len(events) == 3
+    ends = {"regex": "yes!*", "logit_bias": {str(server.service.tokenizer.eos_id): 100}}
+    body |= {"logprobs": True, "max_tokens": 20, "think_budget": 0, **ends}
+    told = [httpx.post(url, json=body | {"sparsekv_rows": n}, timeout=60).text for n in (0, 10)]
+    assert told[0].count("top_logprobs") == told[1].count("top_logprobs") > 0
 
 
 def test_completions_and_models(client: Any, server: Any) -> None:

@@ -181,10 +181,8 @@ def test_the_index_of_a_method_is_set_aside(start: Callable[..., Scheduler]) -> 
     index = sum(cache.memory().index for each in scheduler._donors() for cache in each.caches)
     assert index > 0 and after == rows + int(index * 606 / 600)
     sizes = IndexSizes()
-    assert sizes.bytes_of(quest, 100) == 0 and start(kv_bytes=rows).bytes_of(request) == (
-        rows,
-        rows,
-    )
+    assert sizes.bytes_of(quest, 100) == 0
+    assert start(kv_bytes=rows).bytes_of(request) == (rows, rows)
 
 
 def test_a_method_that_is_compiled(

@@ -282,7 +282,7 @@ def forced_call(
     kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
 ) -> ForcedCall:
     """Returns a call of one of the functions, from their names and the schemas of arguments."""
-    spaced = [{"x-guidance": JSON_OPTIONS, **schema} for schema in functions.values()]
+    spaced = [{"x-guidance": JSON_OPTIONS, **ANY_OBJECT, **own} for own in functions.values()]
     schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
     (name, *others), prompt = functions, ""
     if not others and kind == HARMONY:
