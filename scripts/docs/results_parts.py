@@ -75,11 +75,6 @@ def expand_arguments(line: str, sizes: Sizes) -> list[str]:
     return words
 
 
-def methods_except(sizes: Sizes, *names: str) -> str:
-    """The methods but these."""
-    return ",".join(name for name in sizes["methods"].split(",") if name not in names)
-
-
 def model_option(sizes: Sizes) -> list[str]:
     return [] if sizes["model"] == SIZES["model"] else ["-m", sizes["model"]]
 
@@ -105,8 +100,8 @@ def bench_speeds(run: Runner, model: str, *arguments: str, n_runs: int = 1) -> R
             "step_ms": 1e3 * told["n_seqs"] / statistics.median(samples),
         })  # fmt: skip
         if told["fraction"] is not None:
-            fractions = [row["fraction"] for row in same]
-            records[-1]["roofline_percent"] = 100 * statistics.median(fractions)
+            fraction = statistics.median(row["fraction"] for row in same)
+            records[-1]["roofline_percent"] = 100 * fraction
     key = ("n_prompt", "n_gen", "depth", "n_seqs", "threads")
     full = {tuple(r[k] for k in key): r["tokens_per_s"] for r in records if r["method"] == "full"}
     for row in records:

@@ -136,7 +136,7 @@ def compare_rows(
     int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head
     of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
     """
-    from sparsekv_cli.cpu.attention.coverage import rate_rows
+    from sparsekv_cli.cpu.coverage import rate_rows
 
     if attended is None:
         return [], np.ones(len(q)), np.ones(len(q))

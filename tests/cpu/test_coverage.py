@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsekv_cli.cpu.attention.coverage import rate_rows
+from sparsekv_cli.cpu.coverage import rate_rows
 
 WIDTH = 16
 
