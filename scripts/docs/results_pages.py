@@ -130,9 +130,8 @@ def results(data: Data) -> str:
     told = data["real_speed"]
     model, where = told["rows"][-1]["model"], told["machine"]
     speeds: dict[str, dict[int, Row]] = {}
-    for row in told["rows"]:
-        if row["model"] == model:
-            speeds.setdefault(row["method"], {})[row["depth"]] = row
+    for row in results_plots.of_last_model(told):
+        speeds.setdefault(row["method"], {})[row["depth"]] = row
     depths = sorted({d for rows in speeds.values() for d in rows if d})
     about = f"""`{model}` on {where["cores"]} cores of {where["cpu"]}. Every method is sparse from \
 the first row (`--sparse-from 0`). In brackets is the speed as times that of `full`."""
@@ -152,8 +151,8 @@ the first row (`--sparse-from 0`). In brackets is the speed as times that of `fu
         columns += " | KLD = kld_code:3"
         columns += "".join(f" | {task.removeprefix('niah_')} = {task}:0" for task in tasks)
         counts = [min(row[f"{task}_n"] for task in tasks if task in row) for row in scores]
-        about += f""" After {length} tokens: KLD to `full`, on code, and scores in \
-per cent of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
+        about += f""" KLD, on code, and scores are after {length} tokens. Scores are in per cent, \
+of RULER's tasks and a code task ({counts[-1]} samples of each)."""
         if (n := max(counts)) > counts[-1]:
             more = [row for row, count in zip(scores, counts, strict=True) if count == n]
             found = ", ".join(f"`{row['spec']}` {row['niah_multikey_3']:.0f}" for row in more)
@@ -165,8 +164,7 @@ per cent of tasks of RULER and of a code task ({counts[-1]} samples of each)."""
 def remarks(data: Data) -> Iterable[str]:
     """Lines below README's table, of the model that the table is of."""
     if "real_prefill" in data:
-        model = data["real_prefill"]["rows"][-1]["model"]
-        yield prefill_remark(row for row in data["real_prefill"]["rows"] if row["model"] == model)
+        yield prefill_remark(results_plots.of_last_model(data["real_prefill"]))
     compared = (told for key, told in data.items() if key.partition("@")[0] == "peer")
     yield from (peer_remark(told["rows"], told["machine"]["cpu"]) for told in compared)
     of = {"speculation": drafts_remark, "peer_several": together_remark}
