@@ -98,13 +98,13 @@ def exponentiate(scores, n, softcap, sink):
     """Replaces scores by e^(score - peak) after the softcap; returns the peak and their sum.
 
     scores f32 (>= n + LANES,): from n to n + LANES they are overwritten. softcap: 0 for none. sink:
-    a score without a value, which is part of the peak and of the sum, or -inf.
+    a score without a value, or -inf; the sum is without it.
     """
     scores[n : n + LANES] = NEGATIVE_INFINITY
     at = scores.ctypes.data
     if softcap:
         soften(at, n, softcap)
     peak = max(max_of(at, n), sink)
-    mass = exp_in_place(at, n, peak) + np.exp(sink - peak)
+    mass = exp_in_place(at, n, peak)
     keep(scores)
     return peak, mass

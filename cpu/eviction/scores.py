@@ -53,8 +53,8 @@ def _add_columns(q, first, last, k, k_row, kind, n_past, group, scale, softcap, 
         for t in range(tile):
             visible = n_past + (row + t) // group + 1
             sink = sinks[(row + t) % group] if len(sinks) else NEGATIVE_INFINITY
-            _, mass = exponentiate(scores[t], visible, softcap, sink)
-            _add_weighted(sums, scores[t], visible, np.float32(1) / mass)
+            peak, mass = exponentiate(scores[t], visible, softcap, sink)
+            _add_weighted(sums, scores[t], visible, np.float32(1) / (mass + np.exp(sink - peak)))
 
 
 @njit(cache=True, nogil=True)

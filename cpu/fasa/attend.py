@@ -13,8 +13,7 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
     """Computes exact attention of one head over listed rows; scores: the dominant part of q . k.
 
     q_rest f32 (d_rest padded,), rest u16 (n, d_rest padded), v u16 (n, d_v), rows int32 (k,),
-    scores f32 (k,), out f32 (d_v,). softcap: of the scores, 0 for none; sink: a score without a
-    value, -inf for none.
+    scores f32 (k,), out f32 (d_v,). softcap: 0 for none; sink: a score without a value, or -inf.
     """
     count = rows.shape[0]
     dots = np.empty(count + PAD, np.float32)
@@ -24,7 +23,8 @@ def attend_split_rows(q_rest, rest, v, rows, scores, scale, softcap, sink, out):
     )  # fmt: skip
     for j in range(count):
         dots[j] = scale * (dots[j] + scores[j])
-    _, mass = exponentiate(dots, count, softcap, sink)
+    peak, mass = exponentiate(dots, count, softcap, sink)
+    mass += np.exp(sink - peak)
     out[:] = 0
     tile_values(
         1, 1, dots.ctypes.data, 0, v.ctypes.data, v.strides[0], rows.ctypes.data, count,
