@@ -127,7 +127,7 @@ def soak(model: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
             thread.join()
         told = wait_until_idle(server)
         after = server.ask(fixed)[1]["choices"][0]["text"]
-        flat = curve.check("serve")
+        flat = curve.check("serve", N_CLIENTS)
     if crowd.faults:
         raise SparseKVError(f"serve: {len(crowd.faults)} faults, such as {crowd.faults[0]}")
     n_asked = crowd.counts.total() + len(METHODS) + 1
