@@ -46,10 +46,7 @@ class Curve:
         self.points.append(usage_of(self._pid, self._started))
 
     def check(self, what: str, n_sockets: int = 0) -> dict[str, Any]:
-        """Returns the curve as JSON has it. n_sockets: of clients, which come and go.
-
-        Raises SparseKVError unless the curve is flat in the end.
-        """
+        """The curve as JSON has it. SparseKVError: it is not flat. n_sockets: may come and go."""
         self.look()
         last = self.points[-1].seconds
         early = [each for each in self.points if each.seconds <= last / 2]

@@ -18,6 +18,7 @@ import numpy as np
 from sparsekv_cli import warmup
 from sparsekv_cli.cache.kinds import full_layers
 from sparsekv_cli.cache.layer import total_counters
+from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer
 from sparsekv_cli.evaluation.prefill import Keys, exact_keys, prefill_each
@@ -174,6 +175,8 @@ def compare(
             f"{len(ids)} tokens and {n_steps} steps do not fit the context of {model.n_ctx}: "
             "shorten the prompt, or raise --ctx-size"
         )
+    n_bytes = 4 * n_steps * model.hparams.n_vocab
+    check_memory(f"the logits of {n_steps} steps", n_bytes, "give fewer --steps")
     shared = model.engine.shares_prefill
     if shared:
         for method in methods.values():
@@ -201,16 +204,8 @@ def compare(
             if on_step is not None:
                 on_step(i * n_steps + step + 1, len(methods) * n_steps)
 
-        following: Iterable[int] = tokens
-        if not tokens:
-            eog_ids = model.tokenizer.eog_ids
-            following = _kept(greedy_tokens(logits, reference, n_steps, eog_ids), tokens)
-        decode_tokens(sequence, following, result, keys, watched, see)
+        greedy = greedy_tokens(logits, reference, n_steps, model.tokenizer.eog_ids)
+        decode_tokens(sequence, tokens or greedy, result, keys, watched, see)
+        tokens = list(sequence.tokens[len(ids) :])
         yield method_result(spec, methods[spec], layers, result, seconds, timed)
         del layers, sequence  # frees it before the next method
-
-
-def _kept(tokens: Iterable[int], into: list[int]) -> Iterator[int]:
-    for token in tokens:
-        into.append(token)
-        yield token

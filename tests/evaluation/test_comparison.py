@@ -8,6 +8,7 @@ import pytest
 from opened import open_sequence
 from tiny_models import make_model
 
+from sparsekv_cli.cache import row_sizes
 from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import Memory
@@ -308,7 +309,7 @@ def test_figures_of_dense_exact_and_recent_rows(sequence):
     progress: list[tuple[int, int]] = []
     rows = full, everything, best, recent, lfps = list(compare(
         sequence.model, parse_methods(names), random_ids(LENGTH), 8, random_ids(8)[::-1], None,
-        lambda *done: progress.append(done),
+        lambda *done: progress.append(done)
     ))  # fmt: skip
     assert [row.name for row in rows] == ["full", "topk", "topk", "streaming", "lfps"]
     assert full.kld_mean == 0 and full.top1_agreement == 1
@@ -370,6 +371,12 @@ def test_greedy_tokens_skip_what_is_banned():
 def test_what_does_not_fit_the_context(sequence):
     with pytest.raises(SparseKVError, match="395 tokens and 8 steps do not fit the context of 400"):
         next(compare(sequence.model, parse_methods("topk"), random_ids(395), 8))
+
+
+def test_logits_that_do_not_fit_memory(sequence, monkeypatch):
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: 4 * 8 * 512 - 1)
+    with pytest.raises(SparseKVError, match=r"the logits of 8 steps .* give fewer --steps"):
+        next(compare(sequence.model, parse_methods("topk"), random_ids(9), 8))
 
 
 def test_calibrated_methods_are_compared_too(model, sequence, monkeypatch):

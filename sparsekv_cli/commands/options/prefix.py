@@ -61,19 +61,20 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
     from sparsekv_cli.prefix.folder import check_folder
 
     directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
-    is_off = values.pop("no_cache") or is_switched_off()
-    session = values.pop("session", None)
+    no_cache, session = values.pop("no_cache"), values.pop("session", None)
+    is_off = no_cache or is_switched_off()
     if session is not None:
+        if no_cache or directory is not None:
+            what = "--session keeps the rows in its own FILE"
+            raise click.UsageError(f"{what}: leave --cache-dir and --no-cache out")
         check_session_file(session)
-        is_off = False  # the user asked for it
+        is_off = False  # the environment does not stop what the user asks for
     elif directory is not None and not is_off:
         check_folder(directory)
     return PrefixOptions(directory, limit, is_off, session)
 
 
 prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
-
-
 # The options of the prefix cache, except --session.
 folder_options = gathered("prefix", _gather_prefix, OPTIONS[:-1])
 

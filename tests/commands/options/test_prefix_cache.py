@@ -24,9 +24,10 @@ def ask(model: str, invoke: Invoke, tmp_path: Path) -> Callable[..., Any]:
     """Asks the document a question: what ``run --json`` says, with stderr as ``err``."""
 
     def run(question: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+        folder = () if "--session" in arguments else ("--cache-dir", str(tmp_path / "kept"))
         result = invoke(
             "run", "-m", model, "-p", DOCUMENT + question, "--json", "-n", "4", "--temp", "0",
-            "-t", "1", "--device", "cpu", "--cache-dir", str(tmp_path / "kept"), *arguments,
+            "-t", "1", "--device", "cpu", *folder, *arguments,
         )  # fmt: skip
         assert result.code == code, result.err
         return {"err": result.err} if code else {**json.loads(result.out), "err": result.err}
@@ -97,16 +98,19 @@ def test_chat_uses_it_where_a_conversation_begins(model, invoke, tmp_path):
     assert found == [[False] * 4, [False, True, False, True]]
 
 
-def test_bad_options_are_usage_errors(invoke):
+def test_bad_options_are_usage_errors(invoke, tmp_path):
     for arguments in (("--cache-limit", "0"), ("--cache-limit", "x"), ("--cache-dir", __file__)):
         assert invoke("run", "-p", "x", *arguments).code == 2
     assert invoke("bench", "--no-cache").code == 2
+    for other in (("--cache-dir", str(tmp_path)), ("--no-cache",)):
+        result = invoke("run", "-p", "x", "--session", str(tmp_path / "s"), *other)
+        assert result.code == 2 and "leave --cache-dir and --no-cache out" in result.err
 
 
 def test_a_session_file_is_used_in_place_of_the_folder(ask, tmp_path):
     file = tmp_path / "a.session"
     assert ask("Who?", "--session", str(file))["cached_tokens"] == 0
-    assert not (tmp_path / "kept").exists() and file.exists()
+    assert file.exists()
     refused = ask("When?", "--session", str(file), "--method", "h2o", code=1)
     assert "error: --session: h2o needs the queries" in refused["err"]
     there = ("--session", str(file), "--prefill-dtype", "f32", "--method", "lfps", "-ctk", "q8_0")
@@ -116,10 +120,8 @@ def test_a_session_file_is_used_in_place_of_the_folder(ask, tmp_path):
 def test_a_session_file_is_no_other_file(invoke, tmp_path):
     notes = tmp_path / "notes.txt"
     notes.write_text("Mine.")
-    for path, what in (
-        (notes, "is not a session file of this version"),
-        (tmp_path / "a" / "b", "no folder"),
-    ):
+    wrong = {notes: "is not a session file of this version", tmp_path / "a" / "b": "no folder"}
+    for path, what in wrong.items():
         result = invoke("run", "-p", "x", "--session", str(path))
         assert result.code == 1 and result.err.count("\n") == 1 and what in result.err
     assert notes.read_text() == "Mine."
