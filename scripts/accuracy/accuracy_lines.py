@@ -1,6 +1,6 @@
 """What is expected of a method, and the table that says whether it is met.
 
-The figures and the acceptance lines are in figures.json, by method text.
+The acceptance lines are in figures.json, by method text.
 """
 
 import json
@@ -18,7 +18,7 @@ Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and leng
 
 
 def expected(method: Method, length: int) -> dict[str, dict[str, float]]:
-    """What is known of ``method`` at about ``length`` tokens: measured, at_most, at_least."""
+    """What is known of ``method`` at about ``length`` tokens: at_most, at_least."""
     near = [i for i, known in enumerate(EXPECTED["lengths"]) if abs(length - known) <= known / 10]
     for spec, kinds in EXPECTED["methods"].items():
         if near and build_spec(spec) == method:
@@ -80,35 +80,23 @@ def lines_across(methods: Mapping[str, Method], figures: Figures) -> list[str]:
 
 
 COLUMNS = ("kld", "top1", "needles", "overlap", "mass", "dots", "attended")
-TITLES = (
-    "method", "tokens", "KLD", "top-1", "needles", "overlap", "mass", "dots %", "attended %",
-    "KLD by text", "top-1 by text", "dots % by text", "lines",
-)  # fmt: skip
-BY_TEXT = ("kld", "top1", "dots")
+TITLES = ("method", "tokens", "KLD", "top-1", *COLUMNS[2:5], "dots %", "attended %", "lines")
 
 
 def markdown(methods: Mapping[str, Method], lengths: Sequence[int], figures: Figures) -> str:
-    """One row a method and length, the prototype's figure in brackets; then the lines across."""
+    """One row a method and length; then the lines across."""
     rows = []
     for name, method in methods.items():
         for length in lengths:
             row, known = figures[name, length], expected(method, length)
-            cells = [
-                name,
-                length,
-                *(cell(c, row[c], known.get("measured", {}).get(c)) for c in COLUMNS),
-            ]
-            cells += [" / ".join(cell(c, text[c], None) for text in row["texts"]) for c in BY_TEXT]
-            verdict = "pass" if known.get("at_most") or known.get("at_least") else ""
+            cells = [name, length, *(cell(c, row[c]) for c in COLUMNS)]
+            verdict = "pass" if any(known.values()) else ""
             rows.append([*cells, "; ".join(broken_lines(row, known)) or verdict])
     across = [f"- {line}" for line in lines_across(methods, figures)]
     return "\n".join([table(TITLES, rows), *([""] if across else []), *across])
 
 
-def cell(column: str, value: float | None, known: float | None) -> str:
-    """``0.094 (0.094)``; a dash for what was not measured."""
+def cell(column: str, value: float | None) -> str:
+    """``0.094``; a dash for what was not measured."""
     digits = {"kld": 3, "needles": 0, "dots": 1, "attended": 1}.get(column, 2)
-    texts = ["-" if value is None else f"{value:.{digits}f}"]
-    if known is not None:
-        texts.append(f"({known:.{digits}f})")
-    return " ".join(texts)
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -6,10 +6,12 @@ Texts and facts are ours. A needle prompt is a text with one fact put between tw
 followed by a question about it, all as one user message.
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import ROOT
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.evaluation.ruler.functions import functions
+from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPrompt, message
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 from sparsekv_cli.model import Model
 
@@ -72,6 +76,31 @@ def text_of(half: str, kind: str, n_tokens: int) -> str:
     files = [each for p in paths for each in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
     whole = "\n\n".join(path.read_text(encoding="utf-8") for path in files)
     return whole[: CHARACTERS * n_tokens]
+
+
+def asked_again(prompt: RulerPrompt, which: int, encode: Encode) -> RulerPrompt:
+    """The same text with a question about another of its facts or functions. which: 1 and more.
+
+    SparseKVError when the text has too few of them.
+    """
+    sample, text = prompt.sample, prompt.sample.context
+    # What is asked for, the answer, and its place: a key and its value, or a body and its name.
+    found = [(m[1], m[2], m.start()) for m in re.finditer(r"for (\S+) is: (\S+)\.", text)]
+    for each in () if found else functions():
+        place = text.find(f"{each.head}\n{each.body}\n")
+        if place >= 0:
+            found.append((each.body, text[:place].rpartition("def ")[2], place))
+    old = next(asked for asked, answer, _ in found if answer == sample.references[0])
+    others = [known for known in found if known[0] != old]
+    Random(old).shuffle(others)
+    if which > len(others):
+        raise SparseKVError(f"--questions: a text answers {len(found)}, give no more")
+    new, answer, place = others[which - 1]
+    changed = sample._replace(
+        question=sample.question.replace(old, new), answer=sample.answer.replace(old, new),
+        references=[answer], depths=[place / len(text)],
+    )  # fmt: skip
+    return prompt._replace(sample=changed, ids=encode(message(changed), changed.answer))
 
 
 def counter(model: Model) -> Callable[[str], int]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +85,26 @@ def test_a_sample_is_prefilled_once_and_rows_are_not_made_again(
     assert run(path, file, *tasks) == 0 and rows_of(file) == rows
 
 
+def test_several_questions_have_one_text(path, tmp_path, capsys):
+    file, many = tmp_path / "rows.jsonl", ["--tasks", "niah_multikey_2", "--questions", "2"]
+    assert run(path, file, *many, "--samples", "3", methods=METHODS[:1]) == 0
+    computed = [row["computed_tokens"] < LENGTH / 2 for row in rows_of(file)]
+    assert computed == [False, True, False]
+    assert run(path, file, *many[:3], "999", "--samples", "999", methods=METHODS[:1]) == 1
+    assert "--questions: a text answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", real.MANY)
+def test_another_question_has_another_answer_in_the_same_text(task):
+    encode = lambda text, answer: list(f"{text}{answer}".encode())  # noqa: E731
+    first = real.make_prompt(task, 9000, 0, 1, 30, encode)
+    others = [real.asked_again(first, which, encode).sample for which in range(1, 6)]
+    assert len({each.references[0] for each in (first.sample, *others)}) == 6
+    for context, question, answer, (told,), _ in others:
+        fact = question.split("\n")[3] if task == "code" else f"for {answer.split()[5]} is: {told}."
+        assert fact in context.partition(f"def {told}(")[task == "code" and 2]
+
+
 def test_halves_are_not_mixed(path, tmp_path, capsys):
     file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1"]
     assert run(path, file, *tasks, methods=METHODS[:1]) == 0
@@ -102,23 +121,7 @@ def test_a_deadline_stops_ahead_of_a_row_and_a_run_goes_on_there(path, tmp_path,
     for n in (1, 2):
         assert run(path, file, *tasks) == 0
         assert [row["name"] for row in rows_of(file)] == ["full", "streaming"][:n]
-        assert ("would not end in time" in capsys.readouterr().err) == (n == 1)
-
-
-def test_the_slowest_rows_say_how_long_the_next_one_takes():
-    pace = real.Pace(time.perf_counter() + 60)
-    pace.check(8192, 8000)  # nothing is known
-    row = {"length": 8192, "seconds": 50, "prefill_s": 40, "prompt_tokens": 8000}
-    pace.add({**row, "computed_tokens": 8000})
-    pace.add({**row, "seconds": 2, "prefill_s": 1, "computed_tokens": 32})
-    pace.check(8192, 32)
-    pace.check(8192, 8000)
-    with pytest.raises(real.NoTimeError):
-        pace.check(8192, 11_000)  # 10 s, and 55 s of a prefill
-    pace.check(30_000, 11_000)  # no row of this length is known
-    pace.add({**row, "seconds": 70, "prefill_s": 2, "computed_tokens": 32})
-    with pytest.raises(real.NoTimeError):
-        pace.check(8192, 32)
+        assert ("the time is over" in capsys.readouterr().err) == (n == 1)
 
 
 def test_changed_texts_are_other_samples(path, tmp_path, monkeypatch):
