@@ -1,8 +1,8 @@
 """LFPS' scout finds rows that the history does not know, from codes of all keys.
 
-A key's code is its part along the few directions that matter most to scores, 7 bits each. A step
-scores the codes of a slice of all rows; each step takes the next slice. The best row of each part
-of the slice becomes a candidate. Its exact score decides whether it is attended to.
+A key's code is its part along the few directions that matter most to scores, 7 bits each. The
+first step scores the codes of all rows, and each later step those of the next slice. The best row
+of each part becomes a candidate. Its exact score decides whether it is attended to.
 
 Codes lie in parts of 128 rows, (8, words, 16, 4), for attention/byte_scores.py: eight tiles of
 sixteen rows. A word is four directions. Steps always attend to the sinks, so the scout need not

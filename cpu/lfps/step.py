@@ -32,7 +32,7 @@ from sparsekv_cli.cpu.layer.decode import float_rows
 from sparsekv_cli.cpu.lfps.attend import mark_tasks, run_tasks, update_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
-from sparsekv_cli.cpu.lfps.scout import PART, Codes, Scout
+from sparsekv_cli.cpu.lfps.scout import Codes, Scout
 from sparsekv_cli.cpu.lfps.search import (
     LOCAL,
     N_PROGRESS,
@@ -305,10 +305,9 @@ class LFPSStep:
         record["n_entries"] = tables.ver.shape[1]
         record["n_blocks"] = tables.ver_bounds.shape[1]
 
-    def use_scout(self, scout: Scout, n_rows: int) -> None:
-        """Makes a step score the codes of at most n_rows rows. Call it again for new codes."""
+    def use_scout(self, scout: Scout) -> None:
+        """Sets the codes. Call it again for new codes."""
         self.record["codes"] = tuple(scout.known())
-        self.record["n_found"] = -(-n_rows // PART)
 
     def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
         """Makes steps list the rows that each head attended to, sinks first, until ``untrace``.
@@ -366,13 +365,13 @@ class LFPSStep:
         self._rules["by_group"], self._rules["a"] = by_group, a
 
     def at(
-        self, layout: np.ndarray, n: int, k_budget: int, limit: int, *, is_marked: bool = False
+        self, layout: np.ndarray, n: int, k_budget: int, limit: int, n_found: int, is_marked: bool
     ) -> None:
         """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
 
-        is_marked: whether ``mark`` has run for this step, and nothing has changed since. limit is
-        at least the number of recents, which are always in C1. Otherwise thresholds would never
-        stop rising.
+        n_found: most rows that the scout finds for a head, each among PART rows. is_marked: whether
+        ``mark`` has run for this step, and nothing has changed since. limit is at least the number
+        of recents, which are always in C1. Otherwise thresholds would never stop rising.
         """
         record = self.record
         assert limit >= max(1, min(self._recent, k_budget // 2))
@@ -380,6 +379,7 @@ class LFPSStep:
             record["thread"] = function_address(_run_thread, (types.int64,) * 7)
         record["layout"] = layout
         record["n"], record["k_budget"], record["limit"] = n, k_budget, limit
+        record["n_found"] = n_found
         record["is_marked"] = is_marked
         if record["n_kept"]:
             self._keep(k_budget)

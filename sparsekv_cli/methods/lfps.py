@@ -22,7 +22,7 @@ Departures; docs/methods.md has their reasons and figures:
 ``pages_from`` rows it attends to 1024 rows in pages, as Quest does. (7) The mean of eq 8 is over
 at most ``horizon`` entries. (8) Beyond 8192 rows the heads of a kv group score each other's
 candidates (``scored_by``). (9) A scout makes candidates of rows without history, by codes of
-their keys. ``preset=paper`` undoes 3 to 9.
+their keys: of all in the first step, then of a slice. ``preset=paper`` undoes 3 to 9.
 """
 
 from collections.abc import Mapping, Sequence
@@ -124,6 +124,10 @@ class LFPS(Method):
     def n_queried(self) -> int:
         return self.window
 
+    def rows_scouted(self, n: int, n_start: int) -> int:
+        """Rows whose codes a step to n rows scores; n_start: rows when the index was made."""
+        return max(self.scout, n) if self.scout and n <= n_start + 1 else self.scout
+
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return LFPSCache(spec, self)
 
@@ -167,6 +171,7 @@ class LFPSCache(LayerCache):
         self._raised = np.ones(spec.n_head)
         self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
         self._n_indexed = 0  # rows that the tables cover; 0: none
+        self._n_start = 0  # rows that they covered at first
         self._step = LFPSStep(
             self._rules, self._constants, spec.sinks, self._raised, self._statistics,
             spec.n_threads,
@@ -241,13 +246,13 @@ class LFPSCache(LayerCache):
             self._code_rows()
         lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
-        self._n_indexed = store.n
+        self._n_indexed = self._n_start = store.n
 
     def _code_rows(self) -> None:
         """Makes the scout's codes of the rows that have none."""
         assert self._scout is not None
         self._scout.code(self.store.layout, self.store.n, self.spec.n_threads)
-        self._step.use_scout(self._scout, self.method.scout)
+        self._step.use_scout(self._scout)
 
     def _is_dense_at(self, n: int) -> bool:
         """Returns whether the budget covers a context of n rows, so that attention is dense."""
@@ -308,11 +313,12 @@ class LFPSCache(LayerCache):
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)
+        n_found = -(-method.rows_scouted(n, self._n_start) // scout.PART)
         if method.candidates:
             limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
-            limit += method.scout and self.spec.n_head * -(-method.scout // scout.PART)
+            limit += self.spec.n_head * n_found
         self._step.share(by_group, self._a_of_group if by_group else method.a)
-        self._step.at(self.store.layout, n, k, limit, is_marked=is_marked)
+        self._step.at(self.store.layout, n, k, limit, n_found, is_marked)
 
     def _scores_by_group(self, n: int) -> bool:
         """Returns whether a kv group's heads score each other's candidates at n rows."""
@@ -339,7 +345,7 @@ class LFPSCache(LayerCache):
         tables.restore(self._tables)
         if self._scout and self._scout.n_parts > n_parts:
             self._scout.n_parts = n_parts
-            self._step.use_scout(self._scout, self.method.scout)
+            self._step.use_scout(self._scout)
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)

@@ -88,7 +88,7 @@ class NaiveLFPS(Naive):
         var = [np.var(k[h // self.group] @ q[h] * self.scale) for h in range(self.n_head)]
         self.sigma2 = np.array(var) / (q**2).sum(1)
         self.raised = np.ones(self.n_head)
-        self.has_tables = True
+        self.has_tables, self.n_start = True, n
         if self.method.scout:
             self.aim(np.stack(queries[::-1], axis=1))
             self.code(n)
@@ -118,7 +118,8 @@ class NaiveLFPS(Naive):
 
     def scouted(self, h: int) -> np.ndarray:
         """Returns the best row of each part in the step's slice of all parts."""
-        codes, most = self.codes[h // self.group], -(-self.method.scout // PART)
+        codes = self.codes[h // self.group]
+        most = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
         if not len(codes):
             return np.empty(0, int)
         n_slices = -(-len(codes) // most)
@@ -193,8 +194,7 @@ class NaiveLFPS(Naive):
         active = [h for h in head_group if not self.bypassed[h]]
         if most:
             limit = max(min(most, n) * (1 + self.shares(n)), 2 * k)
-            if self.method.scout:
-                limit += self.n_head * -(-self.method.scout // PART)
+            limit += self.n_head * -(-self.method.rows_scouted(self.n, self.n_start) // PART)
         found = [row for h in active for row in self.scouted(h)] if self.method.scout else []
         factor, margin = self.raised[head_group[0]], np.inf
         while active:

@@ -219,10 +219,7 @@ MISTRAL = ToolFormat(
     form=("[TOOL_CALLS]", "arguments", "[{", "}]"),
 )
 HERMES = ToolFormat(
-    ("<tool_call>",),
-    hermes_reader,
-    special=False,
-    form=("<tool_call>\n", "arguments", "{", "}"),
+    ("<tool_call>",), hermes_reader, special=False, form=("<tool_call>\n", "arguments", "{", "}")
 )
 GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader)
 LFM2 = ToolFormat(("List of tools: ",), lfm2_reader)

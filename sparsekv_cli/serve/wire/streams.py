@@ -36,10 +36,7 @@ class EventStream(Response):
     """Server-sent events. They end and close their source when the client disconnects."""
 
     def __init__(
-        self,
-        first: str,
-        events: AsyncIterator[str],
-        failure: Callable[[Exception], str],
+        self, first: str, events: AsyncIterator[str], failure: Callable[[Exception], str]
     ) -> None:
         """failure: returns the last event of a stream that fails."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
