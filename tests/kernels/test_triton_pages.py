@@ -86,10 +86,6 @@ def scored(n_head, n_kv_head, d, sizes, page, device):
     return q.to(device), hi.to(device), lo.to(device)
 
 
-def as_numpy(*tensors):
-    return [x.float().cpu().numpy() for x in tensors]
-
-
 @pytest.mark.parametrize(("n_head", "n_kv_head", "d"), sweep(GEOMETRIES, fast=1))
 @pytest.mark.parametrize("sizes", [[30], [64, 1030, 333]])
 @pytest.mark.parametrize(("first", "recent"), [(2, 11), (0, 1)])  # FreeKV's, Quest's
@@ -109,7 +105,8 @@ def test_pooled_by_softmax(n_head, n_kv_head, d, sizes, first, recent, device):
         assert out.n_page[b] == end - first and out.n_best[b] == 1
         assert (out.scores[b, :, end - first :] == 7).all()
         for g in range(n_kv_head):
-            qg, hg, lg = as_numpy(q[b, g * group : (g + 1) * group], hi[b, g], lo[b, g])
+            rows = q[b, g * group : (g + 1) * group], hi[b, g], lo[b, g]
+            qg, hg, lg = (x.float().cpu().numpy() for x in rows)
             _, wanted = choose_pages_ref(qg, hg, lg, first, end, 1, scale)
             pooled = out.scores[b, g, : end - first].cpu()
             np.testing.assert_allclose(pooled, wanted, rtol=1e-4, atol=1e-7)

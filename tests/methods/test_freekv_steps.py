@@ -94,10 +94,6 @@ def outputs(case: Case, n_threads: int = 1, **options: Any) -> np.ndarray:
     return run(make_cache(FreeKV(**(SMALL | options)), case[0], n_threads), case)
 
 
-def dense_outputs(case: Case) -> np.ndarray:
-    return run(make_cache(Full(), case[0]), case)
-
-
 def run(cache: LayerCache, case: Case) -> np.ndarray:
     geometry, n_prefill = case
     stream = TurningStream(geometry, 3)
@@ -155,7 +151,7 @@ def test_threads_change_nothing():
 def test_choosing_every_page_equals_dense(case, overlap):
     """The sparse path itself: pool, recall and ring hold every row where it belongs."""
     actual = outputs(case, budget=AllButOne(share=1.0), overlap=overlap)
-    np.testing.assert_allclose(actual, dense_outputs(case), atol=1e-5)
+    np.testing.assert_allclose(actual, run(make_cache(Full(), case[0]), case), atol=1e-5)
 
 
 def test_from_dense_to_pages_while_decoding():
