@@ -27,6 +27,7 @@ def test_little_memory_means_more_prefills(sequence_of, monkeypatch):
     assert prefilled == [2, 2, 2] and [row.spec for row in apart] == list(methods)
     for row, other in zip(together, apart, strict=True):
         assert (row.kld_mean, row.recall) == (other.kld_mean, other.recall)
-    monkeypatch.setattr(row_sizes, "available_memory", lambda: 1)
+    of_logits = 4 * 8 * sequence.model.hparams.n_vocab
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: of_logits)
     with pytest.raises(LacksMemoryError, match="K and V of 108 tokens take"):
         list(compare(sequence.model, methods, ids, 8, following))
