@@ -18,7 +18,7 @@ Figures = Mapping[tuple[str, int], Mapping[str, Any]]  # by method text and leng
 
 
 def expected(method: Method, length: int) -> dict[str, dict[str, float]]:
-    """What is known of ``method`` at about ``length`` tokens: at_most, at_least."""
+    """Returns the limits of ``method`` at about ``length`` tokens, by at_most and at_least."""
     near = [i for i, known in enumerate(EXPECTED["lengths"]) if abs(length - known) <= known / 10]
     for spec, kinds in EXPECTED["methods"].items():
         if near and build_spec(spec) == method:

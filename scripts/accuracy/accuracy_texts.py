@@ -79,12 +79,12 @@ def text_of(half: str, kind: str, n_tokens: int) -> str:
 
 
 def asked_again(prompt: RulerPrompt, which: int, encode: Encode) -> RulerPrompt:
-    """The same text with a question about another of its facts or functions. which: 1 and more.
+    """Returns the prompt with another question: number ``which`` about its text, from 1 on.
 
-    SparseKVError when the text has too few of them.
+    Raises SparseKVError if the text has too few facts or functions.
     """
     sample, text = prompt.sample, prompt.sample.context
-    # What is asked for, the answer, and its place: a key and its value, or a body and its name.
+    # A fact is a key, its value and its place. A function is its body, its name and its place.
     found = [(m[1], m[2], m.start()) for m in re.finditer(r"for (\S+) is: (\S+)\.", text)]
     for each in () if found else functions():
         place = text.find(f"{each.head}\n{each.body}\n")

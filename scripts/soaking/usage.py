@@ -46,7 +46,7 @@ class Curve:
         self.points.append(usage_of(self._pid, self._started))
 
     def check(self, what: str, n_sockets: int = 0) -> dict[str, Any]:
-        """The curve as JSON has it. SparseKVError: it is not flat. n_sockets: may come and go."""
+        """Returns the curve. SparseKVError if it is not flat. n_sockets: open ones of clients."""
         self.look()
         last = self.points[-1].seconds
         early = [each for each in self.points if each.seconds <= last / 2]

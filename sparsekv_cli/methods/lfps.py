@@ -125,7 +125,7 @@ class LFPS(Method):
         return self.window
 
     def rows_scouted(self, n: int, n_start: int) -> int:
-        """Rows whose codes a step to n rows scores; n_start: rows when the index was made."""
+        """Returns how many codes a step to n rows scores. n_start: rows at the prefill's end."""
         return max(self.scout, n) if self.scout and n <= n_start + 1 else self.scout
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
