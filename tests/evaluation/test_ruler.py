@@ -10,6 +10,7 @@ from tiny_models import make_model
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.compare import parse_methods
 from sparsekv_cli.evaluation.ruler.answers import answer_all
+from sparsekv_cli.evaluation.ruler.functions import functions
 from sparsekv_cli.evaluation.ruler.records import RulerRecords, key_of, mean_score
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan, make_prompt
 from sparsekv_cli.evaluation.ruler.tasks import DOTS, TASKS, score
@@ -120,13 +121,12 @@ def test_code():
     file = sample.context.partition("```python\n")[2].removesuffix("\n```")
     names = re.findall(r"^def (\w+)", file, flags=re.MULTILINE)
     assert len(names) == len(set(names)) > 5
-    (name,), body = sample.references, sample.question.split("```python\n")[1]
-    body = body.removesuffix("\n```")
+    (name,), body = sample.references, sample.question[:-4].split("```python\n")[1]
+    assert all(each.head.lstrip().startswith("(") for each in functions())
     whole = next(part for part in file.split("\n\ndef ") if body in part)
     assert whole.removeprefix("def ").startswith(f"{name}(") and file.count(body) == 1
     assert name not in sample.question
-    (depth,) = sample.depths
-    assert file.index(body) / len(file) == pytest.approx(depth, abs=0.25)
+    assert file.index(body) / len(file) == pytest.approx(sample.depths[0], abs=0.25)
 
 
 def test_a_length_that_is_too_short():

@@ -7,7 +7,6 @@ reveal the name, and no name exists twice.
 
 import ast
 import os
-import textwrap
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -51,7 +50,8 @@ def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
     """``node`` without its decorators, from the lines of its file."""
     has_docstring = ast.get_docstring(node) is not None and len(node.body) > 1
     first = node.body[int(has_docstring)].lineno
-    text = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno])).splitlines()
+    margin = " " * node.col_offset  # a string's line can start before it
+    text = [line.removeprefix(margin) for line in lines[node.lineno - 1 : node.end_lineno]]
     n_head = first - node.lineno
     head = "\n".join(text[:n_head]).removeprefix(f"def {node.name}")
     return Function(node.name, head, "\n".join(text[n_head:]))
