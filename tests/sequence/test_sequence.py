@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from opened import generated, open_sequence
+from sidecars import refused
 from tiny_models import make_model
 
 from sparsekv_cli import machine
@@ -18,7 +19,6 @@ from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.engine import HostEngine
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
@@ -53,14 +53,6 @@ def greedy(logits, _tokens) -> int:
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-def refused(call) -> str:
-    with pytest.raises(SparseKVError) as error:
-        call()
-    message = str(error.value)
-    assert message and "\n" not in message
-    return message
 
 
 def test_empty_prompt(sequence):

@@ -17,9 +17,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_it_says_so_and_leaves(number: int, code: int, tiny_model: Callable[..., Path]) -> None:
     arguments = ["serve", "-m", str(tiny_model(wtype="Q8_0")), "--port", "0", "-t", "1"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "sparsekv_cli", *arguments], stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "sparsekv_cli", *arguments]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     while "http://127.0.0.1:" not in (line := server.stderr.readline()):
         assert line, "it ended"

@@ -74,8 +74,8 @@ def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -
     asked = {**ASKED, "max_tokens": 64, "stream": True, "ignore_eos": True}
     scheduler = server.service.scheduler
     n_aborted = scheduler.stats.n_aborted
-    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler._running, "step", lambda: time.sleep(0.02))
         with client.stream("POST", CHAT, json=asked) as response:
             first = response.iter_text()  # which closes the connection when it is collected
             assert next(first)
@@ -91,8 +91,6 @@ def test_a_client_that_goes_frees_its_place(client: httpx.Client, server: Any) -
                     assert client.post(path, json={**own, "stream": True}).status_code == 429
         wait_for(lambda: scheduler.stats.n_aborted == n_aborted + 2)
         assert scheduler.n_waiting == scheduler.n_running == 0
-    finally:
-        scheduler._running.step = step
     assert client.post(CHAT, json=ASKED).status_code == 200
 
 

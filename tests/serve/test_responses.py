@@ -214,7 +214,9 @@ def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.find("small")[1] == {"id": "small"}
 
 
-def test_two_streams_and_a_client_that_goes(client: Any, server: Any) -> None:
+def test_two_streams_and_a_client_that_goes(
+    client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = create(client)
     ask = {"input": "on", "previous_response_id": first.id, "stream": True}
     with ThreadPoolExecutor() as pool:
@@ -223,14 +225,11 @@ def test_two_streams_and_a_client_that_goes(client: Any, server: Any) -> None:
     assert texts[0] == texts[1] and texts[0]
     scheduler = server.service.scheduler
     n_aborted = scheduler.stats.n_aborted
-    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
-    try:
-        events = create(client, stream=True, max_output_tokens=64)
-        name = next(iter(events)).response.id
-        events.close()
-        wait_for(lambda: scheduler.stats.n_aborted > n_aborted)
-    finally:
-        scheduler._running.step = step
+    monkeypatch.setattr(scheduler._running, "step", lambda: time.sleep(0.02))
+    events = create(client, stream=True, max_output_tokens=64)
+    name = next(iter(events)).response.id
+    events.close()
+    wait_for(lambda: scheduler.stats.n_aborted > n_aborted)
     assert httpx.get(f"{server.url}{RESPOND}/{name}").status_code == 404
 
 

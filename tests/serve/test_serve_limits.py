@@ -20,9 +20,8 @@ from sparsekv_cli.serve.wire import bodies, connections
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-HEAD = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-)
+HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % CHAT.encode()
+HEAD += b"Content-Type: application/json\r\n"
 BREAKERS = "dry_sequence_breakers"
 MOST_BYTES = 1 << 16
 
@@ -158,21 +157,18 @@ def test_what_asks_for_too_much_is_refused(server: Any, fields: Any, param: Any)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
-def test_an_end_in_the_protocols_shapes(server: Any) -> None:
+def test_an_end_in_the_protocols_shapes(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What --drain does when its time is over."""
     scheduler = server.service.scheduler
-    scheduler._running.step, step = lambda: time.sleep(0.02), scheduler._running.step
-    try:
-        with ThreadPoolExecutor() as pool:
-            asked = [
-                pool.submit(httpx.post, server.url + path, json=ASKED, timeout=20)
-                for path in (CHAT, "/v1/messages")
-            ]
-            wait_for(lambda: scheduler.n_running == 2)
-            threading.Thread(target=scheduler.end_all).start()
-            answers = [each.result() for each in asked]
-    finally:
-        scheduler._running.step = step
+    monkeypatch.setattr(scheduler._running, "step", lambda: time.sleep(0.02))
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(httpx.post, server.url + path, json=ASKED, timeout=20)
+            for path in (CHAT, "/v1/messages")
+        ]
+        wait_for(lambda: scheduler.n_running == 2)
+        threading.Thread(target=scheduler.end_all).start()
+        answers = [each.result() for each in asked]
     assert [answer.status_code for answer in answers] == [503, 503]
     assert answers[0].json()["error"]["code"] == "stopping"
     assert answers[1].json()["type"] == "error"

@@ -82,9 +82,8 @@ def test_an_odd_value_is_taken_or_refused_in_a_line() -> None:
 
 def test_values_that_are_refused_later_than_by_their_type(post: Any) -> None:
     assert "budget = '99999" in refused(post(CHAT, method="h2o", budget="9" * 20))
-    assert "recent = 99999" in refused(
-        post(CHAT, method="topk", method_options={"recent": int("9" * 20)})
-    )
+    most = {"recent": int("9" * 20)}
+    assert "recent = 99999" in refused(post(CHAT, method="topk", method_options=most))
     ours = {"method": "lfps", "sparse_from": 0, "max_tokens": 3}
     told(post(CHAT, method_options={"candidates": 2048}, **ours))  # more than there are rows
     most = {"candidates": 2**31 - 1}

@@ -145,9 +145,8 @@ def test_a_declared_text_stays_what_it_is(text: str) -> None:
     ]
     in_json = json.dumps({"name": "g", "arguments": {"s": text}})
     assert calls_of(HERMES, f"<tool_call>{in_json}</tool_call>") == [("g", {"s": text})]
-    assert calls_of(MISTRAL, f'[TOOL_CALLS]g[ARGS]{{"s": {json.dumps(text)}}}') == [
-        ("g", {"s": text})
-    ]
+    in_json = f'[TOOL_CALLS]g[ARGS]{{"s": {json.dumps(text)}}}'
+    assert calls_of(MISTRAL, in_json) == [("g", {"s": text})]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +242,8 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     forced = forced_call(kind, template, dict.fromkeys(names, PARAMETERS))
     tokenizer = load_tokenizer(bpe_metadata())
     model: Any = SimpleNamespace(tokenizer=tokenizer)
-    constraint = new_constraint(
-        model.tokenizer, SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark)), None
-    )
+    options = SamplingOptions({}, grammar=read_grammar("tool_choice", forced.lark))
+    constraint = new_constraint(model.tokenizer, options, None)
     assert constraint is not None
     key = "parameters" if kind == LLAMA3 else "arguments"
     said = json.dumps({"name": names[-1], key: {"city": "Bonn"}})
