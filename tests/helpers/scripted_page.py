@@ -30,7 +30,7 @@ class Scripted:
     An item of an answer is a text, ("think", text), ("rows", rows), ("comment", text), GATE, at
     which the server waits for go(), or CUT, which ends the connection. An answer may be
     (status, message) instead. gated: documents that are read after go(); left: whether one's client
-    has gone.
+    has gone. slow: the seconds that it takes to describe a thing.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Scripted:
         self.answers: list[Sequence[Item] | tuple[int, str]] = []
         self.asked: list[dict[str, Any]] = []
         self.models = [self.model("tiny")]
-        self.key, self.n_open = "", 0
+        self.key, self.n_open, self.slow = "", 0, 0.0
         self.gated: set[str] = set()
         self.left = 0
 
@@ -58,6 +58,7 @@ class Scripted:
         return {"id": name, "status": "loaded", **about}
 
     async def describe(self, request: Request) -> Response:
+        await asyncio.sleep(self.slow)
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
         methods = [{"name": name, "summary": f"what {name} does"} for name in METHODS]
@@ -150,10 +151,22 @@ class Page:
     def js(self, script: str, *arguments: Any) -> Any:
         return self.browser.execute_script(script, *arguments)
 
+    def markdown(self, body: str, *texts: Any) -> Any:
+        """What a script says that has the page's ``markdown``, the texts and ``done``."""
+        page = "import('/static/markdown.js').then(({ markdown }) => {" + body + "});"
+        script = "const texts = [...arguments], done = texts.pop();" + page
+        return self.browser.execute_async_script(script, *texts)
+
     def press(self, text: str, within: str = "body") -> None:
         """Presses the last button with this text."""
         found = [each for each in self.all(f"{within} button") if each.text == text]
         found[-1].click()
+
+    def begin(self, text: str, *answer: Item) -> None:
+        """Sends a message and waits for the first words of the answer."""
+        self.server.answers.append(answer)
+        self.type(text)
+        wait_for(lambda: self.texts(".text")[-1:] == [str(answer[0]).strip()])
 
     def send(self, text: str, *answer: Item) -> None:
         """Sends a message and waits for the end of the answer."""

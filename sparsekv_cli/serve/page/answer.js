@@ -1,7 +1,7 @@
 // An answer: asked for, read as it is written, kept.
 
 import { events } from "./client.js";
-import { current, save } from "./chats.js";
+import { current, newId, save } from "./chats.js";
 import { say } from "./dom.js";
 import { withFiles } from "./files.js";
 import { update } from "./messages.js";
@@ -13,6 +13,8 @@ const running = new Map();  // by chat: what ends its answer
 
 export const isRunning = (chat) => running.has(chat);
 export const stop = (chat) => running.get(chat)?.abort();
+// A browser that can bring a page back keeps its connections for a while.
+addEventListener("pagehide", ({ persisted }) => persisted && [...running.keys()].forEach(stop));
 
 // Asks for the answer to the last message. changed(chat, status): called when the answer has ended;
 // status: of a request that was refused.
@@ -22,7 +24,9 @@ export function ask(chat, changed) {
     return_progress: true, sparsekv_rows: N_BINS, ...fields(),
   };
   const about = { method: request.method, model: request.model };
-  const answer = { role: "assistant", content: "", thinking: "", state: "writing", about };
+  const answer = {
+    id: newId(), role: "assistant", content: "", thinking: "", state: "writing", about,
+  };
   chat.messages.push(answer);
   running.set(chat, new AbortController());
   save(chat);

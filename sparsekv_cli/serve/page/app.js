@@ -6,7 +6,7 @@ import { $, say } from "./dom.js";
 import { takeFiles } from "./files.js";
 import { openMessages, showMessages, startEdit, toEnd } from "./messages.js";
 import { showAbout } from "./rows.js";
-import { describe, settings, showSettings, showTheme, watch } from "./settings.js";
+import { areValid, describe, settings, showSettings, showTheme, watch } from "./settings.js";
 
 const narrow = matchMedia("(max-width: 48rem)");
 
@@ -41,7 +41,7 @@ function ended(chat, status) {
 
 function answer() {
   const chat = current();
-  chat.settings = settings();
+  chat.settings = settings(chat.settings);
   $("model-gone").textContent = "";
   ask(chat, ended);
   showMessages(chat);
@@ -49,6 +49,8 @@ function answer() {
   showState(chat);
   say("The answer is being written.");
 }
+
+const canAsk = () => !isRunning(current()) && areValid();
 
 // Removes a message and those after it.
 function cut(message) {
@@ -58,22 +60,23 @@ function cut(message) {
 
 openMessages({
   edit(message, content) {
-    if (isRunning(current())) return;
+    if (!canAsk()) return;
     cut(message);
     current().messages.push({ ...message, content });
     answer();
   },
   again(message) {
-    if (isRunning(current())) return;
+    if (!canAsk()) return;
     cut(message);
     answer();
   },
 });
 
-$("form").addEventListener("submit", (event) => {
+$("form").addEventListener("submit", async (event) => {
   event.preventDefault();
+  if (!$("method").value && !(await connect())) return;
+  if (!canAsk()) return;
   const content = $("prompt").value.trim(), chat = current();
-  if (isRunning(chat)) return;
   const files = takeFiles();
   if (!files || (!content && !files.length)) return;
   $("prompt").value = "";
@@ -97,6 +100,7 @@ $("prompt").addEventListener("keydown", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
+  if (event.isComposing) return;
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (isOver()) showChats(false);
     else stop(current());
@@ -144,19 +148,22 @@ function fit() {
 }
 narrow.addEventListener("change", fit);
 
+// Returns whether the server could be asked.
 async function connect() {
   try {
     await describe();
     showSettings(current().settings);
+    return true;
   } catch (error) {
     $("model-name").textContent = error.message;
+    return false;
   }
 }
 
 $("key").addEventListener("change", connect);
 $("key-field").addEventListener("submit", (event) => event.preventDefault());
 watch(() => {
-  current().settings = settings();
+  current().settings = settings(current().settings);
   save(current());
 });
 

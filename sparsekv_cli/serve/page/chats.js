@@ -5,6 +5,7 @@ import { $, button, confirmed, make, say } from "./dom.js";
 import { withFiles } from "./files.js";
 
 let chats = [], shown = null, told = null;
+let listed = "";  // what the list shows
 
 export const current = () => shown;
 
@@ -20,8 +21,9 @@ export async function openChats(page) {
 }
 
 function note(error) {
+  const why = error.message || error.name;  // a full disk has no message
   $("chats-note").textContent =
-    `Conversations are lost when this page is closed. The browser keeps none: ${error.message}`;
+    `Conversations are lost when this page is closed. The browser keeps none: ${why}`;
   $("chats-note").className = "error";
 }
 
@@ -33,9 +35,10 @@ function sorted() {
 // A new chat is listed when it has a message.
 export function newChat() {
   const settings = shown?.settings ?? sorted()[0]?.settings ?? {};
-  const id = crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
-  select({ id, title: "", messages: [], settings });
+  select({ id: newId(), title: "", messages: [], settings });
 }
+
+export const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 
 function select(chat) {
   shown = chat;
@@ -58,7 +61,8 @@ export async function save(chat) {
 
 function titleOf({ content, files }) {
   const words = content.trim().split("\n")[0] || files?.[0]?.name || "Chat";
-  return words.length > 48 ? words.slice(0, 47).trimEnd() + "…" : words;
+  const [start] = /^.{0,48}/u.exec(words);
+  return start === words ? words : start.trimEnd() + "…";
 }
 
 async function remove(chat) {
@@ -78,21 +82,30 @@ function drop(chat) {
 }
 
 function changedElsewhere(id, chat) {
-  const mine = chats.find((each) => each.id === id);
+  let mine = chats.find((each) => each.id === id);
   if (!chat) {
     if (mine) drop(mine);
     return;
   }
-  if (mine && told.isRunning(mine)) return;  // it is saved when its answer is whole
+  if (mine && told.isRunning(mine)) {
+    // Saved when its answer is whole. If both tabs ask, this one goes on in a chat of its own.
+    if (mine.messages.at(-1).id === chat.messages.at(-1).id) return;
+    mine.id = newId();
+    mine = undefined;
+  }
   if (mine) Object.assign(mine, chat);
   else chats.push(chat);
   if (mine === shown) told.show(mine, true);
   list();
 }
 
+// Nothing is replaced under the hands of somebody who types a name or uses the buttons.
 function list() {
+  const now = JSON.stringify([shown.id, sorted().map(({ id, title }) => [id, title])]);
+  if (now === listed || $("chat-list").querySelector("input")) return;
+  listed = now;
   const held = document.activeElement?.dataset.chat;
-  $("chat-list").replaceChildren(...sorted().map(item));
+  $("chat-list").replaceChildren(...chats.map(item));
   if (held) $("chat-list").querySelector(`[data-chat="${CSS.escape(held)}"]`)?.focus();
 }
 
@@ -125,6 +138,8 @@ function rename(chat, entry) {
       chat.title = field.value.trim();
       save(chat);
     }
+    field.remove();
+    listed = "";
     list();
     $("chat-list").querySelector("[aria-current]")?.focus();
   };

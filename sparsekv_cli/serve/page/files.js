@@ -85,7 +85,7 @@ async function read(name, blob, signal) {
 // A message as the model gets it: each file as a fenced block, then the words.
 export function withFiles({ content, files }) {
   const parts = (files ?? []).map(({ name, text }) => {
-    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((each) => each.length));
+    const longest = (text.match(/`+/g) ?? []).reduce((n, { length }) => Math.max(n, length), 2);
     const fence = "`".repeat(longest + 1);
     return `${name}:\n${fence}\n${text.trimEnd()}\n${fence}\n\n`;
   });

@@ -66,13 +66,23 @@ export function watch(told) {
   for (const field of FIELDS) field.addEventListener("change", told);
 }
 
-export function settings() {
-  return Object.fromEntries(
-    FIELDS.map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value]));
+// Returns what the fields have. before: for those that have no choices yet.
+export function settings(before = {}) {
+  const known = FIELDS.filter((field) => field.value || field.tagName !== "SELECT");
+  return { ...before, ...Object.fromEntries(
+    known.map((field) => [field.id, field.type === "checkbox" ? field.checked : field.value])) };
 }
 
-// Shows the settings of a chat; what they lack stays as it is. A model that is gone becomes the
-// first.
+// Whether the browser understands the fields. If not, it says which and why.
+export function areValid() {
+  const [form] = $("settings").children;
+  if (form.checkValidity()) return true;
+  $("settings").showModal();
+  return form.reportValidity();
+}
+
+// Shows the settings of a chat. What they lack stays as it is, and what is being typed. A model
+// that is gone becomes the first.
 export function showSettings(values) {
   const [first] = models;
   const isGone = first && values.model && !models.some(({ id }) => id === values.model);
@@ -80,7 +90,7 @@ export function showSettings(values) {
     isGone ? `The model ${values.model} is not on this server now: ${first.id} answers.` : "";
   for (const field of FIELDS) {
     const value = field.id === "model" && isGone ? first.id : values[field.id];
-    if (value == null) continue;
+    if (value == null || field === document.activeElement) continue;
     if (field.type === "checkbox") field.checked = value;
     else field.value = value;
   }

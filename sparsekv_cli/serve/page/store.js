@@ -28,14 +28,19 @@ export async function open() {
 }
 
 export async function put(chat) {
-  if (!database) return;
-  await whole(objects("readwrite").put(chat));
-  others.postMessage(chat.id);
+  if (database) await changed(chat.id, objects("readwrite").put(chat));
 }
 
 export async function remove(id) {
-  if (!database) return;
-  await whole(objects("readwrite").delete(id));
+  if (database) await changed(id, objects("readwrite").delete(id));
+}
+
+// A request may succeed, and its transaction still fail: the disk is full, say.
+async function changed(id, { transaction }) {
+  await new Promise((resolve, reject) => {
+    transaction.oncomplete = resolve;
+    transaction.onabort = () => reject(transaction.error);
+  });
   others.postMessage(id);
 }
 

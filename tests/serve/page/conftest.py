@@ -53,7 +53,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def site(chromium: Any, running: Scripted) -> Iterator[Page]:
     """A new visitor's page. At the end nothing may have been refused or have failed in it."""
     running.answers, running.asked, running.key, running.n_open = [], [], "", 0
-    running.models, running.gated = [Scripted.model("tiny")], set()
+    running.models, running.gated, running.slow = [Scripted.model("tiny")], set(), 0.0
     chromium.get(f"{running.url}/static/vendor/licences.txt")
     chromium.execute_async_script(
         "localStorage.clear(); const done = arguments[0];"

@@ -51,14 +51,12 @@ def test_by_keyboard(site: Any) -> None:
     assert focused(site) == "prompt"
     site.send("One")
     assert focused(site) == "prompt", "the focus stays while an answer is written"
-    order = []
+    order = set()
     for _ in range(30):
         site.browser.switch_to.active_element.send_keys(TAB)
-        order.append(focused(site))
-    assert {"attach", "method", "budget", "send", "open-settings", "new", "One", "Rename"} <= {
-        *order
-    }
-    assert {"log", "Edit", "Copy the message", "Regenerate", "Copy the answer"} <= {*order}
+        order.add(focused(site))
+    assert {"attach", "method", "budget", "send", "open-settings", "new", "One", "Rename"} <= order
+    assert {"log", "Edit", "Copy the message", "Regenerate", "Copy the answer"} <= order
     site.browser.find_element("id", "open-settings").send_keys(" ")
     assert site.browser.find_element("id", "settings").is_displayed()
     site.browser.switch_to.active_element.send_keys(ESCAPE)
@@ -81,17 +79,14 @@ def phone(site: Any) -> Iterator[Any]:
 def test_a_phone(phone: Any) -> None:
     prompt = phone.browser.find_element("id", "prompt")
     assert phone.browser.switch_to.active_element != prompt, "no keyboard over the page at first"
-    phone.send(
-        "One", "word " * 200 + "\n\n| " + "wide | " * 30 + "\n" + "|-" * 30 + "|", ("rows", [[1]])
-    )
+    words = "word " * 200 + "\n\n| " + "wide | " * 30 + "\n" + "|-" * 30 + "|"
+    phone.send("One", words, ("rows", [[1]]))
     assert not phone.browser.find_element("id", "rows").is_displayed(), "the picture is folded"
     assert phone.texts("#picture-summary") == ["1.0% in the last step"]
     wide = "return [document.documentElement.scrollWidth, innerWidth]"
     assert phone.js(wide) == [390, 390]
-    boxes = {
-        name: phone.browser.find_element("id", name).rect for name in ("log", "send", "attach")
-    }
-    assert boxes["log"]["height"] > 400 and boxes["send"]["y"] == boxes["attach"]["y"]
+    log, send, attach = (phone.all(name)[0].rect for name in ("#log", "#send", "#attach"))
+    assert log["height"] > 400 and send["y"] == attach["y"]
     for button in phone.all("header button, .controls button, .message .actions button"):
         assert not button.is_displayed() or button.rect["height"] >= 40
     phone.all("#picture summary")[0].click()

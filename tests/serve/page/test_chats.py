@@ -27,10 +27,8 @@ def test_they_outlast_the_page(site: Any) -> None:
     site.press("First question")
     assert site.texts(".user .said") == ["First question\nwith a line"]
     assert site.texts(".text h3") == ["One"] and "25.0% of rows read" in site.texts(".about")[0]
-    assert site.js("const c = document.getElementById('rows'); return [c.width, c.height]") == [
-        2,
-        1,
-    ]
+    size = "const c = document.getElementById('rows'); return [c.width, c.height]"
+    assert site.js(size) == [2, 1]
     site.send("And then?")
     assert [m["content"] for m in site.server.asked[-1]["messages"]][1:] == ["# One", "And then?"]
     assert titles(site) == ["First question", "Second question"], "the newest is the first"
@@ -38,7 +36,9 @@ def test_they_outlast_the_page(site: Any) -> None:
 
 
 def test_rename(site: Any) -> None:
-    site.send("A question")
+    site.js("document.getElementById('prompt').value = '😀'.repeat(49)")
+    site.send("")
+    assert titles(site) == ["😀" * 48 + "…"]
     site.press("Rename")
     field = site.browser.switch_to.active_element
     assert field.get_attribute("aria-label") == "Name of the conversation"
@@ -49,6 +49,18 @@ def test_rename(site: Any) -> None:
     assert titles(site) == ["Rows"], "Escape keeps the name"
     site.open()
     assert titles(site) == ["Rows"]
+
+
+def test_a_conversation_is_kept_while_one_uses_the_list(site: Any) -> None:
+    keeps = "document.getElementById('seed').dispatchEvent(new Event('change'));"
+    site.send("One")
+    site.js("document.querySelector('#chats .actions button').focus();" + keeps)
+    assert site.browser.switch_to.active_element.text == "Rename"
+    site.press("Rename")
+    for keys in ("My ", "rows\ue007"):
+        site.browser.switch_to.active_element.send_keys(keys)
+        site.js(keeps)
+    assert titles(site) == ["My rows"]
 
 
 def test_delete(site: Any) -> None:
@@ -68,9 +80,7 @@ def test_delete(site: Any) -> None:
 
 
 def test_delete_while_an_answer_is_written(site: Any) -> None:
-    site.server.answers.append(("Words", GATE))
-    site.type("Two")
-    wait_for(lambda: site.texts(".text") == ["Words"])
+    site.begin("Two", "Words", GATE)
     site.press("Delete")
     site.press("Delete", "#confirm")
     wait_for(lambda: titles(site) == [])
@@ -92,9 +102,7 @@ def test_export(site: Any) -> None:
 
 
 def test_another_chat_while_an_answer_is_written(site: Any) -> None:
-    site.server.answers.append(("Slow ", GATE, "answer"))
-    site.type("One")
-    wait_for(lambda: site.texts(".text") == ["Slow"])
+    site.begin("One", "Slow ", GATE, "answer")
     site.press("New chat")
     site.send("Two", "Fast")
     assert site.texts(".text") == ["Fast"]
@@ -119,12 +127,21 @@ def test_two_tabs(site: Any) -> None:
         site.send("Two", "Second")
         site.browser.switch_to.window(first)
         wait_for(lambda: site.texts(".text") == ["First", "Second"])
+        site.begin("Three", "Half", GATE, " whole")
         site.browser.switch_to.window(second)
+        wait_for(lambda: site.texts(".user .said")[-1] == "Three")
+        site.send("Four", "Fourth")
+        site.browser.switch_to.window(first)
+        site.server.go()
+        wait_for(lambda: site.texts(".text")[-1] == "Half whole")
+        site.browser.switch_to.window(second)
+        wait_for(lambda: titles(site) == ["One", "One"] and site.texts(".text")[-1] == "Fourth")
+        site.all("#chats .open")[0].click()
         site.press("Delete")
         site.press("Delete", "#confirm")
-        wait_for(lambda: titles(site) == [])
+        wait_for(lambda: titles(site) == ["One"])
         site.browser.switch_to.window(first)
-        wait_for(lambda: titles(site) == [] and site.texts(".message") == [])
+        wait_for(lambda: titles(site) == ["One"] and site.texts(".message") == [])
     finally:
         site.browser.switch_to.window(second)
         site.browser.close()
@@ -132,9 +149,7 @@ def test_two_tabs(site: Any) -> None:
 
 
 def test_a_tab_that_is_closed_keeps_what_was_written(site: Any) -> None:
-    site.server.answers.append(("Half", GATE, " of", GATE))
-    site.type("One")
-    wait_for(lambda: site.texts(".text") == ["Half"])
+    site.begin("One", "Half", GATE, " of", GATE)
     time.sleep(2.1)  # it is kept every two seconds
     site.server.go()
     wait_for(lambda: site.texts(".text") == ["Half of"])
@@ -144,18 +159,27 @@ def test_a_tab_that_is_closed_keeps_what_was_written(site: Any) -> None:
     assert site.texts(".note") == ["This answer was interrupted."]
 
 
-def test_a_browser_that_keeps_nothing(site: Any) -> None:
-    added = site.browser.execute_cdp_cmd(
-        "Page.addScriptToEvaluateOnNewDocument",
-        {
-            "source": "const no = () => { throw new Error('not allowed') }; indexedDB.open = no;"
-            "Object.defineProperty(window, 'localStorage', { get: no }); BroadcastChannel = no;"
-        },
-    )
+REFUSES = "const no = () => { throw Error('not allowed') }; indexedDB.open = no;"
+REFUSES += "Object.defineProperty(window, 'localStorage', { get: no }); BroadcastChannel = no;"
+FULL = """
+    const { put } = IDBObjectStore.prototype;
+    IDBObjectStore.prototype.put = function (chat) {
+      const asked = put.call(this, chat);
+      asked.addEventListener('success', () => this.transaction.abort());
+      return asked;
+    };
+    Object.defineProperty(IDBTransaction.prototype, 'error', { get: () => Error('full') });
+"""
+
+
+@pytest.mark.parametrize("source", [REFUSES, FULL], ids=["refuses", "full"])
+def test_a_browser_that_keeps_nothing(site: Any, source: str) -> None:
+    add = "Page.addScriptToEvaluateOnNewDocument"
+    added = site.browser.execute_cdp_cmd(add, {"source": source})
     try:
         site.open()
-        assert "are lost when this page is closed" in site.wait("#chats-note.error").text
         site.send("One")
+        assert "are lost when this page is closed" in site.wait("#chats-note.error").text
         assert titles(site) == ["One"]
         site.press("Settings")
         site.all("#theme option")[2].click()

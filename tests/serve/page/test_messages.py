@@ -11,6 +11,7 @@ from waiting import wait_for
 pytestmark = pytest.mark.slow
 
 ENTER, ESCAPE, UP = "\ue007", "\ue00c", "\ue013"
+KEY = "document.dispatchEvent(new KeyboardEvent('keydown', arguments[0]))"
 ASKED = {"method": "lfps", "sparse_from": 0, "sparsekv_rows": 64, "stream": True}
 
 
@@ -30,16 +31,15 @@ def test_what_an_answer_tells(site: Any) -> None:
     site.server.go()
     wait_for(lambda: site.texts(".thinking summary") == ["Thinking…"])
     site.server.go()
-    wait_for(
-        lambda: site.texts("#rows-text") == ["2 layers; the last step read 83.3% of the rows."]
-    )
+    read = ["2 layers; the last step read 83.3% of the rows."]
+    wait_for(lambda: site.texts("#rows-text") == read)
     assert site.texts(".message .actions")[1] == "", "the answer is not whole"
+    site.js(KEY, {"key": "Escape", "isComposing": True, "bubbles": True})  # of a word, in Japanese
     site.server.go()
     site.wait_whole()
     assert site.server.asked[0].items() >= ASKED.items()
-    assert site.texts(".about") == [
-        "lfps · budget 5% · 24.0 tokens/s · 25.0% of rows read · 12 tokens"
-    ]
+    about = "lfps · budget 5% · 24.0 tokens/s · 25.0% of rows read · 12 tokens"
+    assert site.texts(".about") == [about]
     assert not site.all(".thinking .said")[0].is_displayed(), "thoughts are folded"
     site.all(".thinking summary")[0].click()
     assert site.texts(".thinking .said") == ["I think *this*."]
@@ -48,18 +48,15 @@ def test_what_an_answer_tells(site: Any) -> None:
         "Speed": "24.0 tokens/s", "Prompt": "30 tokens", "From the cache": "5 tokens",
         "Rows attended": "25.0%", "Context": "42 of 1024", "From drafts": "none",
     }.items()  # fmt: skip
-    assert site.js("return document.getElementById('status').textContent") == (
-        "The answer is complete."
-    )
+    said = "return document.getElementById('status').textContent"
+    assert site.js(said) == "The answer is complete."
 
 
 def test_stop(site: Any) -> None:
-    for stop in (lambda: site.press("Stop"), lambda: site.js(
-        "document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape' }))"
-    )):  # fmt: skip
-        site.server.answers.append(("Half", GATE))
-        site.type("One")
-        wait_for(lambda: site.texts(".text")[-1:] == ["Half"])
+    gone = "dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))"
+    for stop in (lambda: site.press("Stop"), lambda: site.js(KEY, {"key": "Escape"}),
+                 lambda: site.js(gone)):  # fmt: skip
+        site.begin("One", "Half", GATE)
         stop()
         site.wait_whole()
         assert site.texts(".note")[-1] == "Stopped." and site.all("#send")[0].is_displayed()

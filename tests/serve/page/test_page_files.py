@@ -82,11 +82,8 @@ def test_a_message_waits_for_its_documents(site: Any) -> None:
     assert error.text.startswith("bad.txt: it is no UTF-8 text") and site.server.asked == []
     site.server.go()
     wait_for(lambda: site.texts("#files li") == ["slow.pdf×", "good.txt×"])
-    wait_for(
-        lambda: (
-            error.text == "bad.txt: it is no UTF-8 text, PDF or Word file: only these are taken."
-        )
-    )
+    words = "bad.txt: it is no UTF-8 text, PDF or Word file: only these are taken."
+    wait_for(lambda: error.text == words)
     site.send("")
     assert site.server.asked[0]["messages"][0]["content"].endswith("good\n```\n\nRead it.")
 
@@ -122,7 +119,10 @@ def test_others_are_refused(site: Any, data: bytes, words: str) -> None:
 def test_a_large_file_is_refused(site: Any) -> None:
     site.js(
         "const t = new DataTransfer(); t.items.add(new File(['x'.repeat(2 ** 21 + 1)], 'log'));"
+        "t.items.add(new File(['`a'.repeat(2 ** 20)], 'sql'));"
         "document.body.dispatchEvent(new DragEvent('drop', { dataTransfer: t, bubbles: true }))"
     )
     words = "log: it has 2097153 bytes: at most 2097152 are taken."
     wait_for(lambda: site.browser.find_element("id", "file-error").text == words)
+    site.send("Read it.")
+    assert site.server.asked[0]["messages"][0]["content"].endswith("`a\n```\n\nRead it.")

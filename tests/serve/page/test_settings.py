@@ -53,9 +53,8 @@ def test_system_prompt_and_samplers(site: Any) -> None:
     asked = site.server.asked[0]
     assert asked["messages"][0] == {"role": "system", "content": "Be short."}
     numbers = {"temperature": 0, "top_k": 5, "max_tokens": 99, "seed": 7}
-    assert asked.items() >= numbers.items() and asked["chat_template_kwargs"] == {
-        "enable_thinking": False
-    }
+    assert asked.items() >= numbers.items()
+    assert asked["chat_template_kwargs"] == {"enable_thinking": False}
     assert not {"sparse_from", "top_p", "min_p", "model"} & asked.keys()
     site.open()
     site.press("One")
@@ -63,6 +62,11 @@ def test_system_prompt_and_samplers(site: Any) -> None:
     site.send("Two")
     assert site.server.asked[1]["messages"][0]["role"] == "user"
     assert "temperature" not in site.server.asked[1] and site.server.asked[1]["seed"] == 7
+    site.press("Settings")
+    field = site.all("#temperature")[0]
+    field.send_keys("1e999\ue00c")  # a browser does not tell the page what stands there
+    site.type("Three")
+    assert len(site.server.asked) == 2 and site.browser.switch_to.active_element == field
 
 
 def test_several_models(site: Any) -> None:
@@ -83,10 +87,20 @@ def test_several_models(site: Any) -> None:
     assert [each.is_enabled() for each in site.all("#method option")] == [True, False, True, False]
     site.send("One")
     assert site.server.asked[0]["model"] == "b" and site.server.asked[0]["method"] == "full"
-    site.open()
-    site.press("One")
+    site.all("#method option")[2].click()
+    site.server.slow = 0.5
+    site.browser.get(site.server.url)
+    site.wait("#chats .open").click()
+    fill(site, seed="7")
+    site.all("#budget")[0].send_keys("77")
+    site.js("form.elements.prompt.value = 'Two'; form.requestSubmit()")
+    assert site.texts("#method option") == [], "a message waits for them"
+    site.server.answers.append(("Late",))
+    wait_for(lambda: site.texts(".text") == ["An answer.", "Late"])
     assert site.js("return document.getElementById('model').value") == "b"
     assert site.texts(".about")[0].startswith("b · lfps · budget 5%")
+    chosen = {"model": "b", "method": "topk", "budget": "77", "seed": 7}
+    assert site.server.asked[1].items() >= chosen.items()
 
 
 def test_a_model_that_is_gone(site: Any) -> None:
@@ -145,7 +159,9 @@ def test_an_api_key(site: Any) -> None:
     assert site.browser.switch_to.active_element == key
     name = site.browser.find_element("id", "model-name")
     wait_for(lambda: "the API key is missing" in name.text)
+    site.type("One")
     key.send_keys("sesame\ue007")
     site.wait("#method option")
+    assert site.server.asked == [] and site.js("return document.getElementById('prompt').value")
     assert "the API key" not in site.browser.find_element("id", "model-name").text
     assert site.js("return JSON.stringify(localStorage).includes('sesame')") is False
