@@ -117,11 +117,11 @@ def test_halves_are_not_mixed(path, tmp_path, capsys):
 
 
 def test_a_deadline_stops_ahead_of_a_row_and_a_run_goes_on_there(path, tmp_path, capsys):
-    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1", "--deadline", "0"]
-    for n in (1, 2):
-        assert run(path, file, *tasks) == 0
+    file, tasks = tmp_path / "rows.jsonl", ["--tasks", "niah_single_1"]
+    for minutes, n_methods, n in ("9", 1, 1), ("0", 2, 1), ("9", 2, 2):
+        assert run(path, file, *tasks, "--deadline", minutes, methods=METHODS[:n_methods]) == 0
         assert [row["name"] for row in rows_of(file)] == ["full", "streaming"][:n]
-        assert ("the time is over" in capsys.readouterr().err) == (n == 1)
+        assert ("the time is over" in capsys.readouterr().err) == (minutes == "0")
 
 
 def test_changed_texts_are_other_samples(path, tmp_path, monkeypatch):
