@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
     """Returns the condition's value as soon as it is true."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
