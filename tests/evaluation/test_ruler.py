@@ -121,12 +121,12 @@ def test_code():
     file = sample.context.partition("```python\n")[2].removesuffix("\n```")
     names = re.findall(r"^def (\w+)", file, flags=re.MULTILINE)
     assert len(names) == len(set(names)) > 5
-    (name,), body = sample.references, sample.question[:-4].split("```python\n")[1]
+    (name,), body = sample.references, sample.question.removesuffix("\n```").split("```python\n")[1]
     assert all(each.head.lstrip().startswith("(") for each in functions())
     whole = next(part for part in file.split("\n\ndef ") if body in part)
     assert whole.removeprefix("def ").startswith(f"{name}(") and file.count(body) == 1
     assert name not in sample.question
-    assert file.index(body) / len(file) == pytest.approx(sample.depths[0], abs=0.25)
+    assert sample.depths == pytest.approx([file.index(body) / len(file)], abs=0.25)
 
 
 def test_a_length_that_is_too_short():
