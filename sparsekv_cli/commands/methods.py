@@ -33,14 +33,16 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
         for method in chosen:
             show(method)
     else:
-        rows = [(method["name"], method["paper"], method["summary"]) for method in methods]
-        print_table("", ("method", "paper", "what a step attends to"), rows)
+        keys = ("name", "use", "summary", "paper")
+        rows = [tuple(method[key] for key in keys) for method in methods]
+        print_table("", ("method", "use for", "what a step attends to", "paper"), rows)
         write_text(HINT)
 
 
 # Options of every method that have their own name on the command line. They are shown once.
 SHARED = ("dense_layers", "cache_type_k", "cache_type_v")
 HINT = """
+At a depth of a few thousand tokens take full: other methods gain little there.
 'sparsekv-cli methods NAME' shows a method's options.
 All take --dense-layers, --cache-type-k and --cache-type-v.
 """

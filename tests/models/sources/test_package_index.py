@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ def test_what_is_wrong_is_a_line(index: Index, tmp_path: Path) -> None:
 def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(installation, "_source", lambda: "sparsekv-cli")
     monkeypatch.setattr("sys.prefix", str(tmp_path))
+    needs = ["click>=8.1", 'click; extra == "serve"', 'absent-library>=2; extra == "ray"']
+    monkeypatch.setattr(metadata, "requires", lambda _: needs)
     assert installation.install_command("hub") == "pip install 'sparsekv-cli[hub]'"
     (tmp_path / "uv-receipt.toml").touch()
-    assert installation.install_command("hub") == "uv tool install --force 'sparsekv-cli[hub]'"
+    both = "uv tool install --force 'sparsekv-cli[hub,serve]'"  # serve is there, ray is not
+    assert installation.install_command("hub") == both
