@@ -78,6 +78,7 @@ def test_the_table_of_methods():
     for name, paper in rows:
         number = re.search(r"\d{4}\.\d{5}", method_class(name).paper)
         assert number is None or number[0] in paper, name
+        assert f"| {method_class(name).use} |" in section, "take README's words from 'methods'"
 
 
 def test_every_folder_has_its_place():
@@ -154,6 +155,7 @@ def test_pages_are_made_of_the_data():
     assert page == pages.benchmarks(data), "run scripts/results --pages"
     readme = README.read_text("utf-8")
     written = pages.between(readme, "results", pages.results(data))
+    written = pages.between(written, "gains", pages.gains(data))
     assert readme == written, "run scripts/results --pages"
     for name, part in results.PARTS.items():
         if part.page.endswith(".md"):
@@ -197,7 +199,9 @@ def test_figures_are_in_the_data():
             lines = "\n".join(line for line in section.splitlines() if line.startswith("| "))
             figures, shown = list(numbers(rows)), shown_numbers(lines)
             assert shown and [s for s in shown if not is_in(s, figures)] == []
-    body = README.read_text("utf-8").partition("<!-- results -->")[2].partition("<!-- /")[0]
+    readme = README.read_text("utf-8")
+    parts = (readme.partition(f"<!-- {name} -->")[2] for name in ("gains", "results"))
+    body = "\n".join(part.partition("<!-- /")[0] for part in parts)
     for told in data.values():
         body = body.replace(told["machine"]["cpu"], "")
     figures = list(numbers(data))

@@ -4,7 +4,7 @@ The same data give the same pages, byte for byte: a test makes them again and co
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -165,29 +165,47 @@ def remarks(data: Data) -> Iterable[str]:
     """Lines below README's table, of the model that the table is of."""
     if "real_prefill" in data:
         yield prefill_remark(results_plots.of_last_model(data["real_prefill"]))
-    compared = (told for key, told in data.items() if key.partition("@")[0] == "peer")
-    yield from (peer_remark(told["rows"], told["machine"]["cpu"]) for told in compared)
-    of = {"speculation": drafts_remark, "peer_several": together_remark}
-    yield from (remark(data[name]["rows"]) for name, remark in of.items() if name in data)
+    if "speculation" in data:
+        yield drafts_remark(data["speculation"]["rows"])
+
+
+def gains(data: Data) -> str:
+    """README's first table: what a user gains, and when."""
+    peers = [told["rows"] for key, told in data.items() if key.partition("@")[0] == "peer"]
+    model = peers[0][0]["model"]
+
+    def times(test: str) -> str:
+        """The least and the most ratio of a test on all machines, for the first model."""
+        of_test = (r for rows in peers for r in rows if (r["test"], r["model"]) == (test, model))
+        shown = sorted(f"{row['ratio']:.1f}" for row in of_test)
+        return " to ".join(dict.fromkeys((shown[0], shown[-1]))) + " times as fast"
+
+    kept = next(row for row in data["prefix"]["rows"] if row["method"] == "full")
+    speeds = results_plots.of_last_model(data["real_speed"])
+    of_full = {row["depth"]: row["of_full"] for row in speeds if row["method"] == "lfps"}
+    eight = {
+        row["test"].rpartition(", ")[2]: row["ratio"]
+        for row in data["peer_several"]["rows"]
+        if " d8192 b8, " in row["test"]
+    }
+    faster = "the faster of llama.cpp and ik_llama.cpp"
+    lines = [
+        ("reading a prompt", times("pp512"), faster),
+        ("a second question about a document", f"{kept['cached_s']:.1f} s to the first token",
+         f"{kept['without_s']:.1f} s for the first one (135M, {kept['prompt_tokens']} tokens)"),
+        ("decoding with `full`, at the start", times("tg16 @ d0, full"), faster),
+        ("the same after 8192 tokens", times("tg16 @ d8192, full"), faster),
+        ("a sparse method (`lfps`) after 8192 tokens", f"{of_full[8192]:.1f} times", "our `full`"),
+        ("the same after 32768 tokens", f"{of_full[32768]:.1f} times", "our `full`"),
+        ("8 sequences of 8192 tokens", f"{eight['full']:.1f} times, with `lfps` "
+         f"{eight['lfps']:.1f}", "llama.cpp"),
+    ]  # fmt: skip
+    return measuring.table(("1.5B on two CPU cores", "speed", "compared with"), lines)
 
 
 def prefill_remark(rows: Iterable[Row]) -> str:
-    pairs = [(row["n_prompt"], three(row["tokens_per_s"])) for row in rows]
-    return "Prefill: " + ", ".join(f"{s} tokens/s for {n} tokens" for n, s in pairs) + "."
-
-
-def peer_remark(rows: Sequence[Row], cpu: str) -> str:
-    """Returns a line of the first model's ratios. A test is ``pp512`` or ``tg16 @ d8192, full``."""
-    of_model = [row for row in rows if row["model"] == rows[0]["model"] and row["unit"] == "t/s"]
-    names = [peer for peer in PEERS if any(f"{peer} median" in row for row in of_model)]
-    faster = "the faster of " * (len(names) > 1) + " and ".join(names)
-    told = []
-    for row in of_model:
-        test, _, method = row["test"].partition(", ")
-        depth = test.partition(" @ d")[2]
-        if method == "full" or depth != "0":  # at depth 0 all methods are alike
-            told.append(f"`{f'{method} @ {depth}' if method else test}` {row['ratio']:.2g}")
-    return f"Times as fast as {faster} on {cpu}:\n  {', '.join(told)}."
+    pairs = ", ".join(f"{three(row['tokens_per_s'])} of {row['n_prompt']}" for row in rows)
+    return f"Reading with every method, tokens/s of a prompt: {pairs}."
 
 
 def drafts_remark(rows: Iterable[Row]) -> str:
@@ -196,19 +214,6 @@ def drafts_remark(rows: Iterable[Row]) -> str:
     depths = sorted(depth for source, depth in tps if source == "auto")
     found = (f"{tps['auto', d] / tps['off', d]:.1f} times as fast after {d}" for d in depths)
     return f"Drafts write an edited file {', '.join(found)} tokens."
-
-
-def together_remark(rows: Sequence[Row]) -> str:
-    """Returns a line on the last depth. A test is called ``tg16 @ d8192 b8, quest``."""
-    test = rows[-1]["test"].rpartition(", ")[0]
-    depth, n = test.partition(" @ d")[2].split(" b")
-    speeds = {}
-    for row in rows:
-        if row["test"].startswith(f"{test}, "):
-            speeds[f"`{row['test'].rpartition(', ')[2]}`"] = row["sparsekv-cli median"]
-    speeds["llama.cpp"] = rows[-1]["llama.cpp median"]
-    told = ", ".join(f"{name} {three(speed)}" for name, speed in speeds.items())
-    return f"Tokens/s, {n} sequences of {depth}:\n  {told}."
 
 
 def with_part(page: str, name: str, data: Data) -> str:
@@ -237,6 +242,8 @@ def write(root: Path) -> None:
     readme = root / "README.md"
     if readme.is_file() and "real_speed" in data:
         page = between(readme.read_text(encoding="utf-8"), "results", results(data))
+        if all(name in data for name in ("peer", "peer_several", "prefix")):
+            page = between(page, "gains", gains(data))
         readme.write_text(page, encoding="utf-8")
     for name, part in PARTS.items():
         file = docs / part.page
