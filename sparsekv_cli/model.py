@@ -120,12 +120,17 @@ class Model:
         """
         method.check_layers([layer.kind for layer in self.hparams.layers])
         specs = self.prepare(method, on_compile, on_calibrate)
+        n = self.sparse_from_of(method, sparse_from)
+        return Attention(depth.with_sparse_from(method, n) if n else method, specs, n)
+
+    def sparse_from_of(self, method: Method, sparse_from: int | None = None) -> int:
+        """Returns the depth up to which ``method`` is dense. sparse_from: as in attention_of."""
         n = self.config.sparse_from if sparse_from is None else sparse_from
         if not method.work_of_a_head:
-            return Attention(method, specs, 0)
-        if n < 0:
-            n = depth.sparse_from(method, specs) if self.engine.decodes_on_host(method) else 0
-        return Attention(depth.with_sparse_from(method, n) if n else method, specs, n)
+            return 0
+        if n < 0 and self.engine.decodes_on_host(method):
+            return depth.sparse_from(method, self.decoder.layer_specs())
+        return max(0, n)
 
     def prepare(
         self,

@@ -84,7 +84,8 @@ class Answers:
             if isinstance(event, PromptProgress):
                 yield event
             elif isinstance(event, Compiling):
-                yield Ping(f"kernels of {event.method} are compiled")
+                count = f": {event.done} of {event.total}" if event.total else ""
+                yield Ping(f"kernels of {event.method} are compiled{count}")
             else:
                 yield self._news(index, event)
 
@@ -131,7 +132,11 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
     """Returns fields that say how a response was computed, in addition to those of its protocol."""
     return {
-        "method": {"name": request.method.name, "options": request.method.options()},
+        "method": {
+            "name": request.method.name,
+            "options": request.method.options(),
+            "sparse_from": service.model.sparse_from_of(request.method, request.sparse_from),
+        },
         "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},
         "timings": {name: round(value, 4) for name, value in end.timings.items()},
         "ledger": end.ledger,

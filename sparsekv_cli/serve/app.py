@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from sparsekv_cli.serve.responses import Kept, ModelResponse
 from sparsekv_cli.serve.wire.bodies import Bodies, BodyError, WholeBodies
 from sparsekv_cli.serve.wire.documents import Documents
 from sparsekv_cli.serve.wire.guard import Access, Guard
+from sparsekv_cli.serve.wire.kept import KeptAnswers
 from sparsekv_cli.serve.wire.metrics import Metrics
 from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
@@ -51,6 +52,7 @@ HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_l
 OTHERS = {"embeddings": "embeddings", "images": "pictures", "audio": "sounds", "videos": "videos"}
 OTHERS |= {"moderations": "moderations", "rerank": "rankings"}
 
+Failure = Callable[[Mapping[str, Any]], str]  # from an error's body to a stream's last event
 F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ def make_app(
     metrics, bodies = Metrics(pool.models), Bodies(pool.limits.body_bytes)
     created, kept, documents = int(time.time()), Kept(), Documents(pool.limits.body_bytes)
 
+    answers = KeptAnswers(lambda error: openai.failure(error_body("", error)[1]))
     pool.ends.append(documents.end)
     readers = ThreadPoolExecutor(N_READERS, "request")
 
@@ -79,6 +82,35 @@ def make_app(
 
     async def chat(request: Request) -> Response:
         return await _answer(request, await read(request, ChatFields, openai.Completion))
+
+    async def events_of(values: Mapping[str, Any]) -> AsyncGenerator[str]:
+        """Yields the events of an answer that is kept, and holds its model meanwhile."""
+        loop = asyncio.get_running_loop()
+        fields = await loop.run_in_executor(readers, read_fields, ChatFields, values)
+        if not fields.stream:
+            raise RequestError("stream: expected true, because the answer is kept", param="stream")
+        with contextlib.ExitStack() as held:
+            service = await pool.hold(fields.model, held)
+            asked = await loop.run_in_executor(readers, openai.Completion, service, fields)
+            async with contextlib.aclosing(asked.stream()) as events:
+                async for event in events:
+                    yield event
+
+    async def kept_answer(request: Request) -> Response:
+        """Begins, reads or ends an answer that goes on without its client."""
+        check_query(request)
+        name = request.path_params["id"]
+        if request.method == "DELETE":
+            answers.remove(name)
+            return JSONResponse({"id": name, "object": "answer", "deleted": True})
+        if request.method == "PUT":
+            answer = answers.begin(name)
+            try:
+                answer.start(events_of(await bodies.read(request)))
+            except BaseException:
+                answers.remove(name)
+                raise
+        return await stream(request, answers.find(name).read())
 
     async def complete(request: Request) -> Response:
         return await _answer(request, await read(request, CompletionFields, openai.Completion))
@@ -125,11 +157,14 @@ def make_app(
 
     async def _answer(request: Request, asked: Any) -> Response:
         if asked.streams:
-            events = asked.stream()
-            first = await unless_gone(request, anext(events))  # an error before it has a status
-            path = request.url.path
-            return EventStream(first, events, lambda e: asked.failure(error_body(path, e)[1]))
+            return await stream(request, asked.stream(), asked.failure)
         return JSONResponse(await unless_gone(request, asked.whole()))
+
+    async def stream(
+        request: Request, events: AsyncIterator[str], failure: Failure = openai.failure
+    ) -> Response:
+        first = await unless_gone(request, anext(events))  # an error before it has a status
+        return EventStream(first, events, lambda e: failure(error_body(request.url.path, e)[1]))
 
     async def models(request: Request) -> Response:
         name = request.path_params.get("name")
@@ -159,6 +194,7 @@ def make_app(
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/answers/{id}", kept_answer, methods=["PUT", "GET", "DELETE"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", models, methods=["GET"]),
@@ -182,7 +218,7 @@ def make_app(
             Middleware(
                 CORSMiddleware,
                 allow_origins=access.origins,
-                allow_methods=["GET", "POST", "DELETE"],
+                allow_methods=["GET", "POST", "PUT", "DELETE"],
                 allow_headers=["*"],
             )
         )

@@ -50,6 +50,8 @@ class Compiling(NamedTuple):
     """Kernels of a method are being compiled. All requests wait for them."""
 
     method: str
+    done: int = 0  # kernels
+    total: int = 0
 
 
 class NewToken(NamedTuple):

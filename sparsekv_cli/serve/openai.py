@@ -224,7 +224,7 @@ class Completion:
 
     def failure(self, error: Mapping[str, Any]) -> str:
         """Returns the last event of a stream that fails."""
-        return event(error, "error")
+        return failure(error)
 
     def about(self, ends: Mapping[int, Finished]) -> dict[str, Any]:
         """Returns fields about the computation. ends: of the choices."""
@@ -271,6 +271,11 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 def event(value: Mapping[str, Any], name: str = "") -> str:
     """Returns a server-sent event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(value)}\n\n"
+
+
+def failure(error: Mapping[str, Any]) -> str:
+    """Returns the last event of a stream that fails."""
+    return event(error, "error")
 
 
 def comment(news: Ping | PromptProgress) -> str:

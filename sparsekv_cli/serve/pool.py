@@ -292,7 +292,8 @@ class ModelPool:
 def about(service: Service) -> dict[str, Any]:
     """Returns the facts about a loaded model in /v1/models."""
     told = {"context_length": service.model.n_ctx, "methods": service.methods()}
-    return {**told, "thinking_switch": service.thinking_switch}
+    told["thinking_switch"] = service.thinking_switch
+    return told | service.described_method()
 
 
 def free_memory() -> None:

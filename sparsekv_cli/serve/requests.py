@@ -144,6 +144,17 @@ class Service:
         """Returns the names of the methods that requests may ask for."""
         return usable_methods(self.kinds, self._method, self.model.calibrations.has)
 
+    def described_method(self) -> dict[str, Any]:
+        """Returns the method of requests that name none, its options, and ``sparse_from``.
+
+        sparse_from: for each method the tokens up to which it attends to all rows by default.
+        """
+        depth_of = self.model.sparse_from_of
+        depths = {name: depth_of(build_method(name, {})) for name in self.methods()}
+        depths[self._method] = self.model.sparse_from
+        options = {"method": self._method, "method_options": self._method_options}
+        return {**options, "sparse_from": depths}
+
     def close(self) -> None:
         """Ends the scheduler and the process that reads grammars, and closes the model."""
         self.scheduler.stop()

@@ -274,9 +274,9 @@ class Scheduler:
     def _new_attention(self, method: Method, sparse_from: int) -> Attention:
         """Returns how a sequence attends. All clients get an event if kernels are compiled."""
 
-        def tell(*_: object) -> None:
+        def tell(_: str, done: int, total: int) -> None:
             for job in self._all_jobs():
-                job.emit(Compiling(method.name))
+                job.emit(Compiling(method.name, done, total))
 
         return self.model.attention_of(method, sparse_from, tell)
 

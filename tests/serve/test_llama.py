@@ -8,6 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.methods.lfps import LFPS
+
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Any]) -> Any:
@@ -62,6 +65,10 @@ def test_properties_and_the_model(client: httpx.Client, server: Any) -> None:
     (model,) = client.get("/v1/models").json()["data"]
     assert model["context_length"] == 512 and model["methods"][:2] == ["full", "topk"]
     assert model["thinking_switch"] == "enable_thinking"
+    assert model["method"] == "full" and model["method_options"] == {}
+    assert [*model["sparse_from"]] == model["methods"]
+    lfps = server.service.model.sparse_from_of(build_method("lfps", {}), -1)
+    assert lfps == 3 * LFPS.work_of_a_head and model["sparse_from"]["lfps"] == 0
     assert "fasa" not in model["methods"]  # which has to measure the model first
 
 
@@ -76,7 +83,7 @@ def test_paths_that_are_not_there(client: httpx.Client) -> None:
     ]:
         answer = client.post(path, json={"input": "x"})
         message = answer.json()["error"]["message"]
-        assert answer.status_code == 404 and words in message and len(message) < 500
+        assert answer.status_code == 404 and words in message and len(message) < 600
         assert "/v1/chat/completions, " in message and "/tokenize" in message
     wrong = client.get("/v1/chat/completions")
     assert wrong.status_code == 405 and "expected POST" in wrong.json()["error"]["message"]

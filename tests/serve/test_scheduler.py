@@ -202,7 +202,7 @@ def test_a_method_that_is_compiled(
     monkeypatch.setattr(Model, "attention_of", attention_of)
     lfps = build_method("lfps", {}, budget="64")
     assert Asked(scheduler, tokens(40), method=lfps).text and running.text
-    assert Compiling("lfps") in running.events
+    assert Compiling("lfps", 0, 1) in running.events
 
 
 def test_a_failure_hurts_nobody_else(

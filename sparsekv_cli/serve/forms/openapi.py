@@ -22,12 +22,14 @@ MAX_NAME = 255  # characters of a document's name
 STATUSES = {400: "not answered", 401: "no key", 408: "too slow", 413: "too large"}
 STATUSES |= {
     404: "not here",
+    409: "there is one",
     415: "another content type",
     421: "not local",
     422: "not answered",
     429: "queue is full",
 }
 STATUSES |= {500: "failed", 503: "busy or ending", 504: "time"}
+ANSWER = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
 TEXT = {"type": "string", "minLength": 1}
 NAME, BYTES = {"type": "string", "maxLength": MAX_NAME}, "application/octet-stream"
 PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
@@ -47,6 +49,7 @@ def openapi(name: str) -> dict[str, Any]:
         [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",
     )
+    chat = schemas[ChatFields, "validation"]
     posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
     return {
         "openapi": "3.1.0",
@@ -58,6 +61,12 @@ def openapi(name: str) -> dict[str, Any]:
                 "parameters": [{"name": "id", "in": "path", "required": True, "schema": TEXT}],
                 "get": _action("A response that is kept"),
                 "delete": _action("Keeps a response no more"),
+            },
+            "/v1/answers/{id}": {
+                "parameters": [{"name": "id", "in": "path", "required": True, "schema": ANSWER}],
+                "put": _post("A chat completion that goes on without its client", chat)["post"],
+                "get": _action("The events of a kept answer, from the first one on"),
+                "delete": _action("Ends an answer"),
             },
             "/documents": {
                 "parameters": [{"name": "name", "in": "query", "schema": NAME}],
