@@ -6,7 +6,7 @@ import codecs
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
@@ -163,7 +163,7 @@ class Completion:
 
     # --- as a stream ------------------------------------------------------------------------------
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncGenerator[str]:
         """Yields the events of a response that streams."""
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = self._head(kind)
