@@ -12,8 +12,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 
 from sparsekv_cli.generation.fields import shown
-from sparsekv_cli.serve.jobs import QueueFullError, TooLargeError
-from sparsekv_cli.serve.requests import RequestError
+from sparsekv_cli.serve.wire.bodies import BodyError
 
 ALONE_S = 300.0  # seconds without a reader after which an answer is ended
 MAX_ANSWERS = 64
@@ -25,11 +24,12 @@ PASSING = {": ": 0, "event: sparsekv.rows": 0, '"prompt_progress": ': 512}
 Failure = Callable[[Exception], str]  # returns the last event of a stream that fails
 
 
-class StoppedError(RequestError):
-    """The client has stopped the answer."""
+class KeptError(BodyError):
+    """An answer that is not kept, or no more. code: a word for programs."""
 
-    def __init__(self) -> None:
-        super().__init__("the answer was stopped", code="stopped")
+    def __init__(self, message: str, status: int, code: str) -> None:
+        super().__init__(message, status)
+        self.code = code
 
 
 class KeptAnswer:
@@ -134,32 +134,33 @@ class KeptAnswers:
         self._answers: dict[str, KeptAnswer] = {}  # the oldest one first
 
     def begin(self, name: str) -> KeptAnswer:
-        """Returns a new answer. Raises RequestError for a wrong id or one that is there."""
+        """Returns a new answer. Raises KeptError for a wrong id or one that is there."""
         if not ID.fullmatch(name):
-            raise RequestError("expected an id of 32 hexadecimal digits, in lower case", param="id")
+            words = "expected an id of 32 hexadecimal digits, in lower case"
+            raise KeptError(words, 400, "answer_id")
         if name in self._answers:
-            raise RequestError("there is an answer with this id", status=409, param="id")
+            raise KeptError("there is an answer with this id", 409, "answer_exists")
         if len(self._answers) >= MAX_ANSWERS and not self._drop():
-            raise QueueFullError(f"{MAX_ANSWERS} answers are kept, at most so many may: try later")
+            words = f"{MAX_ANSWERS} answers are kept, at most so many may: try later"
+            raise KeptError(words, 429, "queue_full")
         forget = lambda: self.remove(name)  # noqa: E731
         answer = self._answers[name] = KeptAnswer(self._failure, self._make_room, forget)
         return answer
 
     def find(self, name: str) -> KeptAnswer:
-        """Returns an answer. Raises RequestError if it is not kept."""
+        """Returns an answer. Raises KeptError if it is not kept."""
         if name not in self._answers:
-            raise RequestError(
+            raise KeptError(
                 f"no answer {shown(name)} is kept: one that nobody reads for {ALONE_S:g} s is "
                 "ended and forgotten",
-                status=404,
-                param="id",
-                code="answer_not_found",
+                404,
+                "answer_not_found",
             )
         return self._answers[name]
 
     def remove(self, name: str) -> None:
-        """Stops an answer and forgets it. Raises RequestError if it is not kept."""
-        self.find(name).end(StoppedError())
+        """Stops an answer and forgets it. Raises KeptError if it is not kept."""
+        self.find(name).end(KeptError("the answer was stopped", 400, "stopped"))
         self._answers.pop(name)
 
     def _drop(self) -> bool:
@@ -171,9 +172,8 @@ class KeptAnswers:
         return False
 
     def _make_room(self) -> None:
-        """Raises TooLargeError if the answers that must be kept have too many bytes."""
+        """Raises KeptError if the answers that must be kept have too many bytes."""
         while sum(answer.n_bytes for answer in self._answers.values()) > MAX_BYTES:
             if not self._drop():
-                raise TooLargeError(
-                    f"the answers that are kept have more than {MAX_BYTES >> 20} MiB of events"
-                )
+                words = f"all kept answers have more than {MAX_BYTES >> 20} MiB of events"
+                raise KeptError(words, 400, "too_large")
