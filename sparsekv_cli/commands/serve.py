@@ -188,6 +188,7 @@ def command(
         except BaseException:
             model.close()
             raise
+        service.grammars.start()
         scheduler.start()
         return service
 

@@ -9,45 +9,95 @@ Each line of stdin is a JSON list of kind and text. The process answers it with 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from functools import lru_cache
+from collections import OrderedDict
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from sparsekv_cli.errors import BusyError, SparseKVError
-from sparsekv_cli.sampling.grammar import Grammar, read_grammar
+from sparsekv_cli.sampling.grammar import Grammar, read_grammar, require_llguidance
 from sparsekv_cli.system.work import limit_work
 
 BYTES = 3 << 30  # address space of the process
-START_S, WAIT_S = 120.0, 30.0  # seconds for a start and a grammar, on a busy machine
+WAIT_S = 30.0  # seconds that a request waits; the reading goes on, and its result is remembered
+MOST_S = 600.0  # seconds after which the process counts as lost, such as one that was stopped
 N_KNOWN = 256  # grammars that are remembered
-N_WAITING = 4  # grammars that are being read or wait
+N_WAITING = 8  # requests that wait for a grammar, and grammars that are not read yet
+# Signals that come from outside: they say nothing about a grammar.
+FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
 
 class GrammarTrial:
     """Reads grammars for one model; any thread may call ``read``.
 
-    model: the model's file. seconds: CPU time that a grammar may take. The process starts with the
-    first grammar.
+    model: the model's file. seconds: CPU time that a grammar may take. wait_s: most seconds of a
+    ``read``. ``start`` starts the process before the first grammar.
     """
 
-    def __init__(self, model: Path, seconds: int = 4) -> None:
-        self._model, self._seconds = model, seconds
-        self._lock, self._places = threading.Lock(), threading.Semaphore(N_WAITING)
+    def __init__(self, model: Path, seconds: int = 4, wait_s: float = WAIT_S) -> None:
+        self._model, self._seconds, self._wait_s = model, seconds, wait_s
+        self._lock, self._n_waiting, self._is_closed = threading.Lock(), 0, False
         self._process: subprocess.Popen[bytes] | None = None
-        self.read = lru_cache(N_KNOWN)(self._read)
+        self._is_new = False  # whether its first line, which says that it has started, is unread
+        self._thread = ThreadPoolExecutor(1, "grammars")  # asks the process
+        self._known: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
+
+    def start(self) -> None:
+        """Starts the process, unless llguidance is missing."""
+        with contextlib.suppress(SparseKVError):
+            require_llguidance()
+            self._running()
+
+    def read(self, kind: str, text: str) -> Grammar:
+        """See ``read_grammar``. Also raises SparseKVError for a grammar that takes too long.
+
+        Raises BusyError if it is not read in time for another reason. Ask again later.
+        """
+        require_llguidance()
+        future = self._future((kind, text))
+        try:
+            return future.result(self._wait_s)
+        except TimeoutError:
+            raise BusyError(
+                f"{kind}: it is not read after {self._wait_s:g} s, because the machine is busy: "
+                "try again later"
+            ) from None
+        except CancelledError:
+            raise _busy("the server ends") from None
+        finally:
+            with self._lock:
+                self._n_waiting -= 1
+
+    def _future(self, place: tuple[str, str]) -> Future[Grammar]:
+        """Returns the reading of a grammar, which several requests may share, and counts a wait."""
+        with self._lock:
+            future = self._known.get(place)
+            n_unread = sum(not each.done() for each in self._known.values())
+            is_full = self._n_waiting >= N_WAITING or (future is None and n_unread >= N_WAITING)
+            if is_full and (future is None or not future.done()):
+                raise _busy("other grammars are being read")
+            if self._is_closed:
+                raise _busy("the server ends")
+            if future is None:
+                future = self._known[place] = self._thread.submit(self._read, *place)
+            self._known.move_to_end(place)
+            if len(self._known) > N_KNOWN:
+                self._known.popitem(last=False)
+            self._n_waiting += 1
+        return future
 
     def _read(self, kind: str, text: str) -> Grammar:
-        """See ``read_grammar``. Also raises SparseKVError for a grammar that takes too long."""
-        if not self._places.acquire(blocking=False):
-            raise BusyError("other grammars are being read: try again later")
+        """Reads a grammar, in the thread."""
         try:
+            line = self._ask(json.dumps([kind, text]).encode() + b"\n")
+        except BusyError:
             with self._lock:
-                line = self._ask(json.dumps([kind, text]).encode() + b"\n")
-        finally:
-            self._places.release()
+                self._known.pop((kind, text), None)  # the next request tries again
+            raise
         if not line:
             raise SparseKVError(
                 f"--{kind}: it takes more than {self._seconds} s or {BYTES >> 30} GiB to read: "
@@ -59,46 +109,77 @@ class GrammarTrial:
         return Grammar(kind, answer["definition"])
 
     def _ask(self, line: bytes) -> bytes:
-        """Returns the process's answer to a line; empty if it ended. The next line restarts it."""
-        process = self._process
-        if process is None:
-            options = [str(self._model), str(self._seconds)]
-            command = [sys.executable, "-m", __spec__.name, *options]
-            process = self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )  # its own session: an interrupt at the terminal does not reach it
-            _line_of(process, START_S)  # its first line: it has started
+        """Returns the process's answer to a line; empty if the grammar ended the process.
+
+        Raises BusyError if anything else ended it. A new process starts at once.
+        """
+        process = self._running()
         assert process.stdin is not None
-        answer = b""
+        has_started = not self._is_new or _line_of(process) != b""
+        said, self._is_new = b"", False
         with contextlib.suppress(OSError):
             process.stdin.write(line)
             process.stdin.flush()
-            answer = _line_of(process, WAIT_S)
-        if not answer:
-            self._end()
-        return answer
+            said = _line_of(process)
+        if not said:
+            code = _end(process)
+            self.start()
+            if not has_started or code in FROM_OUTSIDE:
+                raise _busy("the process that reads grammars has ended")
+        return said
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Returns the process. Starts another one if it has ended. Raises BusyError."""
+        with self._lock:
+            process = self._process
+            if self._is_closed:
+                raise _busy("the server ends")
+            if process is None or process.poll() is not None:
+                options = [str(self._model), str(self._seconds)]
+                command = [sys.executable, "-m", __spec__.name, *options]
+                try:
+                    process = self._process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                        start_new_session=True,
+                    )  # fmt: skip  # its own session: an interrupt at the terminal is not for it
+                except OSError as error:
+                    raise _busy(f"no process starts: {error.strerror}") from None
+                self._is_new = True
+            return process
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process and all that wait for it."""
         with self._lock:
-            self._end()
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
+            self._is_closed, process = True, self._process
         if process is not None:
             process.kill()
-            process.communicate()
+        self._thread.shutdown(cancel_futures=True)
+        if process is not None:
+            _end(process)
 
 
-def _line_of(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Returns the next line of a process. Ends the process if there is none in time."""
+def _busy(reason: str) -> BusyError:
+    return BusyError(f"{reason}: try again later")
+
+
+def _line_of(process: subprocess.Popen[bytes]) -> bytes:
+    """Returns the next line of a process; empty if the process ends instead."""
     assert process.stdout is not None
-    timer = threading.Timer(seconds, process.kill)
+    timer = threading.Timer(MOST_S, process.kill)
     timer.start()
     try:
         return process.stdout.readline()
     finally:
         timer.cancel()
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit code of a process that is ending or idle."""
+    assert process.stdin is not None and process.stdout is not None
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()
+    return process.wait()
 
 
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
@@ -107,7 +188,6 @@ def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
-    os.nice(10)
     with open_gguf(Path(model), header_only=True) as file:
         tokenizer = load_tokenizer(file.metadata)
 
@@ -117,6 +197,7 @@ def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None
     make(read_grammar("regex", "a"))  # reads the vocabulary
     answer: dict[str, Any] = {}
     print(json.dumps(answer), file=answers, flush=True)
+    os.nice(10)  # a request may wait for the start, but answers do not wait for grammars
     for line in questions:
         kind, text = json.loads(line)
         limit_work(seconds, BYTES)

@@ -7,6 +7,7 @@ follow. The sampler (chain.py) chooses among these.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.sampling.gbnf import is_gbnf, lark_of
+from sparsekv_cli.sampling.schema import closed
 from sparsekv_cli.system.installation import install_command
 
 # White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
@@ -61,11 +63,11 @@ def read_grammar(kind: str, text: str) -> Grammar:
     Raises SparseKVError, in llguidance's words, for a grammar that cannot be compiled or matched.
     It also raises it if llguidance is missing.
     """
-    llguidance = _llguidance()
+    llguidance = require_llguidance()
     matcher = llguidance.LLMatcher
     try:
         if kind == "json-schema":
-            text = "{}" if text.strip() == "true" else text
+            text = "{}" if text.strip() == "true" else _closed(text)
             options = JSON_OPTIONS if text.lstrip().startswith("{") else None
             definition = matcher.grammar_from_json_schema(text, defaults=options)
         elif kind == "regex":
@@ -93,7 +95,7 @@ class Constraint:
 
     def __init__(self, grammar: Grammar, tokenizer: Any) -> None:
         self._kind = grammar.kind
-        self._at_start = _llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
+        self._at_start = require_llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
         for _ in range(2):  # some grammars are too large only at the second time
             self.restart()
@@ -138,12 +140,22 @@ class Constraint:
             raise SparseKVError(f"--{self._kind}: {reason}")
 
 
+def _closed(text: str) -> str:
+    """Returns a JSON schema with closed objects. A text that cannot be read stays as it is."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    new = closed(schema)
+    return text if new is schema else json.dumps(new)
+
+
 def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
     """Returns llguidance's tokenizer. It takes a second for 250,000 tokens.
 
     end_ids: the tokens that end an answer.
     """
-    return _llguidance().LLTokenizer(vocabulary, eos_token=list(end_ids))
+    return require_llguidance().LLTokenizer(vocabulary, eos_token=list(end_ids))
 
 
 def in_a_line(message: str) -> str:
@@ -156,7 +168,7 @@ def in_a_line(message: str) -> str:
     return text if len(text) <= MOST_CHARS else f"{text[: MOST_CHARS - 100]} ... {text[-90:]}"
 
 
-def _llguidance() -> Any:
+def require_llguidance() -> Any:
     """Returns the package. Raises SparseKVError if it is not installed."""
     try:
         return import_module("llguidance")

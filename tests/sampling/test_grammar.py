@@ -9,7 +9,6 @@ import pytest
 from tiny_vocabularies import bpe_metadata, spm_metadata
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.generation.grammar_trial import GrammarTrial
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import Constraint, read_grammar
@@ -246,16 +245,3 @@ def test_breakers_are_looked_for_in_the_whole_vocabulary(narrowed_by):
     assert sample(logits, []) == ord("!") < ord(":")
     logits[ord("!")], logits[B], logits[C] = 0.0, 9.0, 8.0
     assert sample(logits, BPE.encode_within("a:ba:")) == B
-
-
-def test_a_grammar_that_takes_too_long_is_refused(tiny_model):
-    """llguidance would read this schema for a quarter of a minute; the next one is read again."""
-    trial = GrammarTrial(tiny_model(wtype="Q8_0"), seconds=1)
-    try:
-        with pytest.raises(SparseKVError, match=r"json-schema: it takes more than 1 s"):
-            trial.read("json-schema", '{"type": "integer", "multipleOf": 999983}')
-        assert trial.read("regex", "a+") == read_grammar("regex", "a+")
-        with pytest.raises(SparseKVError, match="regex"):
-            trial.read("regex", "(")
-    finally:
-        trial.close()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from waiting import wait_for
 
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.serve.wire import bodies, connections
 
 CHAT = "/v1/chat/completions"
@@ -155,6 +155,28 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_asks_for_too_much_is_refused(server: Any, fields: Any, param: Any) -> None:
     answer = httpx.post(server.url + CHAT, json={**ASKED, **fields}, timeout=20)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_a_busy_machine_is_no_fault_of_a_request(server: Any, monkeypatch: Any) -> None:
+    """A grammar that is not read in time is a 503, whatever field asks for it."""
+
+    def busy(kind: str, text: str) -> None:
+        raise BusyError(f"{kind}: try again later")
+
+    monkeypatch.setattr(server.service.grammars, "read", busy)
+    tool = {"name": "f", "parameters": {}}
+    for fields in (
+        {"regex": "a"},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+    ):
+        answer = httpx.post(server.url + CHAT, json={**ASKED, **fields}, timeout=20)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+        assert answer.json()["error"]["code"] == "busy"
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    asked = {**ASKED, "tools": tools, "tool_choice": {"type": "any"}}
+    answer = httpx.post(server.url + "/v1/messages", json=asked, timeout=20)
+    assert answer.status_code == 503 and answer.json()["error"]["type"] == "api_error"
 
 
 def test_an_end_in_the_protocols_shapes(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,12 @@ from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.tags import tagged_calls
 from sparsekv_cli.models.chat.thinking import FINAL, overlap
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
+from sparsekv_cli.sampling.schema import closed
 from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader, without
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that does not describe them
 ANY_FUNCTIONS: Functions = {}
+ARGUMENTS = {**JSON_OPTIONS, "coerce_one_of": True}  # llguidance's options for arguments
 PLAIN_FORM = ("", "arguments", "{", "}")
 
 
@@ -279,8 +281,8 @@ def forced_call(
     kind: ToolFormat | None, template: str | None, functions: Mapping[str, Mapping[str, Any]]
 ) -> ForcedCall:
     """Returns a call of one of the functions, from their names and the schemas of arguments."""
-    spaced = [{"x-guidance": JSON_OPTIONS, **ANY_OBJECT, **own} for own in functions.values()]
-    schemas = [f"a{i}: %json {json.dumps(schema)}" for i, schema in enumerate(spaced)]
+    spaced = [{"x-guidance": ARGUMENTS, **ANY_OBJECT, **own} for own in functions.values()]
+    schemas = [f"a{i}: %json {json.dumps(closed(schema))}" for i, schema in enumerate(spaced)]
     (name, *others), prompt = functions, ""
     if not others and kind == HARMONY:
         prompt = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"

@@ -260,4 +260,14 @@ def test_a_call_that_is_asked_for(name: str, names: tuple[str, ...]) -> None:
     assert not any(isinstance(part, ToolCall) for part in [*cut.push(said[:9]), *cut.flush()])
 
 
+def test_arguments_have_the_described_keys():
+    """A small model would write further keys until its answer is cut."""
+    open_one = {"type": "object", "properties": {}, "additionalProperties": True}
+    lark = forced_call(None, None, {"f": PARAMETERS, "g": open_one, "h": {}}).lark
+    schemas = [json.loads(line.partition("%json ")[2]) for line in lark.splitlines()[2:]]
+    assert [each.get("additionalProperties") for each in schemas] == [False, True, None]
+    one_of = {"oneOf": [PARAMETERS, {**PARAMETERS, "required": []}]}
+    read_grammar("tool_choice", forced_call(None, None, {"f": one_of}).lark)
+
+
 ONE_BY_NAME = ("openai-gpt-oss-120b", "Mistral-Small-3.2-24B-Instruct-2506")
