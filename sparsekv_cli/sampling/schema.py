@@ -94,11 +94,11 @@ class _Closer:
             return {"$ref": f"#/$defs/{name}"}
         self._begun[place] = None
         new = self._together(self._parts(node))
-        name = self._begun.pop(place)
-        if name is None:
+        needed = self._begun.pop(place)
+        if needed is None:
             return new
-        self.named[name] = new
-        return {"$ref": f"#/$defs/{name}"}
+        self.named[needed] = new
+        return {"$ref": f"#/$defs/{needed}"}
 
     def _parts(self, node: Any) -> list[Any]:
         """Returns the parts of a schema, without allOf and references."""
@@ -135,9 +135,9 @@ class _Closer:
         required = [key for part in objects for key in _strings(part.get("required"))]
         if required:
             merged["required"] = required
-        others = [{k: v for k, v in part.items() if k not in merged} for part in objects]
+        own = [{k: v for k, v in part.items() if k not in merged} for part in objects]
         new = self._closed_alone(merged)
-        rest = [self._closed_alone(each) for each in others if each]
+        rest = [self._closed_alone(each) for each in own if each]
         return {**new, **rest[0]} if len(rest) == 1 else {**new, "allOf": rest} if rest else new
 
     def _alternative(self, others: list[Any], one: Any) -> dict[str, Any]:
