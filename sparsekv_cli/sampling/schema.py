@@ -120,8 +120,8 @@ class _Closer:
             group = next((key for key in GROUPS if isinstance(part, dict) and key in part), None)
             if group is not None:  # the other parts become parts of each alternative
                 rest = {key: value for key, value in part.items() if key != group}
-                others = [*parts[:i], *([rest] if rest else []), *parts[i + 1 :]]
-                return {group: [self._alternative(others, each) for each in _list(part[group])]}
+                common = [*parts[:i], *([rest] if rest else []), *parts[i + 1 :]]
+                return {group: [self._alternative(common, each) for each in _list(part[group])]}
         objects = [part for part in parts if isinstance(part, dict)]
         if any(MORE in part for part in objects) or len(objects) < len(parts):
             return {"allOf": [self._closed_alone({MORE: True, **part})
@@ -135,10 +135,12 @@ class _Closer:
         required = [key for part in objects for key in _strings(part.get("required"))]
         if required:
             merged["required"] = required
-        own = [{k: v for k, v in part.items() if k not in merged} for part in objects]
+        left = [{k: v for k, v in part.items() if k not in merged} for part in objects]
+        others = [self._closed_alone(each) for each in left if each]
         new = self._closed_alone(merged)
-        rest = [self._closed_alone(each) for each in own if each]
-        return {**new, **rest[0]} if len(rest) == 1 else {**new, "allOf": rest} if rest else new
+        if len(others) > 1:
+            return {**new, "allOf": others}
+        return {**new, **others[0]} if others else new
 
     def _alternative(self, others: list[Any], one: Any) -> dict[str, Any]:
         if not others:
