@@ -1,11 +1,33 @@
 """The one exception that reaches the user as a line."""
 
+import os
+import re
+
+# The name and password of a URL, also with a ``/`` that should be written ``%2F``.
+CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/?#'\"]*|[^\s/@'\"]*:[^\s'\"]*)@")
+SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+HIDDEN = "***"
+
+
+def without_secrets(text: str) -> str:
+    """Returns ``text`` with *** for passwords in URLs and for the hub's token."""
+    if "://" in text:
+        text = CREDENTIALS.sub(f"{HIDDEN}@", text)
+    for token in filter(None, map(os.environ.get, SECRET_VARIABLES)):
+        for form in (token, token.strip(), repr(token)[1:-1]):
+            text = text.replace(form, HIDDEN) if len(form) > 3 else text
+    return text
+
 
 class SparseKVError(Exception):
     """A failure that the user can act on; its text is one line: found, expected, what to do.
 
-    Only ``cli.py`` turns it into ``error: ...`` on stderr and exit code 1.
+    Only ``cli.py`` turns it into ``error: ...`` on stderr and exit code 1. The text has no
+    passwords.
     """
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class BusyError(SparseKVError):

@@ -15,17 +15,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.sources.naming import DEFAULT_QUANTS, choose, quant_of, whole_models
-from sparsekv_cli.system.files import APPENDED, open_written
+from sparsekv_cli.models.sources.naming import (
+    DEFAULT_QUANTS,
+    choose,
+    is_plain_path,
+    quant_of,
+    whole_models,
+)
+from sparsekv_cli.system.files import APPENDED, alone_in, open_written
 from sparsekv_cli.system.installation import install_command
 
-NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
-SHA256 = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
+REVISION = re.compile(r"[0-9a-f]{40}")
+DIGEST = re.compile(r"(?:[0-9a-f]{40}|[0-9a-f]{64})?")  # git's, SHA-256, or none
+ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SHA256_DIGITS = 64
 TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub reads as true
 TIMEOUT = 15.0  # seconds for the list of files
 HOW_TO_LOG_IN = "`hf auth login` or a token in HF_TOKEN"
 
 Say = Callable[[str], None]
+
+
+class HubFile(NamedTuple):
+    """A file that a hub lists. n_bytes: 0 if not told. digest: its checksum, empty if not told."""
+
+    name: str
+    n_bytes: int
+    digest: str
 
 
 class CachedModel(NamedTuple):
@@ -128,7 +145,7 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
     Raises ConnectionError if the hub cannot be reached, and SparseKVError for the hub's errors.
     """
     try:
-        from huggingface_hub import HfApi, constants, hf_hub_download
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.utils import logging
     except ImportError as error:
         raise SparseKVError(
@@ -138,60 +155,159 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
     with explained(repo, endpoint):
         info = HfApi(endpoint=endpoint).model_info(repo, files_metadata=True, timeout=TIMEOUT)
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-    files = choose(sorted(sizes), quant)
+    listed = listed_files(repo, info)
+    files = choose(sorted(listed), quant)
     if not files:
-        raise SparseKVError(nothing_chosen(repo, quant, sorted(sizes)))
+        raise SparseKVError(nothing_chosen(repo, quant, sorted(listed)))
     paths = []
-    for number, file in enumerate(files):
+    for number, name in enumerate(files):
         part = f", part {number + 1} of {len(files)}" if len(files) > 1 else ""
-        n_bytes = sizes[file]
+        n_bytes = listed[name].n_bytes
         size = f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
-        say(f"downloading {file} of {repo}: {size}{part}, to {cache_folder()}")
+        say(f"downloading {name} of {repo}: {size}{part}, to {cache_folder()}")
         with explained(repo, endpoint):
-            fetch_blob(repo, file, str(info.sha), endpoint)
-            path = hf_hub_download(
-                repo, file, revision=info.sha, endpoint=endpoint, cache_dir=cache_folder()
-            )
-        paths.append(Path(path))
+            paths.append(fetch_file(repo, listed[name], str(info.sha), endpoint, say))
     return paths[0]
 
 
-def fetch_blob(repo: str, file: str, revision: str, endpoint: str) -> None:
-    """Downloads a file's bytes into the folder of huggingface_hub's cache that holds them.
+def listed_files(repo: str, info: Any) -> dict[str, HubFile]:
+    """Returns the files that a hub lists, by name.
 
-    Continues an interrupted download. Raises SparseKVError for a wrong checksum.
+    Raises SparseKVError if the revision or the name of a GGUF file could leave the cache.
+    """
+    if not REVISION.fullmatch(str(info.sha)):
+        raise SparseKVError(
+            f"{repo}: the hub tells the revision {str(info.sha)!r}: expected 40 hexadecimal "
+            "digits; use another hub"
+        )
+    files = {}
+    for each in info.siblings or ():
+        name, lfs = each.rfilename, each.lfs
+        n_bytes = lfs.size if lfs else each.size
+        digest = (lfs.sha256 if lfs else each.blob_id) or ""
+        is_gguf = not isinstance(name, str) or name.lower().endswith(".gguf")
+        if is_gguf and not is_plain_path(name):
+            raise SparseKVError(
+                f"{repo}: the hub lists a file {name!r}, which is no plain name: use another hub"
+            )
+        if not isinstance(n_bytes or 0, int) or not DIGEST.fullmatch(str(digest)):
+            raise SparseKVError(
+                f"{repo}: the hub lists a file of {n_bytes!r} bytes with the checksum {digest!r}: "
+                "use another hub"
+            )
+        files[name] = HubFile(name, n_bytes or 0, digest)
+    return files
+
+
+def fetch_file(repo: str, file: HubFile, revision: str, endpoint: str, say: Say) -> Path:
+    """Returns the path of a file in the folder of its repository. Downloads a missing file.
+
+    Its bytes have the name of their checksum, in the folder ``blobs``. Raises SparseKVError for a
+    wrong length or checksum.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
 
-    url = hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
-    told = get_hf_file_metadata(url, timeout=TIMEOUT)
-    if not told.etag or not told.size or told.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
-        return  # huggingface_hub downloads such a file itself
-    blob = cache_folder() / f"models--{repo.replace('/', '--')}" / "blobs" / told.etag
-    partial = blob.with_name(f"{told.etag}.part")
-    blob.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(blob.with_name(f"{told.etag}.lock")):
-        if blob.exists():
-            return
-        with BufferedWriter(open_written(partial, APPENDED)) as stream:
-            stream.seek(0, os.SEEK_END)
-            if stream.tell() > told.size:
-                stream.seek(0)
-                stream.truncate()
+    folder = cache_folder() / f"models--{repo.replace('/', '--')}"
+    path = folder / "snapshots" / revision / file.name
+    if path.is_file():
+        return path
+    url = hf_hub_url(repo, file.name, revision=revision, endpoint=endpoint)
+    etag = file.digest
+    if not file.digest or not file.n_bytes:
+        told = get_hf_file_metadata(url, timeout=TIMEOUT)
+        etag = file.digest or told.etag or ""
+        digest = etag if len(etag) == SHA256_DIGITS and DIGEST.fullmatch(etag) else file.digest
+        file = HubFile(file.name, file.n_bytes or told.size or 0, digest)
+        if not ETAG.fullmatch(etag):
+            raise SparseKVError(
+                f"{repo}: the hub names {file.name} by the tag {etag!r}: use another hub"
+            )
+        if not digest:
+            say(f"warning: the hub tells no checksum of {file.name}: it is not checked")
+    if not 0 < file.n_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+        raise SparseKVError(
+            f"{repo}: {file.name} has {file.n_bytes} bytes, which this program does not download: "
+            f"use `hf download {repo} {file.name}`"
+        )
+    blob = folder / "blobs" / etag
+    for parent in (blob.parent, path.parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        if not Path(os.path.realpath(parent)).is_relative_to(os.path.realpath(folder)):
+            raise SparseKVError(f"{parent}: is a link out of {folder}: remove it")
+    with alone_in(blob.parent):
+        if not blob.exists():
+            download_blob(repo, url, file, blob)
+        if not path.is_file():
+            path.unlink(missing_ok=True)
+            try:
+                path.symlink_to(os.path.relpath(os.path.realpath(blob), path.parent.resolve()))
+            except OSError:  # a file system without links
+                blob.replace(path)
+    return path
+
+
+class LimitedWriter(BufferedWriter):
+    """A file that refuses more than ``n_most`` bytes."""
+
+    n_most = 0
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.n_most:
+            raise SparseKVError(f"more than {self.n_most} bytes came")
+        return super().write(data)
+
+
+def download_blob(repo: str, url: str, file: HubFile, blob: Path) -> None:
+    """Downloads the bytes of a file to ``blob``. Continues an interrupted download.
+
+    Raises SparseKVError for a wrong length or checksum. Nothing wrong stays.
+    """
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    partial = blob.with_name(f"{blob.name}.part")
+    problem = ""
+    with LimitedWriter(open_written(partial, APPENDED | os.O_NOFOLLOW)) as stream:
+        stream.n_most = file.n_bytes
+        stream.seek(0, os.SEEK_END)
+        if stream.tell() > file.n_bytes:
+            stream.seek(0)
+            stream.truncate()
+        try:
             http_get(
                 url, stream, resume_size=stream.tell(), headers=build_hf_headers(),
-                expected_size=told.size, displayed_filename=file,
+                expected_size=file.n_bytes, displayed_filename=file.name,
             )  # fmt: skip
-        if SHA256.fullmatch(told.etag):
-            with partial.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != told.etag:
+        except SparseKVError as error:
+            problem = str(error)
+        except OSError as error:
+            if error.errno or is_connection_error(error):
+                raise
+            problem = f"not {file.n_bytes} bytes came"  # the library's check
+        finally:
+            stream.flush()
+            if not os.fstat(stream.fileno()).st_size:
                 partial.unlink()
-                raise SparseKVError(f"{repo}: what came of {file} is damaged: download it again")
-        partial.replace(blob)
+    if not problem and file.digest and digest_of(partial, file.digest) != file.digest:
+        problem = "its checksum is not the one that the hub tells"
+    if problem:
+        partial.unlink(missing_ok=True)
+        raise SparseKVError(
+            f"{repo}: what came of {file.name} is damaged: download it again ({problem})"
+        )
+    partial.replace(blob)
+
+
+def digest_of(path: Path, expected: str) -> str:
+    """Returns the checksum of a file's bytes, of the kind that ``expected`` has.
+
+    64 digits: SHA-256. 40 digits: git's, SHA-1 with a header.
+    """
+    with path.open("rb") as stream:
+        if len(expected) == SHA256_DIGITS:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        header = f"blob {os.fstat(stream.fileno()).st_size}\0".encode()
+        return hashlib.file_digest(stream, lambda: hashlib.sha1(header)).hexdigest()
 
 
 def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:

@@ -1,5 +1,7 @@
 """Reads names of GGUF files: the parts of a model, its quantisation, and files without a model.
 
+A hub's names are data of another machine. ``is_plain_path`` says which of them may become paths.
+
 Source of the rules: llama.cpp's ``-hf`` (common/download.cpp).
 """
 
@@ -11,6 +13,24 @@ SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 TAG = re.compile(r"[-./]((?:UD-)?[A-Z][A-Z0-9]*\d[A-Z0-9_]*)$", re.IGNORECASE)
 NOT_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
+MOST_BYTES = 255  # of a name in a folder, on common file systems
+DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def is_plain_path(name: object) -> bool:
+    """Returns whether a hub's name is a path that stays in its folder and can be printed."""
+    return isinstance(name, str) and all(map(_is_plain_name, name.split("/")))
+
+
+def _is_plain_name(part: str) -> bool:
+    return (
+        part not in ("", ".", "..")
+        and part.isprintable()
+        and "\\" not in part
+        and not part.startswith("-")
+        and not DRIVE.match(part)
+        and len(part.encode("utf-8", "replace")) <= MOST_BYTES
+    )
 
 
 def split_name(file: str) -> tuple[str, int, int]:

@@ -16,7 +16,9 @@ class HubServer(ThreadingHTTPServer):
     """Repositories by name, each a dict of files; use it as a context manager.
 
     refused: repository -> (HTTP status, its X-Error-Code).  requests: method and path of each.
-    on_chunk: called before each piece of a file is sent.
+    on_chunk: called before each piece of a file is sent.  sha, etag, lfs, names: what a hub that
+    lies tells of the revision, of bytes, of their checksum and of names.  sent: what
+    it sends instead of a file.
     """
 
     daemon_threads = True
@@ -28,6 +30,14 @@ class HubServer(ThreadingHTTPServer):
         self.gated: set[str] = set()
         self.requests: list[str] = []
         self.on_chunk: Callable[[], None] = lambda: None
+        self.be_honest()
+
+    def be_honest(self) -> None:
+        self.sha = SHA
+        self.etag: Callable[[bytes], str] = lambda data: hashlib.sha256(data).hexdigest()
+        self.lfs: Callable[[bytes], dict[str, object]] = lambda data: {}
+        self.names: dict[str, str] = {}
+        self.sent: dict[str, bytes] = {}
 
     @property
     def url(self) -> str:
@@ -71,12 +81,13 @@ class Handler(BaseHTTPRequestHandler):
         if data is None or revision not in (SHA, "main"):
             self.refuse(404, "EntryNotFound")
             return
+        etag, data = self.server.etag(data), self.server.sent.get(name, data)
         start = 0
         if "Range" in self.headers:
             start = int(self.headers["Range"].removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if start else 200)
         self.send_header("X-Repo-Commit", SHA)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("ETag", f'"{etag}"')
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
         self.send_header("Content-Length", str(len(data) - start))
@@ -91,8 +102,13 @@ class Handler(BaseHTTPRequestHandler):
         if self.refuses(repository):
             return
         files = self.server.repositories[repository]
-        siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
-        body = {"id": repository, "modelId": repository, "sha": SHA, "siblings": siblings}
+        siblings = [
+            {"rfilename": self.server.names.get(name, name), "size": len(data)}
+            | self.server.lfs(data)
+            for name, data in files.items()
+        ]
+        sha = self.server.sha
+        body = {"id": repository, "modelId": repository, "sha": sha, "siblings": siblings}
         self.send_json(200, body)
 
     def refuses(self, repository: str) -> bool:

