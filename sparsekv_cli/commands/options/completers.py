@@ -20,7 +20,7 @@ def models(_: click.Context, _parameter: click.Parameter, text: str) -> list[Com
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
 
     names = [*PACKAGED_MODELS, *models_by_name(), *(each.name for each in cached_models())]
-    found = [CompletionItem(name) for name in names if name.startswith(text)]
+    found = [CompletionItem(n) for n in names if n.startswith(text) and n.isprintable()]
     return found or [CompletionItem(text, type="file")]
 
 

@@ -390,5 +390,5 @@ def load_model(
         except OptionError as error:
             raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
     if loaded.engine.note:
-        click.echo(loaded.engine.note, err=True)
+        say(loaded.engine.note)
     return loaded

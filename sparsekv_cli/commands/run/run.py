@@ -156,7 +156,8 @@ def command(
         answer = stream_answer(sequence, ids, begin, rows=rows)
     except PrefillInterrupted:
         answer = Answer("", [], STOP_INTERRUPT)
-    shown.end_thinking()
+    finally:
+        shown.end_line()
     if line := full_context_line(model, sequence, answer):
         say(line)
     if as_json:
@@ -165,10 +166,8 @@ def command(
             printed["method"]["auto"] = options.choice
         if task.logprobs is not None:
             printed["logprobs"] = answer.logprobs
-        click.echo(json.dumps(printed))
+        write_text(json.dumps(printed) + "\n")
     else:
-        if sys.stdout.isatty() and not answer.text.endswith("\n"):
-            write_text("\n")
         say(timing_line(sequence.timings))
         if context.ensure_object(Invocation).verbose:
             say(ledger_line(sequence, options.method))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import click
+from sparsekv_cli.commands.shared.terminal import escaped, write_styled, write_text
 
 LONG = 30  # characters of a text that may be folded; figures are shorter
 
@@ -23,7 +23,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
     columns: the heads of the columns, if any.
     """
-    cells = [[printable(cell) for cell in row] for row in rows]
+    cells, title = [[printable(cell) for cell in row] for row in rows], printable(title)
     if sys.stdout.isatty():
         _print_rich(title, columns, cells)
         return
@@ -33,7 +33,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     for line in lines:
         padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         text.append(("  " * bool(title) + "  ".join(padded)).rstrip())
-    click.echo("\n".join(text))
+    write_text("\n".join([*text, ""]))
 
 
 def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -60,7 +60,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
                     table.add_row(*(Text(row[i]) for i in part))
             console.print(table)
     lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-    click.echo("\n".join([*lines, ""] if columns else lines))
+    write_styled("\n".join([*lines, "", ""] if columns else [*lines, ""]))
 
 
 def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
@@ -78,8 +78,7 @@ def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
 
 def printable(cell: Any) -> str:
     """Returns a cell's text; characters that could move a terminal's cursor become escapes."""
-    text = f"{cell:.7g}" if isinstance(cell, float) else str(cell)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped(f"{cell:.7g}" if isinstance(cell, float) else str(cell))
 
 
 def count(number: int) -> str:
