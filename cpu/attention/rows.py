@@ -24,6 +24,7 @@ KIND = 6  # the bits of a mode that are its kind
 QUANT_BLOCK = 32  # elements that share a scale (ggml's QK8_0)
 NIBBLES = 16  # bytes of a block's quants in q5_1 and q4_0
 HIGH_BITS = 4  # bytes of a block's fifth bits in q5_1
+INFINITE = 0x7C00  # the bits of f16's infinity; those of a NaN are more
 LAST = QUANT_BLOCK // 2  # elements of a last block that is not whole
 
 # Columns of a layout, int64 (8,): addresses of K and V, bytes between kv heads and between rows,
@@ -42,6 +43,14 @@ def row_bytes(kind: int, width: int) -> int:
         return 2 * width
     quants = width if kind == Q8_0 else NIBBLES * n_blocks(width)
     return quants + {Q8_0: 2, Q5_1: HIGH_BITS + 4, Q4_0: 2}[kind] * n_blocks(width)
+
+
+def are_finite(rows: np.ndarray, kind: int, width: int) -> bool:
+    """Returns whether all elements of rows (..., row) are finite: their halves or their scales."""
+    if kind != F16:  # the halves are at the end
+        rows = np.ascontiguousarray(rows[..., -(4 if kind == Q5_1 else 2) * n_blocks(width) :])
+    magnitudes = rows.view(np.uint16) & np.uint16(0x7FFF)
+    return not magnitudes.size or bool(magnitudes.max() < INFINITE)
 
 
 def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16) -> np.ndarray:

@@ -6,8 +6,8 @@ import numpy as np
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.cache.store import CACHE_TYPES, RowType
-from sparsekv_cli.cpu.attention.rows import F16, quantize_rows_ref
-from sparsekv_cli.prefix.blocks import Piece
+from sparsekv_cli.cpu.attention.rows import F16, are_finite, quantize_rows_ref
+from sparsekv_cli.prefix.blocks import DamagedError, Piece
 
 NONE = (0, 0, 0)  # the sizes of a layer without a piece
 
@@ -41,6 +41,13 @@ def empty_piece(cache: LayerCache, types: tuple[str, str], n: int) -> Piece:
     k, v = row_types(cache, types)
     heads = cache.spec.n_head_kv
     return np.empty((heads, n, k.n_items), k.dtype), np.empty((heads, n, v.n_items), v.dtype)
+
+
+def check_finite(layer: int, piece: Piece, types: Sequence[RowType]) -> None:
+    """Raises DamagedError for rows that no model has written: with infinities, or no numbers."""
+    for rows, of in zip(piece, types, strict=True):
+        if not all(are_finite(head, of.kind, of.width) for head in rows):  # a head fits the cache
+            raise DamagedError(f"the rows of layer {layer} are not finite numbers")
 
 
 def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:

@@ -29,7 +29,13 @@ from sparsekv_cli.prefix.blocks import (
     read_piece,
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.pieces import block_layers, converted, empty_piece, row_types
+from sparsekv_cli.prefix.pieces import (
+    block_layers,
+    check_finite,
+    converted,
+    empty_piece,
+    row_types,
+)
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import latest_snapshot, restore_snapshot, snapshot_headers
@@ -199,6 +205,7 @@ class Prefixes:
                 place = cache.store.k[:, first:stop], cache.store.v[:, first:stop]
                 piece = place if is_direct else empty_piece(cache, header.types, stop - first)
                 read_piece(file, header, layer, piece)
+                check_finite(layer, piece, row_types(cache, header.types))
                 if not is_direct:
                     ways = (row_types(cache, types) for types in (header.types, self.types))
                     for rows, to, of in zip(piece, place, zip(*ways, strict=True), strict=True):

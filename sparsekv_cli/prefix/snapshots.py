@@ -8,7 +8,10 @@ the bits of a whole prefill. The last block has a snapshot. The distances grow t
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
+from sparsekv_cli.cache.window import WindowCache
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     SNAPSHOT,
@@ -20,7 +23,7 @@ from sparsekv_cli.prefix.blocks import (
     read_piece,
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.pieces import NONE
+from sparsekv_cli.prefix.pieces import NONE, check_finite
 from sparsekv_cli.system.files import open_regular
 
 SPREAD = 4  # ratio of the distances of two snapshots from the last one
@@ -100,7 +103,16 @@ def _read(path: Path, length: int, caches: Sequence[LayerCache]) -> dict[int, Sn
             if isinstance(cache, BoundedCache) and cache.spec.source < 0:
                 pieces[i] = cache.empty_snapshot(length)
                 read_piece(file, header, i, pieces[i])
+                _check_finite(i, pieces[i], cache)
     return pieces
+
+
+def _check_finite(layer: int, piece: Snapshot, cache: BoundedCache) -> None:
+    """Raises DamagedError for a window's rows or a state with infinities, or no numbers."""
+    if isinstance(cache, WindowCache):
+        check_finite(layer, piece, (cache.store.k_type, cache.store.v_type))
+    elif not all(np.isfinite(each).all() for each in piece):
+        raise DamagedError(f"the state of layer {layer} is not of finite numbers")
 
 
 def _sizes(

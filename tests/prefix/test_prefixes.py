@@ -19,7 +19,7 @@ from sparsekv_cli.commands.shared.answer import stream_answer
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.methods import METHODS
 from sparsekv_cli.prefix import prefixes
-from sparsekv_cli.prefix.blocks import BLOCK, BlockWriter
+from sparsekv_cli.prefix.blocks import BLOCK, BlockWriter, read_header
 from sparsekv_cli.prefix.snapshots import snapshot_lengths
 
 DOCUMENT = tokens(1100)
@@ -200,6 +200,39 @@ def test_damaged_blocks_are_one_line_and_computed_again(how, block, sequence_of,
     assert len(warnings) == 1 and by_parent[parent].name in warnings[0]
     if len(SECOND) - block * BLOCK >= BLOCK:  # it is written again
         assert n_cached(sequence, FIRST) == 1136
+
+
+def poison(path: Path) -> None:
+    """Replaces all rows of a file by NaN, with right checksums."""
+    with path.open("rb") as file:
+        header = read_header(file)
+    writer = BlockWriter(path.parent, header)
+    for layer, (n, (heads, k, v)) in enumerate(zip(header.layer_rows, header.layers, strict=True)):
+        rows = (np.full((heads, n, width), 0xFF, np.uint8) for width in (k, v))
+        writer.write(layer, tuple(rows))
+    writer.finish(path)
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0"), ("q5_1", "f16")])
+@pytest.mark.parametrize("shape", ["", "gemma4", "qwen35"])
+def test_rows_that_are_no_numbers_are_computed_again(shape, types, sequence_of, tmp_path):
+    """They are told as what they are: the weights are not damaged."""
+    options = {"types": types}
+    if shape:
+        layers = {"layers": Gemma4Layers(wide=64, narrow=32), "n_layer": 4}
+        options |= {"shape": LONG_CASES[shape] | (layers if shape == "gemma4" else {})}
+    sequence, alone, said = open_pair(sequence_of, tmp_path, dense_layers="none", **options)
+    keep(sequence, FIRST)
+    paths = sorted(tmp_path.glob("*.snapshot" if shape else "*.rows"))
+    for path in paths:
+        poison(path)
+    sequence.reset()
+    said.clear()
+    np.testing.assert_array_equal(keep(sequence, SECOND), alone.prefill(SECOND))
+    assert sequence.timings.cached_tokens == 0
+    warnings = [line for line in said if not line.startswith("-v")]
+    assert warnings and all("not" in line and "finite numbers; it is removed" in line
+                            for line in warnings)  # fmt: skip
 
 
 @pytest.mark.parametrize(
