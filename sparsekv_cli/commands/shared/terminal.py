@@ -69,8 +69,8 @@ def _broken(line: str, n_columns: int) -> str:
     """Returns a line with line breaks between words, if it is too long."""
     if len(line) <= n_columns:
         return line
-    keep = {"break_long_words": False, "break_on_hyphens": False, "expand_tabs": False}
-    return textwrap.fill(line, n_columns, **keep)
+    wrapper = textwrap.TextWrapper(n_columns, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(line)
 
 
 def write_json(value: Any, **options: Any) -> None:
