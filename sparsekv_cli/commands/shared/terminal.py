@@ -1,8 +1,8 @@
 """Output for the user: the program's remarks go to stderr, and the model's text to stdout.
 
-This module alone writes to the two streams. A text may come from a file, a hub or a model, and its
-control characters would move the cursor, set the title or clear the screen. So a terminal gets them
-as visible characters. A pipe and a file get the text as it is.
+This module alone writes to the two streams. A text may come from a file, a hub or a model. Its
+control characters would set the title or clear the screen. So a terminal gets them as visible
+characters. A pipe and a file get the text as it is.
 """
 
 import contextlib
