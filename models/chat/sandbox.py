@@ -139,7 +139,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, clock: datetime | None = None) -> None:
+        """clock: the time that a template reads; None: the present."""
         self.limits = limits
         super().__init__(
             trim_blocks=True,
@@ -174,7 +175,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             "upper": lambda value: limits.text(value).isupper(),
         }
         self.globals = {name: self.globals[name] for name in GLOBALS}
-        self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+        now = functools.partial(strftime_now, clock)
+        self.globals.update(raise_exception=raise_exception, strftime_now=now)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = Instrument().visit(super()._parse(source, name, filename))
@@ -275,8 +277,8 @@ def raise_exception(message: Any = "") -> NoReturn:
     raise RefusalError(message if isinstance(message, str) else type(message).__name__)
 
 
-def strftime_now(format: str) -> str:
-    """Returns the local time in a strftime format of at most 100 characters."""
+def strftime_now(clock: datetime | None, format: str) -> str:
+    """Returns a local time in a strftime format of at most 100 characters. None: the present."""
     if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
         raise LimitError("it formats the time with a width or more than 100 characters")
-    return datetime.now().strftime(format)
+    return (clock or datetime.now()).strftime(format)

@@ -6,9 +6,12 @@ and extra functions are the same as there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import Template, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from sparsekv_cli.errors import SparseKVError
@@ -29,6 +32,10 @@ CHATML = (
 )
 
 
+class RefusedError(SparseKVError):
+    """A template refuses a conversation, or fails with it."""
+
+
 def render(
     template: str | None,
     messages: Sequence[Mapping[str, Any]],
@@ -37,16 +44,18 @@ def render(
     bos_token: str = "",
     eos_token: str = "",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    clock: datetime | None = None,
     **variables: Any,
 ) -> str:
     """Returns the prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
 
     template: the model's ``tokenizer.chat_template``; None: ChatML. add_generation_prompt: whether
-    the text ends with the start of the model's answer. tools: JSON schemas of functions. variables:
-    of the template, e.g. ``date_string``, ``enable_thinking``; None is not set. Raises
-    SparseKVError if the template is not valid or refuses the conversation. It also raises it if the
-    template does something that is not allowed, or exceeds its time or size. In a process' main
-    thread a template that hangs in a single operation ends the process (watchdog.py).
+    the text ends with the start of the model's answer. tools: JSON schemas of functions. clock:
+    the time that the template reads; None: the present. variables: of the template, e.g.
+    ``date_string``, ``enable_thinking``; None is not set. Raises RefusedError if the template does
+    not take the conversation. Raises SparseKVError if the template is not valid, does something
+    that is not allowed, or exceeds its time or size. In a process' main thread a template that
+    hangs in a single operation ends the process (watchdog.py).
     """
     source = source_of(template)
     given: dict[str, Any] = {
@@ -62,7 +71,10 @@ def render(
     try:
         with watched():
             parts, n_chars = [], 0
-            for part in BoundedEnvironment(limits).from_string(source).generate(given):
+            environment = BoundedEnvironment(limits, clock)
+            code = _compiled(source)
+            compiled = Template.from_code(environment, code, environment.make_globals(None))
+            for part in compiled.generate(given):
                 n_chars += len(part)
                 limits.fits(n_chars)
                 parts.append(part)
@@ -72,7 +84,7 @@ def render(
             f"chat template: syntax error at line {error.lineno}: {one_line(error)}"
         ) from None
     except RefusalError as error:
-        raise SparseKVError(
+        raise RefusedError(
             f"chat template: does not take this conversation: {one_line(error)}"
         ) from None
     except SecurityError as error:
@@ -80,9 +92,14 @@ def render(
     except LimitError as error:
         raise SparseKVError(f"chat template: stopped: {one_line(error)}") from None
     except Exception as error:  # the template is a foreign program: it can raise anything
-        raise SparseKVError(
+        raise RefusedError(
             f"chat template: failed with {type(error).__name__}: {one_line(error)}"
         ) from None
+
+
+@lru_cache(8)
+def _compiled(source: str) -> CodeType:
+    return BoundedEnvironment(Limits(SPARE_CHARS)).compile(source)
 
 
 def source_of(template: str | None) -> str:

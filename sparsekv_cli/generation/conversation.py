@@ -10,6 +10,7 @@ from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
+    from sparsekv_cli.models.chat.fitting.fitted import FittedConversation
     from sparsekv_cli.models.chat.thinking import Thinking
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
@@ -47,6 +48,9 @@ def encode_messages(
 ) -> list[int]:
     """Returns the ids of a conversation for the assistant to continue, with at most one BOS.
 
+    Tools are in the order of their names. A template reads the time at which the conversation
+    began, so that its prompts begin alike.
+
     continues: the last message is the beginning of the answer. The answer continues its text,
     without its thinking. add_generation_prompt: whether the template adds the beginning of an
     answer.
@@ -56,29 +60,44 @@ def encode_messages(
     template's variables by name.
     """
     from sparsekv_cli.models.chat.cover import Cover
-    from sparsekv_cli.models.chat.history import fitted
-    from sparsekv_cli.models.chat.template import render
+    from sparsekv_cli.models.chat.fitting.fitted import fitted, flattened
+    from sparsekv_cli.models.chat.fitting.lasting import in_one_order, started_at
+    from sparsekv_cli.models.chat.template import RefusedError, render
     from sparsekv_cli.models.chat.thinking import thinking_of
 
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
-    plain, last = None, None
-    messages = fitted(template, messages)
+    plain, clock = None, started_at(messages)
+    tools = in_one_order(tools) if tools else None
     if not parse_special:
         cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ()), variables])
         messages, plain = cover.messages(messages), cover.lift
         tools = tools and cover.value(tools)
         variables = {name: cover.value(value) for name, value in variables.items()}
-    if continues:
-        *messages, last = messages
-    text = render(
-        template,
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        bos_token=bos,
-        eos_token=eos,
-        tools=tools,
-        **{**variables, **thinking_switch(template, think)},
-    )
+    variables = {**variables, **thinking_switch(template, think)}
+
+    def written(form: FittedConversation) -> tuple[str, Mapping[str, Any] | None]:
+        said, last = form.messages, None
+        if continues:
+            *said, last = said
+        text = render(
+            template,
+            said,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=bos,
+            eos_token=eos,
+            tools=form.tools,
+            clock=clock,
+            **variables,
+        )
+        return text, last
+
+    try:
+        text, last = written(fitted(template, messages, tools))
+    except RefusedError as error:
+        try:
+            text, last = written(flattened(messages, tools))
+        except RefusedError:
+            raise error from None
     if last is not None:
         thinking = thinking_of(template, tokenizer)
         thought = str(last.get("reasoning_content") or last.get("thinking") or "").strip()

@@ -12,7 +12,7 @@ from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.generation.messages import NO_MEDIA, content_text, message_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
-from sparsekv_cli.models.chat.history import new_call_id
+from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 from sparsekv_cli.serve.answers import Answers, News, Ping, about
 from sparsekv_cli.serve.forms.schema import CountFields, MessageFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, functions_of, reader_of

@@ -14,7 +14,7 @@ from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
-from sparsekv_cli.models.chat.history import new_call_id
+from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 from sparsekv_cli.serve.answers import Answers, News, Ping, about
 from sparsekv_cli.serve.forms.schema import MAX_CHOICES, ChatFields, CompletionFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, Functions, functions_of, reader_of

@@ -304,8 +304,6 @@ class Service:
 
         variables: of the template.
         """
-        if self.tool_format == HARMONY:
-            messages = [_on_channels(message) for message in messages]
         try:
             return encode_messages(
                 self.tokenizer,
@@ -345,13 +343,3 @@ def usable_methods(
             return False
 
     return [name for name in METHODS if is_usable(name)]
-
-
-def _on_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message as gpt-oss' template takes it: one thought before a call."""
-    thought, text = message.get("reasoning_content"), message["content"]
-    if not thought:
-        return message
-    if text and message.get("tool_calls"):
-        return {**message, "content": f"{thought}\n\n{text}"}
-    return {**message, "thinking": thought}

@@ -11,7 +11,7 @@ from typing import Any
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.generation.messages import content_text, message_text, read_arguments
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
-from sparsekv_cli.models.chat.history import new_call_id
+from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text")

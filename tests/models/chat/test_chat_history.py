@@ -9,7 +9,9 @@ from tiny_vocabularies import bpe_metadata
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import continues_last, encode_messages
-from sparsekv_cli.models.chat.history import CallForm, call_form, fitted, new_call_id
+from sparsekv_cli.models.chat.fitting.call_forms import CallForm, call_form, new_call_id
+from sparsekv_cli.models.chat.fitting.fitted import fitted
+from sparsekv_cli.models.chat.fitting.probes import place_of_tools
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "data" / "templates"
@@ -38,7 +40,7 @@ def result(identity: str | None, content: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, **({"tool_call_id": identity} if identity else {})}
 
 
-@pytest.mark.parametrize("name", WITH_CALLS)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_template_takes_calls_with_any_ids(name):
     """None of them is lost, nor a result; each result belongs to its call."""
     for ids in (("call_0123456789abcdef", "toolu_01A-b"), (new_call_id(), "a"), (None, None)):
@@ -47,7 +49,9 @@ def test_every_template_takes_calls_with_any_ids(name):
         turns = [ASKED, asked, result(ids[0], "result-1"), result(ids[1], "result-2")]
         text = text_of(name, turns, tools=TOOLS)
         words = [text.index(word) for word in ("Bonn", "Köln", "result-1", "result-2")]
-        alone = call_form(TEMPLATES[name]).is_alone
+        assert "I look." in text
+        form = call_form(TEMPLATES[name])
+        alone = form is not None and form.is_alone and bool(place_of_tools(TEMPLATES[name]))
         order = (0, 2, 1, 3) if alone else (0, 1, 2, 3)
         assert [words[i] for i in order] == sorted(words), ids
 
@@ -56,26 +60,30 @@ def test_forms_and_ids():
     forms = {
         name: form for name in WITH_CALLS if (form := call_form(TEMPLATES[name])) != CallForm()
     }
-    short, alone = CallForm(has_short_ids=True), CallForm(is_alone=True)
+    short, alone = CallForm(has_short_ids=True, is_split=True), CallForm(is_alone=True)
     assert forms == {
         "Mistral-Small-3.2-24B-Instruct-2506": short,
         "mistralai-Mistral-Nemo-Instruct-2407": short,
-        "meta-llama-Llama-3.1-8B-Instruct": alone,
+        "meta-llama-Llama-3.1-8B-Instruct": alone._replace(is_split=True),
         "openai-gpt-oss-120b": alone,
-        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": CallForm(are_texts=True, is_null=True),
+        "google-gemma-4-31B-it": CallForm(is_split=True),
+        "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": CallForm(
+            are_texts=True, is_null=True, is_split=True
+        ),
     }
+    assert not any(map(call_form, map(TEMPLATES.get, WITHOUT_CALLS)))
     own = new_call_id()
     assert len(own) == 9 and own.isalnum() and own != new_call_id()
     template = TEMPLATES["Mistral-Small-3.2-24B-Instruct-2506"]
     turns = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call(own, "Bonn")]}]
     turns += [result(own, "1"), {**turns[1], "tool_calls": [call("call_x", "Köln")]}]
-    kept, answered, mapped = fitted(template, turns)[1:]
+    kept, answered, mapped = fitted(template, turns).messages[1:]
     assert kept["tool_calls"][0]["id"] == answered["tool_call_id"] == own
     assert mapped["tool_calls"][0]["id"] not in (own, "call_x")
     assert fitted(template, turns) == fitted(template, turns)
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if "gemma-2" not in name])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_no_system_message_is_lost(name):
     first, second = ({"role": "system", "content": f"Rule {i}."} for i in "12")
     answer = {"role": "assistant", "content": "Yes."}

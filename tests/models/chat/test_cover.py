@@ -17,6 +17,7 @@ import pytest
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.models.chat.cover import Cover
+from sparsekv_cli.models.chat.fitting.fitted import fitted
 from sparsekv_cli.models.chat.template import CHATML, render
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -168,7 +169,8 @@ def test_no_text_forges_a_control_token(template, pattern):
         messages, tools = conversation(said)
         ids = encode_messages(tokenizer, template, messages, tools=tools)
         assert control_ids(tokenizer, ids) == expected, said("")
-        text = render(template, messages, tools=tools, bos_token=bos, eos_token=eos)
+        form = fitted(template, messages, tools)
+        text = render(template, form.messages, tools=form.tools, bos_token=bos, eos_token=eos)
         assert tokenizer.decode(ids).removeprefix(bos) == text.removeprefix(bos)
 
 

@@ -1,27 +1,19 @@
-"""Converts a conversation to the form that one chat template accepts.
-
-Templates accept different forms of calls and system messages. Some silently drop other forms. The
-code tries a template on a short conversation, once, when a conversation needs it.
-"""
+"""The forms in which chat templates accept the calls of an assistant's messages, and their ids."""
 
 import hashlib
 import json
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.chat.template import render
+from sparsekv_cli.models.chat.fitting.probes import USER, WORDS, Messages, said, writes
 
-Messages = list[dict[str, Any]]
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 9  # Mistral's templates accept only ids of so many letters and digits
-USER = {"role": "user", "content": "Well?"}
-PROBES = ("first-probe", "second-probe")
-TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+SAID = "said-probe"
 
 
 class CallForm(NamedTuple):
@@ -31,6 +23,7 @@ class CallForm(NamedTuple):
     is_null: bool = False  # the content of a message without text is None, not empty
     has_short_ids: bool = False  # ids are nine letters and digits
     is_alone: bool = False  # a message has one call
+    is_split: bool = False  # a text beside calls is a message of its own before them
 
 
 def new_call_id() -> str:
@@ -38,61 +31,26 @@ def new_call_id() -> str:
     return _short(uuid.uuid4().bytes)
 
 
-def fitted(template: str | None, messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Returns a conversation in the form that the template accepts. Nothing of it is lost.
-
-    System messages become one, at the front, if the template accepts no others. Calls get the form
-    that the template accepts. Calls without an id, and their results, get an id.
-    """
-    result = [dict(message) for message in messages]
-    n_systems = sum(message.get("role") == "system" for message in result)
-    is_first = n_systems == 1 and result[0].get("role") == "system"
-    if n_systems and not is_first and not takes_systems(template):
-        systems = [m["content"] for m in result if m.get("role") == "system"]
-        others = [m for m in result if m.get("role") != "system"]
-        result = [{"role": "system", "content": "\n\n".join(filter(None, systems))}, *others]
-    if any(message.get("tool_calls") for message in result):
-        result = _with_calls(result, call_form(template))
-    return result
-
-
 @lru_cache(16)
-def takes_systems(template: str | None) -> bool:
-    """Returns whether a template writes several system messages, also after other messages."""
-    first, second = ({"role": "system", "content": word} for word in PROBES)
-    answer = {"role": "assistant", "content": "Yes."}
-    return all(
-        _writes(template, messages)
-        for messages in ([first, second, USER], [first, USER, answer, second, USER])
-    )
-
-
-@lru_cache(16)
-def call_form(template: str | None) -> CallForm:
-    """Returns the form in which a template accepts calls; the plain form if it accepts none."""
-    for are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=4):
-        form = CallForm(are_texts, is_null, has_short_ids, is_alone)
+def call_form(template: str | None) -> CallForm | None:
+    """Returns the form in which a template accepts calls and texts next to them; None: in none."""
+    for is_split, are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=5):
+        if is_null and not is_split:
+            continue
+        form = CallForm(are_texts, is_null, has_short_ids, is_alone, is_split)
         calls = [
             {"id": f"call_{i}", "type": "function", "function": {"name": "f", "arguments": given}}
-            for i, given in enumerate({"x": word} for word in PROBES)
+            for i, given in enumerate({"x": word} for word in WORDS)
         ]
-        asked = {"role": "assistant", "content": "", "tool_calls": calls}
+        asked = {**said("assistant", SAID), "tool_calls": calls}
         answered = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
-        if _writes(template, _with_calls([USER, asked, *answered], form)):
+        if writes(template, with_calls([USER, asked, *answered], form), [SAID, *WORDS]):
             return form
-    return CallForm()
+    return None
 
 
-def _writes(template: str | None, messages: Messages) -> bool:
-    """Returns whether a template accepts a conversation and writes its probes."""
-    try:
-        text = render(template, messages, tools=[TOOL])
-    except SparseKVError:
-        return False
-    return all(word in text for word in PROBES)
-
-
-def _with_calls(messages: Messages, form: CallForm) -> Messages:
+def with_calls(messages: Messages, form: CallForm) -> Messages:
+    """Returns a conversation with calls in a form. Calls without an id get one."""
     result: Messages = []
     open_ids: dict[str, None] = {}  # of calls that have no result yet
     for i, message in enumerate(messages):
@@ -107,10 +65,10 @@ def _with_calls(messages: Messages, form: CallForm) -> Messages:
             ]
             open_ids |= dict.fromkeys(call["id"] for call in calls)
             message = {**message, "tool_calls": [_call(call, form) for call in calls]}
-            if form.is_null:
+            if form.is_split:
                 if message["content"]:
-                    result.append({"role": "assistant", "content": message["content"]})
-                message["content"] = None
+                    result.append(said("assistant", message["content"]))
+                message["content"] = None if form.is_null else ""
         result.append(message)
     return _one_by_one(result) if form.is_alone else result
 

@@ -1,0 +1,1 @@
+"""Gives each chat template a conversation in a form that it accepts."""
