@@ -76,6 +76,15 @@ def needs_user(template: str | None) -> bool:
 
 
 @lru_cache(16)
+def ends_thinking(template: str | None) -> bool:
+    """Returns whether a user's text after a result removes the thinking before the call."""
+    call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    asked = {**said("assistant", ""), "reasoning_content": FIRST, "tool_calls": [call]}
+    messages = [USER, asked, {**said("tool", SECOND), "tool_call_id": "probe0000"}]
+    return writes(template, messages) and not writes(template, [*messages, USER])
+
+
+@lru_cache(16)
 def writes_results(template: str | None) -> bool:
     """Returns whether a template writes the results of tools without calls before them."""
     results = [{**said("tool", word), "tool_call_id": "probe0000"} for word in WORDS]

@@ -10,6 +10,7 @@ from typing import Any
 from sparsekv_cli.models.chat.fitting.probes import (
     Messages,
     alternates,
+    ends_thinking,
     needs_user,
     said,
     takes_system,
@@ -54,18 +55,23 @@ def beside_calls(messages: Messages) -> Messages:
 def with_systems(template: str | None, messages: Messages) -> Messages:
     """Returns a conversation with the system messages that the template accepts, in their places.
 
-    The first ones become one message. Later ones become the user's text. A template that writes no
-    system message gets its text before the first text of the user.
+    The first ones become one message. Later ones become the user's text. Where this would remove
+    thinking, a text after a result becomes a part of the result. A template that writes no system
+    message gets its text before the first text of the user.
     """
     if takes_systems(template):
         return messages
     n = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
     first = _texts(*(message["content"] for message in messages[:n]))
-    rest = [
-        {**m, "role": "user"} if m.get("role") == "system" else m
-        for m in messages[n:]
-        if m["content"] or m.get("role") != "system"
-    ]
+    rest: Messages = []
+    for message in messages[n:]:
+        if message.get("role") == "system":
+            if not message["content"]:
+                continue
+            message = {**message, "role": "user"}
+            if rest and rest[-1].get("role") == "tool" and ends_thinking(template):
+                message = _added(rest.pop(), message)
+        rest.append(message)
     if not first:
         return rest
     if takes_system(template):
@@ -91,14 +97,13 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
     if not (strict or alternates(template)):
         return messages
     result: Messages = []
-    last: dict[str, Any] = {}  # the last turn
+    last = said("", "")  # the last turn
     for message, following in zip(messages, [*messages[1:], {}], strict=True):
         role, before = message.get("role"), result[-1] if result else {}
         is_turn = not (role == "tool" or message.get("tool_calls"))
         is_between = role == "user" or following.get("tool_calls")
         if is_turn and before.get("role") == "tool" and is_between:
-            message = {**before, "content": _texts(before["content"], message["content"])}
-            result.pop()
+            message = _added(result.pop(), message)
         elif is_turn and last.get("role") == role:
             if before is last:
                 message = _joined(result.pop(), message)
@@ -119,6 +124,11 @@ def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         if key in first or key in second
     }
     return {**first, **second, **texts}
+
+
+def _added(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first message with the text of the second one."""
+    return {**first, "content": _texts(first["content"], second["content"])}
 
 
 def _texts(*texts: str | None) -> str:
