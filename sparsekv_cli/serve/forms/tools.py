@@ -24,6 +24,7 @@ from sparsekv_cli.models.chat.calls import (
     json_calls,
     python_calls,
 )
+from sparsekv_cli.models.chat.fitting.probes import place_of_tools
 from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.tags import tagged_calls
 from sparsekv_cli.models.chat.thinking import FINAL, overlap
@@ -234,7 +235,12 @@ FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, LLAMA3)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
-    """Returns the format that a chat template asks for, or None if it is unknown."""
+    """Returns the format that a chat template asks for, or None if it is unknown.
+
+    A template that writes no tools gets them as a text, which asks for Hermes' format.
+    """
+    if not place_of_tools(template):
+        return HERMES
     words = template or ""
     return next((kind for kind in FORMATS if any(sign in words for sign in kind.signs)), None)
 

@@ -12,6 +12,7 @@ from tiny_vocabularies import bpe_metadata
 
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.chat.calls import ToolCall
+from sparsekv_cli.models.chat.fitting.fitted import fitted
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
@@ -38,7 +39,8 @@ OF_TEMPLATES = {
     "mistralai-Mistral-Nemo-Instruct-2407": MISTRAL,
     "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL, "openai-gpt-oss-120b": HARMONY,
     "google-gemma-4-31B-it": GEMMA4,
-    "microsoft-Phi-3.5-mini-instruct": None,
+    "microsoft-Phi-3.5-mini-instruct": HERMES, "google-gemma-2-2b-it": HERMES,
+    "HuggingFaceTB-SmolLM3-3B": HERMES, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": HERMES,
 }  # fmt: skip
 
 CALL = "<|tool_call_start|>"
@@ -207,7 +209,8 @@ def test_arguments_that_are_nested_too_deeply_are_text() -> None:
 
 def test_a_format_is_known_by_the_template() -> None:
     known = {"<tool_call>": HERMES, "[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "x": None}
-    assert {sign: format_of(sign) for sign in known} == known and format_of(None) is None
+    assert {sign: format_of(sign + "{{ tools }}") for sign in known} == known
+    assert format_of(None) == format_of("[TOOL_CALLS]") == HERMES  # they write no tools
 
 
 @pytest.mark.parametrize("name", OF_TEMPLATES)
@@ -215,16 +218,20 @@ def test_a_call_as_the_template_writes_it_is_read(name: str) -> None:
     template = (TEMPLATES / f"{name}.jinja").read_text("utf-8")
     kind = format_of(template)
     assert kind == OF_TEMPLATES[name]
-    if kind is None:
-        return
     call = {"id": "123456789", "type": "function"}
     call["function"] = {"name": "f", "arguments": ARGUMENTS}  # type: ignore[assignment]
     asked = [{"role": "user", "content": "How is it?"}]
     turns = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tools = [{"type": "function", "function": TOOL}]
-    variables: dict[str, Any] = {"tools": tools, "bos_token": "<s>", "eos_token": "</s>"}
-    whole = render(template, turns, add_generation_prompt=False, **variables)
-    begins = [render(template, asked, add_generation_prompt=x, **variables) for x in (True, False)]
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def text(messages: list[dict[str, Any]], *, begins: bool) -> str:
+        form = fitted(template, messages, tools)
+        more: dict[str, Any] = {"tools": form.tools, "add_generation_prompt": begins, **tokens}
+        return render(template, form.messages, **more)
+
+    whole = text(turns, begins=False)
+    begins = [text(asked, begins=x) for x in (True, False)]
     begin = next((each for each in begins if whole.startswith(each)), None)
     written = whole.split("[/INST]")[-1] if begin is None else whole[len(begin) :]
     reader = reader_of(kind)
