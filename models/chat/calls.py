@@ -11,6 +11,8 @@ import re
 from functools import partial
 from typing import Any, NamedTuple
 
+from sparsekv_cli.models.tokenizer.marks import plain
+
 
 class Text(NamedTuple):
     """A part of the answer."""
@@ -136,22 +138,21 @@ def _described(value: Any) -> Part | None:
     return call_of(name, arguments) if isinstance(name, str) and name else None
 
 
-QUOTE = '<|"|>'
 NAMED = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.S)
 
 
-def gemma_calls(text: str) -> ReadCalls:
-    """Reads ``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between ``<|"|>``."""
-    parts = text.split(QUOTE)
+def gemma_calls(text: str, quote: str = '<|"|>') -> ReadCalls:
+    """Reads ``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between quotes."""
+    parts = text.split(quote)
     if len(parts) % 2 == 0:
         return ReadCalls([], MAYBE)
     named = NAMED.fullmatch(text)
     if named is None:
         return ReadCalls([])
-    parts = named[2].split(QUOTE)
+    parts = named[2].split(quote)
     for i, part in enumerate(parts):
         if i % 2:  # between two quotes
-            parts[i] = json.dumps(part)
+            parts[i] = json.dumps(plain(part))
         else:
             parts[i] = re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', part)
     call = call_of(named[1], "".join(parts))
@@ -161,7 +162,7 @@ def gemma_calls(text: str) -> ReadCalls:
 def python_calls(text: str) -> ReadCalls:
     """Reads ``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(plain(text).strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return ReadCalls([_python_call(call) for call in calls])
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -11,14 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sparsekv_cli.models.chat.calls import Part, Thought, ToolCall
 from sparsekv_cli.models.chat.harmony import HarmonyReader
+from sparsekv_cli.models.tokenizer.marks import (
+    CHANNEL_MARKS,
+    KNOWN,
+    SPELLED,
+    Marks,
+    TokenText,
+    marks_of,
+    plain,
+)
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: each message is on a channel
 FINAL = "<|channel|>final<|message|>"
-FINAL_BEGINS = re.compile(rb"<\|channel\|>\s*final\b[^<]*(<\|constrain\|>[^<]*)?<\|message\|>\Z")
-CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 # Start and end, by family.
 MARKERS = (
     CHANNELS,
@@ -32,23 +39,26 @@ MARKERS = (
 SWITCHES = ("enable_thinking", "thinking")  # the first that a template has is its switch
 # Variables of a template that a user cannot set.
 SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-N_TAIL_BYTES = 256  # at the end of the thinking, which may hold the end marker
+N_TAIL_TEXT = 256  # characters at the end of the thinking, which may hold the end marker
 N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
 
 
 class Thinking(NamedTuple):
-    """How a model marks its thinking in a text."""
+    """How a model marks its thinking in a text.
+
+    The thinking that methods take is the text of an answer: tokens that are marks are characters.
+    """
 
     start: str
     end: str
-    control_ids: frozenset[int]  # control tokens of the markers
+    marks: Marks = SPELLED  # the tokens among the markers
 
     @property
     def is_channel(self) -> bool:
         """Whether answers are on channels (gpt-oss). One channel is the final answer."""
         return self[:2] == CHANNELS
 
-    def closing(self, thought: bytes) -> str:
+    def closing(self, thought: str) -> str:
         """Returns the text that ends the thinking after ``thought`` and starts the answer."""
         if not self.is_channel:
             return f"\n{self.end}\n\n"
@@ -57,10 +67,11 @@ class Thinking(NamedTuple):
             return again
         header, thinks, answers = self._headers(thought)
         if answers.startswith(header):
-            return answers[len(header) :]
-        return (thinks[len(header) :] if thinks.startswith(header) else "<|message|>") + again
+            return plain(answers[len(header) :])
+        rest = plain(thinks[len(header) :]) if thinks.startswith(header) else "<|message|>"
+        return rest + again
 
-    def rests_of_header(self, thought: bytes) -> tuple[str, ...]:
+    def rests_of_header(self, thought: str) -> tuple[str, ...]:
         """Returns the texts that may complete a message's header; nothing if the header has ended.
 
         A message is either thinking or the answer.
@@ -68,33 +79,37 @@ class Thinking(NamedTuple):
         if not self._is_header(thought):
             return ()
         header, *whole = self._headers(thought)
-        return tuple(each[len(header) :] for each in whole if each.startswith(header))
+        return tuple(plain(each[len(header) :]) for each in whole if each.startswith(header))
 
-    def _headers(self, thought: bytes) -> tuple[str, str, str]:
+    def _headers(self, thought: str) -> tuple[str, str, str]:
         """Returns the header so far, the header of thinking, and the header of the answer."""
-        _, end, header = thought.decode("utf-8", errors="replace").rpartition("<|end|>")
+        _, end, header = thought.rpartition(self.marks["<|end|>"])
         begin = "<|start|>assistant" if end else ""
-        return header, begin + self.start, begin + FINAL
+        return header, self.marks[begin + self.start], self.marks[begin + FINAL]
 
-    def _is_header(self, thought: bytes) -> bool:
-        return self.is_channel and b"<|message|>" not in thought.rpartition(b"<|end|>")[2]
+    def _is_header(self, thought: str) -> bool:
+        message, end = self.marks["<|message|>"], self.marks["<|end|>"]
+        return self.is_channel and message not in thought.rpartition(end)[2]
 
-    def end_of(self, thought: bytes) -> bytes:
-        """Returns the last bytes of the thinking, as many as the other methods need."""
-        end = thought[-N_TAIL_BYTES:]
+    def end_of(self, thought: str) -> str:
+        """Returns the last text of the thinking, as much as the other methods need."""
+        end = thought[-N_TAIL_TEXT:]
         is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
-        return b"<|message|>" + end if is_cut_body else end
+        return self.marks["<|message|>"] + end if is_cut_body else end
 
-    def is_closed(self, thought: bytes) -> bool:
+    def is_closed(self, thought: str) -> bool:
         """Returns whether the thinking ends with ``thought``. The answer follows then."""
         if self.is_channel:
-            return FINAL_BEGINS.search(thought) is not None
-        return thought.rstrip().endswith(self.end.encode())
+            names = ("<|channel|>", "<|constrain|>", "<|message|>")
+            channel, form, message = (re.escape(self.marks[name]) for name in names)
+            begins = rf"{channel}\s*final\b[^<]*({form}[^<]*)?{message}\Z"
+            return re.search(begins, thought) is not None
+        return thought.rstrip().endswith(self.marks[self.end])
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
         """Returns a splitter of a text. is_open: the prompt ended with the start marker."""
         if self.is_channel:
-            return ChannelSplitter()
+            return ChannelSplitter(self.marks)
         return ThinkingSplitter(self, is_open=is_open)
 
     def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
@@ -102,8 +117,8 @@ class Thinking(NamedTuple):
 
         ids: the prompt, or its end.
         """
-        _, start, after = _tail(tokenizer, ids).rpartition(self.start)
-        return start + after if start and not after.strip() else ""
+        _, start, after = self._tail(tokenizer, ids).rpartition(self.marks[self.start])
+        return plain(start + after) if start and not after.strip() else ""
 
     def written(self, prompt: str, thought: str) -> str:
         """Returns the text that continues a prompt up to the start of the final answer.
@@ -116,17 +131,18 @@ class Thinking(NamedTuple):
         _, start, after = prompt.rpartition(self.start)
         is_open = bool(start) and not after.strip()
         if is_open or thought:
-            return ("" if is_open else f"{self.start}\n") + thought + self.closing(b"")
+            return ("" if is_open else f"{self.start}\n") + thought + self.closing("")
         return ""
 
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
         """Returns whether a prompt ends with the end marker. The answer then has no thinking."""
-        return not self.is_channel and _tail(tokenizer, ids).rstrip().endswith(self.end)
+        tail = self._tail(tokenizer, ids).rstrip()
+        return not self.is_channel and tail.endswith(self.marks[self.end])
 
-
-def _tail(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Returns the text of the last N_TAIL tokens of a prompt."""
-    return b"".join(map(tokenizer.token_bytes, ids[-N_TAIL:])).decode("utf-8", errors="replace")
+    def _tail(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        """Returns the text of the last N_TAIL tokens of a prompt."""
+        text = TokenText(tokenizer, self.marks.by_id())
+        return "".join([*map(text.push, ids[-N_TAIL:]), text.flush()])
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
@@ -136,13 +152,9 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
         if (start, end) == CHANNELS:
             is_named = template is not None and start in template
         if is_named:
-            ids = {
-                token
-                for text in (CHANNEL_MARKS if (start, end) == CHANNELS else (start, end))
-                for token in tokenizer.encode(text, add_bos=False, add_eos=False)
-            }
-            control = frozenset(token for token in ids if not tokenizer.is_shown(token))
-            return Thinking(start, end, control)
+            is_channel = (start, end) == CHANNELS
+            names = CHANNEL_MARKS if is_channel else [x for x in KNOWN if x in (start + end)]
+            return Thinking(start, end, marks_of(tokenizer, names))
     return None
 
 
@@ -188,7 +200,8 @@ class ThinkingSplitter:
     """
 
     def __init__(self, thinking: Thinking, *, is_open: bool) -> None:
-        self._start, self._end = thinking.start, thinking.end
+        marks = thinking.marks
+        self._start, self._end = marks[thinking.start], marks[thinking.end]
         self._step = self._think if is_open else self._begin
         self._held = ""
         self._is_blank = True  # only white space has come since the last marker
@@ -238,8 +251,8 @@ class ThinkingSplitter:
 class ChannelSplitter:
     """Splits gpt-oss's text. The analysis channel is thinking; calls are shown as text."""
 
-    def __init__(self) -> None:
-        self._reader = HarmonyReader()
+    def __init__(self, marks: Marks) -> None:
+        self._reader = HarmonyReader(marks)
 
     def push(self, text: str) -> tuple[str, str]:
         return _sides(self._reader.push(text))

@@ -1,7 +1,8 @@
 """An answer, and the stop strings that end it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from sparsekv_cli.models.chat.thinking import overlap
@@ -30,22 +31,27 @@ class StopStrings:
     Text that may be the beginning of a stop string is held back until the next piece decides.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(
+        self, stops: Sequence[str], forms: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """forms: other texts that are found, each with the stop string that it stands for."""
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty: give a text")
-        self.stops = tuple(stops)
+        self._stops = {**{stop: stop for stop in stops}, **forms}
         self.found = ""  # the stop string in the text
         self._held = ""
 
     def push(self, text: str) -> str:
         """Returns the part of all text so far that can be shown now."""
         text = self._held + text
-        found = [(start, stop) for stop in self.stops if (start := text.find(stop)) >= 0]
+        found = [
+            (start, stop) for form, stop in self._stops.items() if (start := text.find(form)) >= 0
+        ]
         if found:
             start, self.found = min(found)
             self._held = ""
             return text[:start]
-        keep = max((overlap(text, stop) for stop in self.stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chat.thinking import Thinking, overlap
+from sparsekv_cli.models.tokenizer.marks import TokenText
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class AnswerConstraint:
         self.budget = budget
         self._all = np.arange(0)
         self._not_ends = np.arange(0)  # all tokens that do not end an answer
-        self._long: list[tuple[int, bytes]] | None = None
+        self._long: list[tuple[int, str]] | None = None
         self._phase = ANSWERS
 
     def copy(self) -> AnswerConstraint:
@@ -58,15 +59,16 @@ class AnswerConstraint:
     def restart(self, prompt: Sequence[int] = (), n_left: int = 0) -> None:
         """Starts an answer of at most ``n_left`` tokens. prompt: its ids, or the last of them."""
         self._restart_grammar()
-        self._phase, self._tail, self._n_thought = ANSWERS, b"", 0
+        self._phase, self._tail, self._n_thought = ANSWERS, "", 0
         self._forced: list[int] = []
         self._n_most = self.budget
         thinking = self._thinking
         if thinking is None or thinking.closed_by(self._tokenizer, prompt):
             return
         if self._n_most is None and self._grammar is not None:
-            n_closing = len(self._ids(thinking.closing(b"")))
+            n_closing = len(self._ids(thinking.closing("")))
             self._n_most = max(0, n_left - n_closing) // 2
+        self._text = TokenText(self._tokenizer, thinking.marks.by_id())
         opened = thinking.opened_by(self._tokenizer, prompt)
         if opened or thinking.is_channel:
             self._phase = THINKS
@@ -76,7 +78,7 @@ class AnswerConstraint:
         if self._n_most is None or self._n_most > len(start):
             self._phase, self._forced, self._n_thought = BEGINS, start, len(start)
         elif self._grammar is None:
-            self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(b""))
+            self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(""))
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
         """Returns the ids that may follow, ascending and below n_vocab: (n,) i64; None: all."""
@@ -131,7 +133,7 @@ class AnswerConstraint:
     def _think(self, token: int) -> None:
         assert self._thinking is not None
         self._n_thought += 1
-        self._tail = self._thinking.end_of(self._tail + self._tokenizer.token_bytes(token))
+        self._tail = self._thinking.end_of(self._tail + self._text.push(token))
         if self._thinking.is_closed(self._tail):
             self._phase = ANSWERS
         else:
@@ -162,12 +164,13 @@ class AnswerConstraint:
     def _too_long(self) -> list[int]:
         """Returns tokens that complete the end marker and also hold text of the answer."""
         assert self._thinking is not None
-        end = self._thinking.end.encode()
-        n = overlap(self._tail.decode("latin-1"), end.decode("latin-1"))
+        end = self._thinking.marks[self._thinking.end]
+        n = overlap(self._tail, end)
         if not n or self._thinking.is_channel:
             return []
         if self._long is None:
-            tokens = ((i, self._tokenizer.token_bytes(i)) for i in range(self._tokenizer.n_vocab))
+            token_bytes, ids = self._tokenizer.token_bytes, range(self._tokenizer.n_vocab)
+            tokens = ((i, token_bytes(i).decode("utf-8", errors="replace")) for i in ids)
             self._long = [(i, text) for i, text in tokens if text.rpartition(end[-1:])[2].strip()]
             self._long = [(i, text) for i, text in self._long if end[-1:] in text]
         return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.drafts import MOST_DRAFTED
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
+from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, StopForms, TokenText, plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +79,7 @@ class Generation:
         constraint: AnswerConstraint | None = None,
         special: bool = False,
         thinking: Thinking | None = None,
+        marks: Marks = SPELLED,
         logprobs: int | None = None,
         write: Callable[[str], None] = _ignore,
         write_thinking: Callable[[str], None] = _ignore,
@@ -88,8 +89,10 @@ class Generation:
         n_predict: the most tokens; a negative number means as many as fit. stops: texts before
         which the answer ends. constraint: ends the answer when no token can follow. special:
         control tokens are part of the text. thinking: the markers of the thinking, which goes to
-        ``write_thinking``. logprobs: the number of most likely tokens that are kept with each
-        token; None keeps nothing. write: called with text as soon as it is certain.
+        ``write_thinking``. marks: tokens that are characters in the text that ``write`` gets, for
+        a reader of calls; without any, all are spelled there. logprobs: the number of most likely
+        tokens that are kept with each token; None keeps nothing. write: called with text as soon as
+        it is certain.
         """
         self.sequence, self.sample = sequence, sample
         self.logprobs: LogProbs | None = None
@@ -100,14 +103,16 @@ class Generation:
         self._n_predict = n_predict
         self._tokenizer = tokenizer
         self._end_ids = frozenset(tokenizer.eog_ids)
-        # StreamDecoder would drop the space before the first word. A completion keeps it.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._matcher = StopStrings(stops)
+        self._is_read = bool(marks.ids)
+        characters = {**(thinking.marks.by_id() if thinking is not None else {}), **marks.by_id()}
+        self._stop_forms = StopForms(tokenizer, stops, characters)
+        self._characters = {**characters, **self._stop_forms.characters}
+        self._decoder = TokenText(tokenizer, self._characters)
+        self._matcher = StopStrings(self._stop_forms.stops, self._stop_forms.forms)
         self._constraint = constraint
         self._special = special
         self._write, self._write_thinking = write, write_thinking
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
-        self._shown_ids: frozenset[int] = frozenset()
         self.outcomes: list[Outcome] = []  # one for each row of the last step or prefill
         self.drafts = sequence.drafts  # None: steps have no drafts
         self.resume()
@@ -119,7 +124,6 @@ class Generation:
             opened = thinking.opened_by(tokenizer, sequence.tokens)
             self.answer.written = opened
             self._splitter = thinking.splitter(is_open=bool(opened))
-            self._shown_ids = thinking.control_ids
 
     @property
     def is_cut(self) -> bool:
@@ -205,9 +209,9 @@ class Generation:
         is_end = token in self._end_ids
         if not is_end:
             self.answer.tokens.append(token)
-        is_text = self._special or (not is_end and self._is_shown(token))
-        piece = self._tokenizer.token_bytes(token) if is_text else b""
-        self._emit(self._matcher.push(self._decoder.decode(piece)))
+        is_mark = token in self._characters
+        if self._special or is_mark or (not is_end and self._tokenizer.is_shown(token)):
+            self._emit(self._matcher.push(self._decoder.push(token)))
         if self._matcher.found and not is_end:
             self._stop()
             return True
@@ -219,7 +223,7 @@ class Generation:
     def finish(self) -> Answer:
         """Returns the finished answer."""
         if not self._matcher.found:
-            self._emit(self._matcher.push(self._decoder.decode(b"", final=True)))
+            self._emit(self._matcher.push(self._decoder.flush()))
             if self._matcher.found:
                 self._stop()
             else:
@@ -234,21 +238,19 @@ class Generation:
     def _stop(self) -> None:
         self.answer.stop_reason, self.answer.stopped_by = STOP_TEXT, self._matcher.found
 
-    def _is_shown(self, token: int) -> bool:
-        return self._tokenizer.is_shown(token) or token in self._shown_ids
-
     def _emit(self, text: str) -> None:
+        text = self._stop_forms.without(text, is_spelled=self._special)
         if text:
-            self.answer.written += text
+            self.answer.written += plain(text)
             self._tell(*(self._splitter.push(text) if self._splitter is not None else ("", text)))
 
     def _tell(self, thought: str, text: str) -> None:
         if thought:
-            self.answer.thinking += thought
-            self._write_thinking(thought)
+            self.answer.thinking += plain(thought)
+            self._write_thinking(plain(thought))
         if text:
-            self.answer.text += text
-            self._write(text)
+            self.answer.text += plain(text)
+            self._write(text if self._is_read else plain(text))
 
 
 def step(engine: Engine, generations: Ids[Generation]) -> None:

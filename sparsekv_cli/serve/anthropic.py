@@ -39,6 +39,7 @@ class Message:
             self._kind,
             self._forced,
             functions_of(tools),
+            marks=service.marks,
             is_begun=continues,
             is_single=fields.tool_choice.disable_parallel_tool_use,
         )

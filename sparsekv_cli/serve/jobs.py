@@ -18,6 +18,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.models.forward import Progress
+from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.rows import SharedRows
 
@@ -103,7 +104,7 @@ class Request:
     stops: Ids[str] = ()
     logprobs: int | None = None
     constraint: AnswerConstraint | None = None
-    special: bool = False
+    marks: Marks = SPELLED  # tokens that the reader of the answer's calls needs
     thinking: Thinking | None = None
     n_bins: int = 0  # of the live picture of attended rows; 0: none
 

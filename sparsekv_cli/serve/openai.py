@@ -50,7 +50,12 @@ class Completion:
         ]
         self._readers = [
             reader_of(
-                self._kind, self._forced, functions, is_begun=self._continues, is_single=is_single
+                self._kind,
+                self._forced,
+                functions,
+                marks=service.marks,
+                is_begun=self._continues,
+                is_single=is_single,
             )
             for _ in self._requests
         ]

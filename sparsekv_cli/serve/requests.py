@@ -15,6 +15,7 @@ from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
+from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, marks_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED, params_from_metadata
 from sparsekv_cli.serve.forms.schema import CompletionFields, ServedFields
@@ -73,6 +74,9 @@ class Service:
         self.thinking_switch = switch_of(self.template)
         self.variables = variables_of(self.template)
         self.tool_format: ToolFormat | None = format_of(self.template)
+        self.marks: Marks = SPELLED  # of the format
+        if self.tool_format is not None:
+            self.marks = marks_of(self.tokenizer, self.tool_format.marks)
         if sampling.think_budget is not None and self.thinking is None:
             raise SparseKVError(
                 "--think-budget: the chat template of this model has no markers of thinking"
@@ -231,7 +235,7 @@ class Service:
             stops=stops,
             logprobs=logprobs,
             constraint=constraint,
-            special=kind is not None and kind.special and forced is None,
+            marks=self.marks if kind is not None and forced is None else SPELLED,
             thinking=None if kind == HARMONY else thinking,
             n_bins=fields.sparsekv_rows,
         )
@@ -240,7 +244,7 @@ class Service:
         """Returns the ids after the prompt of a forced call: its first words, and no thinking."""
         thinking = self.thinking
         is_open = thinking is not None and thinking.opened_by(self.tokenizer, ids)
-        text = (thinking.closing(b"") if thinking and is_open else "") + forced.prompt
+        text = (thinking.closing("") if thinking and is_open else "") + forced.prompt
         return self.tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
 
     def forced_call(self, name: str | None, functions: Mapping[str, Any]) -> ForcedCall:

@@ -77,7 +77,7 @@ class Running:
             n_predict=request.n_predict,
             stops=request.stops,
             constraint=request.constraint,
-            special=request.special,
+            marks=request.marks,
             logprobs=request.logprobs,
             thinking=request.thinking,
             write=job.write,

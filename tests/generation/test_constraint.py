@@ -15,7 +15,8 @@ from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
-from sparsekv_cli.models.chat.thinking import CHANNEL_MARKS, MARKERS, thinking_of
+from sparsekv_cli.models.chat.thinking import MARKERS, thinking_of
+from sparsekv_cli.models.tokenizer.marks import CHANNEL_MARKS
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
 from sparsekv_cli.sequence import Checkpoint, Timings

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, Text, json_calls
 from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.models.tokenizer.marks import Marks, plain
 
 MAX_PASSED = 256  # marks within arguments of an answer; later marks end a call in any place
 Functions = Mapping[str, Any]  # the schemas of the functions' arguments, by name
@@ -17,19 +18,21 @@ Functions = Mapping[str, Any]  # the schemas of the functions' arguments, by nam
 class MarkedReader:
     """Calls between two markers, among texts or alone. A marker within an argument belongs to it.
 
-    parse: reads the text between the marks. begins: how that text begins. ends: control tokens that
-    are not text.
+    parse: reads the text between the marks. begins: how that text begins. ends: tokens that end an
+    answer.
     """
 
     def __init__(
         self,
+        marks: Marks,
         start: str,
         end: str,
         parse: Callable[[str], ReadCalls],
         begins: str,
         ends: tuple[str, ...] = (),
     ) -> None:
-        self._start, self._end, self._parse, self._ends = start, end, parse, ends
+        self._start, self._end, self._parse = marks[start], marks[end], parse
+        self._ends = Ends(marks, ends)
         self._begins = re.compile(begins)
         self._held, self._is_call = "", False
         self._has_called, self._blank = False, ""  # white space after a call
@@ -37,7 +40,7 @@ class MarkedReader:
         self._n_passed = 0  # marks of this answer that were no marks
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held = without(self._held + text, self._ends)
+        self._held += text
         while True:
             if self._is_call:
                 at = self._end_of_call()
@@ -50,11 +53,12 @@ class MarkedReader:
                     break
                 self._held, self._is_call, self._seen = after, True, 0
                 yield from self._said(before)
-        n = len(self._held) - max(overlap(self._held, m) for m in (self._start, *self._ends))
+        n = len(self._held) - max(overlap(self._held, self._start), self._ends.n_at_end(self._held))
         said, self._held = self._held[:n], self._held[n:]
         yield from self._said(said)
 
     def flush(self) -> Iterator[Part]:
+        self._held = self._ends.without(self._held)
         while self._is_call:
             at = self._held.find(self._end)
             is_read = at < 0 or self._n_passed < MAX_PASSED
@@ -134,7 +138,7 @@ class BareReader:
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
         body = held.strip().removeprefix(self.FENCE).removeprefix("```").removesuffix("```")
-        calls = json_calls(body) if held else []
+        calls = json_calls(plain(body)) if held else []
         if calls and all(getattr(call, "name", "") in self._functions for call in calls):
             yield from calls
             return
@@ -142,7 +146,19 @@ class BareReader:
         yield from self._reader.flush()
 
 
-def without(text: str, marks: tuple[str, ...]) -> str:
-    for mark in marks:
-        text = text.replace(mark, "")
-    return text
+class Ends:
+    """The tokens that end an answer. They are spelled only if the vocabulary is not known."""
+
+    def __init__(self, marks: Marks, spellings: tuple[str, ...]) -> None:
+        self._spellings = spellings if marks.ids is None else ()
+
+    def without(self, text: str) -> str:
+        """Returns a whole answer without them."""
+        while ended := next((end for end in self._spellings if text.endswith(end)), ""):
+            text = text.removesuffix(ended)
+        return text
+
+    def n_at_end(self, text: str) -> int:
+        """Returns the length of the end of a text that may belong to them."""
+        n_part = max((overlap(text, end) for end in self._spellings), default=0)
+        return len(text) - len(self.without(text[: len(text) - n_part]))

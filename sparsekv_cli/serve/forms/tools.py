@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sparsekv_cli.models.chat.calls import (
@@ -27,14 +28,16 @@ from sparsekv_cli.models.chat.calls import (
 from sparsekv_cli.models.chat.fitting.probes import place_of_tools
 from sparsekv_cli.models.chat.harmony import HarmonyReader
 from sparsekv_cli.models.chat.tags import tagged_calls
-from sparsekv_cli.models.chat.thinking import FINAL, overlap
+from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.models.tokenizer.marks import CHANNEL_MARKS, SPELLED, Marks, plain
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 from sparsekv_cli.sampling.schema import closed
-from sparsekv_cli.serve.forms.marked import BareReader, Functions, MarkedReader, without
+from sparsekv_cli.serve.forms.marked import BareReader, Ends, Functions, MarkedReader
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that does not describe them
 ANY_FUNCTIONS: Functions = {}
 ARGUMENTS = {**JSON_OPTIONS, "coerce_one_of": True}  # llguidance's options for arguments
+LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 PLAIN_FORM = ("", "arguments", "{", "}")
 
 
@@ -50,108 +53,113 @@ class PlainReader:
         yield from ()
 
 
-def hermes_reader(functions: Functions) -> BareReader:
+def hermes_reader(functions: Functions, marks: Marks) -> BareReader:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
 
     def parse(text: str) -> ReadCalls:
+        text = plain(text)
         if text.lstrip().startswith("<"):
             return tagged_calls(text, functions)
         calls = json_calls(text)
         return ReadCalls(calls, MAYBE if not calls and in_string(text) else 0)
 
-    marked = MarkedReader("<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
+    marked = MarkedReader(marks, "<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
     return BareReader(marked, functions)
 
 
-def gemma4_reader(_functions: Functions) -> MarkedReader:
+def gemma4_reader(_functions: Functions, marks: Marks) -> MarkedReader:
     """``<|tool_call>call:NAME{KEY:VALUE}<tool_call|>``."""
     ends = ("<turn|>", "<|tool_response>", "<eos>")
-    return MarkedReader("<|tool_call>", "<tool_call|>", gemma_calls, r"\s*call:", ends)
+    parse = partial(gemma_calls, quote=marks['<|"|>'])
+    return MarkedReader(marks, "<|tool_call>", "<tool_call|>", parse, r"\s*call:", ends)
 
 
-def lfm2_reader(_functions: Functions) -> MarkedReader:
+def lfm2_reader(_functions: Functions, marks: Marks) -> MarkedReader:
     """``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>``."""
-    start, end = "<|tool_call_start|>", "<|tool_call_end|>"
-    return MarkedReader(start, end, python_calls, r"\s*\[?\s*\w", ("<|im_end|>", "<|endoftext|>"))
+    start, end, ends = *LFM2_MARKS, ("<|im_end|>", "<|endoftext|>")
+    return MarkedReader(marks, start, end, python_calls, r"\s*\[?\s*\w", ends)
 
 
 class Llama3Reader:
     """Reads an answer that is one JSON object, or several with semicolons between them."""
 
-    TAG = "<|python_tag|>"
     ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks) -> None:
+        self._tag, self._ends = marks["<|python_tag|>"], Ends(marks, self.ENDS)
         self._held, self._is_text = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held = without(self._held + text, self.ENDS)
+        self._held += text
         begun = self._held.lstrip()
-        if begun and not begun.startswith(("{", self.TAG)) and not self.TAG.startswith(begun):
+        if begun and not begun.startswith(("{", self._tag)) and not self._tag.startswith(begun):
             self._is_text = True
         if self._is_text:
-            n = len(self._held) - max(overlap(self._held, end) for end in self.ENDS)
+            n = len(self._held) - self._ends.n_at_end(self._held)
             ready, self._held = self._held[:n], self._held[n:]
             yield from [Text(ready)] if ready else []
 
     def flush(self) -> Iterator[Part]:
-        held, self._held = self._held, ""
+        held, self._held = self._ends.without(self._held), ""
         if held and self._is_text:
             yield Text(held)
         elif held:
-            body = held.strip().removeprefix(self.TAG)
-            yield from json_calls(body) or [Text(held.removeprefix(self.TAG))]
+            body = plain(held.strip().removeprefix(self._tag))
+            yield from json_calls(body) or [Text(held.removeprefix(self._tag))]
 
 
 class MistralReader:
     """``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
 
-    MARK, END = "[TOOL_CALLS]", "</s>"
-    NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
+    NAMED = r"\s*([\w.-]+)(?:%s[\w-]*)?(?:%s)?\s*(?=\{)"
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Marks) -> None:
+        self._mark, self._ends = marks["[TOOL_CALLS]"], Ends(marks, ("</s>",))
+        words = (re.escape(marks[each]) for each in ("[CALL_ID]", "[ARGS]"))
+        self._named = re.compile(self.NAMED % tuple(words))
         self._held, self._is_call = "", False
 
     def push(self, text: str) -> Iterator[Part]:
-        self._held = without(self._held + text, (self.END,))
+        self._held += text
         if self._is_call:
             return
-        before, found, after = self._held.partition(self.MARK)
+        before, found, after = self._held.partition(self._mark)
         if found:
             self._is_call, self._held = True, after
             before = before.rstrip()
         else:
-            n = len(self._held) - max(overlap(self._held, m) for m in (self.MARK, self.END))
+            n_end = max(overlap(self._held, self._mark), self._ends.n_at_end(self._held))
+            n = len(self._held) - n_end
             before, self._held = self._held[:n], self._held[n:]
         yield from [Text(before)] if before else []
 
     def flush(self) -> Iterator[Part]:
-        held, self._held = self._held, ""
+        held, self._held = self._ends.without(self._held), ""
         if not self._is_call:
             yield from [Text(held)] if held else []
             return
-        yield from self._calls(held) or [Text(self.MARK + held)]
+        yield from self._calls(held) or [Text(self._mark + held)]
 
     def _calls(self, text: str) -> list[Part]:
         """Returns the calls after the first mark, or none if there is anything else."""
         calls: list[Part] = []
         while text.strip():
-            named = self.NAMED.match(text)
+            named = self._named.match(text)
             text = text[0 if named is None else named.end() :].lstrip()
             try:
                 value, end = DECODER.raw_decode(text)
             except (ValueError, RecursionError):
                 return []
             if named is None:
-                found = json_calls(text[:end])
+                found = json_calls(plain(text[:end]))
             else:
                 call = call_of(named[1], value)
                 found = [] if call is None else [call]
             text = text[end:].lstrip()
-            if not found or (text and not text.startswith(self.MARK)):
+            if not found or (text and not text.startswith(self._mark)):
                 return []
             calls += found
-            text = text.removeprefix(self.MARK)
+            text = text.removeprefix(self._mark)
         return calls
 
 
@@ -177,27 +185,31 @@ class ForcedReader:
 FormatReader = BareReader | MarkedReader | Llama3Reader | MistralReader | HarmonyReader
 
 
-class SingleReader:
-    """Reads as another reader does, and leaves out all calls after the first one."""
+class CallReader:
+    """Reads as the reader of a format does. In its parts all marks are spelled.
 
-    def __init__(self, reader: FormatReader) -> None:
-        self._reader, self._has_called = reader, False
+    is_single: all calls after the first one are left out.
+    """
+
+    def __init__(self, reader: FormatReader, *, is_single: bool) -> None:
+        self._reader, self._is_single, self._has_called = reader, is_single, False
 
     def push(self, text: str) -> Iterator[Part]:
-        yield from self._first(self._reader.push(text))
+        yield from self._told(self._reader.push(text))
 
     def flush(self) -> Iterator[Part]:
-        yield from self._first(self._reader.flush())
+        yield from self._told(self._reader.flush())
 
-    def _first(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _told(self, parts: Iterable[Part]) -> Iterator[Part]:
         for part in parts:
-            is_call = isinstance(part, ToolCall)
-            if not (is_call and self._has_called):
+            if not isinstance(part, ToolCall):
+                yield part._replace(text=plain(part.text))
+            elif not (self._is_single and self._has_called):
+                self._has_called = True
                 yield part
-            self._has_called = self._has_called or is_call
 
 
-Reader = ForcedReader | PlainReader | FormatReader | SingleReader
+Reader = ForcedReader | PlainReader | CallReader
 
 
 @dataclass(frozen=True)
@@ -205,30 +217,36 @@ class ToolFormat:
     """A format of calls."""
 
     signs: tuple[str, ...]  # words of a chat template that show the format
-    reader: Callable[[Functions], FormatReader]  # makes the format's reader
-    special: bool = True  # whether the reader needs control tokens
+    reader: Callable[[Functions, Marks], FormatReader]  # makes the format's reader
+    marks: tuple[str, ...]  # the tokens that the reader needs, if they are in the vocabulary
     # for a forced call: its opening, the key of its arguments, the text around the object
     form: tuple[str, str, str, str] = PLAIN_FORM
 
 
 HARMONY = ToolFormat(
     ("<|channel|>",),
-    lambda functions: HarmonyReader(),
+    lambda functions, marks: HarmonyReader(marks),
+    (*CHANNEL_MARKS, "<|return|>", "<|call|>"),
     form=("<|channel|>commentary <|constrain|>json<|message|>", "arguments", "{", "}"),
 )
 MISTRAL = ToolFormat(
     ("[TOOL_CALLS]",),
-    lambda functions: MistralReader(),
+    lambda functions, marks: MistralReader(marks),
+    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     form=("[TOOL_CALLS]", "arguments", "[{", "}]"),
 )
 HERMES = ToolFormat(
-    ("<tool_call>",), hermes_reader, special=False, form=("<tool_call>\n", "arguments", "{", "}")
+    ("<tool_call>",),
+    hermes_reader,
+    ("<tool_call>", "</tool_call>"),
+    form=("<tool_call>\n", "arguments", "{", "}"),
 )
-GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader)
-LFM2 = ToolFormat(("List of tools: ",), lfm2_reader)
+GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader, ("<|tool_call>", "<tool_call|>", '<|"|>'))
+LFM2 = ToolFormat(("List of tools: ",), lfm2_reader, LFM2_MARKS)
 LLAMA3 = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>"),
-    lambda functions: Llama3Reader(),
+    lambda functions, marks: Llama3Reader(marks),
+    ("<|python_tag|>",),
     form=("", "parameters", "{", "}"),
 )
 FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, LLAMA3)
@@ -250,22 +268,25 @@ def reader_of(
     forced: ForcedCall | None = None,
     functions: Functions = ANY_FUNCTIONS,
     *,
+    marks: Marks = SPELLED,
     is_begun: bool = False,
     is_single: bool = False,
 ) -> Reader:
     """Returns a reader of answers in a format. None: it looks for no calls.
 
-    functions: the schemas of the functions' arguments, by name. is_begun: the prompt holds the
-    beginning of the answer. is_single: all calls after the first one are left out.
+    functions: the schemas of the functions' arguments, by name. marks: the tokens among the
+    format's marks, which are characters in the answer's text; SPELLED: no vocabulary is known.
+    is_begun: the prompt holds the beginning of the answer. is_single: all calls after the first one
+    are left out.
     """
     if forced is not None:
         return ForcedReader(forced.name)
     if kind is None:
         return PlainReader()
-    reader = kind.reader(functions)
+    reader = kind.reader(functions, marks)
     if is_begun and kind == HARMONY:
-        list(reader.push(FINAL))
-    return SingleReader(reader) if is_single else reader
+        reader = HarmonyReader(marks, is_begun=True)
+    return CallReader(reader, is_single=is_single)
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:

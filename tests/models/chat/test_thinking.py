@@ -13,9 +13,10 @@ from sparsekv_cli.models.chat.thinking import (
     thinking_of,
     without_thinking,
 )
+from sparsekv_cli.models.tokenizer.marks import Marks
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
-THINK = Thinking("<think>", "</think>", frozenset())
+THINK = Thinking("<think>", "</think>")
 
 
 class Characters:
@@ -87,7 +88,7 @@ def test_control_tokens_and_who_opened_it():
     tokenizer: Any = Characters()
     template = "{{ '[THINK]' }}{% if thinking %}x{% endif %}{{ messages[0].thinking }}"
     thinking = thinking_of(template, tokenizer)
-    assert thinking == Thinking("[THINK]", "[/THINK]", frozenset({2000, 2001}))
+    assert thinking == Thinking("[THINK]", "[/THINK]", Marks({"[THINK]": 2000, "[/THINK]": 2001}))
     assert switch_of(template) == "thinking"
     assert switch_of("{{ messages[0].thinking }} {% set enable_thinking = 1 %}") is None
     assert thinking.opened_by(tokenizer, [65, 2000, 10]) == "[THINK]\n"

@@ -1,0 +1,136 @@
+"""Marks: the tokens of a vocabulary that divide an answer into thinking, calls and text.
+
+In the text of an answer, a token that is a mark is one character that no other token writes: a half
+of a character beyond 16 bits, which UTF-8 cannot encode. A text that only spells a mark is a text.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
+
+CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")  # gpt-oss
+KNOWN = (
+    *CHANNEL_MARKS,
+    *("<|return|>", "<|call|>"),
+    *("<think>", "</think>"),
+    *("[THINK]", "[/THINK]"),
+    *("<seed:think>", "</seed:think>"),
+    *("<|START_THINKING|>", "<|END_THINKING|>"),
+    *("<|inner_prefix|>", "<|inner_suffix|>"),
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # Gemma 4
+    *("<tool_call>", "</tool_call>"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<|tool_call|>", "<|/tool_call|>", "</|tool_call|>"),
+    "<|python_tag|>",
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+)
+FIRST, N_STAND_INS = 0xD800, 0x800
+STAND_INS = {mark: chr(FIRST + i) for i, mark in enumerate(KNOWN)}
+SPELLINGS = {char: mark for mark, char in STAND_INS.items()}
+STAND_IN = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks of an answer that are tokens of a vocabulary.
+
+    ids: the tokens by their spellings, which are among KNOWN. None: the vocabulary is not known. A
+    spelling is then a mark wherever the form of the answer allows one.
+    """
+
+    ids: Mapping[str, int] | None = None
+
+    def __getitem__(self, text: str) -> str:
+        """Returns what stands for the marks of ``text`` in an answer: characters or spellings."""
+        for spelling in self.ids or ():
+            text = text.replace(spelling, STAND_INS[spelling])
+        return text
+
+    def by_id(self) -> dict[int, str]:
+        """Returns the character of each token that is a mark."""
+        return {token: STAND_INS[spelling] for spelling, token in (self.ids or {}).items()}
+
+
+SPELLED = Marks()
+
+
+def marks_of(tokenizer: "Tokenizer", spellings: Iterable[str]) -> Marks:
+    """Returns those of the marks that are tokens of a vocabulary."""
+    ids = {}
+    for spelling in spellings:
+        found = _ids(tokenizer, spelling)
+        if len(found) == 1 and tokenizer.token_bytes(found[0]) == spelling.encode():
+            ids[spelling] = found[0]
+    return Marks(ids)
+
+
+class TokenText:
+    """Converts the tokens of an answer to its text. It returns only complete characters."""
+
+    def __init__(self, tokenizer: "Tokenizer", characters: Mapping[int, str]) -> None:
+        """characters: of the tokens that are marks, as ``Marks.by_id`` has them."""
+        self._tokenizer, self._characters = tokenizer, characters
+        # StreamDecoder would drop the space before the first word. A completion keeps it.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Returns the text that a token completes. It may be empty."""
+        mark = self._characters.get(token)
+        if mark is None:
+            return self._decoder.decode(self._tokenizer.token_bytes(token))
+        return self.flush() + mark
+
+    def flush(self) -> str:
+        """Returns U+FFFD for an incomplete character, else an empty text."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopForms:
+    """The control tokens in stop strings, which have no text of their own.
+
+    stops: those that a text can have. characters: of the control tokens, by id. forms: stop strings
+    in which tokens are characters, each with the stop string that it stands for.
+    """
+
+    def __init__(
+        self, tokenizer: "Tokenizer", stops: Iterable[str], characters: Mapping[int, str]
+    ) -> None:
+        """characters: of tokens that are marks."""
+        free = map(chr, range(FIRST + len(KNOWN), FIRST + N_STAND_INS))
+        self.characters: dict[int, str] = {}
+        self.forms: dict[str, str] = {}
+        self._spellings: dict[str, str] = {}
+        self.stops = [stop for stop in stops if not STAND_IN.search(stop)]  # others never occur
+        for stop in self.stops:
+            form = stop
+            for token in _ids(tokenizer, stop):
+                if token in characters or not tokenizer.is_shown(token):
+                    spelling = tokenizer.token_bytes(token).decode()
+                    char = characters.get(token) or self.characters.get(token) or next(free, "")
+                    if char and token not in characters:
+                        self.characters[token], self._spellings[char] = char, spelling
+                    form = form.replace(spelling, char or spelling)
+            if form != stop:
+                self.forms[form] = stop
+
+    def without(self, text: str, *, is_spelled: bool) -> str:
+        """Returns a text without the characters of the stop strings' tokens, or with spellings."""
+        for char, spelling in self._spellings.items():
+            text = text.replace(char, spelling if is_spelled else "")
+        return text
+
+
+def plain(text: str) -> str:
+    """Returns a text in which every mark is spelled."""
+    return STAND_IN.sub(lambda found: SPELLINGS.get(found[0], ""), text)
+
+
+def _ids(tokenizer: "Tokenizer", text: str) -> list[int]:
+    return tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)
