@@ -42,10 +42,12 @@ class Marks:
     """The marks of an answer that are tokens of a vocabulary.
 
     ids: the tokens by their spellings, which are among KNOWN. None: the vocabulary is not known. A
-    spelling is then a mark wherever the form of the answer allows one.
+    spelling is then a mark wherever the form of the answer allows one. shows_controls: other control
+    tokens are spelled in the text.
     """
 
     ids: Mapping[str, int] | None = None
+    shows_controls: bool = False
 
     def __getitem__(self, text: str) -> str:
         """Returns what stands for the marks of ``text`` in an answer: characters or spellings."""
@@ -59,6 +61,7 @@ class Marks:
 
 
 SPELLED = Marks()
+CONTROLS_SHOWN = Marks(shows_controls=True)
 
 
 def marks_of(tokenizer: "Tokenizer", spellings: Iterable[str]) -> Marks:

@@ -77,7 +77,6 @@ class Generation:
         n_predict: int = -1,
         stops: Ids[str] = (),
         constraint: AnswerConstraint | None = None,
-        special: bool = False,
         thinking: Thinking | None = None,
         marks: Marks = SPELLED,
         logprobs: int | None = None,
@@ -87,12 +86,11 @@ class Generation:
         """sequence: ends with its prompt. sample: chooses tokens; it was made with ``constraint``.
 
         n_predict: the most tokens; a negative number means as many as fit. stops: texts before
-        which the answer ends. constraint: ends the answer when no token can follow. special:
-        control tokens are part of the text. thinking: the markers of the thinking, which goes to
-        ``write_thinking``. marks: tokens that are characters in the text that ``write`` gets, for
-        a reader of calls; without any, all are spelled there. logprobs: the number of most likely
-        tokens that are kept with each token; None keeps nothing. write: called with text as soon as
-        it is certain.
+        which the answer ends. constraint: ends the answer when no token can follow. thinking: the
+        markers of the thinking, which goes to ``write_thinking``. marks: tokens that are characters
+        in the text that ``write`` gets, for a reader of calls; without any, all are spelled there.
+        logprobs: the number of most likely tokens that are kept with each token; None keeps
+        nothing. write: called with text as soon as it is certain.
         """
         self.sequence, self.sample = sequence, sample
         self.logprobs: LogProbs | None = None
@@ -110,7 +108,7 @@ class Generation:
         self._decoder = TokenText(tokenizer, self._characters)
         self._matcher = StopStrings(self._stop_forms.stops, self._stop_forms.forms)
         self._constraint = constraint
-        self._special = special
+        self._special = marks.shows_controls
         self._write, self._write_thinking = write, write_thinking
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
         self.outcomes: list[Outcome] = []  # one for each row of the last step or prefill

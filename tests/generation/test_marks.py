@@ -181,7 +181,7 @@ def test_a_stop_string_may_be_a_control_token(
     stop: str, pieces: list[str], text: str, special: bool
 ) -> None:
     tokenizer = TOKENIZERS[CONTROL]
-    generation = generation_of(tokenizer, stops=[stop], special=special)
+    generation = generation_of(tokenizer, stops=[stop], marks=Marks(shows_controls=special))
     assert any(generation.push(token) for token in ids_of(tokenizer, pieces))
     answer = generation.finish()
     assert (answer.text, answer.stopped_by) == (text, stop)
@@ -191,7 +191,7 @@ def test_a_stop_string_may_be_a_control_token(
 def test_a_control_token_that_stops_nothing_stays_what_it_is(special: bool, text: str) -> None:
     tokenizer = TOKENIZERS[CONTROL]
     stops = [f"{TURN}user", "\ud800", "\ud83f"]
-    generation = generation_of(tokenizer, stops=stops, special=special)
+    generation = generation_of(tokenizer, stops=stops, marks=Marks(shows_controls=special))
     for token in ids_of(tokenizer, ["a ", TURN, "other"]):
         assert not generation.push(token)
     assert generation.finish().text == text

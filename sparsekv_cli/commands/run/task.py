@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.generation.conversation import model_thinking, prompt_ids
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
+from sparsekv_cli.models.tokenizer.marks import CONTROLS_SHOWN, SPELLED
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -59,7 +60,7 @@ class Task:
             n_predict=self.n_predict,
             stops=self.stop,
             constraint=constraint,
-            special=self.special,
+            marks=CONTROLS_SHOWN if self.special else SPELLED,
             thinking=None if self.special or self.inline_thinking else thinking,
             logprobs=self.logprobs,
         )
