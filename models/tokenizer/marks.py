@@ -42,8 +42,8 @@ class Marks:
     """The marks of an answer that are tokens of a vocabulary.
 
     ids: the tokens by their spellings, which are among KNOWN. None: the vocabulary is not known. A
-    spelling is then a mark wherever the form of the answer allows one. shows_controls: other control
-    tokens are spelled in the text.
+    spelling is then a mark wherever the form of the answer allows one. shows_controls: other
+    control tokens are spelled in the text.
     """
 
     ids: Mapping[str, int] | None = None
