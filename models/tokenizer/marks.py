@@ -1,7 +1,8 @@
 """Marks: the tokens of a vocabulary that divide an answer into thinking, calls and text.
 
-In the text of an answer, a token that is a mark is one character that no other token writes: a half
-of a character beyond 16 bits, which UTF-8 cannot encode. A text that only spells a mark is a text.
+In the text of an answer one character stands for a token that is a mark. It is a half of a
+character beyond 16 bits. UTF-8 cannot encode it, so no other token writes it. A text that only
+spells a mark is a text.
 """
 
 import codecs
