@@ -169,9 +169,7 @@ def load_model(
     on_load: called with the bytes of weights that are read, on the CPU. Raises SparseKVError, which
     says what is wrong.
     """
-    import numba
-
-    from sparsekv_cli.cpu.jit.threads import physical_cores
+    from sparsekv_cli.cpu.jit.threads import use_threads
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     started = time.perf_counter()
@@ -190,8 +188,7 @@ def load_model(
             draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)
         draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
         weights = read_weights(file, hparams, architecture, n_ctx)
-        n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(n_threads)
+        n_threads = use_threads(config.threads)
         tokenizer = cache(lambda: load_tokenizer(file.metadata))
         engine = open_engine(
             hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,

@@ -25,7 +25,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from sparsekv_cli.cpu.jit import compiling
 from sparsekv_cli.cpu.jit.kernel_cache import STORE, KernelCache
 from sparsekv_cli.cpu.jit.store import Busy
-from sparsekv_cli.cpu.jit.threads import physical_cores
+from sparsekv_cli.system.work import usable_cores
 
 Call = Callable[[], object]
 Report = Callable[[str, int, int], None]  # the current kernel, kernels done, kernels in all
@@ -165,7 +165,7 @@ def compile_ahead(calls: Sequence[Call], report: Report | None) -> bool:
         return False
     sys.stdout.flush()
     sys.stderr.flush()
-    copies = [_start_copy(calls, number) for number in range(physical_cores())]
+    copies = [_start_copy(calls, number) for number in range(usable_cores())]
     try:
         _follow([pipe for _, pipe in copies], report)
     finally:

@@ -12,12 +12,11 @@ step. Then it sleeps. A thread that waits prefetches the memory that ``expect`` 
 
 import ctypes
 import os
-import threading
 from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import cfunc, config, njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
@@ -357,7 +356,7 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
 
 
 def install() -> bool:
-    """Replaces numba's threads by the pool and starts its workers, once a process.
+    """Replaces numba's threads by the pool, once a process. Its workers start in threads.py.
 
     Returns False on a system without POSIX threads, where numba keeps its own threads. Call it
     before any parallel kernel is compiled or loaded.
@@ -386,6 +385,4 @@ def install() -> bool:
     binding.add_symbol("numba_parallel_for", entry.address)
     _KEPT.append(entry)
     work.compile((types.int64,))
-    for worker in range(1, config.NUMBA_NUM_THREADS):
-        threading.Thread(target=work, args=(worker,), name=f"decode-{worker}", daemon=True).start()
     return True

@@ -8,13 +8,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock, Thread
 from typing import Any
 
-from sparsekv_cli.cpu.jit import pool
+import numba
 
-pool.install()
+from sparsekv_cli.cpu.jit import pool
+from sparsekv_cli.system.work import usable_cores
+
+_WORKERS: list[Thread] = []
+_STARTING = Lock()
 _LIMIT = RLock()  # of the thread that has set one
 
 PRANGE_ONLY = {
@@ -53,18 +56,29 @@ def blas_threads(n: int) -> Iterator[None]:
         _LIMIT.release()
 
 
-def physical_cores() -> int:
-    """Returns the number of physical cores that this process may use.
+def use_threads(n: int) -> int:
+    """Lets the loops of this thread use ``n`` threads, or one for each core if ``n`` is 0.
 
-    Two hyper-threads of a core share its vector units.
+    Returns their number, which is at most numba's.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    cores = set()
-    try:
-        for cpu in allowed or ():
-            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-            package = (topology / "physical_package_id").read_text().strip()
-            cores.add((package, (topology / "core_id").read_text().strip()))
-    except OSError:
-        cores.clear()
-    return len(cores) or len(allowed or ()) or os.cpu_count() or 1
+    n = min(n or usable_cores(), numba.config.NUMBA_NUM_THREADS)
+    _start_workers(n)
+    numba.set_num_threads(n)
+    return n
+
+
+def _start_workers(n_threads: int) -> None:
+    """Starts the workers that loops of ``n_threads`` threads need besides the calling thread.
+
+    A worker that no loop uses would only spin, and spinning counts against a container's quota.
+    """
+    if not pool.install():
+        return
+    with _STARTING:
+        for worker in range(1 + len(_WORKERS), min(n_threads, numba.config.NUMBA_NUM_THREADS)):
+            name = f"decode-{worker}"
+            _WORKERS.append(Thread(target=pool.work, args=(worker,), name=name, daemon=True))
+            _WORKERS[-1].start()
+
+
+_start_workers(usable_cores())

@@ -22,7 +22,6 @@ from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
 
 from sparsekv_cli.cache.spec import Budget
-from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.device.engine import DeviceEngine
 from sparsekv_cli.device.methods import device_cache
 from sparsekv_cli.evaluation.compare import build_spec
@@ -31,6 +30,7 @@ from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.sequence import Sequence, ledger_of
 from sparsekv_cli.settings.config import SessionConfig
+from sparsekv_cli.system.work import usable_cores
 
 TEXT = Path(__file__).resolve().parents[1] / "accuracy" / "texts" / "mixed.txt"
 LOGITS_OF = (
@@ -73,7 +73,7 @@ class Bench:
 
     def __init__(self, device: torch.device, tiny: bool, model: str | None) -> None:
         self.device, self.tiny, self._model = device, tiny, model
-        self.n_threads = physical_cores()
+        self.n_threads = usable_cores()
         self._budget = Budget(tokens=64 if tiny else 512)
 
     @cached_property

@@ -67,7 +67,12 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) ->
 def _cpu(cpu: Mapping[str, Any]) -> str:
     if not cpu:
         return "unknown"
-    return f"{cpu['name']} ({cpu['architecture']}), {cpu['usable']} of {cpu['count']} CPUs usable"
+    quota = cpu["container_quota"]
+    limited = "no container quota" if quota is None else f"container quota {quota:g} CPUs"
+    return (
+        f"{cpu['name']} ({cpu['architecture']}), {cpu['usable']} of {cpu['count']} CPUs usable, "
+        f"{limited}, threads by default {cpu['threads']}"
+    )
 
 
 def _features(features: Mapping[str, bool] | None, has: bool) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv_cli.evaluation.roofline import cpu_name
+from sparsekv_cli.system.control_groups import cpu_quota
 from sparsekv_cli.system.gpu import lacking_packages, may_have_device
 from sparsekv_cli.system.memory import available_memory, container_limit, physical_memory
+from sparsekv_cli.system.work import usable_cores, usable_cpus
 
 #: The packages that the program requires, by their names at PyPI.
 REQUIRED = (
@@ -58,14 +60,14 @@ def _version(name: str) -> str | None:
 
 
 def cpu(problems: list[str]) -> dict[str, Any]:
-    """``usable``: the CPUs that this process may run on."""
-    count = os.cpu_count()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else count
+    """``usable``: the CPUs that this process may run on. ``container_quota``: None is no limit."""
     return {
         "name": cpu_name(),
         "architecture": platform.machine(),
-        "count": count,
-        "usable": usable,
+        "count": os.cpu_count(),
+        "usable": usable_cpus(),
+        "container_quota": cpu_quota(),
+        "threads": usable_cores(),
     }
 
 

@@ -54,9 +54,9 @@ from sparsekv_cli.cpu.freekv.pages import (
 )
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.jit.floats import as_f32
-from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
+from sparsekv_cli.system.work import usable_cores
 
 MOST = 1 << 30  # largest size that an option takes
 
@@ -151,7 +151,7 @@ class FreeKV(Method):
 
     @cached_property
     def _n_core(self) -> int:
-        return physical_cores()
+        return usable_cores()
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:

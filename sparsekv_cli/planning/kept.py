@@ -24,7 +24,7 @@ from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.files import open_regular, replace_file, user_cache
-from sparsekv_cli.system.work import load_beyond_cores
+from sparsekv_cli.system.work import load_beyond_cores, usable_cores
 
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
@@ -122,12 +122,11 @@ def speeds_of(
     there is one. Missing speeds of a busy machine are measured again when the machine is quiet.
     Warns if they cannot be kept. Raises SparseKVError for a model that cannot be run.
     """
-    from sparsekv_cli.cpu.jit.threads import physical_cores
     from sparsekv_cli.evaluation.roofline import cpu_name
     from sparsekv_cli.planning.measure import Measurement
 
     hparams, machine = read_hparams(file), cpu_name()
-    name = shape_key(file, config, machine, config.threads or physical_cores())
+    name = shape_key(file, config, machine, config.threads or usable_cores())
     path = user_cache(f"speeds/{name}.json")
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
     entries = {

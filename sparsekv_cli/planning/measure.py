@@ -89,12 +89,9 @@ class Measurement:
         *,
         is_quick: bool = False,
     ) -> None:
-        import numba
+        from sparsekv_cli.cpu.jit.threads import use_threads
 
-        from sparsekv_cli.cpu.jit.threads import physical_cores
-
-        self.n_threads = min(config.threads or physical_cores(), numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(self.n_threads)
+        self.n_threads = use_threads(config.threads)
         self._depths = QUICK_DEPTHS if is_quick else DEPTHS
         self._n_warm = QUICK_WARM if is_quick else N_WARM
         self._n_steps = QUICK_STEPS if is_quick else N_STEPS

@@ -21,7 +21,8 @@ class SessionConfig:
         flags=("-c", "--ctx-size"), metavar="N"
     )  # fmt: skip
     threads: int = option(
-        0, "Threads, at most one for each CPU; 0: one for each core.", at_least=0,
+        0, "Threads, at most one for each CPU; 0: one for each core, within a container's quota.",
+        at_least=0,
         flags=("-t", "--threads"), metavar="N"
     )  # fmt: skip
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))

@@ -1,15 +1,50 @@
-"""The machine's load, and limits for a process that reads data of other people."""
+"""The cores that this process may use, their load, and limits for a process.
+
+The limits are for a process that reads data of other people.
+"""
 
 import os
 import resource
 import sys
+from pathlib import Path
+
+from sparsekv_cli.system.control_groups import cpu_quota
+
+
+def usable_cpus() -> int:
+    """Returns the number of CPUs that this process may run on."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return len(allowed) or os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """Returns the number of threads that can compute at a time: one for each physical core.
+
+    Two hyper-threads of a core share its vector units. A quota of a container, rounded to a whole
+    number, is the most: further threads would use it up early in each period, and then all wait.
+    """
+    quota = cpu_quota()
+    n = _physical_cores() or usable_cpus()
+    return n if quota is None else max(1, min(n, int(quota + 0.5)))
+
+
+def _physical_cores() -> int:
+    """Returns the number of physical cores that this process may use; 0 if unknown."""
+    cores = set()
+    try:
+        for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+    except OSError:
+        return 0
+    return len(cores)
 
 
 def load_beyond_cores() -> tuple[float, int] | None:
-    """Returns the load of the last minute and the cores, if the load is more than these."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    load, n_cores = os.getloadavg()[0], len(cores) or os.cpu_count() or 1
-    return (load, n_cores) if load > n_cores else None
+    """Returns the load of the last minute and the CPUs, if the load is more than these."""
+    load, n = os.getloadavg()[0], usable_cpus()
+    return (load, n) if load > n else None
 
 
 def limit_work(seconds: int, n_bytes: int) -> None:

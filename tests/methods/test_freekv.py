@@ -242,7 +242,7 @@ def test_a_recall_ahead_outlives_its_cache():
 
 
 def test_overlap_auto_wants_a_core_for_itself(monkeypatch):
-    monkeypatch.setattr("sparsekv_cli.methods.freekv.physical_cores", lambda: 4)
+    monkeypatch.setattr("sparsekv_cli.methods.freekv.usable_cores", lambda: 4)
     assert FreeKV().overlaps(3) and not FreeKV().overlaps(4)
     assert FreeKV(overlap="true").overlaps(8) and not FreeKV(overlap="false").overlaps(1)
     assert not FreeKV(overlap="true", speculate=False).overlaps(1)

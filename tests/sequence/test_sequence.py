@@ -16,7 +16,6 @@ from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.decode import append_row
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
-from sparsekv_cli.cpu.jit.threads import physical_cores
 from sparsekv_cli.cpu.layer import tiles_int8
 from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.methods import build_method
@@ -24,6 +23,7 @@ from sparsekv_cli.model import load_model
 from sparsekv_cli.models.decoder import cpu_prefill_dtype, rows_dtype
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system import gpu
+from sparsekv_cli.system.work import usable_cores
 
 N_VOCAB = 512
 
@@ -262,7 +262,7 @@ def test_defaults_come_from_the_model_and_the_machine(model):
     assert 1 <= sequence.model.n_threads <= (os.cpu_count() or 1)
     assert sequence.model.tokenizer is sequence.model.tokenizer
     sequence.model.gguf.close()
-    assert 1 <= physical_cores() <= (os.cpu_count() or 1)
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
 # --- the KV store ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.serve.rows import default_limit
-from sparsekv_cli.system import memory
+from sparsekv_cli.system import control_groups, memory
 from sparsekv_cli.system.memory import MAPS, large_code, release_code
 
 
@@ -35,8 +35,8 @@ def test_release_code():
 def test_available_memory(tmp_path, monkeypatch):
     """What the machine has free, unless a control group on the way up leaves less."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
-    monkeypatch.setattr(memory, "PROC", proc)
-    monkeypatch.setattr(memory, "GROUPS", groups)
+    monkeypatch.setattr(control_groups, "PROC", proc)
+    monkeypatch.setattr(control_groups, "GROUPS", groups)
     assert memory.available_memory() == memory.physical_memory()
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 7000 kB\nHugePages_Total: 0\n")

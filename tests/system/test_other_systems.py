@@ -21,9 +21,7 @@ HELPER = Path(__file__).parents[1] / "helpers" / "as_on_macos.py"
 SWITCHES = {
     "sparsekv_cli.cpu.jit.features": 'sys.platform == "linux"',
     "sparsekv_cli.cpu.jit.bf16": 'sys.platform != "linux"',
-    "sparsekv_cli.cpu.jit.threads": 'hasattr(os, "sched_getaffinity")',
     "sparsekv_cli.system.work": 'hasattr(os, "sched_getaffinity")',
-    "sparsekv_cli.doctor.machine": 'hasattr(os, "sched_getaffinity")',
     "sparsekv_cli.kernels.pinned": 'device.type != "cuda"',
     "sparsekv_cli.models.decoder": '"malloc_trim", None)',
     "sparsekv_cli.system.memory_file": 'sys.platform != "linux"',
