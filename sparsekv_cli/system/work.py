@@ -20,8 +20,8 @@ def usable_cpus() -> int:
 def usable_cores() -> int:
     """Returns the number of threads that can compute at a time: one for each physical core.
 
-    Two hyper-threads of a core share its vector units. A quota of a container, rounded to a whole
-    number, is the most: further threads would use it up early in each period, and then all wait.
+    Two hyper-threads of a core share its vector units. A container's quota, rounded to a whole
+    number, is the most. Further threads would use it up early in each period, and then all wait.
     """
     quota = cpu_quota()
     n = _physical_cores() or usable_cpus()
