@@ -9,7 +9,7 @@ import click
 from sparsekv_cli.commands.options.help_page import ModelCommand
 from sparsekv_cli.commands.options.model import MODEL_OPTION, find_model, verbose_option
 from sparsekv_cli.commands.options.prompt import file_option
-from sparsekv_cli.commands.shared.prompt import check_utf8, read_stdin, text_of
+from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file, read_stdin
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import write_text
 
@@ -18,7 +18,7 @@ from sparsekv_cli.commands.shared.terminal import write_text
 @click.argument("text", required=False, metavar="[TEXT]")
 @MODEL_OPTION
 @click.option("-p", "--prompt", metavar="TEXT", help="The text.")
-@file_option("File with the text, every byte, or a PDF or Word file; - is stdin.")
+@file_option("File with the text, or a PDF or Word file; - is stdin. A byte order mark is dropped.")
 @click.option("--ids", "ids_only", is_flag=True, help="Print a list of ids: [1, 2].")
 @click.option("--json", "as_json", is_flag=True, help='Print {"ids": [...], "tokens": [...]}.')
 @click.option("--no-bos", is_flag=True, help="Do not add BOS or EOS, even if the model wants them.")
@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Turn text into token ids, one line a token.
 
-    The text is TEXT, -p TEXT, a file, or the text that is piped to stdin. It is not changed. A file
-    with a vocabulary and no weights is enough as a model.
+    The text is TEXT, -p TEXT, a file, or the text that is piped to stdin. It is not changed, but a
+    byte order mark at its start is dropped. A file with a vocabulary and no weights is enough as a
+    model.
     """
     if len([source for source in (text, prompt, file) if source is not None]) > 1:
         raise click.UsageError("the text is given more than once: use TEXT, -p or -f")
@@ -71,7 +72,7 @@ def command(
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Returns the text to tokenize, byte for byte, or the text of a PDF or Word file.
+    """Returns the text to tokenize, without a byte order mark, or that of a PDF or Word file.
 
     Raises SparseKVError for text that is not UTF-8, OSError for a file that cannot be read.
     """
@@ -83,4 +84,4 @@ def read_text(text: str | None, file: str | None) -> str:
         name, data = "stdin", read_stdin()
     else:
         name, data = file, Path(file).read_bytes()
-    return text_of(data, name)
+    return decode_file(data, name)

@@ -19,7 +19,7 @@ REQUIRED = (
 )
 #: The packages of the extras that users install.
 OPTIONAL = (
-    *("huggingface-hub", "llguidance", "matplotlib", "prometheus-client", "pypdf", "python-docx"),
+    *("cryptography", "huggingface-hub", "llguidance", "matplotlib", "prometheus-client", "pypdf"),
     *("ray", "starlette", "torch", "triton", "uvicorn"),
 )
 #: The features, by LLVM's names, that the kernels in cpu/ ask the CPU for.

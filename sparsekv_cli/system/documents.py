@@ -1,11 +1,12 @@
 """The text of PDF and Word files, for every command that reads a text (extra ``docs``)."""
 
-import logging
 from io import BytesIO
 from zipfile import BadZipFile, ZipFile
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.installation import install_command
+from sparsekv_cli.system.pdf_text import pdf_text
+from sparsekv_cli.system.word_text import word_text
 
 PDF, WORD, OLD = "PDF", "Word file", "Office file"
 # The first bytes of a file -> its kind. Office wraps a file with a password as it wrote old files.
@@ -26,7 +27,7 @@ def document_text(data: bytes, source: str) -> str:
     """
     kind = kind_of(data)
     try:
-        text = {PDF: _pdf_text, WORD: _word_text, OLD: _old_text}[kind](data)
+        text = {PDF: pdf_text, WORD: _word_text, OLD: _old_text}[kind](data)
     except ImportError:
         raise SparseKVError(
             f"{source} is a {kind}, which needs {install_command('docs')}"
@@ -47,32 +48,14 @@ def document_text(data: bytes, source: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a PDF's lone halves
 
 
-def _pdf_text(data: bytes) -> str:
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError
-
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # its log is in the error
-    reader = PdfReader(BytesIO(data))
-    try:
-        is_open = not reader.is_encrypted or bool(reader.decrypt(""))
-    except DependencyError:  # for AES it needs a further package
-        is_open = False
-    if not is_open:
-        raise SparseKVError("the PDF is encrypted: save it without a password")
-    return "\n\n".join(page.extract_text() for page in reader.pages)
-
-
 def _word_text(data: bytes) -> str:
     try:
-        with ZipFile(BytesIO(data)) as archive:
-            parts = archive.infolist()
+        archive = ZipFile(BytesIO(data))
+        parts = archive.infolist()
     except BadZipFile:
         raise SparseKVError("the archive is damaged: copy or save it again") from None
     if not any(part.filename.startswith("word/") for part in parts):
         raise SparseKVError("the archive is no Word file: unpack it, and give a text, PDF or .docx")
-
-    from docx import Document
-    from docx.table import Table
 
     n_bytes = sum(part.file_size for part in parts)
     if n_bytes > MOST_UNPACKED:
@@ -80,13 +63,7 @@ def _word_text(data: bytes) -> str:
             f"the Word file unpacks to {n_bytes >> 20} MiB, more than {MOST_UNPACKED >> 20}: "
             "split it, or give its text"
         )
-    lines = []
-    for part in Document(BytesIO(data)).iter_inner_content():
-        if isinstance(part, Table):
-            lines += [" | ".join(cell.text for cell in row.cells) for row in part.rows]
-        else:
-            lines.append(part.text)
-    return "\n".join(lines)
+    return word_text(archive)
 
 
 def _old_text(data: bytes) -> str:

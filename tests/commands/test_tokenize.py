@@ -71,7 +71,13 @@ def test_every_byte_counts(vocabulary, tmp_path, invoke, data):
 
 
 @pytest.mark.parametrize(
-    ("data", "text"), [(pdf_of("a b"), "a b"), (word_of("a"), "a\nleft | right\nafter it")]
+    ("data", "text"),
+    [
+        (pdf_of("a b"), "a b"),
+        (word_of("a"), "a\nleft | right\nafter it"),
+        (b"\xef\xbb\xbfhi\n", "hi\n"),
+        ("\ufeffhi".encode("utf-16-le"), "hi"),
+    ],
 )
 def test_the_text_of_a_document(vocabulary, tmp_path, invoke, data, text):
     path = tmp_path / "document"

@@ -1,6 +1,7 @@
 """PDF and Word files."""
 
 from io import BytesIO
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from docx import Document
 
@@ -37,3 +38,38 @@ def word_of(*lines: str) -> bytes:
         document.add_paragraph("after it")
     document.save(out)
     return out.getvalue()
+
+
+MAIN = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+SPACES = {
+    "w": MAIN,
+    "r": "http://schemas.openxmlformats.org/officeDocument/2006/relationships",
+    "m": "http://schemas.openxmlformats.org/officeDocument/2006/math",
+    "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
+    **{name: f"urn:{name}" for name in ("a", "o", "pic", "v", "wp", "wps", "c", "dgm")},
+}
+RELATIONS = "http://schemas.openxmlformats.org/package/2006/relationships"
+
+
+def archive_of(parts: dict[str, bytes | str]) -> bytes:
+    """A zip file."""
+    out = BytesIO()
+    with ZipFile(out, "w", ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def docx_of(body: str, **others: str) -> bytes:
+    """A Word file of the XML within its body and, by their kinds, in its other parts."""
+    names = " ".join(f'xmlns:{name}="{uri}"' for name, uri in SPACES.items())
+    relations = "".join(
+        f'<Relationship Id="{kind}" Type="{SPACES["r"]}/{kind}" Target="{kind}.xml"/>'
+        for kind in others
+    )
+    parts = {f"word/{kind}.xml": f"<w:{kind} {names}>{xml}</w:{kind}>"
+             for kind, xml in others.items()}  # fmt: skip
+    main = f"<w:document {names}><w:body>{body}</w:body></w:document>"
+    found = f'<Relationships xmlns="{RELATIONS}">{relations}</Relationships>'
+    return archive_of({**parts, "word/document.xml": main,
+                       "word/_rels/document.xml.rels": found})  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv_cli.commands.shared.prompt import decode_file, read_stdin
+from sparsekv_cli.commands.shared.prompt import MARKS, decode_file, read_stdin
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import kind_of
@@ -24,7 +24,7 @@ class Document:
     source: str  # a file's name, stdin or built-in
     text: str
     n_skipped: int = 0  # bytes before the text
-    is_text: bool = True  # the file's bytes are the text, so that a command can cut it
+    is_text: bool = True  # the bytes are the text in UTF-8, so that a command can cut it
 
     def reading(self, text: str) -> tuple[str, list[str]]:
         """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
@@ -71,13 +71,12 @@ def read_document(file: str | None) -> Document:
     data = read_stdin() if is_piped else Path(source).read_bytes()
     if file is None and not data:
         return _built_in()
-    is_text = not kind_of(data)
-    at = data.find(b"\0") if is_text else -1
-    if at >= 0:
-        raise SparseKVError(
-            f"{source}: this is not a text: zero byte at offset {at}; give a text in UTF-8"
-        )
+    is_text = not kind_of(data) and not data.startswith(tuple(MARKS))
     text = decode_file(data, source).removesuffix("\n")
+    if (at := text.find("\0")) >= 0:
+        raise SparseKVError(
+            f"{source}: this is not a text: zero byte at character {at}; give a text in UTF-8"
+        )
     if not text.strip():
         raise SparseKVError(
             f"{source}: the document is empty: give one with words, or leave it out to measure a "

@@ -116,4 +116,4 @@ def lines() -> Iterable[str]:
             text = line.decode("utf-8") if isinstance(line, bytes) else line
         except UnicodeDecodeError:
             raise SparseKVError(f"line {number} of stdin is not UTF-8") from None
-        yield text.rstrip("\r\n")
+        yield (text.removeprefix("\ufeff") if number == 1 else text).rstrip("\r\n")

@@ -1,10 +1,14 @@
 """Reads the text that the user typed, piped or wrote in a file, as a prompt."""
 
+import codecs
 import sys
 from pathlib import Path
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text, kind_of
+
+# The mark that begins a text of another encoding than UTF-8. Python reads the order of bytes there.
+MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def read_prompt(
@@ -40,23 +44,24 @@ def read_stdin() -> bytes:
 
 
 def decode_file(data: bytes, source: str) -> str:
-    """Returns ``text_of`` a file or stdin without a byte order mark."""
-    return text_of(data, source).removeprefix("\ufeff")
+    """Returns the text of a file or of stdin, of any kind, without a byte order mark.
+
+    A PDF or Word file gives its text. A text is UTF-8, or UTF-16 if it begins with that mark.
+    Nothing else is changed. Raises SparseKVError, which names ``source`` and a bad byte.
+    """
+    if kind_of(data):
+        return document_text(data, source)
+    encoding = next((name for mark, name in MARKS.items() if data.startswith(mark)), "utf-8")
+    return _decoded(data, encoding, source).removeprefix("\ufeff")
 
 
-def text_of(data: bytes, source: str) -> str:
-    """Returns the text of a PDF or a Word file, or ``decode_utf8`` of another file."""
-    return document_text(data, source) if kind_of(data) else decode_utf8(data, source)
-
-
-def decode_utf8(data: bytes, source: str) -> str:
-    """Returns ``data`` as text. Raises SparseKVError, which names ``source`` and a bad byte."""
+def _decoded(data: bytes, encoding: str, source: str) -> str:
     try:
-        return data.decode("utf-8")
+        return data.decode(encoding)
     except UnicodeDecodeError as error:
         raise SparseKVError(
-            f"{source} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
-            "convert it first, for example with iconv"
+            f"{source} is not {encoding.upper()}: byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}; convert it first, for example with iconv"
         ) from None
 
 
@@ -69,4 +74,4 @@ def check_utf8(text: str, source: str) -> str:
         data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise SparseKVError(f"{source} is not UTF-8 at character {error.start}") from None
-    return decode_utf8(data, source)
+    return _decoded(data, "utf-8", source)

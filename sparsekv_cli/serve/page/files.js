@@ -76,7 +76,9 @@ async function read(name, blob, signal) {
     });
   if (blob.size > MOST) throw new Error(`it has ${blob.size} bytes: at most ${MOST} are taken.`);
   try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await blob.arrayBuffer());
+    const marked = { "\xff\xfe": "utf-16le", "\xfe\xff": "utf-16be" }[start.slice(0, 2)];
+    const decoder = new TextDecoder(marked ?? "utf-8", { fatal: true });
+    const text = decoder.decode(await blob.arrayBuffer());
     if (!text.includes("\0")) return text;
   } catch { /* told below */ }
   throw new Error("it is no UTF-8 text, PDF or Word file: only these are taken.");

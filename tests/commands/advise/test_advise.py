@@ -122,8 +122,10 @@ def test_without_a_document_a_built_in_text_is_measured(models, few, invoke):
     [
         (b"", "the document is empty"),
         (b" \n\n", "the document is empty"),
-        (b"a\0b", "not a text: zero byte at offset 1"),
+        (b"a\0b", "not a text: zero byte at character 1"),
         (b"a\xff", "not UTF-8: byte 0xff at offset 1"),
+        (b"\xef\xbb\xbf", "the document is empty"),
+        ("\ufeffa\0".encode("utf-16-le"), "not a text: zero byte at character 1"),
     ],
 )
 def test_what_is_no_document_is_refused(tmp_path, invoke, data, said):

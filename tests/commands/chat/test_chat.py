@@ -43,7 +43,8 @@ def test_first_message_system_and_exit(word, fake, invoke):
 
 def test_last_line_needs_no_line_break(fake, invoke):
     fake.script = ["one<eos>"]
-    assert invoke("chat", stdin=b"A").out == "one\n"
+    assert invoke("chat", stdin=b"\xef\xbb\xbfA").out == "one\n"  # a byte order mark is no text
+    assert prompts_of(fake)[0] == "[user]A\n[assistant]"
 
 
 def test_regenerate(fake, invoke):
