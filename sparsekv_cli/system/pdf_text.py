@@ -157,13 +157,13 @@ def _apart(reader: Any, seen: set[int]) -> Iterator[str]:
 
 def _get(found: Any, key: str) -> Any:
     """Returns an entry of a dictionary, without a reference to it; None if it is not there."""
-    value = found.get(key) if isinstance(found, dict) else None
+    value: Any = found.get(key) if isinstance(found, dict) else None
     return value.get_object() if hasattr(value, "get_object") else value
 
 
-def _words(value: Any) -> str:
+def _words(found: Any) -> str:
     """Returns a value as text in one line: a name without its slash, a stream's content."""
-    value = value.get_object() if hasattr(value, "get_object") else value
+    value: Any = found.get_object() if hasattr(found, "get_object") else found
     value = value.get_data() if hasattr(value, "get_data") else value
     if value is None:
         return ""
