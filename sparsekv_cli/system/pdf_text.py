@@ -1,7 +1,6 @@
 """The text of a PDF: its pages, the values of its form, its notes. The package pypdf reads it.
 
-A line in brackets stands for what has no text: a page or most of one that is a picture, or a file
-that is attached.
+A line in brackets stands for a page that is a picture, and for an attached file.
 """
 
 from __future__ import annotations
