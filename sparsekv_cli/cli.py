@@ -21,6 +21,7 @@ from click.shell_completion import CompletionItem
 
 from sparsekv_cli import __version__
 from sparsekv_cli.commands.completion import answer_shell
+from sparsekv_cli.commands.options.elsewhere import unknown_option
 from sparsekv_cli.commands.options.habits import translated
 from sparsekv_cli.commands.options.model import Invocation, verbose_option
 from sparsekv_cli.commands.shared.terminal import one_line, say
@@ -188,7 +189,11 @@ def _invoke(arguments: list[str]) -> int:
         return EXIT_USAGE
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else PROGRAM
-        say(f"error: {one_line(error.format_message())} ('{command} --help' shows the usage)")
+        text = error.format_message()
+        if isinstance(error, click.NoSuchOption) and error.ctx is not None:
+            known = [name for each in error.ctx.command.get_params(error.ctx) for name in each.opts]
+            text = unknown_option(error.option_name, known)
+        say(f"error: {one_line(text)} ('{command} --help' shows the usage)")
         return EXIT_USAGE
     except (KeyboardInterrupt, click.Abort):
         raise KeyboardInterrupt from None

@@ -23,6 +23,7 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     verbose_option,
 )
+from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
@@ -45,7 +46,7 @@ ALL, AUTO = "all", "auto"
 )  # fmt: skip
 @file_option("Measure on this text instead of the built-in one; - is stdin.")
 @click.option(
-    "--tokens", "n_tokens", metavar="N", type=click.IntRange(min=1),
+    "--tokens", "n_tokens", metavar="N", type=WholeRange(min=1),
     help="Use the first N tokens of the text. [default: 4096]",
 )  # fmt: skip
 @click.option(

@@ -28,7 +28,7 @@ from sparsekv_cli.commands.options.model import (
     prepare_methods,
     warn_of_long_context,
 )
-from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options, prefixes_maker
 from sparsekv_cli.commands.options.sampling import server_sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
@@ -71,7 +71,7 @@ class Listen:
 @click.command(cls=GroupedCommand)
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="[default: 127.0.0.1]")
 @click.option(
-    "--port", metavar="N", type=click.IntRange(0, 65535), default=8080,
+    "--port", metavar="N", type=WholeRange(0, 65535), default=8080,
     help="Port; 0 takes a free one. [default: 8080]",
 )  # fmt: skip
 @click.option("--api-key", metavar="KEY", help=f"Key that clients must send. [env: {KEY}]")
@@ -80,11 +80,11 @@ class Listen:
     help="Origin whose pages may use the server, such as https://example.org; repeatable.",
 )  # fmt: skip
 @click.option(
-    "--parallel", metavar="N", type=click.IntRange(1, 256), default=8,
+    "--parallel", metavar="N", type=WholeRange(1, 256), default=8,
     help="Sequences that are decoded together. [default: 8]",
 )  # fmt: skip
 @click.option(
-    "--queue", metavar="N", type=click.IntRange(0, 65536), default=64,
+    "--queue", metavar="N", type=WholeRange(0, 65536), default=64,
     help="Requests that may wait; others get the status 429. [default: 64]",
 )  # fmt: skip
 @click.option(
@@ -101,7 +101,7 @@ class Listen:
     help="The name of a model in requests, in the order of -m; repeatable. [default: the file's]",
 )  # fmt: skip
 @click.option(
-    "--max-tokens", metavar="N", type=click.IntRange(1), default=4096,
+    "--max-tokens", metavar="N", type=WholeRange(1), default=4096,
     help="Most tokens of an answer. [default: 4096]",
 )  # fmt: skip
 @click.option(
@@ -117,7 +117,7 @@ class Listen:
     help="Methods that are compiled and calibrated before the first request.",
 )  # fmt: skip
 @click.option(
-    "--drain", metavar="SECONDS", type=click.IntRange(0), default=60,
+    "--drain", metavar="SECONDS", type=WholeRange(0), default=60,
     help="Time for running answers when the server ends. [default: 60]",
 )  # fmt: skip
 @model_options(models=MODELS_OPTION)

@@ -29,6 +29,7 @@ from sparsekv_cli.commands.options.model import (
     with_context,
 )
 from sparsekv_cli.commands.options.numbers import (
+    WholeRange,
     at_least_one,
     name_list,
     number_list,
@@ -78,7 +79,7 @@ WARM_UP_TOKENS = 3  # decoded by the untimed run
     callback=name_list, help="KV-cache methods, separated by commas. [default: full]",
 )  # fmt: skip
 @click.option(
-    "-r", "--repetitions", metavar="N", type=click.IntRange(min=1), default=5,
+    "-r", "--repetitions", metavar="N", type=WholeRange(min=1), default=5,
     help="Timed runs of each test. [default: 5]",
 )  # fmt: skip
 @click.option(

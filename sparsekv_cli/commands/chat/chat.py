@@ -16,6 +16,7 @@ from sparsekv_cli.commands.options.model import (
     model_options,
     open_model,
 )
+from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.prompt import parse_special_option, think_option
 from sparsekv_cli.commands.options.sampling import check_think_budget, sampling_options, stop_option
@@ -29,7 +30,7 @@ from sparsekv_cli.generation.conversation import thinking_switch
 @click.option("-p", "--prompt", metavar="TEXT", help="The first message.")
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
-    "-n", "--n-predict", metavar="N", type=click.IntRange(min=-1), default=-1,
+    "-n", "--n-predict", metavar="N", type=WholeRange(min=-1), default=-1,
     help="Most tokens of one answer; -1: until it ends or the context is full. [default: -1]",
 )  # fmt: skip
 @stop_option
@@ -45,7 +46,7 @@ from sparsekv_cli.generation.conversation import thinking_switch
     "the answer ends, and a line says so.",
 )  # fmt: skip
 @click.option(
-    "--keep", metavar="N", type=click.IntRange(min=0), default=0,
+    "--keep", metavar="N", type=WholeRange(min=0), default=0,
     help="With --context-shift: keep turns that start within the first N tokens; 1: the first "
     "turn. The system message is always kept. [default: 0]",
 )  # fmt: skip

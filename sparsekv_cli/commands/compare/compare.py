@@ -22,7 +22,7 @@ from sparsekv_cli.commands.options.model import (
     prepare_methods,
     warn_of_long_context,
 )
-from sparsekv_cli.commands.options.numbers import number_list
+from sparsekv_cli.commands.options.numbers import WholeRange, number_list
 from sparsekv_cli.commands.options.prompt import file_option, prompt_option
 from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
@@ -61,7 +61,7 @@ def needle_lengths(context: click.Context, parameter: click.Parameter, value: st
     help="Each method once with each value of an option, as in budget=1%,2%,5%,10%; repeatable.",
 )  # fmt: skip
 @click.option(
-    "--steps", "n_steps", metavar="N", type=click.IntRange(min=4),
+    "--steps", "n_steps", metavar="N", type=WholeRange(min=4),
     help=f"Tokens that every method decodes. [default: {DEFAULT_STEPS}]",
 )  # fmt: skip
 @click.option(

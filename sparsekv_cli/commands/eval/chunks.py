@@ -30,6 +30,7 @@ from sparsekv_cli.commands.options.model import (
     gathered,
     model_options,
 )
+from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prompt import file_option
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
@@ -74,12 +75,12 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         methods_option(SCORED_BY + methods),
         file_option("The text; - is stdin."),
         click.option(
-            "-c", "--ctx-size", "n_ctx", metavar="N", type=click.IntRange(min=4),
+            "-c", "--ctx-size", "n_ctx", metavar="N", type=WholeRange(min=4),
             help="Tokens of a chunk; its second half is scored. "
             f"[default: {DEFAULT_CONTEXT}]",
         ),
         click.option(
-            "--chunks", "n_chunks", metavar="N", type=click.IntRange(min=1),
+            "--chunks", "n_chunks", metavar="N", type=WholeRange(min=1),
             help="Chunks to score at most. [default: all]",
         ),
         click.option(

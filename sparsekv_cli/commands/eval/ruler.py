@@ -21,7 +21,7 @@ from sparsekv_cli.commands.eval.options import (
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import ModelOptions, model_options
-from sparsekv_cli.commands.options.numbers import number_list
+from sparsekv_cli.commands.options.numbers import WholeRange, number_list
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import one_line, say, write_json
@@ -58,11 +58,11 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
     help="Tokens of a sample, prompt and answer together. [default: 1024,2048,4096]",
 )  # fmt: skip
 @click.option(
-    "--samples", "n_samples", metavar="N", type=click.IntRange(min=1), default=5,
+    "--samples", "n_samples", metavar="N", type=WholeRange(min=1), default=5,
     help="Samples of each task and length. [default: 5]",
 )  # fmt: skip
 @click.option(
-    "-n", "--n-predict", metavar="N", type=click.IntRange(min=1),
+    "-n", "--n-predict", metavar="N", type=WholeRange(min=1),
     help="Tokens of an answer at most. [default: the task's, 30 to 128]",
 )  # fmt: skip
 @click.option(
@@ -73,7 +73,7 @@ def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list
 @click.option("--raw", is_flag=True, help="No chat template.")
 @records_option("Keep a line for each sample and method in FILE, and skip those it has.")
 @click.option(
-    "-s", "--seed", "sample_seed", metavar="N", type=click.IntRange(min=0), default=SEED,
+    "-s", "--seed", "sample_seed", metavar="N", type=WholeRange(min=0), default=SEED,
     help=f"Seed of the samples. [default: {SEED}]",
 )  # fmt: skip
 @ray_option("Answer the samples")

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import click
 from click.parser import _OptionParser
+from click.parser import _ParsingState as ParsingState
 
+from sparsekv_cli.commands.options.elsewhere import ELSEWHERE
 from sparsekv_cli.commands.options.habits import add_aliases, apply_habits, habits_of
 
 COMMON = "Common options"
@@ -30,6 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Drafts": ("speculate", "draft_model", "draft_method"),
 }  # fmt: skip
 WIDE = 70  # columns; on a narrower page the names of options get a third of it
+NUMBER = re.compile(r"=?[-+]?[\d.]")  # a value that may follow a short option without a space
 BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")  # click's: the help says them where they matter
 
 
@@ -57,6 +60,23 @@ def grouped_options(
             yield title, [(names, BOUNDS.sub("", text)) for names, text in records]
 
 
+class Parser(_OptionParser):
+    """A parser that does not read a mistyped option as a short one with its value.
+
+    ``-n128`` is ``-n 128``. ``-sysf`` is no ``-s`` with the value ysf.
+    """
+
+    def _process_opts(self, arg: str, state: ParsingState) -> None:
+        name = arg.partition("=")[0]
+        if name not in self._long_opt and name not in self._short_opt:
+            option = self._short_opt.get(arg[:2])
+            kind = option.obj.type if option is not None and option.takes_value else None
+            is_number = isinstance(kind, click.types.IntParamType | click.types.FloatParamType)
+            if name in ELSEWHERE or (is_number and not NUMBER.match(arg[2:])):
+                raise click.NoSuchOption(name, ctx=self.ctx)
+        super()._process_opts(arg, state)
+
+
 class ModelCommand(click.Command):
     """A command that takes a model, and the flags that users of llama.cpp type."""
 
@@ -64,7 +84,9 @@ class ModelCommand(click.Command):
         return [*super().get_params(ctx), *(option for _, option in habits_of(self, ctx.info_name))]
 
     def make_parser(self, ctx: click.Context) -> _OptionParser:
-        parser = super().make_parser(ctx)
+        parser = Parser(ctx)
+        for each in self.get_params(ctx):
+            each.add_to_parser(parser, ctx)
         add_aliases(self, parser)
         return parser
 
@@ -77,7 +99,8 @@ class ModelCommand(click.Command):
             if isinstance(error, click.NoSuchOption) and len(error.option_name) == 2:
                 # click names -n if -np was typed
                 name = next((each for each in typed if each.startswith(error.option_name)), None)
-                raise click.NoSuchOption(name or error.option_name, ctx=ctx) from None
+                name = (name or error.option_name).partition("=")[0]
+                raise click.NoSuchOption(name, ctx=ctx) from None
             if "unexpected extra argument" in error.message:
                 how = "give a model with -m MODEL, and a prompt with -p TEXT"
                 raise click.UsageError(f"{error.message}: {how}", ctx) from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from sparsekv_cli.commands.options import completers
-from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
 from sparsekv_cli.errors import OptionError, SparseKVError
@@ -82,7 +82,8 @@ def _key_values(
     for value in values:
         key, equals, text = value.partition("=")
         if not equals or not key:
-            raise click.BadParameter(f"{value!r}: expected KEY=VALUE")
+            hint = " (bench's format is -O)" if value in ("md", "csv", "json", "jsonl") else ""
+            raise click.BadParameter(f"{value!r}: expected KEY=VALUE{hint}")
         if key in pairs:
             raise click.BadParameter(f"{key} is given twice")
         pairs[key] = text
@@ -126,7 +127,7 @@ def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
     elif isinstance(default, str):
         kind = str
     elif isinstance(default, int):
-        kind = click.IntRange(None if least is None else int(least), MAX_WHOLE)
+        kind = WholeRange(None if least is None else int(least), MAX_WHOLE)
     shown = default if isinstance(default, str) else f"{default:g}"
     return click.option(
         *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,
@@ -181,14 +182,14 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
 ]  # fmt: skip
 
 SEED_OPTION = click.option(
-    "-s", "--seed", metavar="N", type=click.IntRange(-1, 2**64 - 1), default=-1,
+    "-s", "--seed", metavar="N", type=WholeRange(-1, 2**64 - 1), default=-1,
     help="Seed of every random choice; -1: a random one. [default: -1]",
 )  # fmt: skip
 
 CONTEXT_OPTION = session_option("ctx_size")
 
 SPARSE_FROM_OPTION = click.option(
-    "--sparse-from", metavar="N", type=click.IntRange(0, MAX_WHOLE),
+    "--sparse-from", metavar="N", type=WholeRange(0, MAX_WHOLE),
     help="Tokens up to which a method that keeps all rows attends to all of them; 0: none. "
     "[default: as many as pay, by the model's shape]",
 )  # fmt: skip

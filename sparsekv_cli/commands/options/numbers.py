@@ -1,9 +1,31 @@
 """Numbers and lists on the command line."""
 
+import contextlib
 import math
 from typing import Any
 
 import click
+
+from sparsekv_cli.settings.option import MAX_WHOLE, Allowed
+
+
+def _words(least: float | None, most: float | None) -> str:
+    """Returns the bounds of a number in words, after a comma; empty without bounds."""
+    bounds = str(Allowed(at_least=least, at_most=None if most == MAX_WHOLE else most))
+    return f", {bounds}" if bounds else ""
+
+
+class WholeRange(click.IntRange):
+    """A whole number in a range. Its errors say in words what is expected."""
+
+    name = "whole number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            words = _words(self.min, self.max)
+            self.fail(f"{value!r}: expected a whole number{words}", param, ctx)
 
 
 class FiniteRange(click.FloatRange):
@@ -14,10 +36,10 @@ class FiniteRange(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number", param, ctx)
-        return number
+        with contextlib.suppress(click.BadParameter):
+            if math.isfinite(number := super().convert(value, param, ctx)):
+                return number
+        self.fail(f"{value!r}: expected a number{_words(self.min, self.max)}", param, ctx)
 
 
 def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:

@@ -12,6 +12,7 @@ import click
 
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.model import gathered
+from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
 from sparsekv_cli.commands.shared.prompt import check_utf8, decode_file
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
@@ -73,7 +74,8 @@ def _number(declared: Field[Any]) -> Callable[[Any], Any]:
     """Returns the click option of a number that SamplingParams declares."""
     flags = declared.metadata["flags"] or ("--" + declared.name.replace("_", "-"),)
     text = f"{declared.metadata['help']} [default: {declared.default:g}]"
-    return click.option(*flags, declared.name, type=type(declared.default), metavar="N", help=text)
+    kind = WholeRange() if isinstance(declared.default, int) else FiniteRange()
+    return click.option(*flags, declared.name, type=kind, metavar="N", help=text)
 
 
 NUMBERS = {name: each for name, each in options_of(SamplingParams).items() if name != "seed"}
@@ -99,7 +101,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
         help="Continue when the model would end the answer, up to the most tokens.",
     ),
     click.option(
-        "--think-budget", metavar="N", type=click.IntRange(min=0),
+        "--think-budget", metavar="N", type=WholeRange(min=0),
         help="Most tokens of thinking before the answer; then the thinking is closed. [default: "
         "half of -n, or of the context, with a schema, a grammar or a regex; else no limit]",
     ),

@@ -25,6 +25,7 @@ from sparsekv_cli.commands.options.model import (
     model_options,
     open_model,
 )
+from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.prompt import (
     file_option,
@@ -66,7 +67,7 @@ MAX_PARALLEL = 256
 )  # fmt: skip
 @parse_special_option
 @click.option(
-    "-n", "--n-predict", metavar="N", type=click.IntRange(min=-1), default=-1,
+    "-n", "--n-predict", metavar="N", type=WholeRange(min=-1), default=-1,
     help="Most tokens to generate; -1: until the answer ends or the context is full. [default: -1]",
 )  # fmt: skip
 @stop_option
@@ -78,7 +79,7 @@ MAX_PARALLEL = 256
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
-    "--logprobs", metavar="N", type=click.IntRange(min=0),
+    "--logprobs", metavar="N", type=WholeRange(min=0),
     help="With --json and --jsonl: the logarithm of each token's probability, and of the N most "
     "likely ones.",
 )  # fmt: skip
@@ -88,7 +89,7 @@ MAX_PARALLEL = 256
     help="Read lines of JSON objects with 'prompt' or 'messages', and print an object for each.",
 )  # fmt: skip
 @click.option(
-    "--parallel", metavar="N", type=click.IntRange(1, MAX_PARALLEL),
+    "--parallel", metavar="N", type=WholeRange(1, MAX_PARALLEL),
     help="With --jsonl: lines that are decoded together. [default: 1]",
 )  # fmt: skip
 @click.option(
