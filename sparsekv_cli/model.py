@@ -173,7 +173,12 @@ def load_model(
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     started = time.perf_counter()
+    if config.chat_template:
+        from sparsekv_cli.models.chat.named import named_template  # which imports jinja2
+
+        config = replace(config, chat_template=named_template(config.chat_template))
     file = open_gguf(path)
+    file.use_template(config.chat_template)
     draft: Model | None = None
     try:
         architecture = architecture_of(read_architecture(file))

@@ -23,6 +23,8 @@ __all__ = ["DECODABLE_TYPES", "GGMLType", "GGUFFile", "StringArray", "TensorInfo
 
 NOT_LANGUAGE_MODELS = {"clip": "a vision projector", "controlvector": "a control vector"}
 
+TEMPLATE_KEY = "tokenizer.chat_template"
+
 
 class GGUFFile:
     """An open model. Data are read-only views on the memory maps: nothing is copied.
@@ -53,6 +55,11 @@ class GGUFFile:
                     for name, info in part.tensors.items()
                 }
             )
+
+    def use_template(self, template: str) -> None:
+        """Lets the model have another chat template than its own, unless ``template`` is empty."""
+        if template:
+            self.metadata = {**self.metadata, TEMPLATE_KEY: template}
 
     @cached_property
     def content(self) -> ModelContent:

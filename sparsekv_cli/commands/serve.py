@@ -245,6 +245,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
     sidecar = Path(config.calibration) if config.calibration else None
     try:
         with open_gguf(hosted.path) as file:
+            file.use_template(config.chat_template)
             hparams, hosted.n_bytes = read_hparams(file), file.size
             calibrations = Calibrations(file, hparams, None, lambda text: [], sidecar)
             kinds = [layer.kind for layer in hparams.layers]

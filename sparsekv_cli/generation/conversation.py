@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.gguf.file import TEMPLATE_KEY
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.gguf.file import GGUFFile
     from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
-TEMPLATE_KEY = "tokenizer.chat_template"
 CHATML_END = "<|im_end|>"
 
 

@@ -72,6 +72,11 @@ class SessionConfig:
         "KV-cache method of the draft model; empty: quest. See 'sparsekv-cli methods'.",
         metavar="NAME",
     )
+    chat_template: str = option(
+        "", "A chat template instead of the model's: a Jinja file, or one of chatml, gemma, "
+        "granite, llama2, llama3, mistral-v1, mistral-v3, mistral-v7, phi3, phi4, vicuna, zephyr.",
+        flags=("--chat-template", "--chat-template-file"), metavar="FILE|NAME",
+    )  # fmt: skip
     checkpoints: int = option(
         8, "Most states that a model with recurrent layers keeps. Another answer, or one to a "
         "changed message, continues from a state. Also most snapshots of a prompt on disk.",

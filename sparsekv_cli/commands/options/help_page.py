@@ -16,7 +16,8 @@ OWN = ""  # stands for a command's own parameters, which no group names
 GROUPS: dict[str, tuple[str, ...]] = {
     COMMON: ("model", "models", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods",
              "budget", "temp", "seed", "as_json", "threads", "verbose", "help"),
-    "Prompt": ("system", "raw", "parse_special", "think", "drop_thinking", "context_shift", "keep"),
+    "Prompt": ("system", "chat_template", "raw", "parse_special", "think", "drop_thinking",
+               "context_shift", "keep"),
     "Answer": ("stop", "ignore_eos", "json_schema", "grammar", "regex"),
     "Output": ("inline_thinking", "special", "logprobs", "jsonl", "output"),
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",

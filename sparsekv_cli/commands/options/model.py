@@ -147,7 +147,7 @@ MODEL_OPTION = click.option(
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
 # Options of commands that write answers.
-ANSWERING = ("speculate", "draft_model", "draft_method", "checkpoints")
+ANSWERING = ("chat_template", "speculate", "draft_model", "draft_method", "checkpoints")
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
@@ -235,6 +235,10 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     max_loss, context = values.pop("max_loss", None), click.get_current_context(silent=True)
     if max_loss is not None and "auto" not in values.get("methods", values.get("method", "auto")):
         raise click.UsageError(f"--max-loss {max_loss:g} needs --method auto", context)
+    if settings.get("chat_template"):
+        from sparsekv_cli.models.chat.named import named_template  # which imports jinja2
+
+        settings["chat_template"] = named_template(settings["chat_template"])
     try:
         config = SessionConfig(
             **settings,

@@ -134,6 +134,8 @@ def command(
         raise click.UsageError("--logprobs needs --json or --jsonl", context)
     if task.raw and task.system is not None:
         raise click.UsageError("-sys needs the chat template, which --raw switches off", context)
+    if task.raw and options.config.chat_template:
+        raise click.UsageError("--chat-template and --raw exclude each other", context)
     if task.raw and task.think is not None:
         raise click.UsageError("--think needs the chat template, which --raw switches off", context)
     check_think_budget(context, task.sampling, task.think, raw=task.raw)
