@@ -5,7 +5,7 @@ import pytest
 from sparsekv_cli import load
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import chat_template
-from sparsekv_cli.models.chat.fitting.history import fitted
+from sparsekv_cli.models.chat.fitting.fitted import fitted
 from sparsekv_cli.models.chat.named import NAMED, named_template
 from sparsekv_cli.models.chat.template import render
 from sparsekv_cli.settings.config import SessionConfig
@@ -53,7 +53,7 @@ def test_the_form(name):
     assert "S\n" not in without and without.endswith(FORMS[name][-8:])
     grown = render(NAMED[name], MESSAGES, add_generation_prompt=False, **special)
     assert FORMS[name].startswith(grown)
-    assert fitted(NAMED[name], MESSAGES) == MESSAGES
+    assert list(fitted(NAMED[name], MESSAGES).messages) == MESSAGES
     assert name in options_of(SessionConfig)["chat_template"].metadata["help"]
 
 
@@ -92,7 +92,7 @@ def test_a_name_that_is_like_another():
 
 def test_the_library_and_the_model_have_it(tiny_model):
     with load(tiny_model(), chat_template="zephyr", speculate="off") as model:
-        assert chat_template(model.model.gguf) == NAMED["zephyr"]
-        assert model.model.config.chat_template == NAMED["zephyr"]  # what other nodes get
+        assert chat_template(model._model.gguf) == NAMED["zephyr"]
+        assert model._model.config.chat_template == NAMED["zephyr"]  # what other nodes get
     with pytest.raises(SparseKVError, match="no such file, nor one of"):
         load(tiny_model(), chat_template="no such")
