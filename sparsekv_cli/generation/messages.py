@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.fields import FieldError, shown
+from sparsekv_cli.generation.parts import FILES, TEXTS, document_of, line_of
 from sparsekv_cli.models.chat.calls import read_json
 
-NO_MEDIA = "pictures, audio and files are not read"
-ROLES = ("system", "developer", "user", "assistant", "tool")
+NO_MEDIA = "pictures, sounds and videos are not read"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -15,18 +17,40 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
     Raises FieldError, which names the wrong field.
     """
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    last = len(messages) - 1
+    return _with_ids(
+        [_message(f"messages[{i}]", each, is_last=i == last) for i, each in enumerate(messages)]
+    )
 
 
-def _message(where: str, message: Any) -> dict[str, Any]:
+def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with the results of functions in OpenAI's older form as tools' results.
+
+    A result there has the name of its call, not an id.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] == "function":
+            calls = messages[i - 1].get("tool_calls") if i else None
+            message["role"] = "tool"
+            message["tool_call_id"] = calls[0]["id"] if calls else ""
+    return messages
+
+
+def _message(where: str, message: Any, *, is_last: bool = False) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
     role = "system" if message["role"] == "developer" else message["role"]
-    result: dict[str, Any] = {"role": role, "content": message_text(where, message)}
+    is_new = is_last and role == "user"
+    text = message_text(where, message, is_new=is_new)
+    if not text and role == "assistant" and isinstance(message.get("refusal"), str):
+        text = message["refusal"]
+    result: dict[str, Any] = {"role": role, "content": text}
     for key in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(key), str):
             result[key] = message[key]
     calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), dict):
+        calls = [{"id": where, "function": message["function_call"]}]
     if calls:
         if not isinstance(calls, list):
             raise FieldError(f"{where}.tool_calls", ": expected a list")
@@ -36,31 +60,74 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     return result
 
 
-def message_text(where: str, message: Mapping[str, Any], kinds: Sequence[str] = ("text",)) -> str:
+def message_text(
+    where: str,
+    message: Mapping[str, Any],
+    kinds: Sequence[str] = ("text",),
+    *,
+    is_new: bool = False,
+) -> str:
     """Returns a message's text. Only an assistant and a tool may leave it out."""
-    if message.get("content") is None and message["role"] not in ("assistant", "tool"):
+    if message.get("content") is None and message["role"] not in ("assistant", "tool", "function"):
         raise FieldError(f"{where}.content", ": is missing")
-    return content_text(where, message.get("content"), kinds)
+    return content_text(where, message.get("content"), kinds, is_new=is_new)
 
 
 def content_text(
-    where: str, content: Any, kinds: Sequence[str] = ("text",), key: str = "content"
+    where: str,
+    content: Any,
+    kinds: Sequence[str] = ("text",),
+    key: str = "content",
+    *,
+    is_new: bool = False,
 ) -> str:
-    """Returns a message's text, joined if it has parts of these kinds. key: the field's name."""
+    """Returns a message's text, joined if it has parts. A part that is no text gets a line.
+
+    kinds: the types of parts that an error names. key: the field's name. is_new: the user asks
+    about the parts, so one that cannot be read is refused.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    expected, at = f"expected a text, or a list of parts of type {' or '.join(kinds)}", where
+    expected = f"expected a text, or a list of parts of type {' or '.join(kinds)}"
     if not isinstance(content, list):
         raise FieldError(f"{where}.{key}", f": {expected}")
+    pieces = PartTexts()
     for i, part in enumerate(content):
-        at, kind = f"{where}.{key}[{i}]", part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            raise FieldError(at, f".type = {shown(kind)}: {NO_MEDIA}: {expected}")
-        if kind is None or not isinstance(part.get("text"), str):
-            raise FieldError(at, f": {expected}")
-    return "".join(part["text"] for part in content)
+        pieces.add(f"{where}.{key}[{i}]", part, expected, is_new=is_new)
+    return pieces.text
+
+
+class PartTexts:
+    """The text of a message as its parts come. A part that is no text is on lines of its own."""
+
+    def __init__(self) -> None:
+        self.text, self._was_line = "", False
+
+    def add(self, where: str, part: Any, expected: str, *, is_new: bool = False) -> None:
+        """Adds a part. Raises FieldError for one that cannot be read."""
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise FieldError(where, f": {expected}")
+        if kind in TEXTS:
+            if not isinstance(part.get(TEXTS[kind]), str):
+                raise FieldError(where, f": {expected}")
+            self._put(part[TEXTS[kind]], is_line=False)
+            return
+        if is_new and kind in FILES:
+            try:
+                document_of(part)
+            except SparseKVError as error:
+                raise FieldError(where, f": {error}") from None
+        elif is_new:
+            raise FieldError(where, f".type = {shown(kind)}: {NO_MEDIA}: {expected}")
+        self._put(line_of(part), is_line=True)
+
+    def _put(self, text: str, *, is_line: bool) -> None:
+        if text and self.text and (is_line or self._was_line) and not self.text.endswith("\n"):
+            self.text += "\n"
+        self.text, self._was_line = self.text + text, is_line if text else self._was_line
 
 
 def read_arguments(at: str, written: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from sparsekv_cli.generation.answer import STOP_LENGTH, STOP_TEXT
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import FieldError, shown
-from sparsekv_cli.generation.messages import NO_MEDIA, content_text, message_text
+from sparsekv_cli.generation.messages import PartTexts, content_text, message_text
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 from sparsekv_cli.serve.answers import Answers, News, Ping, about
@@ -21,6 +21,10 @@ from sparsekv_cli.serve.openai import comment, event, rows_event
 from sparsekv_cli.serve.requests import EFFORT, Service
 
 ROLES = ("user", "assistant", "system")
+BILLING = "x-anthropic-billing-header:"
+BLOCKS = (
+    "expected a block of type text, document, thinking, tool_use, tool_result or tool_reference"
+)
 
 
 class Message:
@@ -195,13 +199,26 @@ def _prompt_ids(
 
 def _conversation(fields: CountFields) -> list[dict[str, Any]]:
     """Returns the messages of a request as templates read them, its system text first."""
-    messages = []
-    system = content_text("system", fields.system)
+    messages, last = [], len(fields.messages) - 1
+    system = content_text("system", _without_billing(fields.system))
     if system:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(fields.messages):
-        messages += _messages(f"messages[{i}]", message)
+        messages += _messages(f"messages[{i}]", message, is_last=i == last)
     return messages
+
+
+def _without_billing(system: Any) -> Any:
+    """Returns a system text without the line that Claude Code puts there for Anthropic's accounts.
+
+    Each request has another one, so a prompt with it would be read from the beginning.
+    """
+    if isinstance(system, str) and system.lstrip().startswith(BILLING):
+        return system.lstrip().partition("\n")[2]
+    if not isinstance(system, list):
+        return system
+    texts = [{**block, "text": _without_billing(block.get("text"))} for block in system]
+    return [block for block in texts if block["text"] != ""]
 
 
 def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
@@ -213,7 +230,7 @@ def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:
     return think, thinking.budget_tokens if think else None
 
 
-def _messages(where: str, message: Any) -> list[dict[str, Any]]:
+def _messages(where: str, message: Any, *, is_last: bool) -> list[dict[str, Any]]:
     """Returns a message as templates take it. Results of tools become messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise FieldError(where, f": expected an object whose role is one of {', '.join(ROLES)}")
@@ -221,16 +238,17 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": message["role"], "content": message_text(where, message)}]
     result: list[dict[str, Any]] = []
-    own: dict[str, Any] = {"role": message["role"], "content": ""}
-    for i, block in enumerate(content):
+    own: dict[str, Any] = {"role": message["role"]}
+    pieces = PartTexts()
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in content]
+    is_new = is_last and message["role"] == "user" and "tool_result" not in kinds
+    for i, (kind, block) in enumerate(zip(kinds, content, strict=True)):
         at = f"{where}.content[{i}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            own["content"] += content_text(at, block.get("text"))
-        elif kind == "tool_reference":
-            own["content"] += _reference(at, block)
+        if kind == "tool_reference":
+            pieces.add(at, _reference(at, block), BLOCKS)
         elif kind == "thinking":
-            own["reasoning_content"] = content_text(at, block.get("thinking"))
+            thought = content_text(at, block.get("thinking"))
+            own["reasoning_content"] = own.get("reasoning_content", "") + thought
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             given = block.get("input")
             if not isinstance(given, dict | None):
@@ -243,33 +261,26 @@ def _messages(where: str, message: Any) -> list[dict[str, Any]]:
             answered = {"tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
             result.append({"role": "tool", **answered})
         elif kind != "redacted_thinking":
-            raise FieldError(
-                at,
-                ": expected a block of type text, thinking, tool_use, tool_result or "
-                f"tool_reference: {NO_MEDIA}",
-            )
+            pieces.add(at, block, BLOCKS, is_new=is_new)
+    own["content"] = pieces.text
     has_own = own["content"] or "tool_calls" in own or not result
     return [*result, own] if has_own else result
 
 
 def _result_text(where: str, content: Any) -> str:
     """Returns the text of a tool's result: its texts, and the names of tools that it refers to."""
-    if not isinstance(content, list):
-        return content_text(where, content)
-    return "".join(
-        _reference(where, part)
-        if isinstance(part, dict) and part.get("type") == "tool_reference"
-        else content_text(where, [part])
-        for part in content
-    )
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "tool_reference":
+                _reference(where, part)
+    return content_text(where, content)
 
 
-def _reference(where: str, block: Mapping[str, Any]) -> str:
-    """Returns a line that names a found tool. The prompt describes all tools."""
-    name = block.get("tool_name")
-    if not isinstance(name, str):
+def _reference(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a reference to a found tool. The prompt describes all tools."""
+    if not isinstance(block.get("tool_name"), str):
         raise FieldError(where, ": expected a tool_reference with a tool_name")
-    return f"tool: {name}\n"
+    return block
 
 
 def _tools(fields: CountFields) -> list[dict[str, Any]]:

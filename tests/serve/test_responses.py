@@ -139,17 +139,17 @@ BAD = [
     ({"input": [3]}, "input[0]: expected an item of type message, ", "input[0]"),
     ({"input": [{"role": "bot"}]}, "input[0].role: expected one of user", "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content: is missing", "input[0].content"),
-    ({"input": [{"type": "web_search_call"}]}, 'found "web_search_call"', "input[0]"),
+    ({"input": [{"type": "web_serch"}]}, 'found "web_serch"', "input[0]"),
     ({"input": [{"type": [1]}]}, "found [1]", "input[0]"),
     ({"background": True}, "background = true: expected false", "background"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "pictures, audio and files are not read",
+        "pictures, sounds and videos are not read",
         "input[0].content[0]",
     ),
     (
-        {"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]},
-        'call_id = "x": no function_call before it',
+        {"input": [{"type": "function_call_output", "output": "1"}]},
+        "call_id: expected a text that is not empty",
         "input[0].call_id",
     ),
     (

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.generation.messages import content_text, message_text, read_arguments
+from sparsekv_cli.generation.parts import line_of
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text")
 ENCRYPTED = "encrypted_content"
+# Types of items that only another service makes: its tools' calls and their results.
+FOREIGN = re.compile(r"_(call|output|tools|request|response)$|^compaction")
 Messages = list[dict[str, Any]]
 Event = tuple[str, dict[str, Any]]  # its type, without ``response.``, and its fields
 
@@ -27,12 +31,12 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
     field.
     """
     messages: Messages = []
-    called: set[str] = set()
     for i, item in enumerate(items, -n_before):
         where = f"input[{i}]"
+        is_last = i == len(items) - n_before - 1
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "message":
-            _add_message(messages, where, item)
+            _add_message(messages, where, item, is_last=is_last)
         elif kind == "reasoning":
             own = _own(messages, "reasoning_content")
             own.setdefault("reasoning_content", []).append(_thought(where, item))
@@ -42,17 +46,13 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
             function = {"name": name, "arguments": given}
             call = {"id": call_id, "type": "function", "function": function}
             _own(messages, "tool_calls").setdefault("tool_calls", []).append(call)
-            called.add(call_id)
         elif kind == "function_call_output":
             call_id = _text(where, item, "call_id")
-            if call_id not in called:
-                raise FieldError(
-                    f"{where}.call_id",
-                    f" = {shown(call_id)}: no function_call before it has this id: send the call "
-                    "too, or previous_response_id",
-                )
             text = content_text(where, item.get("output"), TEXTS, "output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif isinstance(kind, str) and FOREIGN.search(kind):
+            role = "user" if kind.endswith(("_output", "_response")) else "assistant"
+            messages.append({"role": role, "content": line_of(item)})
         else:
             found = "" if kind is None else f", found {shown(kind)}"
             raise FieldError(
@@ -66,11 +66,11 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
     return messages
 
 
-def _add_message(messages: Messages, where: str, item: Mapping[str, Any]) -> None:
+def _add_message(messages: Messages, where: str, item: Mapping[str, Any], *, is_last: bool) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise FieldError(f"{where}.role", f": expected one of {', '.join(ROLES)}")
-    text = message_text(where, item, TEXTS)
+    text = message_text(where, item, TEXTS, is_new=is_last and role == "user")
     if role == "assistant":
         _own(messages, "content")["content"] = text
     else:

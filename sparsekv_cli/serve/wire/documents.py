@@ -1,23 +1,14 @@
-"""The texts of documents. A process of its own reads each one, and ends with its client.
-
-``python -m sparsekv_cli.serve.wire.documents MOST`` is that process. Its stdin is a name, a line
-break and the document. It prints {"text": text} or {"error": text}.
-"""
+"""The texts of documents. A process of its own reads each one, and ends with its client."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import subprocess
-import sys
 
 from sparsekv_cli.errors import BusyError, SparseKVError
-from sparsekv_cli.system.documents import document_text, kind_of
-from sparsekv_cli.system.work import limit_work
+from sparsekv_cli.system.document_process import WAIT_S, command, text_of
+from sparsekv_cli.system.documents import kind_of
 
-SECONDS, BYTES = 30, 1 << 30  # of CPU time and of address space that a document may take
-WAIT_S = 120.0  # seconds that it may take on a busy machine
 N_WAITING = 2  # documents: one is being read, another one waits
 
 
@@ -50,20 +41,12 @@ class Documents:
             self._n_waiting -= 1
         if self._has_ended:
             raise BusyError("the server ends: try again later")
-        if not said:
-            raise SparseKVError(
-                f"{name} takes more than {SECONDS} s or {BYTES >> 30} GiB to read: split it, or "
-                "give its text"
-            )
-        answer: dict[str, str] = json.loads(said)
-        if "error" in answer:
-            raise SparseKVError(answer["error"])
-        return answer["text"]
+        return text_of(said, name)
 
     async def _ask(self, question: bytes) -> bytes:
         """Returns the output of a process, or nothing if the process failed."""
         process = self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, str(self._most)],
+            command(self._most),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip  # a session of its own: an interrupt at the terminal is not for it
@@ -74,25 +57,3 @@ class Documents:
             return b""
         finally:
             process.kill()
-
-
-def main(most: int) -> None:
-    """Runs the process."""
-    os.nice(10)
-    limit_work(SECONDS, BYTES)
-    name, _, data = sys.stdin.buffer.read().partition(b"\n")
-    source = name.decode()
-    try:
-        answer = {"text": document_text(data, source)}
-        if (n_bytes := len(answer["text"].encode())) > most:
-            raise SparseKVError(
-                f"{source} has {n_bytes} bytes of text, more than {most}, the limit of serve "
-                "--max-body: split it"
-            )
-    except SparseKVError as error:
-        answer = {"error": str(error)}
-    print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -1,0 +1,167 @@
+"""The parts of a message that are no texts, as texts: documents, pictures, blocks of others.
+
+A document is read. A picture becomes a line that says what is left out. So does every part that
+only another service understands.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.system.document_process import read_apart
+from sparsekv_cli.system.documents import kind_of
+
+# Types of parts -> the field with their text.
+TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text")
+TEXTS |= {"summary_text": "text", "refusal": "refusal"}
+# Types of parts -> a word for them.
+MEDIA = dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image")
+MEDIA |= dict.fromkeys(("audio", "input_audio"), "audio")
+MEDIA |= dict.fromkeys(("video", "video_url", "input_video"), "video")
+FILES = ("document", "file", "input_file")
+HOLDERS = ("source", "file", "image_url", "input_audio", "audio", "video_url", "video")
+DATA = ("data", "file_data", "url", "image_url", "video_url", "file_url", "file_id", "id")
+NAMES = ("title", "filename", "name")
+KINDS = ("media_type", "mime_type", "format")
+# Fields that only another service reads.
+HIDDEN = ("type", "id", "tool_use_id", "call_id", "cache_control", "signature", "status", "caller")
+MOST_SHOWN = 200  # characters of an address or a name
+LONG = 1000  # characters without white space that are data
+
+
+class Attached(NamedTuple):
+    """The data of a part."""
+
+    name: str
+    kind: str  # such as image/png; empty: unknown
+    data: str  # in base64, or a text
+    is_text: bool
+    place: str  # an address or an id, if there is no data
+
+    @property
+    def details(self) -> str:
+        """Its name, kind and size, or its address."""
+        n_bytes = len(self.data) if self.is_text else len(self.data) * 3 // 4
+        size = f"{-(-n_bytes // 1024)} KB" if self.data else ""
+        known = (self.name, self.kind, size, self.place)
+        return ", ".join(each[:MOST_SHOWN] for each in known if each)
+
+
+def line_of(part: Mapping[str, Any]) -> str:
+    """Returns a text for a part that is no text. The part's type is a text."""
+    kind = part["type"]
+    if kind in MEDIA:
+        return left_out(MEDIA[kind], attached(part).details)
+    if kind == "tool_reference":
+        return f"tool: {part.get('tool_name')}"
+    if kind in FILES:
+        try:
+            return document_of(part)
+        except SparseKVError as error:
+            return left_out(kind.removeprefix("input_"), f"{attached(part).details}: {error}")
+    fields = {key: _plain(value) for key, value in part.items() if not _is_hidden(key)}
+    content = fields.get("content")
+    body = content if isinstance(content, str) else ""
+    if isinstance(content, list) and all(isinstance(each, str) for each in content):
+        body = "\n".join(content)
+    if body:
+        del fields["content"]
+    told = (each if isinstance(each, str) else _written(each) for each in fields.values())
+    about = ", ".join(filter(None, told))
+    head = f"[{kind}: {about}]" if about else f"[{kind}]"
+    return f"{head}\n{body}" if body else head
+
+
+def left_out(what: str, details: str) -> str:
+    """Returns the line for a thing that is not read."""
+    return f"[{what} left out: {' '.join(details.split())}]" if details else f"[{what} left out]"
+
+
+def document_of(part: Mapping[str, Any]) -> str:
+    """Returns the text of a part that is a document, after its name.
+
+    Raises SparseKVError for a document that cannot be read.
+    """
+    given = attached(part)
+    source = part.get("source")
+    content = source.get("content") if isinstance(source, dict) else None
+    if content is not None:
+        parts = content if isinstance(content, list) else [content]
+        text = "\n".join(each if isinstance(each, str) else str(_plain(each)) for each in parts)
+    elif given.is_text:
+        text = given.data
+    else:
+        text = _read(given)
+    return f"[document: {given.name[:MOST_SHOWN]}]\n{text}" if given.name else text
+
+
+def _read(given: Attached) -> str:
+    name = given.name or "the document"
+    if not given.data:
+        raise SparseKVError(f"{name} has no data: send its text or its data in base64")
+    try:
+        data = base64.b64decode(given.data, validate=True)
+    except (binascii.Error, ValueError):
+        raise SparseKVError(f"{name}: expected data in base64") from None
+    if kind_of(data):
+        return read_apart(data, name)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise SparseKVError(f"{name} is no text, PDF or Word file: send its text")
+    return text
+
+
+def attached(part: Mapping[str, Any]) -> Attached:
+    """Returns the data of a part, in any of the protocols' forms."""
+    inner = [part.get(key) for key in HOLDERS]
+    holders = [part, *(each for each in inner if isinstance(each, dict))]
+
+    def first(keys: tuple[str, ...]) -> str:
+        found = (each[key] for each in holders for key in keys if isinstance(each.get(key), str))
+        return next(filter(None, found), "")
+
+    given, kind, is_text = first(DATA), first(KINDS), False
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "text":
+        is_text = True
+    data = next((each.get(key) for each in holders for key in DATA[:2] if each.get(key)), None)
+    data = data if isinstance(data, str) else ""
+    if given.startswith("data:"):
+        head, _, data = given.partition(",")
+        kind = kind or head.removeprefix("data:").partition(";")[0]
+    place = "" if data else given
+    return Attached(first(NAMES), kind, data, is_text, place)
+
+
+def _is_hidden(key: str) -> bool:
+    return key in HIDDEN or key.startswith("encrypted")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value without the fields that only another service reads."""
+    if isinstance(value, str):
+        is_data = len(value) > LONG and not any(map(str.isspace, value[:LONG]))
+        return left_out("data", f"{-(-len(value) // 1024)} KB") if is_data else value
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if isinstance(kind, str) and isinstance(text := value.get(TEXTS.get(kind, "")), str):
+        return text
+    if isinstance(kind, str) and (kind in MEDIA or kind in FILES):
+        return line_of(value)
+    return {key: _plain(each) for key, each in value.items() if not _is_hidden(key)}
+
+
+def _written(value: Any) -> str:
+    is_empty = value is None or value is False or value == [] or value == {}
+    return "" if is_empty else json.dumps(value, ensure_ascii=False)
