@@ -4,7 +4,6 @@ import itertools
 import random
 import re
 from datetime import datetime, timedelta
-from os.path import commonpath
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,9 @@ def text_of(ids: list[int]) -> str:
 
 def lost(before: list[int], after: list[int]) -> str:
     """The end of a prompt that the next one does not begin with."""
-    same = commonpath([before, after])
-    return text_of(before[len(same) :])
+    pairs = enumerate(zip(before, after, strict=False))
+    n_same = next((i for i, (x, y) in pairs if x != y), min(len(before), len(after)))
+    return text_of(before[n_same:])
 
 
 @pytest.mark.parametrize("agent", AGENTS)
