@@ -304,19 +304,6 @@ class MessageFormat(Fields):
     definition: dict[str, Any] = Field(alias="schema")
 
 
-class ContextEdit(Fields):
-    """An edit of the conversation. Only the edit that changes nothing is accepted."""
-
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class ContextManagement(Fields):
-    """The parts to take out of the conversation: only none is accepted."""
-
-    edits: Many[ContextEdit] = Field([])
-
-
 class CountFields(Fields):
     """``/v1/messages/count_tokens``. Fields after ``output_config`` have no effect."""
 
@@ -330,7 +317,7 @@ class CountFields(Fields):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_control: dict[str, Any] | None = None  # prompts are always cached
-    context_management: ContextManagement | None = None
+    context_management: dict[str, Any] | None = None  # edits only shorten what is sent
 
 
 class MessageFields(CountFields, ServedFields):
