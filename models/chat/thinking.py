@@ -147,14 +147,21 @@ class Thinking(NamedTuple):
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
     """Returns the markers that a chat template names; None if it names none."""
+    markers = markers_of(template)
+    if markers is None:
+        return None
+    start, end = markers
+    names = CHANNEL_MARKS if markers == CHANNELS else [x for x in KNOWN if x in (start + end)]
+    return Thinking(start, end, marks_of(tokenizer, names))
+
+
+def markers_of(template: str | None) -> tuple[str, str] | None:
+    """Returns the texts around thinking that a chat template names; None if it names none."""
+    if template is None:
+        return None
     for start, end in MARKERS:
-        is_named = template is not None and (start in template or end in template)
-        if (start, end) == CHANNELS:
-            is_named = template is not None and start in template
-        if is_named:
-            is_channel = (start, end) == CHANNELS
-            names = CHANNEL_MARKS if is_channel else [x for x in KNOWN if x in (start + end)]
-            return Thinking(start, end, marks_of(tokenizer, names))
+        if start in template or (end in template and (start, end) != CHANNELS):
+            return start, end
     return None
 
 

@@ -115,12 +115,17 @@ def model_thinking(model: Model) -> Thinking | None:
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
-    """Returns the template's variable for ``think``. Raises SparseKVError if it has none."""
-    from sparsekv_cli.models.chat.thinking import switch_of
+    """Returns the template's variable for ``think``. Raises SparseKVError if it has none.
+
+    If the template has no thinking either, there is nothing to switch off.
+    """
+    from sparsekv_cli.models.chat.thinking import markers_of, switch_of
 
     if think is None:
         return {}
     name = switch_of(template)
+    if name is None and not think and markers_of(template) is None:
+        return {}
     if name is None:
         raise SparseKVError(
             "thinking cannot be switched on or off: the model's chat template has no variable "

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
+MAX_EXACT = 2.0**53  # whole numbers beyond it are not all floats
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_FIELDS = 256  # fields of one object, because each wrong one takes a kilobyte
 LARGE = re.compile(
@@ -32,7 +33,10 @@ class FieldError(SparseKVError):
 
 
 class Fields(BaseModel):
-    """The fields of a JSON object. A field that is null counts as one that is missing."""
+    """The fields of a JSON object. A field that is null counts as one that is missing.
+
+    A number such as 5.0 counts as 5, as in JSON Schema.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     elsewhere: ClassVar[Mapping[str, str]] = {}  # a field's name in other programs -> its name
@@ -43,7 +47,13 @@ class Fields(BaseModel):
         if not isinstance(values, dict):
             return values
         check_length(values)
-        return {key: value for key, value in values.items() if value is not None}
+        return {key: _whole(value) for key, value in values.items() if value is not None}
+
+
+def _whole(value: Any) -> Any:
+    """Returns a float as a whole number if it is one that an f64 holds exactly."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT
+    return int(value) if is_whole else value
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
@@ -193,13 +203,11 @@ def _only_false(value: Any) -> Any:
 
 
 def as_texts(value: Any) -> Any:
-    """Returns a text, or a list of texts, as a tuple."""
+    """Returns a text, or a list of texts, as a tuple without those that are empty."""
     given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(each, str) and each for each in given
-    ):
-        raise ValueError("expected a text or a list of texts, none of them empty")
-    return tuple(given)
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+        raise ValueError("expected a text or a list of texts")
+    return tuple(each for each in given if each)
 
 
 Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]

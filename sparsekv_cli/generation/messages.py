@@ -9,6 +9,9 @@ from sparsekv_cli.generation.parts import FILES, TEXTS, document_of, line_of
 from sparsekv_cli.models.chat.calls import read_json
 
 NO_MEDIA = "pictures, sounds and videos are not read"
+# A message's field -> its names. Programs spell an assistant's thoughts in three ways.
+SAME = {"name": ("name",), "tool_call_id": ("tool_call_id",)}
+SAME["reasoning_content"] = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -45,9 +48,10 @@ def _message(where: str, message: Any, *, is_last: bool = False) -> dict[str, An
     if not text and role == "assistant" and isinstance(message.get("refusal"), str):
         text = message["refusal"]
     result: dict[str, Any] = {"role": role, "content": text}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if isinstance(message.get(key), str):
-            result[key] = message[key]
+    for key, names in SAME.items():
+        given = [message[name] for name in names if isinstance(message.get(name), str)]
+        if given:
+            result[key] = given[0]
     calls = message.get("tool_calls")
     if not calls and isinstance(message.get("function_call"), dict):
         calls = [{"id": where, "function": message["function_call"]}]
@@ -144,6 +148,8 @@ def read_arguments(at: str, written: Any) -> dict[str, Any]:
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
+    if function is None and isinstance(call, dict) and isinstance(call.get("custom"), dict):
+        function = {**call["custom"], "arguments": {"input": call["custom"].get("input") or ""}}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise FieldError(where, ": expected a function with name and arguments")
     given = read_arguments(f"{where}.function.arguments", function.get("arguments"))

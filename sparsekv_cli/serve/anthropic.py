@@ -18,7 +18,7 @@ from sparsekv_cli.serve.forms.schema import CountFields, MessageFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, functions_of, reader_of
 from sparsekv_cli.serve.jobs import Finished
 from sparsekv_cli.serve.openai import comment, event, rows_event
-from sparsekv_cli.serve.requests import EFFORT, Service
+from sparsekv_cli.serve.requests import Service
 
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
@@ -50,8 +50,7 @@ class Message:
         self._shows_thoughts = fields.thinking is None or fields.thinking.display != "omitted"
         form = fields.output_config.format
         think, budget = _thinking(fields)
-        if think is False and not service.thinking_switch:
-            budget = 0
+        _, budget = service.thinking_of(think, budget)
         self._request = service.request(
             _prompt_ids(service, fields, messages, tools, is_forced=self._forced is not None),
             fields,
@@ -191,8 +190,7 @@ def _prompt_ids(
     """
     wanted = False if is_forced else _thinking(fields)[0]
     think = wanted if service.thinking_switch else None
-    effort = fields.output_config.effort  # a hint that Claude Code sends to every model
-    variables = {} if effort is None or EFFORT not in service.variables else {EFFORT: effort}
+    variables = service.variables_of({}, service.effort_of(fields.effort))
     continues = continues_last(messages, None, None)
     return service.encode_chat(messages, tools, think, variables, continues=continues)
 

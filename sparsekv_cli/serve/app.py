@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +30,7 @@ from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
 from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields, read_fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, llama, openai, page
+from sparsekv_cli.serve.forms.clients import without_unused
 from sparsekv_cli.serve.forms.openapi import BYTES, MAX_NAME, openapi
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.forms.schema import (
@@ -72,9 +80,17 @@ def make_app(
         """Runs ``make`` on a request's fields and its model's service, in a thread."""
         values = await bodies.read(request)
         loop = asyncio.get_running_loop()
+        values, unused = await loop.run_in_executor(readers, without_unused, kind, values)
         fields = await loop.run_in_executor(readers, read_fields, kind, values)
         service = await hold(request, str(getattr(fields, "model", "")))
+        count_unused(unused | service.unused(fields))
         return await loop.run_in_executor(readers, make, service, fields)
+
+    def count_unused(names: Iterable[str]) -> None:
+        """Counts fields that have no effect here. The log has a line for each, once."""
+        for name in names:
+            if metrics.add_unused(name) == 1:
+                log(f"requests have a field that has no effect here: {name}")
 
     async def hold(request: Request, name: str) -> Service:
         """Returns the service of a model. The model stays loaded until the request is answered."""

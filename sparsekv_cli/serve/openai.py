@@ -16,10 +16,11 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 from sparsekv_cli.serve.answers import Answers, News, Ping, about
+from sparsekv_cli.serve.forms.offers import custom_input
 from sparsekv_cli.serve.forms.schema import MAX_CHOICES, ChatFields, CompletionFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, Functions, functions_of, reader_of
 from sparsekv_cli.serve.jobs import Finished, PromptProgress, Request
-from sparsekv_cli.serve.requests import EFFORT, RequestError, Service
+from sparsekv_cli.serve.requests import RequestError, Service
 
 DONE = "data: [DONE]\n\n"
 
@@ -34,14 +35,17 @@ class Completion:
         self.streams = fields.stream
         self._forced, self._kind, is_single = None, None, False
         self._think: bool | None = None
+        self._budget: int | None = None
         self._continues, self._thinks = False, is_chat
         functions: Functions = {}
+        self._custom: set[str] = set()  # the names of custom tools
         if isinstance(fields, ChatFields):
             tools = _tools(fields)
             self._forced = _forced(service, fields, tools)
             prompts = [self._chat_ids(fields, tools)]
             self._kind = service.format_for(bool(tools))
             is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
+            self._custom = {tool.custom.name for tool in fields.tools if tool.custom is not None}
         else:
             prompts = self._prompt_ids(fields.prompt)
         requests = [self._request(fields, ids) for ids in prompts]
@@ -64,7 +68,7 @@ class Completion:
         self._created = int(time.time())
 
     def _chat_ids(self, fields: ChatFields, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        given, effort = dict(fields.chat_template_kwargs), fields.reasoning_effort
+        given = dict(fields.chat_template_kwargs)
         think = given.pop("enable_thinking", None)
         if not isinstance(think, bool | None):
             raise RequestError(
@@ -72,10 +76,10 @@ class Completion:
                 param="chat_template_kwargs.enable_thinking",
             )
         service = self._service
-        if effort == "none" and EFFORT not in service.variables and service.thinking_switch:
-            think, effort = False, None
-        if self._forced is not None and service.thinking_switch:
+        effort = service.effort_of(fields.effort)
+        if fields.effort == "none" and effort is None:
             think = False
+        wanted, self._budget = service.thinking_of(False if self._forced is not None else think)
         variables, messages = service.variables_of(given, effort), read_messages(fields.messages)
         adds_prompt = fields.add_generation_prompt
         try:
@@ -87,7 +91,7 @@ class Completion:
         return service.encode_chat(
             messages,
             tools,
-            think,
+            wanted,
             variables,
             continues=self._continues,
             add_generation_prompt=adds_prompt is not False,
@@ -131,6 +135,7 @@ class Completion:
             forced=self._forced,
             thinks=self._thinks,
             think=self._think,
+            think_budget=self._budget,
         )
 
     # --- as a whole -------------------------------------------------------------------------------
@@ -158,7 +163,7 @@ class Completion:
                 message["reasoning_content"] = thought
             if calls:
                 message["content"] = text.strip() or None
-                message["tool_calls"] = [_tool_call(call) for call in calls]
+                message["tool_calls"] = [self._tool_call(call) for call in calls]
             choice["message"] = message
         else:
             choice["text"] = text
@@ -203,7 +208,7 @@ class Completion:
                 text = part.text if isinstance(part, Text | Thought) else ""
                 chunks.append({"index": news.choice, "text": text, "finish_reason": None})
             elif isinstance(part, ToolCall):
-                call = {"index": n_calls[news.choice], **_tool_call(part)}
+                call = {"index": n_calls[news.choice], **self._tool_call(part)}
                 n_calls[news.choice] += 1
                 chunks.append(_delta(news.choice, {"tool_calls": [call]}))
             else:
@@ -235,6 +240,13 @@ class Completion:
         """Returns fields about the computation. ends: of the choices."""
         last = max(ends)
         return about(ends[last], self._service, self._requests[last])
+
+    def _tool_call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": new_call_id(), "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": new_call_id(), "type": "function", "function": function}
 
     def _logprobs(self, news: News) -> dict[str, Any] | None:
         if self._requests[news.choice].logprobs is None:
@@ -326,11 +338,6 @@ def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": new_call_id(), "type": "function", "function": function}
-
-
 def _logprob(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: entry[key] for key in ("token", "logprob", "bytes")}
 
@@ -360,10 +367,14 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
     """Returns the functions that the model may call; none with tool_choice none."""
     if fields.tool_choice == "none":
         return []
-    tools = [tool.model_dump(exclude_unset=True) for tool in fields.tools]
+    functions = [tool.as_function.model_dump(exclude_unset=True) for tool in fields.tools]
     return [  # templates ask for type and description
-        {"type": "function", **tool, "function": {"description": "", **tool["function"]}}
-        for tool in tools
+        {
+            "type": "function",
+            "function": {"description": "", **function},
+            **(tool.model_extra or {}),
+        }
+        for tool, function in zip(fields.tools, functions, strict=True)
     ]
 
 

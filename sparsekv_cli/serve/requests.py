@@ -275,6 +275,27 @@ class Service:
         except SparseKVError as error:
             raise RequestError(str(error).removeprefix("--"), param="tools") from None
 
+    def thinking_of(
+        self, think: bool | None, budget: int | None = None
+    ) -> tuple[bool | None, int | None]:
+        """Returns the template's switch and the budget of thinking that a request asks for.
+
+        think: see ``encode_messages``. A model that always thinks gets a budget of 0 instead.
+        """
+        if self.thinking_switch or think is None:
+            return think, budget
+        return (None, 0 if think is False else budget) if self.thinking else (think, budget)
+
+    def effort_of(self, effort: str | None) -> str | None:
+        """Returns the template's ``reasoning_effort``; None if it has no such variable."""
+        return effort if EFFORT in self.variables else None
+
+    def unused(self, fields: Any) -> set[str]:
+        """Returns the names of a request's fields that have no effect with this model."""
+        effort = getattr(fields, "effort", None)
+        has_effect = effort in (None, "none") or self.effort_of(effort) is not None
+        return set() if has_effect else {EFFORT}
+
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         """Returns the variables of the chat template that a request sets, by name.
 

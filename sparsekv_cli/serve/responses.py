@@ -15,6 +15,7 @@ from sparsekv_cli.generation.answer import STOP_LENGTH
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.serve.answers import News
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
+from sparsekv_cli.serve.forms.offers import offers_of
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.jobs import Finished
 from sparsekv_cli.serve.openai import Completion, comment, event, rows_event
@@ -22,10 +23,11 @@ from sparsekv_cli.serve.requests import RequestError, Service
 
 MAX_KEPT = 64 << 20  # bytes of all responses that are kept
 MAX_ONE = 4 << 20  # bytes of one with its conversation
+ENCRYPTED = "reasoning.encrypted_content"
 # Fields of a request that its response repeats.
 ECHO = {"background", "instructions", "max_output_tokens", "parallel_tool_calls", "reasoning"}
 ECHO |= {"previous_response_id", "prompt_cache_key", "safety_identifier", "service_tier", "store"}
-ECHO |= {"temp", "text", "tool_choice", "tools", "top_p", "truncation", "user"}
+ECHO |= {"temp", "text", "tool_choice", "top_p", "user"}
 # Fields of /v1/chat/completions under the names that they have here.
 NAMES = {"messages": "input", "response_format": "text.format"}
 NAMES |= {"reasoning_effort": "reasoning.effort"}
@@ -94,6 +96,8 @@ class ModelResponse:
         given = [{"role": "user", "content": text}] if isinstance(text, str) else text
         self._items = [*before, *given]
         messages = read_items(self._items, len(before))
+        if not messages:
+            messages.append({"role": "user", "content": ""})
         if fields.instructions:
             messages.insert(0, {"role": "system", "content": fields.instructions})
         try:
@@ -105,7 +109,9 @@ class ModelResponse:
                 raise RequestError(words, param=field or None) from None
             param = None if error.param is None else NAMES.get(error.param, error.param)
             raise RequestError(words, status=error.status, param=param, code=error.code) from None
-        self._output = OutputItems(encrypts=bool(fields.include))
+        offers = {tool.as_function.name: offer for offer, tool in offers_of(fields.tools)}
+        encrypts = ENCRYPTED in fields.include
+        self._output = OutputItems(encrypts=encrypts, offers=offers)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._n_events = 0
 
@@ -191,6 +197,8 @@ class ModelResponse:
             "output": self._output.items,
             "usage": None,
             "temperature": echo.pop("temp"),
+            "tools": [tool.told() for tool in self._fields.tools],
+            "truncation": "disabled",
             **echo,
             "metadata": self._fields.metadata or {},
             **more,

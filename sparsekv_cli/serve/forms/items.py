@@ -7,6 +7,7 @@ import binascii
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from sparsekv_cli.generation.fields import FieldError, shown
@@ -14,12 +15,22 @@ from sparsekv_cli.generation.messages import content_text, message_text, read_ar
 from sparsekv_cli.generation.parts import line_of
 from sparsekv_cli.models.chat.calls import Part, Text, Thought, ToolCall
 from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
+from sparsekv_cli.serve.forms.offers import (
+    SHELL,
+    SHELL_INPUT,
+    Offer,
+    custom_input,
+    joined_name,
+    shell_action,
+)
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text")
 ENCRYPTED = "encrypted_content"
 # Types of items that only another service makes: its tools' calls and their results.
 FOREIGN = re.compile(r"_(call|output|tools|request|response)$|^compaction")
+CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+OUTPUTS = tuple(f"{kind}_output" for kind in CALLS)
 Messages = list[dict[str, Any]]
 Event = tuple[str, dict[str, Any]]  # its type, without ``response.``, and its fields
 
@@ -40,14 +51,14 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
         elif kind == "reasoning":
             own = _own(messages, "reasoning_content")
             own.setdefault("reasoning_content", []).append(_thought(where, item))
-        elif kind == "function_call":
-            name, call_id = (_text(where, item, key) for key in ("name", "call_id"))
-            given = read_arguments(f"{where}.arguments", item.get("arguments"))
-            function = {"name": name, "arguments": given}
-            call = {"id": call_id, "type": "function", "function": function}
+        elif kind in CALLS:
+            call = _call(where, item, kind)
             _own(messages, "tool_calls").setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            call_id = _text(where, item, "call_id")
+        elif kind == "item_reference":
+            text = f"[{_text(where, item, 'id')}: this server does not keep this item]"
+            messages.append({"role": "user", "content": text})
+        elif kind in OUTPUTS:
+            call_id = _text(where, item, _key_of_id(item, kind))
             text = content_text(where, item.get("output"), TEXTS, "output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         elif isinstance(kind, str) and FOREIGN.search(kind):
@@ -57,13 +68,35 @@ def read_items(items: Sequence[Any], n_before: int = 0) -> Messages:
             found = "" if kind is None else f", found {shown(kind)}"
             raise FieldError(
                 where,
-                ": expected an item of type message, reasoning, function_call or "
-                f"function_call_output{found}",
+                ": expected an item of type message, reasoning, item_reference, "
+                f"{', '.join([*CALLS, *OUTPUTS])}{found}",
             )
     for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
+
+
+def _key_of_id(item: Mapping[str, Any], kind: str) -> str:
+    return "id" if kind.startswith("local_shell") and "call_id" not in item else "call_id"
+
+
+def _call(where: str, item: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Returns a call as /v1/chat/completions has it."""
+    if kind == "local_shell_call":
+        action = item.get("action")
+        known = SHELL_INPUT["properties"]
+        given = action if isinstance(action, dict) else {}
+        name, given = SHELL, {key: each for key, each in given.items() if key in known and each}
+    elif kind == "custom_tool_call":
+        name, given = _text(where, item, "name"), {"input": item.get("input") or ""}
+    else:
+        name = _text(where, item, "name")
+        given = read_arguments(f"{where}.arguments", item.get("arguments"))
+    name = joined_name(item.get("namespace") or "", name)
+    call_id = _text(where, item, _key_of_id(item, kind))
+    function = {"name": name, "arguments": given}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _add_message(messages: Messages, where: str, item: Mapping[str, Any], *, is_last: bool) -> None:
@@ -109,11 +142,14 @@ class OutputItems:
     """The items of an answer as they grow, one open at a time, and the events of a stream.
 
     items: the items so far; the last one may be open. encrypts: whether thoughts are also sent as
-    base64.
+    base64. offers: the tools by the name of the function that the model calls.
     """
 
-    def __init__(self, *, encrypts: bool) -> None:
+    def __init__(
+        self, *, encrypts: bool, offers: Mapping[str, Offer] = MappingProxyType({})
+    ) -> None:
         self.items: list[dict[str, Any]] = []
+        self._offers = offers
         self.thought = ""
         self._encrypts = encrypts
         self._kind: type[Part] | None = None  # of the open item
@@ -123,10 +159,7 @@ class OutputItems:
     def add(self, part: Part) -> Iterator[Event]:
         """Yields the events of a part of the answer."""
         if isinstance(part, ToolCall):
-            call = {"call_id": new_call_id(), "name": part.name, "arguments": ""}
-            yield from self._begin(ToolCall, {"type": "function_call", **call}, "fc")
-            yield from self._grow("function_call_arguments", part.arguments)
-            yield from self.close()
+            yield from self._call(part)
         elif isinstance(part, Thought):
             if self._kind != Thought:
                 yield from self._begin(Thought, {"type": "reasoning", "summary": []}, "rs")
@@ -141,6 +174,27 @@ class OutputItems:
         if self._blank and not self.items:
             yield from self._say("")
         yield from self.close(status)
+
+    def _call(self, part: ToolCall) -> Iterator[Event]:
+        offer = self._offers.get(part.name, Offer("function", part.name))
+        call: dict[str, Any] = {"call_id": new_call_id(), "name": offer.name}
+        if offer.namespace:
+            call["namespace"] = offer.namespace
+        if offer.kind == SHELL:
+            action = shell_action(part.arguments)
+            shell = {"type": "local_shell_call", "call_id": call["call_id"], "action": action}
+            yield from self._begin(ToolCall, shell, "lsh")
+        elif offer.kind == "custom":
+            yield from self._begin(
+                ToolCall, {"type": "custom_tool_call", **call, "input": ""}, "ctc"
+            )
+            yield from self._grow("custom_tool_call_input", custom_input(part.arguments))
+        else:
+            yield from self._begin(
+                ToolCall, {"type": "function_call", **call, "arguments": ""}, "fc"
+            )
+            yield from self._grow("function_call_arguments", part.arguments)
+        yield from self.close()
 
     def _say(self, text: str) -> Iterator[Event]:
         if self._kind != Text:
@@ -168,11 +222,14 @@ class OutputItems:
         if self._kind is None:
             return
         item, text, place = self.items[-1], "".join(self._texts), self._place()
-        if self._kind == ToolCall:
+        if item["type"] == "custom_tool_call":
+            item["input"] = text
+            yield "custom_tool_call_input.done", {**place, "input": text}
+        elif item["type"] == "function_call":
             item["arguments"] = text
             done = {**place, "name": item["name"], "arguments": text}
             yield "function_call_arguments.done", done
-        else:
+        elif self._kind != ToolCall:
             part = self._part(text)
             logprobs: dict[str, Any] = {"logprobs": []} if self._kind == Text else {}
             yield f"{part['type']}.done", {**place, "text": text, **logprobs}

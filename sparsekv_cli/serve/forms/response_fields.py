@@ -9,49 +9,31 @@ from pydantic import Field, WithJsonSchema
 from pydantic import model_validator as check_model
 
 from sparsekv_cli.generation.fields import FieldError, Fields, Many, Off, Text
+from sparsekv_cli.serve.forms.offers import (
+    ChosenTool,
+    NamedFunction,
+    ResponseTool,
+    ResponseToolChoice,
+    offers_of,
+)
 from sparsekv_cli.serve.forms.schema import (
     AnswerSchema,
     ChatFields,
-    ChosenTool,
-    FunctionFields,
     Labels,
-    NamedFunction,
-    PlainStream,
     ResponseFormat,
     ServedFields,
     SomeTokens,
-    ToolFields,
 )
 
 Input = Annotated[
     str | list[Any],
-    Field(min_length=1),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                {"type": "array", "minItems": 1, "items": {"type": "object"}},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
-
-
-class ResponseTool(Fields):
-    """A function that may be called. strict is a label."""
-
-    type: Literal["function"] = "function"
-    name: Text
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseToolChoice(Fields):
-    """A ``tool_choice`` that names a function."""
-
-    type: Literal["function"] = "function"
-    name: Text
+Include = Literal[
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
 
 
 class TextFormat(Fields):
@@ -71,24 +53,22 @@ class TextFormat(Fields):
 
 
 class TextFields(Fields):
-    """The text of an answer. verbosity: takes the only value that there is."""
+    """The text of an answer."""
 
     format: TextFormat = TextFormat()
-    verbosity: Literal["medium"] = "medium"
 
 
 class ReasoningFields(Fields):
-    """effort: as reasoning_effort. summary: there is none, because all thoughts are sent."""
+    """effort: as reasoning_effort."""
 
     effort: Text | None = None
-    summary: Literal["auto"] | None = None
 
 
 class ResponseFields(ServedFields, Labels):
     """``/v1/responses``. store: the response is kept, so that a later one can continue it.
 
-    include: reasoning.encrypted_content is the thinking in base64. truncation, background: take
-    only the values that change nothing.
+    include: reasoning.encrypted_content is the thinking in base64; results of hosted tools are
+    never there. top_logprobs, background: take only the values that change nothing.
     """
 
     input: Input
@@ -102,10 +82,15 @@ class ResponseFields(ServedFields, Labels):
     tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field({})
-    include: Many[Literal["reasoning.encrypted_content"]] = Field([])
-    stream_options: PlainStream | None = None
-    truncation: Literal["disabled"] = "disabled"
+    include: Many[Include] = Field([])
+    stream_options: dict[str, Any] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = 0
     background: Off = False
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think."""
+        return self.reasoning.effort
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> ChatFields:
         """Returns the same request of ``/v1/chat/completions``. messages: instructions and input.
@@ -113,11 +98,11 @@ class ResponseFields(ServedFields, Labels):
         The values are checked already, so they are not checked again.
         """
         same = ChatFields.model_fields.keys() & ResponseFields.model_fields.keys()
-        values = {name: getattr(self, name) for name in same - {"stream_options", "store"}}
+        values = {name: getattr(self, name) for name in same - {"stream_options"}}
         if isinstance(self.tool_choice, ResponseToolChoice):
             function = NamedFunction(name=self.tool_choice.name)
             values["tool_choice"] = ChosenTool(function=function)
-        values["tools"] = [_tool(tool) for tool in self.tools]
+        values["tools"] = [tool for _, tool in offers_of(self.tools)]
         values |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
         values |= {"reasoning_effort": self.reasoning.effort}
         form = self.text.format
@@ -127,8 +112,3 @@ class ResponseFields(ServedFields, Labels):
         elif form.type == "json_object":
             values["response_format"] = ResponseFormat(type="json_object")
         return ChatFields.model_construct(**values)
-
-
-def _tool(tool: ResponseTool) -> ToolFields:
-    function = tool.model_dump(exclude={"type", "strict"}, exclude_none=True)
-    return ToolFields(function=FunctionFields.model_construct(**function))

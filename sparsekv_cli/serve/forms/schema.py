@@ -1,14 +1,22 @@
 """The fields of requests, as pydantic models.
 
 Every field has an effect or is refused by name. Labels are the exception: a hosted service reads
-them, and they cannot change an answer here.
+them, and they cannot change an answer here. clients.py takes out what known clients send without
+an effect.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
 from pydantic import model_validator as check_model
 
 from sparsekv_cli.generation.answer_fields import AnswerFields
@@ -20,14 +28,17 @@ from sparsekv_cli.generation.fields import (
     Text,
     as_texts,
     check_length,
+    names_of,
 )
 from sparsekv_cli.methods import METHODS
+from sparsekv_cli.serve.forms.offers import ChosenTool, ToolFields
 from sparsekv_cli.settings.option import MAX_WHOLE
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_LOGPROBS = 20
 MAX_BINS = 256
+MAX_TOKENS = AliasChoices("max_tokens", "n_predict")  # the second is llama.cpp's
 
 
 def _option_text(value: Any) -> Any:
@@ -97,19 +108,12 @@ class ServedFields(AnswerFields):
 
     @check_model(mode="after")
     def _check_stream(self) -> ServedFields:
-        for name in ("stream_options", "return_progress", "sparsekv_rows"):
-            if not self.stream and getattr(self, name, None):
-                raise FieldError(name, " needs stream: true")
+        if not self.stream and self.sparsekv_rows:
+            raise FieldError("sparsekv_rows", " needs stream: true")
         return self
 
 
-class PlainStream(Fields):
-    """include_obfuscation: has no effect, because there is none here."""
-
-    include_obfuscation: Off = False
-
-
-class StreamOptions(PlainStream):
+class StreamOptions(Fields):
     """include_usage: whether a last event has the numbers of tokens."""
 
     include_usage: bool = False
@@ -132,7 +136,7 @@ class OpenAIFields(ServedFields, Labels):
     stop: Stops = ()
     stream_options: StreamOptions | None = None
     return_progress: bool = False
-    store: Off = False
+    modalities: Many[Literal["text"]] = Field(["text"])
 
 
 class AnswerSchema(Fields):
@@ -172,38 +176,6 @@ class ResponseFormat(Fields):
         return self.definition or {"type": "object"}
 
 
-class FunctionFields(Fields):
-    """A function that may be called. It keeps other fields, because a template may use them."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: Text
-    description: str = ""
-    parameters: dict[str, Any] | None = None
-
-
-class ToolFields(Fields):
-    """A tool of OpenAI's protocol."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"] = "function"
-    function: FunctionFields
-
-
-class NamedFunction(Fields):
-    """The function that an answer must call."""
-
-    name: Text
-
-
-class ChosenTool(Fields):
-    """A ``tool_choice`` of OpenAI's protocol that names a function."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
 class ChatFields(OpenAIFields):
     """Fields of ``/v1/chat/completions``.
 
@@ -215,7 +187,7 @@ class ChatFields(OpenAIFields):
     """
 
     messages: Messages
-    max_tokens: SomeTokens | None = None
+    max_tokens: SomeTokens | None = Field(None, validation_alias=MAX_TOKENS)
     max_completion_tokens: SomeTokens | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
@@ -228,9 +200,14 @@ class ChatFields(OpenAIFields):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think."""
+        return self.reasoning_effort
+
     @check_model(mode="after")
     def _check_chat(self) -> ChatFields:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", " needs logprobs: true")
         if self.max_tokens not in (None, self.max_completion_tokens or self.max_tokens):
             raise FieldError("max_tokens", " and max_completion_tokens are two names of one field")
@@ -244,7 +221,7 @@ class CompletionFields(OpenAIFields):
     """
 
     prompt: Prompt
-    max_tokens: MaxTokens = 16
+    max_tokens: MaxTokens = Field(16, validation_alias=MAX_TOKENS)
     logprobs: TopLogprobs | None = None
     echo: Off = False
     suffix: Literal[""] = ""
@@ -305,7 +282,7 @@ class MessageFormat(Fields):
 
 
 class CountFields(Fields):
-    """``/v1/messages/count_tokens``. Fields after ``output_config`` have no effect."""
+    """``/v1/messages/count_tokens``. Other fields of ``/v1/messages`` have no effect."""
 
     model: str = ""
     messages: Messages
@@ -316,8 +293,25 @@ class CountFields(Fields):
     output_config: OutputConfig = OutputConfig()
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    cache_control: dict[str, Any] | None = None  # prompts are always cached
-    context_management: dict[str, Any] | None = None  # edits only shorten what is sent
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model shall think."""
+        return self.output_config.effort
+
+    @check_model(mode="before")
+    @classmethod
+    def _of_messages(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        config = values.get("output_config") or {}
+        if "output_format" in values and isinstance(config, dict):  # its name in a beta
+            values["output_config"] = {"format": values.pop("output_format"), **config}
+        if cls is CountFields:
+            unread = {*names_of(MessageFields)} - {*names_of(CountFields)}
+            values = {key: value for key, value in values.items() if key not in unread}
+        return values
 
 
 class MessageFields(CountFields, ServedFields):

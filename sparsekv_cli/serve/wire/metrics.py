@@ -26,6 +26,7 @@ class Metrics:
         """models: each a HostedModel."""
         self._models = models
         self._requests: Counter[tuple[str, str]] = Counter()
+        self._unused: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._first_token = Histogram(
             PREFIX + "first_token_seconds", "From a request to its first token.",
@@ -36,6 +37,11 @@ class Metrics:
     def add_request(self, path: str, status: int) -> None:
         """Counts a request that has ended."""
         self._requests[path if path in PATHS else "other", str(status)] += 1
+
+    def add_unused(self, name: str) -> int:
+        """Counts a field without an effect, and returns how many requests have had it."""
+        self._unused[name] += 1
+        return self._unused[name]
 
     def text(self) -> bytes:
         """Returns the page."""
@@ -53,6 +59,12 @@ class Metrics:
         for labels, n in self._requests.items():
             requests.add_metric(labels, n)
         yield requests
+        unused = CounterMetricFamily(
+            PREFIX + "unused_fields", "Fields of requests without an effect.", labels=("field",)
+        )
+        for name, n in self._unused.items():
+            unused.add_metric((name,), n)
+        yield unused
         names = ("model",) if len(self._models) > 1 else ()
         for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text, value_of in families:

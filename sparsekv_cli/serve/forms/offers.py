@@ -1,0 +1,184 @@
+"""Tools as requests describe them, as templates read them, and calls as their clients expect them.
+
+A model calls functions only. So a custom tool, whose input is one text, becomes a function with the
+argument ``input``. The local shell becomes a function with a command, and a tool of a namespace one
+whose name begins with the namespace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import model_validator as check_model
+
+from sparsekv_cli.generation.fields import FieldError, Fields, Many, Text
+
+BETWEEN = "__"  # between a namespace and a name
+SHELL = "local_shell"
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [required]}
+
+
+TEXT = {"type": "string"}
+ONE_INPUT = _object("input", input=TEXT)
+COMMAND = {"type": "array", "items": TEXT, "description": "The program and its arguments."}
+SHELL_INPUT = _object(
+    "command", command=COMMAND, working_directory=TEXT, timeout_ms={"type": "integer"}
+)
+
+
+class FunctionFields(Fields):
+    """A function that may be called. It keeps other fields, because a template may use them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Text
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class CustomFormat(Fields):
+    """The form of a custom tool's input. The model is told a grammar, but is not bound by it."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: dict[str, Any] | None = None
+    definition: str | None = None
+    syntax: str | None = None
+
+
+class CustomFields(Fields):
+    """A tool whose input is one text."""
+
+    name: Text
+    description: str = ""
+    format: CustomFormat = CustomFormat()
+
+    def as_function(self) -> FunctionFields:
+        """Returns the function that the model calls."""
+        grammar = (self.format.grammar or {}).get("definition") or self.format.definition
+        more = f"\n\nThe input fits this grammar:\n{grammar}" if grammar else ""
+        description = self.description + more
+        return FunctionFields(name=self.name, description=description, parameters=ONE_INPUT)
+
+
+class ToolFields(Fields):
+    """A tool of OpenAI's protocol: a function, or a custom tool."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function", "custom"] = "function"
+    function: FunctionFields | None = None
+    custom: CustomFields | None = None
+
+    @check_model(mode="after")
+    def _check_type(self) -> ToolFields:
+        if getattr(self, self.type) is None:
+            raise FieldError("tools", f": a tool of type {self.type} needs {self.type}")
+        return self
+
+    @property
+    def as_function(self) -> FunctionFields:
+        """The function that the model calls."""
+        given = self.function if self.custom is None else self.custom.as_function()
+        assert given is not None
+        return given
+
+
+class NamedFunction(Fields):
+    """The function that an answer must call."""
+
+    name: Text
+
+
+class ChosenTool(Fields):
+    """A ``tool_choice`` of OpenAI's protocol that names a function or a custom tool."""
+
+    type: Literal["function", "custom"] = "function"
+    function: NamedFunction = Field(validation_alias=AliasChoices("function", "custom"))
+
+
+class ResponseTool(Fields):
+    """A tool of the Responses API. strict is a label. tools: those of a namespace."""
+
+    type: Literal["function", "custom", "namespace", "local_shell"] = "function"
+    name: Text = SHELL
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat = CustomFormat()
+    tools: Many[ResponseTool] = Field([])
+
+    @check_model(mode="after")
+    def _check_name(self) -> ResponseTool:
+        if self.type != SHELL and "name" not in self.model_fields_set:
+            raise FieldError("tools", f": a tool of type {self.type} needs a name")
+        return self
+
+    def told(self) -> dict[str, Any]:
+        """Returns the tool as a response repeats it."""
+        return {"type": self.type, **self.model_dump(exclude_unset=True)}
+
+
+class ResponseToolChoice(Fields):
+    """A ``tool_choice`` that names a function or a custom tool."""
+
+    type: Literal["function", "custom"] = "function"
+    name: Text
+
+
+class Offer(NamedTuple):
+    """A tool as its client knows it."""
+
+    kind: str  # function, custom or local_shell
+    name: str
+    namespace: str = ""
+
+
+def offers_of(tools: Iterable[ResponseTool]) -> list[tuple[Offer, ToolFields]]:
+    """Returns the tools of a response with the functions that the model calls."""
+    found: list[tuple[Offer, ToolFields]] = []
+    for tool in tools:
+        if tool.type == "namespace":
+            for offer, inner in offers_of(tool.tools):
+                named = inner.as_function.model_copy(
+                    update={"name": joined_name(tool.name, offer.name)}
+                )
+                found.append((offer._replace(namespace=tool.name), ToolFields(function=named)))
+            continue
+        parameters = SHELL_INPUT if tool.type == SHELL else tool.parameters
+        given = {"name": tool.name, "description": tool.description}
+        if tool.type == "custom":
+            function = CustomFields(**given, format=tool.format).as_function()
+        else:
+            more = {} if parameters is None else {"parameters": parameters}
+            function = FunctionFields(**given, **more)
+        found.append((Offer(tool.type, tool.name), ToolFields(function=function)))
+    return found
+
+
+def joined_name(namespace: str, name: str) -> str:
+    """Returns the name of the function for a tool of a namespace; "" is none."""
+    return f"{namespace}{BETWEEN}{name}" if namespace else name
+
+
+def custom_input(arguments: str) -> str:
+    """Returns the input of a custom tool from the arguments that the model wrote."""
+    given = json.loads(arguments)
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def shell_action(arguments: str) -> dict[str, Any]:
+    """Returns the action of a call of the local shell."""
+    given = json.loads(arguments)
+    given = given if isinstance(given, dict) else {}
+    command = given.get("command")
+    words = [command] if isinstance(command, str) else command
+    words = [str(word) for word in words] if isinstance(words, list) else []
+    known = {key: given[key] for key in ("timeout_ms", "working_directory") if given.get(key)}
+    return {"type": "exec", "command": words, "env": {}, **known}
