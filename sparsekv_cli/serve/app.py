@@ -54,7 +54,12 @@ from sparsekv_cli.serve.wire.streams import EventStream, unless_gone
 
 N_READERS = 16  # requests that are read at once; grammar_trial.N_WAITING of them may wait
 RETRY_S = 2  # seconds after which a client may try again
-HTTP_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+HTTP_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 # OpenAI's paths that a text model cannot serve, and what they are for.
 OTHERS = {"embeddings": "embeddings", "images": "pictures", "audio": "sounds", "videos": "videos"}

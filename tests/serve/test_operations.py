@@ -25,6 +25,11 @@ def server(serve: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
+def open_server(serve: Callable[..., Any]) -> Any:
+    return serve(access=Access(origins=("https://example.org",)))
+
+
+@pytest.fixture(scope="module")
 def client(server: Any) -> Any:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         client.headers["authorization"] = "Bearer sesame"
@@ -55,6 +60,34 @@ def test_who_may_ask(client: httpx.Client, server: Any) -> None:
     assert "access-control-allow-origin" not in other.headers
     hosts = ("127.0.0.1", "::1", "0.0.0.0", "x.org")
     assert [is_loopback(host) for host in hosts] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+@pytest.mark.parametrize(
+    ("headers", "is_foreign"),
+    [
+        ({}, False),
+        ({"sec-fetch-site": "none"}, False),
+        ({"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, False),
+        ({"origin": "http://127.0.0.1:PORT"}, False),
+        ({"origin": "https://example.org", "sec-fetch-site": "cross-site"}, False),
+        ({"sec-fetch-site": "cross-site"}, True),
+        ({"sec-fetch-site": "same-site"}, True),  # another port of this machine
+        ({"origin": "https://evil.example"}, True),
+        ({"origin": "null", "sec-fetch-site": "cross-site"}, True),
+    ],
+)
+def test_pages_of_other_origins_change_nothing(
+    open_server: Any, method: str, headers: dict[str, str], is_foreign: bool
+) -> None:
+    """An image tag is a GET, and it must not load a model."""
+    port = open_server.url.rpartition(":")[2]
+    given = {name: value.replace("PORT", port) for name, value in headers.items()}
+    path = f"{open_server.url}/props?model=any"
+    answer = httpx.request(method, path, headers=given, timeout=60)
+    assert (answer.status_code == 403) == is_foreign, answer.text
+    page = httpx.get(open_server.url, headers=given, timeout=60)
+    assert page.status_code == 200, "a link to the page works"
 
 
 @pytest.mark.parametrize(

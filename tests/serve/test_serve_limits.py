@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % CHAT.encode()
 HEAD += b"Content-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 BREAKERS = "dry_sequence_breakers"
 MOST_BYTES = 1 << 16
 
@@ -55,7 +56,7 @@ def answer_of(link: socket.socket) -> bytes:
 
 def test_half_sent_heads_lock_nobody_out(server: Any) -> None:
     links = [opened(server, HEAD) for _ in range(40)]
-    assert httpx.get(server.url + "/health", timeout=20).status_code == 200
+    assert answer_of(opened(server, HEALTH)).startswith(b"HTTP/1.1 200 ")
     answers = [answer_of(link) for link in links]  # the oldest went at once, the others in time
     assert answers[0] == b"" and answers[-1].startswith(b"HTTP/1.1 408 ")
 
@@ -79,8 +80,47 @@ def test_half_sent_bodies_lock_nobody_out(server: Any) -> None:
     client = opened(server, b"")
     links += [opened(server, body) for _ in range(3)]
     time.sleep(0.2)
-    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    client.sendall(HEALTH)
     assert answer_of(client).startswith(b"HTTP/1.1 200 ")
+    for link in links:
+        link.close()
+
+
+@pytest.mark.parametrize("stale", [b"", HEAD], ids=["idle", "half-sent"])
+def test_every_whole_request_gets_a_status(
+    server: Any, stale: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three times as many connections as there may be, each is answered, again and again."""
+    monkeypatch.setattr(connections, "IDLE_S", 60.0)
+    monkeypatch.setattr(connections, "PLACE_S", 0.0)
+
+    def ask(path: str) -> list[int]:
+        found = []
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            ready.wait()
+            for _ in range(4):
+                answer = client.post(path, json=ASKED)
+                found.append(answer.status_code)
+                if answer.status_code == 503:
+                    assert answer.headers["retry-after"] and answer.json()["error"]["message"]
+        return found
+
+    n, ready = 36, threading.Barrier(36)
+    links = [opened(server, stale) for _ in range(6)]
+    with ThreadPoolExecutor(n) as pool:
+        paths = [CHAT, "/v1/messages", "/v1/responses", CHAT] * (n // 4)
+        statuses = [status for found in pool.map(ask, paths) for status in found]
+    for link in links:
+        link.close()
+    assert len(statuses) == 4 * n and {*statuses} <= {200, 400, 429, 503}
+    assert 200 in statuses and 503 in statuses
+
+
+def test_idle_connections_lock_nobody_out(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_S", 0.1)
+    links = [opened(server, b"") for _ in range(14)]
+    time.sleep(0.3)
+    assert answer_of(opened(server, HEALTH)).startswith(b"HTTP/1.1 200 ")
     for link in links:
         link.close()
 
@@ -133,9 +173,13 @@ def test_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [256, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.__setitem__(0, new[0]))
-    assert connections.most_connections(8) == 8 + connections.SPARE and limits[0] == 264
+    assert (
+        connections.most_connections(8) == 8 + connections.SPARE
+        and limits[0] == 264 + connections.LOBBY
+    )
+    assert connections.lobby_of(72) == connections.LOBBY
     limits[:] = [256, 256]
-    assert connections.most_connections(500) == 64
+    assert connections.most_connections(500) == 64 and connections.lobby_of(64) == 0
     limits[:] = [64, 64]
     with pytest.raises(SparseKVError, match="may open 64 files, too few"):
         connections.most_connections(8)

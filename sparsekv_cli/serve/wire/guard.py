@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sparsekv_cli.errors import BusyError
 from sparsekv_cli.serve.page import STATIC
 from sparsekv_cli.serve.wire.bodies import BodyError
+from sparsekv_cli.serve.wire.connections import IS_FURTHER
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 
@@ -47,6 +49,8 @@ class Guard:
 
     def _reason_against(self, scope: Scope) -> Exception | None:
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        if scope.get(IS_FURTHER):
+            return BusyError("there are too many connections: try again later")
         if "transfer-encoding" in headers and "content-length" in headers:  # they may disagree
             return BodyError("Content-Length and Transfer-Encoding exclude each other")
         if self._access.only_local:
@@ -62,4 +66,22 @@ class Guard:
                 return HTTPException(
                     401, "the API key is missing or wrong", {"www-authenticate": "Bearer"}
                 )
+        elif not is_open and self._is_foreign(headers):
+            return HTTPException(
+                403, "a page of another origin sent this request: name its origin with --cors"
+            )
         return None
+
+    def _is_foreign(self, headers: Mapping[str, bytes]) -> bool:
+        """Returns whether a page sends the request that is neither ours nor of a named origin.
+
+        A browser says so, whatever the method is. Other programs send neither header.
+        """
+        site = headers.get("sec-fetch-site", b"")
+        origin = headers.get("origin", b"").decode("latin-1")
+        if site in (b"same-origin", b"none"):
+            return False
+        if not origin:
+            return site != b""
+        host = headers.get("host", b"").decode("latin-1")
+        return origin.partition("://")[2] != host and not {origin, "*"} & {*self._access.origins}
