@@ -10,7 +10,7 @@ from sparsekv_cli.models.chat.calls import read_json
 
 NO_MEDIA = "pictures, sounds and videos are not read"
 # A message's field -> its names. Programs spell an assistant's thoughts in three ways.
-SAME = {"name": ("name",), "tool_call_id": ("tool_call_id",)}
+SAME: dict[str, tuple[str, ...]] = {"name": ("name",), "tool_call_id": ("tool_call_id",)}
 SAME["reasoning_content"] = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 

@@ -156,7 +156,7 @@ def offers_of(tools: Iterable[ResponseTool]) -> list[tuple[Offer, ToolFields]]:
             function = CustomFields(**given, format=tool.format).as_function()
         else:
             more = {} if parameters is None else {"parameters": parameters}
-            function = FunctionFields(**given, **more)
+            function = FunctionFields.model_validate({**given, **more})
         found.append((Offer(tool.type, tool.name), ToolFields(function=function)))
     return found
 
