@@ -75,36 +75,51 @@ def can_repack(code: int, n_rows: int) -> bool:
 # --- repacking ------------------------------------------------------------------------------------
 
 
+@njit(cache=True, nogil=True)
+def _word(row, at):
+    """Returns the four bytes from unit ``at`` of a row of uint8 or uint16, as a number."""
+    if row.itemsize == 2:
+        return np.uint32(row[at]) | np.uint32(row[at + 1]) << np.uint32(16)
+    low = np.uint32(row[at]) | np.uint32(row[at + 1]) << np.uint32(8)
+    return low | np.uint32(row[at + 2]) << np.uint32(16) | np.uint32(row[at + 3]) << np.uint32(24)
+
+
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _repack(rows, n_scales, scales_at, order, out):
+def _repack(rows, n_scales, scales_at, order, out, words):
     """Repacks rows (n, units a row) to out (n / GROUP, GROUP * ...). A unit is uint16 or uint8.
 
-    A block has n_scales units of scales at ``scales_at``, its start or end. Its words of four bytes
-    are written in ``order``.
+    words: ``out`` as uint32. A block has n_scales units of scales at ``scales_at``, its start or
+    end. Its words of four bytes are written in ``order``, each for all rows: the writes are in a
+    row, which is six times as fast as the reads in a row would be.
     """
     a_word = 4 // rows.itemsize  # units
     n_units, rest_at = n_scales + a_word * len(order), 0 if scales_at > 0 else n_scales
     for group in prange(out.shape[0]):
-        for i in range(rows.shape[1] // n_units):
-            for r in range(GROUP):
-                row = rows[group * GROUP + r, i * n_units : (i + 1) * n_units]
-                at = i * GROUP * n_units
-                for unit in range(n_scales):
-                    out[group, at + r] = row[scales_at + unit]
-                    at += GROUP
-                for word in order:
-                    for unit in range(a_word):
-                        out[group, at + a_word * r + unit] = row[rest_at + a_word * word + unit]
-                    at += a_word * GROUP
+        of_group = rows[group * GROUP : (group + 1) * GROUP]
+        for start in range(0, rows.shape[1], n_units):
+            at = GROUP * start
+            for unit in range(start + scales_at, start + scales_at + n_scales):
+                for r in range(GROUP):
+                    out[group, at + r] = of_group[r, unit]
+                at += GROUP
+            at //= a_word
+            for word in order:
+                for r in range(GROUP):
+                    words[group, at + r] = _word(of_group[r], start + rest_at + a_word * word)
+                at += GROUP
 
 
 def repack(code: int, w: np.ndarray, out: np.ndarray) -> None:
-    """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape."""
+    """Repacks w, uint8 (rows, row bytes) in format ``code``, to ``out`` of the same shape.
+
+    ``out`` begins at a multiple of four bytes.
+    """
     at, count, size = scales_of(FORMAT_OF_CODE[code])
     unit = np.uint16 if size == 2 else np.uint8
-    units = out.reshape(len(w) // GROUP, -1).view(unit)
+    groups = out.reshape(len(w) // GROUP, -1)
     order = np.array(word_order(FORMAT_OF_CODE[code]))
-    _repack(w.view(unit), count, at // size, order, units)
+    units, words = groups.view(unit), groups.view(np.uint32)
+    _repack(w.view(unit), count, at // size, order, units, words)
 
 
 def repack_ref(code: int, w: np.ndarray) -> np.ndarray:
