@@ -19,6 +19,7 @@ import numba
 from llvmlite import binding
 from numba.core import caching, ccallback, dispatcher
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from sparsekv_cli.cpu.jit.compiling import is_callee
@@ -72,10 +73,14 @@ class KernelCache(caching._Cache):
         return f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the compiled signature, ready to run; None if it must be compiled."""
+        """Returns the compiled signature, ready to run; None if it must be compiled.
+
+        numba's own caches prepare its compiler first (``refresh``). Machine code needs only the
+        functions of memory. numba prepares the rest when it compiles a function.
+        """
         if not self._is_enabled:
             return None
-        target_context.refresh()
+        rtsys.initialize(target_context)
         name = self.name(sig, target_context.codegen())
         payload = self._store.read(name)
         if payload is None:

@@ -1,12 +1,8 @@
 """The text of PDF and Word files, for every command that reads a text (extra ``docs``)."""
 
-from io import BytesIO
-from zipfile import BadZipFile, ZipFile
-
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.installation import install_command
 from sparsekv_cli.system.pdf_text import pdf_text
-from sparsekv_cli.system.word_text import word_text
 
 PDF, WORD, OLD = "PDF", "Word file", "Office file"
 # The first bytes of a file -> its kind. Office wraps a file with a password as it wrote old files.
@@ -49,6 +45,11 @@ def document_text(data: bytes, source: str) -> str:
 
 
 def _word_text(data: bytes) -> str:
+    from io import BytesIO
+    from zipfile import BadZipFile, ZipFile
+
+    from sparsekv_cli.system.word_text import word_text
+
     try:
         archive = ZipFile(BytesIO(data))
         parts = archive.infolist()
