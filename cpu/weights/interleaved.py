@@ -89,8 +89,8 @@ def _repack(rows, n_scales, scales_at, order, out, words):
     """Repacks rows (n, units a row) to out (n / GROUP, GROUP * ...). A unit is uint16 or uint8.
 
     words: ``out`` as uint32. A block has n_scales units of scales at ``scales_at``, its start or
-    end. Its words of four bytes are written in ``order``, each for all rows: the writes are in a
-    row, which is six times as fast as the reads in a row would be.
+    end. Its words of four bytes are written in ``order``, each for all rows. So the writes are in a
+    row, which is six times as fast as reads in a row.
     """
     a_word = 4 // rows.itemsize  # units
     n_units, rest_at = n_scales + a_word * len(order), 0 if scales_at > 0 else n_scales
