@@ -88,7 +88,7 @@ def make_line_encoder(
     return encode
 
 
-def bpe_of(metadata: Mapping[str, Any], ids: Mapping[str, int], **options: Any) -> Any:
+def bpe_of(metadata: Mapping[str, Any], ids: dict[str, int], **options: Any) -> Any:
     """Returns the library's BPE of the merge rules. Both parts and the result must be tokens.
 
     The library checks that, in a fraction of Python's time. Raises SparseKVError for a rule that it
