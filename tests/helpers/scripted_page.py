@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,21 +16,24 @@ from waiting import wait_for
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.serve import page
 from sparsekv_cli.serve.wire.documents import Documents
+from sparsekv_cli.serve.wire.kept import KeptAnswers, KeptError
 
 METHODS = ("full", "lfps", "topk", "fasa")
 PARAMS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repeat_penalty": 1.0}
 SWITCH = "enable_thinking"
 Item = str | tuple[str, Any]
 GATE, CUT = ("gate", None), ("cut", None)
+CUT_HERE = ": cut\n\n"
 
 
 class Scripted:
     """A server with the page. answers: of the next requests; asked: what they were.
 
-    An item of an answer is a text, ("think", text), ("rows", rows), ("comment", text), GATE, at
-    which the server waits for go(), or CUT, which ends the connection. An answer may be
-    (status, message) instead. gated: documents that are read after go(); left: whether one's client
-    has gone. slow: the seconds that it takes to describe a thing.
+    An item of an answer is a text, ("think", text), ("rows", rows), ("comment", text),
+    ("model", name), ("progress", (done, total)), GATE, at which the server waits for go(), or CUT,
+    which ends the connection. An answer may be (status, message) instead. forgets: whether no
+    answer is found again. writes: how many are being written. gated: documents that are read after
+    go(); left: whether one's client has gone. slow: the seconds that it takes to describe a thing.
     """
 
     def __init__(self) -> None:
@@ -38,9 +41,13 @@ class Scripted:
         self.answers: list[Sequence[Item] | tuple[int, str]] = []
         self.asked: list[dict[str, Any]] = []
         self.models = [self.model("tiny")]
-        self.key, self.n_open, self.slow = "", 0, 0.0
+        self.key, self.n_open, self.slow, self.method = "", 0, 0.0, "full"
         self.gated: set[str] = set()
+        self.forgets, self.cuts, self.writes = False, 0, 0
+        failure = lambda error: f"event: error\ndata: {failed(error)}\n\n"  # noqa: E731
+        self.kept = KeptAnswers(failure)
         self.left = 0
+        self.visitor = object()  # of a test; answers to an earlier one end
 
     def go(self) -> None:
         """Lets an answer go on after a gate."""
@@ -48,23 +55,26 @@ class Scripted:
 
     def app(self) -> Starlette:
         described = [Route(path, self.describe) for path in ("/v1/methods", "/v1/models", "/props")]
-        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        answers = Route("/v1/answers/{id}", self.answer, methods=["PUT", "GET", "DELETE"])
         documents = Route("/documents", self.read, methods=["POST"])
-        return Starlette(routes=[*page.routes(), *described, chat, documents])
+        return Starlette(routes=[*page.routes(), *described, answers, documents])
 
     @staticmethod
     def model(name: str, methods: Sequence[str] = METHODS[:3]) -> dict[str, Any]:
         about = {"context_length": 1024, "methods": list(methods), "thinking_switch": SWITCH}
-        return {"id": name, "status": "loaded", **about}
+        depths = {each: 7680 * (each == "lfps") for each in methods}
+        return {"id": name, "status": "loaded", "sparse_from": depths, **about}
 
     async def describe(self, request: Request) -> Response:
         await asyncio.sleep(self.slow)
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
-        methods = [{"name": name, "summary": f"what {name} does"} for name in METHODS]
+        options = [{"name": "budget", "default": "5%"}]
+        use = {"use": "some texts", "options": options}
+        methods = [{"name": name, "summary": f"what {name} does", **use} for name in METHODS]
         params = {**PARAMS, "seed": -1, "n_predict": 256}
         known = {
-            "/v1/methods": {"default": "full", "methods": methods},
+            "/v1/methods": {"default": self.method, "methods": methods},
             "/v1/models": {"data": self.models},
             "/props": {"default_generation_settings": {"params": params}},
         }
@@ -81,24 +91,63 @@ class Scripted:
         except SparseKVError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
 
-    async def chat(self, request: Request) -> Response:
-        self.asked.append(await request.json())
-        answer = self.answers.pop(0)
-        if isinstance(answer[0], int):
-            return JSONResponse({"error": {"message": answer[1]}}, answer[0])
-        return StreamingResponse(self.events(answer), media_type="text/event-stream")
+    async def answer(self, request: Request) -> Response:
+        """Keeps answers as the server does."""
+        name, gone = request.path_params["id"], KeptError("no answer is kept", 404, "")
+        try:
+            if request.method == "DELETE":
+                self.kept.remove(name)
+                return JSONResponse({})
+            if request.method == "PUT":
+                self.asked.append(await request.json())
+                answer = self.answers.pop(0)
+                if isinstance(answer[0], int):
+                    return JSONResponse({"error": {"message": answer[1]}}, answer[0])
+                self.kept.begin(name).start(self.events(answer))
+            elif self.forgets:
+                raise gone
+            events = self.kept.find(name).read()
+            return StreamingResponse(self.cut(events), media_type="text/event-stream")
+        except KeptError as error:
+            return JSONResponse({"error": {"message": str(error)}}, error.status)
 
-    async def events(self, items: Sequence[Any]) -> AsyncIterator[str]:
+    async def cut(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Ends the connection at a mark, the first time."""
+        async for text in events:
+            if text != CUT_HERE:
+                yield text
+            elif self.cuts:
+                self.cuts -= 1
+                return
+
+    async def events(self, items: Sequence[Any]) -> AsyncGenerator[str]:
+        self.writes += 1
+        try:
+            async for text in self.texts(items):
+                yield text
+        finally:
+            self.writes -= 1
+
+    async def texts(self, items: Sequence[Any]) -> AsyncIterator[str]:
+        visitor = self.visitor
         for item in items:
             kind, value = item if isinstance(item, tuple) else ("text", item)
             if kind == "gate":
                 while not self.n_open:
                     await asyncio.sleep(0.01)
+                    if visitor is not self.visitor:
+                        return
                 self.n_open -= 1
             elif kind == "cut":
-                return
+                self.cuts += 1
+                yield CUT_HERE
             elif kind == "comment":
                 yield f": {value}\n\n"
+            elif kind == "progress":
+                progress = {"processed": value[0], "total": value[1]}
+                yield f"data: {json.dumps({'choices': [], 'prompt_progress': progress})}\n\n"
+            elif kind == "model":
+                yield f"data: {json.dumps({'choices': [], 'model': value})}\n\n"
             elif kind == "rows":
                 rows = {"rows": value, "tokens": 1, "accepted": 0}
                 yield f"event: sparsekv.rows\ndata: {json.dumps(rows)}\n\n"
@@ -106,6 +155,10 @@ class Scripted:
                 delta = {"content" if kind == "text" else "reasoning_content": value}
                 yield f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n"
         yield f"data: {json.dumps(LAST)}\n\ndata: [DONE]\n\n"
+
+
+def failed(error: Any) -> str:
+    return json.dumps({"error": {"message": str(error), "code": error.code}})
 
 
 LAST = {
@@ -153,7 +206,7 @@ class Page:
 
     def markdown(self, body: str, *texts: Any) -> Any:
         """What a script says that has the page's ``markdown``, the texts and ``done``."""
-        page = "import('/static/markdown.js').then(({ markdown }) => {" + body + "});"
+        page = "import('/static/text/markdown.js').then(({ markdown }) => {" + body + "});"
         script = "const texts = [...arguments], done = texts.pop();" + page
         return self.browser.execute_async_script(script, *texts)
 

@@ -1,22 +1,29 @@
 // The page: what its buttons and keys do.
 
-import { ask, isRunning, stop } from "./answer.js";
-import { current, newChat, openChats, save } from "./chats.js";
-import { $, say } from "./dom.js";
-import { takeFiles } from "./files.js";
+import { ask, isRunning, resume, stop } from "./answer.js";
+import { fork, turn } from "./chats/branches.js";
+import { allChats, current, goToChat, openChats, save } from "./chats/chats.js";
+import { $, newId, say } from "./dom.js";
+import { hasFiles, showFiles, takeFiles } from "./files.js";
 import { openMessages, showMessages, startEdit, toEnd } from "./messages.js";
 import { showAbout } from "./rows.js";
-import { areValid, describe, settings, showSettings, showTheme, watch } from "./settings.js";
+import {
+  areValid, describe, hasServed, settings, showSettings, showTheme, watch,
+} from "./settings.js";
 
 const narrow = matchMedia("(max-width: 48rem)");
+const drafts = new WeakMap();  // by chat: what is written in its field
+let shown = null, isConnected = false;
 
 // Shows a chat. elsewhere: another tab may be writing to it.
 function show(chat, elsewhere = false) {
-  for (const message of chat.messages) {
-    if (message.state !== "writing" || isRunning(chat) || elsewhere) continue;
-    message.state = "stopped";  // the page was closed
-    message.note = "This answer was interrupted.";
+  if (chat !== shown) {
+    if (shown) drafts.set(shown, $("prompt").value);
+    $("prompt").value = drafts.get(chat) ?? "";
+    shown = chat;
+    showFiles(chat);
   }
+  if (isConnected && !elsewhere) resume(chat, ended);
   showSettings(chat.settings);
   showMessages(chat);
   showAbout(chat.messages.findLast((message) => message.about)?.about ?? {});
@@ -33,17 +40,17 @@ function showState(chat) {
   $("log").setAttribute("aria-busy", String(runs));
 }
 
-// A model that is not found is gone: what the server has now is shown.
-function ended(chat, status) {
+// After a failure, or with an unknown model, another server may be there. It is asked what it has.
+function ended(chat, error) {
   showState(chat);
-  if (status === 404) connect();
+  if (error ? error.name !== "AbortError" : !hasServed(chat)) connect();
 }
 
-function answer() {
+function answer(forked) {
   const chat = current();
   chat.settings = settings(chat.settings);
   $("model-gone").textContent = "";
-  ask(chat, ended);
+  ask(chat, ended, forked);
   showMessages(chat);
   showAbout({});
   showState(chat);
@@ -51,36 +58,51 @@ function answer() {
 }
 
 const canAsk = () => !isRunning(current()) && areValid();
-
-// Removes a message and those after it.
-function cut(message) {
-  const { messages } = current();
-  messages.length = messages.indexOf(message);
-}
+const placeOf = (id) => current().messages.findIndex((message) => message.id === id);
 
 openMessages({
-  edit(message, content) {
-    if (!canAsk()) return;
-    cut(message);
-    current().messages.push({ ...message, content });
+  edit(id, content) {
+    const place = placeOf(id), chat = current();
+    if (place < 0 || !canAsk()) return;
+    const { files } = chat.messages[place];
+    addMine(chat, content, files, fork(chat, place));
     answer();
   },
-  again(message) {
-    if (!canAsk()) return;
-    cut(message);
-    answer();
+  again(id) {
+    const place = placeOf(id), chat = current(), message = chat.messages[place];
+    if (place < 0 || !canAsk()) return;
+    // An answer without a word is worth no branch.
+    if (message.content || message.thinking) return answer(fork(chat, place));
+    chat.messages.splice(place);
+    answer(message.fork);
+  },
+  turn(id, steps) {
+    const chat = current(), place = placeOf(id);
+    if (isRunning(chat) || place < 0 || !turn(chat, chat.messages[place], steps)) return;
+    show(chat);
+    save(chat);
+    const buttons = $("log").children[place].querySelectorAll(".branches button:enabled");
+    buttons[steps < 0 ? 0 : buttons.length - 1]?.focus();
   },
 });
 
+function addMine(chat, content, files, forked) {
+  const message = { id: newId(), role: "user", content };
+  if (files?.length) message.files = files;
+  if (forked) message.fork = forked;
+  chat.messages.push(message);
+}
+
 $("form").addEventListener("submit", async (event) => {
   event.preventDefault();
+  const chat = current();
   if (!$("method").value && !(await connect())) return;
-  if (!canAsk()) return;
-  const content = $("prompt").value.trim(), chat = current();
-  const files = takeFiles();
+  if (chat !== current() || !canAsk()) return;
+  const content = $("prompt").value.trim();
+  const files = takeFiles(chat);
   if (!files || (!content && !files.length)) return;
   $("prompt").value = "";
-  chat.messages.push({ role: "user", content, ...(files.length && { files }) });
+  addMine(chat, content, files);
   answer();
   toEnd();
 });
@@ -106,9 +128,7 @@ document.addEventListener("keydown", (event) => {
     else stop(current());
   } else if (event.altKey && event.code === "KeyN") {
     event.preventDefault();
-    fresh();
-    newChat();
-    $("prompt").focus();
+    begin();
   }
 });
 
@@ -132,36 +152,46 @@ function fresh() {
   if (!narrow.matches) $("prompt").focus();
 }
 
+function begin() {
+  fresh();
+  goToChat(null);
+  $("prompt").focus();
+}
+
 $("open-chats").addEventListener("click", () => showChats(true));
 $("close-chats").addEventListener("click", () => showChats(false));
 $("stop").addEventListener("click", () => stop(current()));
-$("new").addEventListener("click", () => {
-  fresh();
-  newChat();
-  $("prompt").focus();
-});
+$("new").addEventListener("click", begin);
 $("open-settings").addEventListener("click", () => $("settings").showModal());
 
 function fit() {
   $("picture").open = !narrow.matches;
-  $("budget").placeholder = narrow.matches ? "budget" : "default";
 }
 narrow.addEventListener("change", fit);
 
-// Returns whether the server could be asked.
+// Returns whether the server could be asked. The first time, the answers that it writes go on here.
 async function connect() {
   try {
     await describe();
-    showSettings(current().settings);
-    return true;
   } catch (error) {
     $("model-name").textContent = error.message;
     return false;
   }
+  showSettings(current().settings);
+  if (!isConnected) for (const chat of allChats()) resume(chat, ended);
+  isConnected = true;
+  showState(current());
+  return true;
 }
 
 $("key").addEventListener("change", connect);
 $("key-field").addEventListener("submit", (event) => event.preventDefault());
+document.addEventListener("visibilitychange", () => !document.hidden && isConnected && connect());
+addEventListener("pageshow", ({ persisted }) => {
+  if (!persisted) return;
+  isConnected = false;
+  connect();
+});
 watch(() => {
   current().settings = settings(current().settings);
   save(current());
@@ -169,6 +199,8 @@ watch(() => {
 
 showTheme();
 fit();
-await openChats({ show, gone: stop, fresh, isRunning });
+const draftOf = (chat) => (chat === shown ? $("prompt").value : drafts.get(chat));
+const isEmpty = (chat) => !hasFiles(chat) && !draftOf(chat);
+await openChats({ show, gone: stop, fresh, isRunning, isEmpty });
 await connect();
 if (!narrow.matches && !$("key-field").checkVisibility()) $("prompt").focus();

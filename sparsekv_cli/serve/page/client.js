@@ -23,11 +23,24 @@ export async function documentText(name, file, signal) {
   return (await response.json()).text;
 }
 
-// Yields the events of an answer: [name, object], or ["comment", text].
-export async function* events(request, signal) {
-  const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(), body: JSON.stringify(request), signal,
-  });
+const answerPath = (id) => `/v1/answers/${id}`;
+
+// Yields the events of a new answer: [name, object], or ["comment", text]. The server goes on with
+// it when this page is away.
+export const begin = (id, request, signal) =>
+  events(id, { method: "PUT", body: JSON.stringify(request), signal });
+
+// Yields the events of an answer again, from the first one on.
+export const again = (id, signal) => events(id, { signal });
+
+// Ends an answer. One that the server does not have is ended too.
+export async function end(id) {
+  const asked = { method: "DELETE", headers: headers(), keepalive: true };
+  await fetch(answerPath(id), asked).catch(() => {});
+}
+
+async function* events(id, options) {
+  const response = await fetch(answerPath(id), { headers: headers(), ...options });
   if (!response.ok) throw await failure(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";

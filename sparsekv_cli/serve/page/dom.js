@@ -15,6 +15,19 @@ export function button(text, action, attributes = {}) {
   return element;
 }
 
+// 32 hexadecimal digits that nobody can guess.
+export function newId() {
+  const bytes = [...crypto.getRandomValues(new Uint8Array(16))];
+  return bytes.map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+// Saves texts as one file.
+export function download(parts, type, name) {
+  const href = URL.createObjectURL(new Blob(parts, { type }));
+  make("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 1000);
+}
+
 // A button that copies a text and says so.
 export function copyButton(text, label) {
   const element = button("Copy", async () => {

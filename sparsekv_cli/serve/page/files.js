@@ -3,68 +3,88 @@
 import { documentText } from "./client.js";
 import { $, button, make } from "./dom.js";
 
+const LONG_TEXT = 50_000;  // characters of a text that may be pasted into a field
 const MOST = 2 << 20;  // bytes of a text; the server takes a request of 4 MiB by default
 // How files begin that the server reads: PDFs, Word files, and Office files, which it refuses.
 const DOCUMENTS = ["%PDF-", "PK\x03\x04", "\xd0\xcf\x11\xe0"];
-let files = [], problems = [], reading = Promise.resolve();
+const ofChats = new WeakMap();  // by chat: the files of its next message, and what went wrong
+let shown = { files: [], problems: [] }, reading = Promise.resolve();
 
-// Returns the files, and forgets them. Says so and returns null while one of them is read.
-export function takeFiles() {
-  const taken = files, open = taken.find((file) => file.ends);
+// Shows the files that wait in a chat.
+export function showFiles(chat) {
+  shown = waiting(chat);
+  keep(shown, shown.files);
+  tell(shown);
+}
+
+function waiting(chat) {
+  if (!ofChats.has(chat)) ofChats.set(chat, { files: [], problems: [] });
+  return ofChats.get(chat);
+}
+
+export const hasFiles = (chat) => waiting(chat).files.length > 0;
+
+// Returns the files of a chat, and forgets them. Says so and returns null while one is being read.
+export function takeFiles(chat) {
+  const mine = waiting(chat), taken = mine.files, open = taken.find((file) => file.ends);
   if (open) {
-    tell([...problems, `${open.name} is being read: send the message when it is there.`]);
+    tell(mine, `${open.name} is being read: send the message when it is there.`);
     return null;
   }
-  keep([]);
-  tell(problems = []);
+  mine.problems = [];
+  keep(mine, []);
+  tell(mine);
   return taken;
 }
 
-function tell(words) {
-  $("file-error").textContent = words.join(" ");
+function tell(mine, ...words) {
+  if (mine === shown) $("file-error").textContent = [...mine.problems, ...words].join(" ");
 }
 
-function keep(kept) {
-  files = kept;
+function keep(mine, files) {
+  mine.files = files;
+  if (mine !== shown) return;
   $("files").replaceChildren(...files.map((file) => {
     const drop = button("×", () => {
       file.ends?.abort();
-      remove(file);
-      tell(problems = []);
+      mine.problems = [];
+      remove(mine, file);
+      tell(mine);
     });
     drop.setAttribute("aria-label", `Remove ${file.name}`);
     return make("li", {}, file.name, file.ends ? " is being read…" : "", drop);
   }));
 }
 
-const remove = (file) => keep(files.filter((each) => each !== file));
+const remove = (mine, file) => keep(mine, mine.files.filter((each) => each !== file));
 
-// Adds files, whose names are on one line. They are read one after the other.
+// Adds files to the shown chat. Their names are on one line. They are read one after the other.
 export function addFiles(list) {
-  const added = [...list].map((blob) => (
+  const mine = shown, added = [...list].map((blob) => (
     { name: blob.name.replace(/[\p{C}\s]+/gu, " "), blob, ends: new AbortController() }));
-  if (!files.some((file) => file.ends)) tell(problems = []);
-  keep([...files, ...added]);
-  reading = reading.then(() => readAll(added));
+  if (!mine.files.some((file) => file.ends)) mine.problems = [];
+  tell(mine);
+  keep(mine, [...mine.files, ...added]);
+  reading = reading.then(() => readAll(mine, added));
   return reading;
 }
 
-async function readAll(added) {
+async function readAll(mine, added) {
   for (const file of added) {
     const { blob, ends, name } = file;
     try {
       file.text = await read(name, blob, ends.signal);
       delete file.blob;
       delete file.ends;
-      keep(files);
+      keep(mine, mine.files);
     } catch (error) {
-      remove(file);
+      remove(mine, file);
       if (error.name === "AbortError") continue;
       const words = error.message;
-      problems.push(words.startsWith(name) ? words : `${name}: ${words}`);
+      mine.problems.push(words.startsWith(name) ? words : `${name}: ${words}`);
     }
   }
-  tell(problems);
+  tell(mine);
 }
 
 async function read(name, blob, signal) {
@@ -94,9 +114,9 @@ export function withFiles({ content, files }) {
   return parts.join("") + content;
 }
 
-const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+const bringsFiles = (event) => event.dataTransfer?.types.includes("Files");
 document.addEventListener("dragover", (event) => {
-  if (!hasFiles(event)) return;
+  if (!bringsFiles(event)) return;
   event.preventDefault();
   document.body.classList.add("dropping");
 });
@@ -104,17 +124,29 @@ document.addEventListener("dragleave", (event) => {
   if (!event.relatedTarget) document.body.classList.remove("dropping");
 });
 document.addEventListener("drop", (event) => {
-  if (!hasFiles(event)) return;
+  if (!bringsFiles(event)) {
+    takeLongText(event, event.dataTransfer);
+    return;
+  }
   event.preventDefault();
   document.body.classList.remove("dropping");
   addFiles(event.dataTransfer.files);
   $("prompt").focus();
 });
-$("prompt").addEventListener("paste", (event) => {
-  if (!event.clipboardData.files.length) return;
+document.addEventListener("paste", (event) => {
+  const { clipboardData: data, target } = event;
+  if (target !== $("prompt") || !data.files.length) return takeLongText(event, data);
   event.preventDefault();
-  addFiles(event.clipboardData.files);
+  addFiles(data.files);
 });
+
+// A field with a very long text makes a browser wait. Such a text becomes a file of the message.
+function takeLongText(event, data) {
+  const text = event.target.matches?.("textarea") ? data?.getData("text/plain") ?? "" : "";
+  if (text.length <= LONG_TEXT) return;
+  event.preventDefault();
+  addFiles([new File([text], "pasted text.txt")]);
+}
 $("attach").addEventListener("click", () => $("attach-input").click());
 $("attach-input").addEventListener("change", async () => {
   await addFiles($("attach-input").files);

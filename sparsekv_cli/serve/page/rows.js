@@ -8,6 +8,8 @@ export const perSecond = (about) => (about.speed ? `${about.speed.toFixed(1)} to
 export const share = (about) =>
   (about.attended == null ? "–" : `${(100 * about.attended).toFixed(1)}%`);
 
+export const denseBelow = (n) => `dense below ${n.toLocaleString("en-US")} tokens`;
+
 const NONE = "Nothing yet. A line is a layer, from the first at the top. A dark part was read.";
 let shown = {};
 
@@ -16,7 +18,7 @@ export function showAbout(about) {
   shown = about;
   const tokens = (n) => (n == null ? "–" : `${n} tokens`);
   $("speed").textContent = perSecond(about);
-  $("accepted").textContent = about.accepted ? `${about.accepted} of ${about.n}` : "none";
+  $("accepted").textContent = fromDrafts(about);
   $("first").textContent = about.first ? `${about.first.toFixed(2)} s` : "–";
   $("prompt-tokens").textContent =
     about.read == null ? tokens(about.prompt) : `${about.read} of ${about.prompt}`;
@@ -26,6 +28,11 @@ export function showAbout(about) {
   $("context-bar").value = about.used == null ? 0 : about.used / about.size;
   $("picture-summary").textContent = about.rows ? `${percent(about.rows)} in the last step` : "";
   draw(about.rows ?? []);
+}
+
+function fromDrafts({ accepted, n }) {
+  if (accepted === null) return "–";  // nobody counted them
+  return accepted ? `${accepted} of ${n ?? "–"}` : "none";
 }
 
 function percent(rows) {

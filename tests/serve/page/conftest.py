@@ -54,6 +54,8 @@ def site(chromium: Any, running: Scripted) -> Iterator[Page]:
     """A new visitor's page. At the end nothing may have been refused or have failed in it."""
     running.answers, running.asked, running.key, running.n_open = [], [], "", 0
     running.models, running.gated, running.slow = [Scripted.model("tiny")], set(), 0.0
+    running.visitor = object()
+    running.method, running.forgets, running.cuts = "full", False, 0
     chromium.get(f"{running.url}/static/vendor/licences.txt")
     chromium.execute_async_script(
         "localStorage.clear(); const done = arguments[0];"

@@ -48,14 +48,17 @@ def focused(site: Any) -> str:
 
 
 def test_by_keyboard(site: Any) -> None:
+    site.server.method = "lfps"
+    site.open()
     assert focused(site) == "prompt"
     site.send("One")
     assert focused(site) == "prompt", "the focus stays while an answer is written"
     order = set()
-    for _ in range(30):
+    for _ in range(34):
         site.browser.switch_to.active_element.send_keys(TAB)
         order.add(focused(site))
     assert {"attach", "method", "budget", "send", "open-settings", "new", "One", "Rename"} <= order
+    assert {"search", "import", "export-all"} <= order
     assert {"log", "Edit", "Copy the message", "Regenerate", "Copy the answer"} <= order
     site.browser.find_element("id", "open-settings").send_keys(" ")
     assert site.browser.find_element("id", "settings").is_displayed()

@@ -57,11 +57,13 @@ BLOCKS = [
 ]
 TAGS = "P UL OL LI BLOCKQUOTE TABLE THEAD TBODY TR TH TD STRONG EM S A H3 H4 H5 H6 DIV SPAN PRE"
 TAGS += " CODE BUTTON BR HR"
+MATHS = ["math", "semantics", "annotation", "mrow", "mi", "mn", "mo", "mtext", "msup", "msub"]
 ATTRIBUTES = {"class", "tabindex", "role", "aria-label", "type", "href", "target", "rel", "title"}
-ATTRIBUTES |= {"start"}
+ATTRIBUTES |= {"start", "display", "encoding", "stretchy"}
 FOUND = """
 return [...document.querySelectorAll('.text *')].map(e => [
-    e.namespaceURI === document.documentElement.namespaceURI ? e.tagName : 'foreign ' + e.tagName,
+    e.namespaceURI === document.documentElement.namespaceURI ? e.tagName
+        : e.namespaceURI.endsWith('/MathML') ? e.tagName : 'foreign ' + e.tagName,
     [...e.attributes].map(a => a.name), e.getAttribute('href')])
 """
 REQUESTS = "return performance.getEntriesByType('resource').map(e => e.name)"
@@ -69,7 +71,7 @@ REQUESTS = "return performance.getEntriesByType('resource').map(e => e.name)"
 
 def check(site: Any) -> None:
     for tag, attributes, href in site.js(FOUND):
-        assert tag in TAGS.split() and set(attributes) <= ATTRIBUTES
+        assert tag in [*TAGS.split(), *MATHS] and set(attributes) <= ATTRIBUTES
         assert href is None or href.startswith("https://e")
     assert site.js("return window.hit") is None
     assert all(name.startswith(site.server.url) for name in site.js(REQUESTS))
@@ -147,7 +149,9 @@ LONG = [
     "_a*b" * 10_000, "$a" * 20_000, "```js\n" + "{" * 25_000, "```css\n" + "a{" * 14_000,
     "a@" * 20_000, "```python\n" + "f'{" * 9_000, "https://" * 5_000, "\\[\n" * 10_000,
     "$$\n" * 10_001, "```html\n" + "<a " * 9_000, "```markdown\n" + "*_" * 14_000,
-    "```xml\n" + "<![CDATA[" * 3000,
+    "```xml\n" + "<![CDATA[" * 3000, "$x$ " * 5000, "$$" + "{" * 40_000 + "$$",
+    "$$" + "\\sqrt" * 10_000 + "$$", "\\(" + "x" * 40_000 + "\\)", "$\\text{" * 9000,
+    "$$" + "\\begin{matrix}" * 3000 + "$$", "$\\foo{a}$" * 3000,
 ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def test_two_tabs(site: Any) -> None:
         wait_for(lambda: site.texts(".text")[-1] == "Half whole")
         site.browser.switch_to.window(second)
         wait_for(lambda: titles(site) == ["One", "One"] and site.texts(".text")[-1] == "Fourth")
-        site.all("#chats .open")[0].click()
+        site.js("document.querySelector('#chats .open:not([aria-current])').click()")
         site.press("Delete")
         site.press("Delete", "#confirm")
         wait_for(lambda: titles(site) == ["One"])
@@ -148,11 +148,48 @@ def test_two_tabs(site: Any) -> None:
         site.browser.switch_to.window(first)
 
 
+def test_a_form_and_a_name_while_another_tab_answers(site: Any) -> None:
+    """What is being edited stays, and the newer name."""
+    site.send("One", "First")
+    first = site.browser.current_window_handle
+    site.browser.switch_to.new_window("tab")
+    second = site.browser.current_window_handle
+    try:
+        site.open()
+        site.press("One")
+        site.all(".edit")[0].click()
+        site.browser.switch_to.active_element.send_keys(" more")
+        site.browser.switch_to.window(first)
+        site.begin("Two", "Half", GATE, " whole")
+        site.browser.switch_to.window(second)
+        wait_for(lambda: "Two" in site.texts(".user .said"))
+        field = site.browser.switch_to.active_element
+        assert field.get_attribute("value") == "One more"
+        field.send_keys(" words")
+        assert site.js("return document.querySelector('.edit-form textarea').value") == (
+            "One more words"
+        )
+        site.press("Rename")
+        site.browser.switch_to.active_element.send_keys("New name\ue007")
+        site.browser.switch_to.window(first)
+        wait_for(lambda: titles(site) == ["New name"])
+        site.server.go()
+        wait_for(lambda: site.texts(".text")[-1] == "Half whole")
+        site.wait_whole()
+        site.open()
+        assert titles(site) == ["New name"]
+    finally:
+        site.browser.switch_to.window(second)
+        site.browser.close()
+        site.browser.switch_to.window(first)
+
+
 def test_a_tab_that_is_closed_keeps_what_was_written(site: Any) -> None:
     site.begin("One", "Half", GATE, " of", GATE)
     time.sleep(2.1)  # it is kept every two seconds
     site.server.go()
     wait_for(lambda: site.texts(".text") == ["Half of"])
+    site.server.forgets = True
     site.open()
     site.press("One")
     assert site.texts(".text") == ["Half of"]

@@ -1,4 +1,4 @@
-"""Markdown on the page: what becomes of it, and that it grows without being made anew."""
+"""Markdown and formulas on the page: what becomes of them as they grow."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PLAIN = [
     ("a\n\n---\n\nb", "<p>a</p><hr /><p>b</p>"),
     ("a &amp; b &lt;", "<p>a &amp; b &lt;</p>"),
     ("<b>x</b>", "&lt;b&gt;x&lt;/b&gt;"),
-    ("\\(a_1 + b_2\\) $x*y*z$", '\\(a_1 + b_2\\)</code> <code class="maths">$x*y*z$'),
+    ("\\(a_{1\\) $x*}$", '\\(a_{1\\)</code> <code class="maths">$x*}$'),
     ("It costs $5 and $6.", "<p>It costs $5 and $6.</p>"),
-    ("a\n\\[\nx\n+ y\n\\]\nb", 'class="maths" tabindex="0">\\[\nx\n+ y\n\\]</pre><p>b</p>'),
-    ("$$x_1$$", '<pre class="maths" tabindex="0">$$x_1$$</pre>'),
+    ("a\n\\[\nx\n+ }\n\\]\nb", 'class="maths" tabindex="0">\\[\nx\n+ }\n\\]</pre><p>b</p>'),
+    ("$$x_{$$", '<pre class="maths" tabindex="0">$$x_{$$</pre>'),
     ("$$\nx", "<p>$$<br />x</p>"),
-    ("1. a\n\n   $$\n   x\n   $$\n2. b", ">$$\nx\n$$</pre></li><li>"),
+    ("1. a\n\n   $$\n   x\n   $$\n2. b", "</math></div></li><li>"),
     ("see https://example.org/a_b_c.", '<a href="https://example.org/a_b_c"'),
     ("![a cat](https://example.org/c.png)", ">[picture: a cat]</a>"),
 ]
@@ -76,3 +76,72 @@ def test_blocks_that_are_whole_stay(site: Any) -> None:
         done([one === into.children[0], two === into.children[1], into.textContent]);
     """
     assert site.markdown(script) == [True, False, "onetwo three"]
+
+
+MATHS = """
+    const done = arguments[1];
+    import('/static/text/maths.js').then(({ maths }) => {
+      done(arguments[0].map((text) => {
+        const made = maths(text, true);
+        const shown = made?.querySelector('semantics').firstChild;
+        return made && new XMLSerializer().serializeToString(shown)
+            .replaceAll(/ xmlns="[^"]*"/g, '');
+      }));
+    });
+"""
+FORMULAS = [
+    ("x_1^2", "<msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup>"),
+    ("f'(x)", "<msup><mi>f</mi><mo>′</mo></msup>"),
+    (r"\frac{a}{b}", "<mfrac><mi>a</mi><mi>b</mi></mfrac>"),
+    (r"\frac12", "<mfrac><mn>1</mn><mn>2</mn></mfrac>"),
+    (r"\sqrt[3]{x}", "<mroot><mi>x</mi><mn>3</mn></mroot>"),
+    (r"\sum_{i=1}^n i", '<munderover><mo movablelimits="true">∑</mo>'),
+    (r"\int_0^1", "<msubsup><mo>∫</mo><mn>0</mn><mn>1</mn></msubsup>"),
+    (r"\lim_{x\to 0}", '<munder><mo movablelimits="true" form="prefix">lim</mo>'),
+    (r"\alpha \leq \beta", "<mrow><mi>α</mi><mo>≤</mo><mi>β</mi></mrow>"),
+    (r"\mathbb{R}^n", '<msup><mi mathvariant="normal">ℝ</mi><mi>n</mi></msup>'),
+    (r"\mathbf{x}", '<mi mathvariant="normal">𝐱</mi>'),
+    (r"\text{if } x", "<mtext>if </mtext>"),
+    (r"\left( x \right]", '<mo stretchy="true" fence="true">(</mo><mi>x</mi>'),
+    (r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}", "<mtd><mi>b</mi></mtd></mtr><mtr><mtd>"),
+    (r"\begin{cases} 1 & x>0 \\ 0 \end{cases}", '<mtable class="left">'),
+    (r"\begin{aligned} a &= b \\ &= c \end{aligned}", '<mtable class="aligned">'),
+    (r"\hat{x} \bar y", '<mover accent="true"><mi>x</mi><mo stretchy="false">^</mo></mover>'),
+    (r"\not= \{ 1 \}", "<mo>=\u0338</mo>"),
+    (r"\binom n k", '<mfrac linethickness="0"><mi>n</mi><mi>k</mi></mfrac>'),
+    (r"\xrightarrow{f}", '<mover><mo stretchy="true">→</mo><mi>f</mi></mover>'),
+    (r"\unknown{a_1}{b} + 1", r"<mtext>\unknown{a_1}{b}</mtext><mo>+</mo>"),
+    (r"\constructor \__proto__", r"<mtext>\constructor</mtext>"),
+    ("<img onerror=x>", '<mo stretchy="false">&lt;</mo><mi>i</mi>'),
+    (r"\text{<script>}", "<mtext>&lt;script&gt;</mtext>"),
+    ("5 - 3 < 10{,}000.5", "<mo>−</mo>"),
+]
+BAD = ["}", "{", r"\frac{a}", r"\left( x", r"\begin{matrix} a", r"\begin{nonsense}\end{nonsense}"]
+BAD += [r"\begin{matrix}\end{pmatrix}", r"\right)", "a & b", "x^", r"\begin{constructor}"]
+HUGE = ["{" * 5000, r"\sqrt" * 3000, "x^" * 1500, "x" * 5000, r"\left(" * 900, r"\frac" * 1900]
+HUGE += [r"\begin{matrix}" * 100, r"\text{" * 2000, r"\foo{" * 1900, "a&" * 1900, r"\not" * 3900]
+
+
+def test_formulas(site: Any) -> None:
+    made = site.browser.execute_async_script(MATHS, [text for text, _ in FORMULAS])
+    for (text, expected), found in zip(FORMULAS, made, strict=True):
+        assert found and expected in found, text
+
+
+def test_what_has_an_error_is_left_as_text(site: Any) -> None:
+    made = site.browser.execute_async_script(MATHS, BAD + HUGE)
+    assert made == [None] * len(made)
+
+
+def test_formulas_in_an_answer(site: Any) -> None:
+    site.send(
+        "One", r"It is $x^2$ for \(a\).", "\n\n$$\\frac{1}{2}$$\n\n", r"and \(\foo{x}\), \(}\)"
+    )
+    assert site.js("return document.querySelectorAll('math').length") == 4
+    assert site.js("return document.querySelector('.formula math').display ?? 'block'") == "block"
+    shown = site.texts(".text")[0]
+    assert r"\foo{x}" in shown and r"\(}\)" in shown
+    sizes = (
+        "return [...document.querySelectorAll('math')].map(e => e.getBoundingClientRect().height)"
+    )
+    assert all(height > 5 for height in site.js(sizes))

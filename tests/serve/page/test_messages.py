@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 ENTER, ESCAPE, UP = "\ue007", "\ue00c", "\ue013"
 KEY = "document.dispatchEvent(new KeyboardEvent('keydown', arguments[0]))"
-ASKED = {"method": "lfps", "sparse_from": 0, "sparsekv_rows": 64, "stream": True}
+ASKED = {"method": "full", "sparsekv_rows": 64, "stream": True}
 
 
 def contents(site: Any) -> list[str]:
@@ -22,11 +22,12 @@ def contents(site: Any) -> list[str]:
 def test_what_an_answer_tells(site: Any) -> None:
     rows = [[100, 100, 100], [100, 0, 100]]
     site.server.answers.append(
-        (("comment", "kernels of lfps are compiled"), GATE, ("comment", "prefill 3 of 9"),
+        (("comment", "kernels of lfps are compiled: 3 of 9"), GATE, ("comment", "prefill 3 of 9"),
          ("think", "I think *this*."), GATE, "Hello", ("rows", rows), GATE)
     )  # fmt: skip
     site.type("Hi")
-    wait_for(lambda: site.texts(".waits") == ["kernels of lfps are compiled…"])
+    waits = ["The kernels of lfps are compiled, once: 3 of 9, 1 s…"]
+    wait_for(lambda: site.texts(".waits") == waits)
     assert site.browser.find_element("id", "stop").is_displayed()
     site.server.go()
     wait_for(lambda: site.texts(".thinking summary") == ["Thinking…"])
@@ -53,12 +54,11 @@ def test_what_an_answer_tells(site: Any) -> None:
 
 
 def test_stop(site: Any) -> None:
-    gone = "dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))"
-    for stop in (lambda: site.press("Stop"), lambda: site.js(KEY, {"key": "Escape"}),
-                 lambda: site.js(gone)):  # fmt: skip
+    for stop in (lambda: site.press("Stop"), lambda: site.js(KEY, {"key": "Escape"})):
         site.begin("One", "Half", GATE)
         stop()
         site.wait_whole()
+        wait_for(lambda: site.server.writes == 0)
         assert site.texts(".note")[-1] == "Stopped." and site.all("#send")[0].is_displayed()
         site.press("New chat")
     site.press("One")
@@ -74,6 +74,7 @@ def test_regenerate(site: Any) -> None:
     site.press("Regenerate")
     wait_for(lambda: site.texts(".text") == ["First", "Third"])
     assert contents(site) == ["One", "First", "Two"]
+    assert site.texts(".branches span") == ["2/2"]
 
 
 def test_edit_and_resend(site: Any) -> None:
@@ -82,7 +83,7 @@ def test_edit_and_resend(site: Any) -> None:
     site.all(".edit")[0].click()
     field = site.browser.switch_to.active_element
     assert field.get_attribute("aria-label") == "Edit the message"
-    assert "The messages after it will be removed." in site.texts(".message")[0]
+    assert "The messages after it stay in a branch of their own." in site.texts(".message")[0]
     field.send_keys(" and a half" + ESCAPE)
     assert site.texts(".user .said") == ["One", "Two"]
     site.all(".edit")[0].click()
@@ -117,6 +118,7 @@ def test_copy(site: Any) -> None:
 
 
 def test_failures(site: Any) -> None:
+    site.server.forgets = True
     for answer, note in (
         ((400, "top_k = -1: expected 0 or more"), "Error: top_k = -1: expected 0 or more"),
         (("Half", CUT), "Error: the connection ended before the answer was whole"),

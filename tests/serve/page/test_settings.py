@@ -25,7 +25,12 @@ def test_method_and_budget_of_a_message(site: Any) -> None:
     assert [each.text for each in options] == ["full", "lfps", "topk", "fasa"]
     assert [each.is_enabled() for each in options] == [True, True, True, False]
     assert "not calibrated" in options[3].get_attribute("title")
-    assert site.js("return document.getElementById('method').value") == "lfps"
+    assert site.js("return document.getElementById('method').value") == "full"
+    assert site.texts("#using") == ["full: reads all rows (the server's method)"]
+    options[1].click()
+    words = "lfps: dense below 7,680 tokens (the server's method is full)"
+    assert site.texts("#using") == [words]
+    assert site.all("#budget")[0].get_attribute("placeholder") == "5%"
     site.all("#budget")[0].send_keys("12%")
     site.send("One")
     options[2].click()
@@ -38,15 +43,107 @@ def test_method_and_budget_of_a_message(site: Any) -> None:
     site.open()
     site.press("One")
     assert site.js("return document.getElementById('method').value") == "full"
+    assert all("sparse_from" not in a for a in site.server.asked)
+    site.all("#method option")[2].click()
     site.press("New chat")
-    assert site.js("return document.getElementById('method').value") == "full", "as the last chat"
+    assert site.js("return document.getElementById('method').value") == "topk", "as the last chat"
+
+
+def test_the_server_chooses_unless_somebody_does(site: Any) -> None:
+    """Another default of the server is the page's, in a chat whose method nobody has chosen."""
+    method = "return document.getElementById('method').value"
+    site.send("One")
+    site.server.method = "lfps"
+    site.open()
+    assert site.js(method) == "lfps"
+    assert site.texts("#using") == ["lfps: dense below 7,680 tokens (the server's method)"]
+    site.press("One")
+    assert site.js(method) == "lfps"
+    site.press("Settings")
+    site.browser.find_element("id", "from-first").click()
+    site.press("Close", "#settings")
+    assert site.texts("#using") == ["lfps: sparse from the first row (the server's method)"]
+    site.send("Two")
+    assert site.server.asked[-1]["sparse_from"] == 0
+    site.server.models[0] |= {"method": "topk", "method_options": {"budget": "77"}}
+    site.open()
+    assert site.js(method) == "topk"
+    assert site.all("#budget")[0].get_attribute("placeholder") == "77"
+
+
+OLD = """
+    const done = arguments[0], settings = { method: 'lfps', 'at-once': true, budget: '9%' };
+    const messages = [{ role: 'user', content: 'Old' }, { id: 'a', role: 'assistant',
+        content: 'Answer', thinking: '', state: 'whole', about: { method: 'lfps' } }];
+    const open = indexedDB.open('sparsekv-cli', 1);
+    open.onsuccess = () => {
+      const put = open.result.transaction('chats', 'readwrite').objectStore('chats')
+          .put({ id: '1-2', title: 'Old', messages, settings, changed: 5 });
+      put.transaction.oncomplete = () => { open.result.close(); done(); };
+    };
+"""
+
+
+def test_conversations_of_an_older_page(site: Any) -> None:
+    """They are read without loss, but what nobody had chosen is not taken into new chats."""
+    site.browser.execute_async_script(OLD)
+    site.open()
+    method = "return document.getElementById('method').value"
+    assert site.js(method) == "full"
+    assert site.js("return document.getElementById('budget').value") == "9%"
+    site.press("Old")
+    assert site.js(method) == "lfps" and site.texts(".text") == ["Answer"]
+    site.all(".edit")[0].click()
+    site.server.answers.append(("Other",))
+    site.browser.switch_to.active_element.send_keys("er\ue007")
+    wait_for(lambda: site.texts(".text") == ["Other"])
+    site.press("‹")
+    assert site.texts(".user .said") == ["Old"] and site.texts(".text") == ["Answer"]
+
+
+def test_stop_texts_and_a_schema(site: Any) -> None:
+    fill(site, **{"stop-texts": "END\n\\n\\n", "schema": '{"type": "object"}'})
+    site.send("One")
+    asked = site.server.asked[-1]
+    assert asked["stop"] == ["END", "\n\n"]
+    assert asked["response_format"] == {"type": "json_object", "schema": {"type": "object"}}
+    for wrong in ("{", "3", "[]", "null"):
+        fill(site, schema=wrong)
+        site.type("Two")
+        assert site.browser.switch_to.active_element.get_attribute("id") == "schema", wrong
+        site.press("Close", "#settings")
+        assert len(site.server.asked) == 1
+    fill(site, **{"stop-texts": "", "schema": ""})
+    site.send("")
+    assert not {"stop", "response_format"} & site.server.asked[-1].keys()
+
+
+def test_the_help_of_methods(site: Any) -> None:
+    """It is text, for a keyboard and a phone."""
+    site.press("Settings")
+    site.browser.find_element("css selector", "#settings summary").send_keys("\ue007")
+    assert site.texts("#method-help dt") == ["full", "lfps", "topk", "fasa"]
+    told = site.texts("#method-help dd")
+    assert told[0] == "what full does; some texts"
+    assert told[3] == "what fasa does; some texts; not for this model, or not calibrated"
+
+
+def test_another_server_at_the_address(site: Any) -> None:
+    name = site.browser.find_element("id", "model-name")
+    assert name.text == "tiny · 1024 tokens of context"
+    site.server.models = [site.server.model("other")]
+    site.send("One", "Yes", ("model", "other"))
+    wait_for(lambda: name.text == "other · 1024 tokens of context")
+    site.server.models = [site.server.model("third")]
+    site.js("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_for(lambda: name.text == "third · 1024 tokens of context")
 
 
 def test_system_prompt_and_samplers(site: Any) -> None:
     assert site.js("return document.getElementById('top_k').placeholder") == "40"
     fill(site, system="Be short.", temperature="0", top_k="5", max_tokens="99", seed="7")
     site.press("Settings")
-    for name in ("at-once", "think"):
+    for name in ("from-first", "think"):
         site.browser.find_element("id", name).click()
     site.press("Close", "#settings")
     site.send("One")
@@ -55,7 +152,7 @@ def test_system_prompt_and_samplers(site: Any) -> None:
     numbers = {"temperature": 0, "top_k": 5, "max_tokens": 99, "seed": 7}
     assert asked.items() >= numbers.items()
     assert asked["chat_template_kwargs"] == {"enable_thinking": False}
-    assert not {"sparse_from", "top_p", "min_p", "model"} & asked.keys()
+    assert asked["sparse_from"] == 0 and not {"top_p", "min_p", "model"} & asked.keys()
     site.open()
     site.press("One")
     fill(site, system="", temperature="")

@@ -27,8 +27,28 @@ export async function open() {
   }
 }
 
+// Keeps a conversation, but not its name if another tab has given it a newer one.
 export async function put(chat) {
-  if (database) await changed(chat.id, objects("readwrite").put(chat));
+  if (!database) return;
+  const kept = objects("readwrite"), before = kept.get(chat.id);
+  before.onsuccess = () => {
+    takeName(chat, before.result);
+    kept.put(chat);
+  };
+  await changed(chat.id, before);
+}
+
+// named: the time at which somebody gave the name.
+export function takeName(chat, other) {
+  if ((other?.named ?? 0) > (chat.named ?? 0))
+    Object.assign(chat, { title: other.title, named: other.named });
+}
+
+// Keeps conversations that are new, all or none.
+export async function putAll(chats) {
+  if (!database || !chats.length) return;
+  const kept = objects("readwrite");
+  await changed(chats.map(({ id }) => id), chats.map((chat) => kept.put(chat)).at(-1));
 }
 
 export async function remove(id) {
@@ -36,12 +56,12 @@ export async function remove(id) {
 }
 
 // A request may succeed, and its transaction still fail: the disk is full, say.
-async function changed(id, { transaction }) {
+async function changed(ids, { transaction }) {
   await new Promise((resolve, reject) => {
     transaction.oncomplete = resolve;
     transaction.onabort = () => reject(transaction.error);
   });
-  others.postMessage(id);
+  for (const id of [ids].flat()) others.postMessage(id);
 }
 
 // Calls told(id, chat) when another tab has changed a conversation; chat: undefined if it is gone.

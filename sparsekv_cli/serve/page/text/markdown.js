@@ -1,15 +1,16 @@
 // Markdown to elements. The library's tokens become elements of a fixed list; its HTML is not used.
 
-import MarkdownIt from "./vendor/markdown-it.js";
+import MarkdownIt from "../vendor/markdown-it.js";
+import { make } from "../dom.js";
 import { codeBlock } from "./code.js";
-import { make } from "./dom.js";
+import { maths } from "./maths.js";
 
 const TAGS = new Set(
   "p ul ol li blockquote table thead tbody tr th td strong em s a h3 h4 h5 h6".split(" "));
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ELSEWHERE = { target: "_blank", rel: "noopener noreferrer" };
 const DEEPEST = 40;  // elements in each other
-const ENDS = { "$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$" };  // of maths, which stays text
+const ENDS = { "$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$" };  // of maths
 
 const parser = new MarkdownIt({ html: false, linkify: true, breaks: true });
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
@@ -112,14 +113,22 @@ function leaf(token, into) {
     case "fence": return into.append(codeBlock(textContent, token.info.trim().split(/\s+/)[0]));
     case "code_block": return into.append(codeBlock(textContent, ""));
     case "code_inline": return into.append(make("code", { textContent }));
-    case "maths": return into.append(make("code", { className: "maths", textContent }));
-    case "maths_block":
-      return into.append(make("pre", { className: "maths", textContent, tabIndex: 0 }));
+    case "maths": return into.append(formula(textContent, false));
+    case "maths_block": return into.append(formula(textContent, true));
     case "softbreak": case "hardbreak": return into.append(make("br"));
     case "hr": return into.append(make("hr"));
     case "image": return into.append(picture(token));
     default: return into.append(textContent);
   }
+}
+
+// source: with its marks. One that cannot be drawn stays as it is.
+function formula(source, isBlock) {
+  const n = source[0] === "$" && source[1] !== "$" ? 1 : 2;
+  const drawn = maths(source.slice(n, -n), isBlock || source.startsWith("$$"));
+  if (!isBlock) return drawn ?? make("code", { className: "maths", textContent: source });
+  if (drawn) return make("div", { className: "formula", tabIndex: 0 }, drawn);
+  return make("pre", { className: "maths", textContent: source, tabIndex: 0 });
 }
 
 // Pictures are not loaded: their addresses would tell somebody else of this chat.

@@ -1,23 +1,43 @@
 // The conversations: the list of them, the one that is shown, and what is done to them.
 
 import * as store from "./store.js";
-import { $, button, confirmed, make, say } from "./dom.js";
-import { withFiles } from "./files.js";
+import { $, button, confirmed, make, newId, say } from "../dom.js";
+import { addressed, goTo, watchAddress } from "./address.js";
+import { allMessages } from "./branches.js";
+import { exportAll, exportChat, readChats } from "./exchange.js";
+import { finder } from "./search.js";
 
 let chats = [], shown = null, told = null;
 let listed = "";  // what the list shows
+const find = finder(() => list());
 
 export const current = () => shown;
+export const allChats = () => chats;
 
-// Begins with a new chat. page: what the page does then: show(chat, elsewhere), gone(chat),
-// fresh() and isRunning(chat).
+// Begins with the chat of the page's address. page: what the page does then: show(chat, elsewhere),
+// gone(chat), fresh(), isRunning(chat), and isEmpty(chat): whether nothing waits to be sent.
 export async function openChats(page) {
   told = page;
   const opened = await store.open();
-  chats = opened.chats;
+  chats = opened.chats.map(inForm);
   if (opened.error) note(opened.error);
   store.watch(changedElsewhere);
-  newChat();
+  watchAddress(openAddressed);
+  openAddressed(addressed());
+}
+
+// Messages of an older page have no ids.
+function inForm(chat) {
+  for (const message of allMessages(chat)) message.id ??= newId();
+  return chat;
+}
+
+function openAddressed(id) {
+  const chat = id && chats.find((each) => each.id === id);
+  if (chat) select(chat);
+  else newChat();
+  if (id && !chat) say("This browser has no such conversation. Here is a new one.");
+  goTo(chat ? id : null, false);
 }
 
 function note(error) {
@@ -32,13 +52,26 @@ function sorted() {
   return chats;
 }
 
-// A new chat is listed when it has a message.
+let unsent = null;
+
+// A new chat is listed when it has a message. One for which something is written is found again.
 export function newChat() {
-  const settings = shown?.settings ?? sorted()[0]?.settings ?? {};
-  select({ id: newId(), title: "", messages: [], settings });
+  const isKept = unsent && !unsent.messages.length && !told.isEmpty(unsent);
+  if (!isKept) {
+    const before = shown?.settings ?? sorted()[0]?.settings ?? {};
+    unsent = { id: newId(), title: "", messages: [], settings: { ...before } };
+    // An older page kept a method that nobody had chosen.
+    if (!("from-first" in before)) delete unsent.settings.method;
+  }
+  select(unsent);
 }
 
-export const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+// Shows a chat that somebody has asked for.
+export function goToChat(chat) {
+  if (chat) select(chat);
+  else newChat();
+  goTo(shown.messages.length ? shown.id : null, true);
+}
 
 function select(chat) {
   shown = chat;
@@ -51,6 +84,7 @@ export async function save(chat) {
   chat.changed = Date.now();
   if (!chats.includes(chat)) chats.push(chat);
   if (!chat.title) chat.title = titleOf(chat.messages[0]);
+  if (chat === shown) goTo(chat.id, false);
   list();
   try {
     await store.put(chat);
@@ -60,7 +94,7 @@ export async function save(chat) {
 }
 
 function titleOf({ content, files }) {
-  const words = content.trim().split("\n")[0] || files?.[0]?.name || "Chat";
+  const words = content.trim().split("\n", 1)[0] || files?.[0]?.name || "Chat";
   const [start] = /^.{0,48}/u.exec(words);
   return start === words ? words : start.trimEnd() + "…";
 }
@@ -77,8 +111,9 @@ function drop(chat) {
   chat.gone = true;
   chats = chats.filter((each) => each !== chat);
   told.gone(chat);
-  if (chat === shown) newChat();
-  else list();
+  if (chat !== shown) return list();
+  newChat();
+  goTo(null, false);
 }
 
 function changedElsewhere(id, chat) {
@@ -88,34 +123,40 @@ function changedElsewhere(id, chat) {
     return;
   }
   if (mine && told.isRunning(mine)) {
+    store.takeName(mine, chat);
     // Saved when its answer is whole. If both tabs ask, this one goes on in a chat of its own.
-    if (mine.messages.at(-1).id === chat.messages.at(-1).id) return;
+    if (mine.messages.at(-1).id === chat.messages.at(-1).id) return list();
     mine.id = newId();
+    if (mine === shown) goTo(mine.id, false);
     mine = undefined;
   }
-  if (mine) Object.assign(mine, chat);
-  else chats.push(chat);
+  if (mine) Object.assign(mine, inForm(chat));
+  else chats.push(inForm(chat));
   if (mine === shown) told.show(mine, true);
   list();
 }
 
 // Nothing is replaced under the hands of somebody who types a name or uses the buttons.
-function list() {
-  const now = JSON.stringify([shown.id, sorted().map(({ id, title }) => [id, title])]);
+export function list() {
+  const found = find(sorted());
+  const now = JSON.stringify([shown.id, found.map(([{ id, title }, words]) => [id, title, words])]);
   if (now === listed || $("chat-list").querySelector("input")) return;
   listed = now;
   const held = document.activeElement?.dataset.chat;
-  $("chat-list").replaceChildren(...chats.map(item));
+  $("chat-list").replaceChildren(...found.map(([chat, words]) => item(chat, words)));
+  $("found").textContent = $("search").value.trim() && !found.length ? "Nothing is found." : "";
   if (held) $("chat-list").querySelector(`[data-chat="${CSS.escape(held)}"]`)?.focus();
 }
 
-function item(chat) {
+// words: where the text that is searched for stands in the chat.
+function item(chat, words) {
   const open = button(chat.title, () => {
-    select(chat);
+    goToChat(chat);
     told.fresh();
   }, { className: "open", title: chat.title });
   open.dataset.chat = chat.id;
   const entry = make("li", {}, open);
+  if (words) entry.append(make("p", { className: "found", textContent: words }));
   if (chat !== shown) return entry;
   open.setAttribute("aria-current", "true");
   const actions = make("div", { className: "actions" },
@@ -135,7 +176,7 @@ function rename(chat, entry) {
     if (done) return;
     done = true;
     if (keeps && field.value.trim()) {
-      chat.title = field.value.trim();
+      Object.assign(chat, { title: field.value.trim(), named: Date.now() });
       save(chat);
     }
     field.remove();
@@ -153,17 +194,26 @@ function rename(chat, entry) {
   field.select();
 }
 
-// Saves a conversation as a Markdown file.
-function exportChat(chat) {
-  const parts = chat.messages.map((message) => {
-    if (message.role === "user") return `## You\n\n${withFiles(message)}\n`;
-    const by = [message.about?.model, message.about?.method].filter(Boolean).join(", ");
-    return `## Answer${by && ` (${by})`}\n\n${message.content}\n`;
-  });
-  const words = chat.settings.system?.trim(), system = words ? [`## System\n\n${words}\n`] : [];
-  const text = [`# ${chat.title}\n`, ...system, ...parts].join("\n");
-  const href = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
-  const name = chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "") || "chat";
-  make("a", { href, download: `${name}.md` }).click();
-  setTimeout(() => URL.revokeObjectURL(href), 1000);
+// --- files of conversations ---
+
+$("export-all").addEventListener("click", () => exportAll(sorted()));
+$("import").addEventListener("click", () => $("import-input").click());
+$("import-input").addEventListener("change", async () => {
+  const [file] = $("import-input").files;
+  if (!file) return;
+  const read = await readChats(file).catch((error) => tell(`${file.name}: ${error.message}`, true));
+  $("import-input").value = "";
+  if (!read) return;
+  const known = new Set(chats.map(({ id }) => id));
+  const added = read.filter(({ id }) => !known.has(id) && known.add(id));
+  chats.push(...added);
+  list();
+  const here = read.length - added.length;
+  tell(`${added.length} imported${here ? `, ${here} were here already` : ""}.`);
+  await store.putAll(added).catch(note);
+});
+
+function tell(words, isError = false) {
+  $("import-note").textContent = words;
+  $("import-note").classList.toggle("error", isError);
 }

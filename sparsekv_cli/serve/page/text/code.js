@@ -1,7 +1,7 @@
 // Blocks of code, with colours and a button that copies them.
 
-import hljs from "./vendor/highlight.js";
-import { copyButton, make } from "./dom.js";
+import hljs from "../vendor/highlight.js";
+import { copyButton, make } from "../dom.js";
 
 const MOST = 30_000;  // characters that are coloured; colours of more would make the page wait
 const DEEPEST = 40;
