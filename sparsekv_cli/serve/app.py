@@ -41,7 +41,13 @@ from sparsekv_cli.serve.forms.schema import (
     MessageFields,
     TokenizeFields,
 )
-from sparsekv_cli.serve.jobs import QueueFullError, StoppingError, TimeLimitError, TooLargeError
+from sparsekv_cli.serve.jobs import (
+    ContextFullError,
+    QueueFullError,
+    StoppingError,
+    TimeLimitError,
+    TooLargeError,
+)
 from sparsekv_cli.serve.pool import ModelPool, NotLoadedError
 from sparsekv_cli.serve.requests import RequestError, Service
 from sparsekv_cli.serve.responses import Kept, ModelResponse
@@ -58,6 +64,7 @@ HTTP_ERRORS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    413: "request_too_large",
     429: "rate_limit_error",
 }
 
@@ -282,6 +289,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 ERRORS: tuple[tuple[type[Exception], tuple[int, str, str | None]], ...] = (
     (NotLoadedError, (500, "api_error", "model_failed")),
     (QueueFullError, (429, "rate_limit_error", "queue_full")),
+    (ContextFullError, (400, "invalid_request_error", "context_length_exceeded")),
     (TooLargeError, (400, "invalid_request_error", "too_large")),
     (StoppingError, (503, "api_error", "stopping")),
     (LostModelError, (503, "api_error", "stopping")),
@@ -316,8 +324,9 @@ def error_body(path: str, error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         message = f"unexpected {type(error).__name__}"
     if path.startswith("/v1/messages"):
+        message = error.anthropic if isinstance(error, ContextFullError) else message
         return status, anthropic.error_body(message, HTTP_ERRORS.get(status, kind))
-    param = error.param if isinstance(error, RequestError) else None
+    param = error.param if isinstance(error, RequestError | ContextFullError) else None
     if isinstance(error, FieldError):
         param = error.field or None
     return status, openai.error_body(message, kind, param, code)

@@ -35,6 +35,32 @@ class TooLargeError(SparseKVError):
     """The request needs more memory or more places than the server has for all requests."""
 
 
+class ContextFullError(TooLargeError):
+    """A prompt does not fit. Its words are those of OpenAI, at which agents shorten a conversation.
+
+    n_answer: tokens of the answer, if they count. most: tokens that fit. hint: what else helps.
+    """
+
+    def __init__(self, n_prompt: int, n_answer: int, most: int, param: str, hint: str) -> None:
+        n_answer = 0 if n_prompt >= most else n_answer
+        n_prompt = max(n_prompt, most + 1 - n_answer)  # the answer has a token at least
+        found = f"your {param} resulted in {n_prompt} tokens"
+        if n_answer:
+            found = f"you requested {n_prompt + n_answer} tokens ({n_prompt} in the {param}, "
+            found += f"{n_answer} in the completion)"
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, {found}. Please "
+            f"reduce the length of the {param}{' or completion' if n_answer else ''}; {hint}"
+        )
+        self.param = param
+        self.anthropic = f"prompt is too long: {n_prompt} tokens > {most} maximum"
+        if n_answer:
+            self.anthropic = (
+                f"input length and `max_tokens` exceed context limit: {n_prompt} + {n_answer} > "
+                f"{most}, decrease input length or `max_tokens` and try again"
+            )
+
+
 class TimeLimitError(SparseKVError):
     """The request has taken longer than the server allows."""
 

@@ -20,11 +20,10 @@ from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED, params_from_metadata
 from sparsekv_cli.serve.forms.schema import CompletionFields, ServedFields
 from sparsekv_cli.serve.forms.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
-from sparsekv_cli.serve.jobs import Request
+from sparsekv_cli.serve.jobs import ContextFullError, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.option import options_of
 
-TOO_LONG = "context_length_exceeded"
 FORMAT, KWARGS = "response_format", "chat_template_kwargs"
 EFFORT = "reasoning_effort"  # a variable of chat templates, too
 
@@ -198,12 +197,9 @@ class Service:
             ids = [*ids, *self._ids_ahead_of(forced, ids)]
         n_ctx = self.model.n_ctx
         if len(ids) >= n_ctx:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, and the context of this server holds {n_ctx}, "
-                "answer included: shorten the prompt",
-                param="prompt" if isinstance(fields, CompletionFields) else "messages",
-                code=TOO_LONG,
-            )
+            param = "prompt" if isinstance(fields, CompletionFields) else "messages"
+            hint = f"the context of this server holds {n_ctx}, answer included"
+            raise ContextFullError(len(ids), 0, n_ctx, param, hint)
         method, sparse_from = self.method_of(fields)
         required = {} if schema is None else {FORMAT: schema}
         options = fields.sampling(self._sampling, required, self.grammars.read)

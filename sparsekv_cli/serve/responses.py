@@ -17,7 +17,7 @@ from sparsekv_cli.serve.answers import News
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.offers import offers_of
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
-from sparsekv_cli.serve.jobs import Finished
+from sparsekv_cli.serve.jobs import ContextFullError, Finished
 from sparsekv_cli.serve.openai import Completion, comment, event, rows_event
 from sparsekv_cli.serve.requests import RequestError, Service
 
@@ -100,6 +100,7 @@ class ModelResponse:
             messages.append({"role": "user", "content": ""})
         if fields.instructions:
             messages.insert(0, {"role": "system", "content": fields.instructions})
+        self._full: ContextFullError | None = None
         try:
             self._completion = Completion(service, fields.as_chat(messages))
         except (RequestError, FieldError) as error:
@@ -109,6 +110,10 @@ class ModelResponse:
                 raise RequestError(words, param=field or None) from None
             param = None if error.param is None else NAMES.get(error.param, error.param)
             raise RequestError(words, status=error.status, param=param, code=error.code) from None
+        except ContextFullError as error:
+            error.param, self._full = "input", error
+            if not fields.stream:
+                raise
         offers = {tool.as_function.name: offer for offer, tool in offers_of(fields.tools)}
         encrypts = ENCRYPTED in fields.include
         self._output = OutputItems(encrypts=encrypts, offers=offers)
@@ -137,7 +142,19 @@ class ModelResponse:
         return self._ended(news.end)
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yields the events of a response that streams."""
+        """Yields the events of a response that streams. A full context is the event failed."""
+        try:
+            if self._full is None:
+                async for text in self._parts():
+                    yield text
+        except ContextFullError as error:
+            self._full = error
+        if self._full is not None:
+            yield self._event("created", {"response": self._body("in_progress")})
+            fault = {"code": "context_length_exceeded", "message": str(self._full)}
+            yield self._event("failed", {"response": self._body("failed", error=fault)})
+
+    async def _parts(self) -> AsyncIterator[str]:
         async with self._completion.answers() as answers:
             for name in ("created", "in_progress"):
                 yield self._event(name, {"response": self._body("in_progress")})

@@ -22,6 +22,7 @@ from sparsekv_cli.prefix.prefixes import Prefixes
 from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
+    ContextFullError,
     Failed,
     Job,
     Prefilling,
@@ -109,12 +110,11 @@ class Scheduler:
         for job in jobs:
             n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:
-                raise TooLargeError(
-                    f"the request takes {gib(n_bytes)} for the rows of {len(job.request.ids)} "
-                    f"tokens and an answer of up to {job.request.n_predict}, but there are "
-                    f"{gib(self._kv_bytes)} for all requests: shorten one of them, or start the "
-                    "server with more --kv-memory"
-                )
+                n_prompt, n_answer = len(job.request.ids), job.request.n_predict
+                most = (n_prompt + n_answer) * self._kv_bytes // n_bytes
+                hint = f"rows of {gib(n_bytes)} do not fit into {gib(self._kv_bytes)}, or start "
+                hint += "the server with more --kv-memory"
+                raise ContextFullError(n_prompt, n_answer, most, "messages", hint)
         with self._changed:
             if self._is_stopping or self.failure is not None:
                 raise StoppingError("the server is about to end")

@@ -9,6 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
+from sparsekv_cli.serve.jobs import ContextFullError
+
 ASKED = [{"role": "user", "content": "hello there"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1\}\}\n</tool_call>'
@@ -159,6 +161,23 @@ def test_what_is_no_request(client: Any, openai: Any, fields: dict[str, Any], wo
 
 
 def test_a_prompt_that_is_too_long(client: Any, openai: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="context of this server holds 512") as info:
+    with pytest.raises(
+        openai.BadRequestError, match=r"maximum context length is 512 tokens"
+    ) as info:
         chat(client, messages=[{"role": "user", "content": "long " * 600}])
-    assert info.value.code == "context_length_exceeded"
+    assert info.value.code == "context_length_exceeded" and info.value.param == "messages"
+    assert "reduce the length of the messages" in info.value.message
+    with pytest.raises(openai.BadRequestError, match="context of this server holds 512") as info:
+        client.completions.create(model="any", prompt="long " * 600)
+    assert info.value.code == "context_length_exceeded" and info.value.param == "prompt"
+
+
+def test_a_prompt_and_an_answer_that_are_too_long_for_the_memory() -> None:
+    error = ContextFullError(100, 200, 120, "messages", "more memory helps")
+    words = "you requested 300 tokens (100 in the messages, 200 in the completion)"
+    assert words in str(error) and "maximum context length is 120 tokens" in str(error)
+    assert error.anthropic.startswith(
+        "input length and `max_tokens` exceed context limit: 100 + 200 > 120"
+    )
+    assert "200" not in ContextFullError(130, 200, 120, "prompt", "").anthropic
+    assert "121 tokens > 120 maximum" in ContextFullError(120, 0, 120, "prompt", "").anthropic

@@ -195,6 +195,15 @@ def test_what_cannot_be_honoured_is_named(
     assert param is None or error["param"] == param
 
 
+def test_a_full_context_in_a_stream(client: Any) -> None:
+    """Codex shortens a conversation after this event, and not after a status."""
+    events = list(create(client, input="long " * 600, stream=True))
+    assert [each.type for each in events] == ["response.created", "response.failed"]
+    assert [each.sequence_number for each in events] == [0, 1]
+    error = events[-1].response.error
+    assert error.code == "context_length_exceeded" and "maximum context length" in error.message
+
+
 def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_KEPT", 10_000)
     monkeypatch.setattr(responses, "MAX_ONE", 5_000)
