@@ -45,8 +45,11 @@ export function ask(chat, changed, fork) {
     started: Date.now(), ...(fork && { fork }),
   };
   chat.messages.push(answer);
-  write(chat, answer, changed, (signal) => begin(answer.id, request, signal));
-  save(chat);
+  const saved = save(chat);  // first: who loads the page again finds the answer by its id
+  write(chat, answer, changed, async function* (signal) {
+    await saved;
+    yield* begin(answer.id, request, signal);
+  });
 }
 
 // Goes on with the answers of a chat that the server may still write.

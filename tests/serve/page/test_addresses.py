@@ -32,9 +32,9 @@ def test_reload_comes_back_to_the_chat(site: Any) -> None:
     site.press("Delete", "#confirm")
     wait_for(lambda: site.texts(".message") == [])
     site.browser.get(address)
-    wait_for(lambda: site.browser.current_url == site.server.url + "/")
     said = "return document.getElementById('status').textContent"
-    assert "no such conversation" in site.js(said)
+    wait_for(lambda: "no such conversation" in site.js(said))
+    assert site.browser.current_url == site.server.url + "/"
 
 
 @pytest.mark.parametrize(
