@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 from pydantic import Field
 
+from sparsekv_cli.cache.counters import ledger_since
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.answer_fields import AnswerFields
@@ -33,7 +34,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.sequence import Attention, ledger_since
+from sparsekv_cli.sequence import Attention
 from sparsekv_cli.settings.config import SessionConfig
 
 Messages = Ids[Mapping[str, Any]]

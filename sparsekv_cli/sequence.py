@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.kinds import hand_over, reachable
-from sparsekv_cli.cache.layer import LayerCache, total_counters
-from sparsekv_cli.cache.spec import FULL, LayerSpec
+from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.next_token.rows import NextTokenRows
@@ -23,9 +24,6 @@ from sparsekv_cli.sampling.plain import Outcome
 # Returns the token chosen by logits f32 (n_vocab,) and the sequence's tokens.
 Sample = Callable[[np.ndarray, Ids[int]], int]
 
-LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# The ledger entries that begin so hold the current memory. The others count finished work.
-LEDGER_STATES = ("bytes_host", "bytes_device", "index_bytes")
 N_HEADROOM = 512  # further rows that a prefill makes room for, so that an answer fits
 # Tokens that are prefilled again after a cut: a method begins its index with the last queries of a
 # prefill (32 by default). A cut at the end of the last prefill needs none.
@@ -359,38 +357,3 @@ class Sequence:
         lengths = [n_past + i + 1 for i, token in enumerate(ids) if token in ends]
         for cache in self.caches:
             cache.mark(lengths)
-
-
-def held_bytes(caches: Iterable[LayerCache]) -> int:
-    """Returns the bytes that caches take, indexes included."""
-    return sum(m.host + m.device + m.index for m in (cache.memory() for cache in caches))
-
-
-def ledger_of(caches: Ids[LayerCache], drafting: Ids[LayerCache] = ()) -> dict[str, int]:
-    """Returns the counts of ``caches`` together, in the words of the JSON contract.
-
-    drafting: the caches that make drafts. Only their memory counts.
-    """
-    counts = total_counters(caches)
-    memory = [cache.memory() for cache in caches]
-    result = {name: int(counts.pop(name, 0)) for name in LEDGER_ROWS}
-    result["bytes_host"] = sum(m.host for m in memory)
-    for kind in sorted({cache.spec.kind for cache in caches} - {FULL}):
-        held = sum(cache.memory().host for cache in caches if cache.spec.kind == kind)
-        result[f"bytes_host_{kind}"] = held  # part of bytes_host
-    if drafting:
-        result["bytes_host_drafts"] = held_bytes(drafting)
-        result["bytes_host"] += result["bytes_host_drafts"]
-    result["bytes_device"] = sum(m.device for m in memory)
-    result["bytes_moved"] = int(counts.pop("bytes_moved", 0))
-    result["index_bytes"] = sum(m.index for m in memory)
-    result.update((name, int(count)) for name, count in sorted(counts.items()))
-    return result
-
-
-def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns the ledger ``now`` without the counts of ``before``; the memory is that of now."""
-    return {
-        name: n if name.startswith(LEDGER_STATES) else n - before.get(name, 0)
-        for name, n in now.items()
-    }

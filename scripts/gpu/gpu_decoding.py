@@ -11,11 +11,11 @@ from gpu_models import filled_caches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.device.engine import DeviceEngine
 from sparsekv_cli.device.methods import full
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.sampling.plain import PlainChain, PlainSampler
-from sparsekv_cli.sequence import ledger_of
 
 BACKENDS = {"torch sdpa": None, "cudnn sdpa": SDPBackend.CUDNN_ATTENTION}
 GREEDY = PlainChain(True, 0, 1.0, 0.0, 1.0)

@@ -21,6 +21,7 @@ from gpu_report import Row, Task
 from gpu_timing import copy_bandwidth, link_bandwidth, time_calls
 from gpu_weights import FORMATS, weight_rows
 
+from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.spec import Budget
 from sparsekv_cli.device.engine import DeviceEngine
 from sparsekv_cli.device.methods import device_cache
@@ -28,7 +29,7 @@ from sparsekv_cli.evaluation.compare import build_spec
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.model import Model, load_model
 from sparsekv_cli.models.sources.locate import resolve_model
-from sparsekv_cli.sequence import Sequence, ledger_of
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.work import usable_cores
 

@@ -354,14 +354,6 @@ def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
     return next(i for i in range(n) if not is_dense_at(first + i))
 
 
-def total_counters(caches: Iterable[LayerCache]) -> Counter[str]:
-    """Returns the counts of all layers together."""
-    total: Counter[str] = Counter()
-    for cache in caches:
-        total.update(cache.counters())
-    return total
-
-
 def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
     """Announces that the caches will hold n rows.
 

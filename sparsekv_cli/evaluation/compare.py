@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.counters import total_counters
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.layer import total_counters
 from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.observer import Measured, Observer

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparsekv_cli.cache.counters import total_counters
 from sparsekv_cli.cache.kinds import full_layers
-from sparsekv_cli.cache.layer import LayerCache, total_counters
+from sparsekv_cli.cache.layer import LayerCache
 
 
 @dataclass(frozen=True)

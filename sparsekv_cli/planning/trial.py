@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sparsekv_cli.cache.counters import held_bytes
 from sparsekv_cli.evaluation.intervals import N_DRAWS, interval, is_equal
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.planning.reading import N_WORDS, LossTask
-from sparsekv_cli.sequence import held_bytes
 
 if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence

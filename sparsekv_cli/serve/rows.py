@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
+from sparsekv_cli.cache.counters import held_bytes
 from sparsekv_cli.cache.kinds import LEAST_SHARED, n_shared, share_prefix
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import layer_bytes
@@ -26,7 +27,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
-from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence, held_bytes
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 

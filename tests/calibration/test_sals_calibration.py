@@ -9,7 +9,8 @@ import torch
 from opened import OpenSequence, generated, open_sequence
 from tiny_sequences import SHAPE
 
-from sparsekv_cli.cache.layer import DenseCache, total_counters
+from sparsekv_cli.cache.counters import total_counters
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, Budget
 from sparsekv_cli.calibration import sals
 from sparsekv_cli.calibration.allocation import even_budgets, layer_count

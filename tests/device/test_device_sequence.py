@@ -15,6 +15,7 @@ from opened import decode_together, generated, open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli import machine
+from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.cache.spec import AttnInput
 from sparsekv_cli.device import cuda
 from sparsekv_cli.device.host import N_BUFFERS, Buffer, HostCache, HostWorker
@@ -26,7 +27,6 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler
-from sparsekv_cli.sequence import ledger_of
 from sparsekv_cli.settings.config import SessionConfig
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 400, 300)]

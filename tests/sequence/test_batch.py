@@ -5,10 +5,10 @@ import pytest
 from opened import OpenSequence, decode_together, open_sequence
 from tiny_models import make_model
 
+from sparsekv_cli.cache.counters import ledger_of
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.full import Full
-from sparsekv_cli.sequence import ledger_of
 from sparsekv_cli.settings.config import SessionConfig
 
 PROMPTS = ([1, 262, 280], [5, 17, 310, 99, 266], [4, 401])

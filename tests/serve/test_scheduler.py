@@ -14,6 +14,7 @@ from asked import FULL, GREEDY, METHODS, Asked
 from tiny_sequences import tokens
 
 from sparsekv_cli.cache import kinds
+from sparsekv_cli.cache.counters import held_bytes
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model
@@ -32,7 +33,7 @@ from sparsekv_cli.serve.jobs import (
     TooLargeError,
     bins_of,
 )
-from sparsekv_cli.serve.rows import IndexSizes, held_bytes, sequence_bytes
+from sparsekv_cli.serve.rows import IndexSizes, sequence_bytes
 from sparsekv_cli.serve.scheduler import Scheduler
 
 

@@ -244,7 +244,7 @@ def run_tests(
 
 def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
     """Returns the counts and the memory of all sequences together."""
-    from sparsekv_cli.sequence import ledger_of
+    from sparsekv_cli.cache.counters import ledger_of
 
     return ledger_of(
         [cache for sequence in sequences for cache in sequence.caches],
@@ -318,7 +318,7 @@ def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns ``total`` plus the counts from ``before`` to ``after``; memory is that of now."""
-    from sparsekv_cli.sequence import LEDGER_STATES, ledger_since
+    from sparsekv_cli.cache.counters import LEDGER_STATES, ledger_since
 
     return {
         key: value if key.startswith(LEDGER_STATES) else total.get(key, 0) + value

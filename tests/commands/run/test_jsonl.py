@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from sparsekv_cli.cache import row_sizes
+from sparsekv_cli.cache.counters import held_bytes
 from sparsekv_cli.commands.options.model import ModelOptions, open_model
 from sparsekv_cli.commands.run.jsonl import LineAnswers, Output
 from sparsekv_cli.commands.run.lines import read_task
 from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.engine import HostEngine
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.sequence import Sequence, held_bytes
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
 Invoke = Callable[..., Any]
