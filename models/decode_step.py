@@ -198,15 +198,17 @@ class DecodeStep:
             fused.next_layer(layers, i, attended, n_rows, n)
 
     def hidden(self, n_rows: int) -> np.ndarray:
-        """Returns a copy of the output head's last input, f32 (n_rows, n_embd); see ``logits``."""
+        """Returns a copy of the output head's last input, f32 (n_rows, n_embd)."""
         return self._normed[:n_rows].copy()
 
-    def logits(self, n_rows: int) -> np.ndarray:
-        """Returns the logits f32 (n_rows, n_vocab), a new array."""
-        logits = np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
+    def new_logits(self, n_rows: int) -> np.ndarray:
+        """Returns memory for logits, f32 (n_rows, n_vocab)."""
+        return np.empty((n_rows, self._output[0, fused.ROWS]), np.float32)
+
+    def write_logits(self, logits: np.ndarray) -> None:
+        """Writes the logits f32 (n_rows, n_vocab)."""
         fused.output_logits(
             self.x, self._output_norm, self._eps, self._output, address(self._regions),
             self._normed, self._quantized,
             logits, self.n_threads,
         )  # fmt: skip
-        return logits

@@ -154,14 +154,19 @@ class Decoder(Forward):
         tokens: Sequence[int],
         positions: Sequence[int],
         caches: Sequence[Sequence[LayerCache]],
+        failed: dict[int, Exception] | None = None,
     ) -> np.ndarray:
         """Decodes B rows, which share every load of a weight; returns logits f32 (B, n_vocab).
 
         caches: for each row the caches of its sequence, one a layer. Rows of one sequence follow
         each other by position. ``keep`` can undo all of these but the first. A row's logits have
-        the same bits as when it is decoded alone.
+        the same bits as when it is decoded alone. failed: gets the error of a sequence whose cache
+        fails, by its place. The others go on, and its logits are not valid. The error of the only
+        sequence is raised.
         """
         step, n_rows = self._begin(tokens, positions), len(tokens)
+        failed = {} if failed is None else failed
+        logits = step.new_logits(n_rows)  # first, because no cache has changed yet
         firsts = [b for b in range(1, n_rows) if caches[b][0] is not caches[b - 1][0]]
         spans = list(pairwise([0, *firsts, n_rows]))  # of rows of one sequence
         for i in range(len(caches[0])):
@@ -172,8 +177,9 @@ class Decoder(Forward):
                 inputs = [StateInput._make(x) for x in inputs]
             of_layer = [caches[first][i] for first, _ in spans]
             rows = [inputs[first:last] for first, last in spans]
-            step.finish(i, decode_caches(of_layer, rows), n_rows)
-        return self.cap(step.logits(n_rows))
+            step.finish(i, decode_caches(of_layer, rows, failed), n_rows)
+        step.write_logits(logits)
+        return self.cap(logits)
 
     def hidden(self, n_rows: int) -> np.ndarray:
         """Returns the hidden rows f32 (n_rows, n_embd) of the last ``decode_batch``."""

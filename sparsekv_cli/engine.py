@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparsekv_cli import warmup
-from sparsekv_cli.cache.kinds import share_rows
-from sparsekv_cli.cache.layer import LayerCache, bytes_to_come, reserve
+from sparsekv_cli.cache.kinds import bytes_to_come, reserve, share_rows
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
@@ -21,7 +21,7 @@ from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
-from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence, StepError
 from sparsekv_cli.system.memory import release_code
 from sparsekv_cli.warmup import OnCompile
 
@@ -69,9 +69,17 @@ class DecoderEngine(ABC):
 
     @abstractmethod
     def _decode(
-        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample]
+        self,
+        sequences: Ids[Sequence],
+        rows: Ids[Ids[int]],
+        samples: Ids[Sample],
+        failed: dict[int, Exception],
     ) -> list[list[Outcome]]:
-        """Runs the step of ``decode``. It changes only the caches."""
+        """Runs the step of ``decode``. It changes only the caches.
+
+        failed: gets the errors of sequences among several, by their places. Their outcomes are
+        not valid.
+        """
 
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
@@ -95,23 +103,23 @@ class DecoderEngine(ABC):
         if len(ids) == 0:
             raise SparseKVError("the prompt is empty: give at least one token")
         self._check([sequence], [ids])
-        timings, n, n_past = sequence.timings, len(ids), len(sequence.tokens)
-        started, found = time.perf_counter(), Found()
+        timings, n, n_past = sequence.timings, len(ids), sequence.begin()
         if n_past or all_logits:
             rows = None
-        if rows is not None:
-            found = rows.find(ids)
-        timings.prefill_s += time.perf_counter() - started
-        started = time.perf_counter()
-        self._prepare(n - found.n)
-        timings.load_s += time.perf_counter() - started
-        started = time.perf_counter()
-        if any(spec.kind == STATE for spec in sequence.attention.specs):
-            sequence.mark_messages(ids, self._ends())
-        sequence.checkpoint = None  # finished layers have another end
-        if n - found.n > self.decoder.chunk:  # many rows take much memory and time
-            release_code()
         try:
+            started, found = time.perf_counter(), Found()
+            if rows is not None:
+                found = rows.find(ids)
+            timings.prefill_s += time.perf_counter() - started
+            started = time.perf_counter()
+            self._prepare(n - found.n)
+            timings.load_s += time.perf_counter() - started
+            started = time.perf_counter()
+            if any(spec.kind == STATE for spec in sequence.attention.specs):
+                sequence.mark_messages(ids, self._ends())
+            sequence.checkpoint = None  # finished layers have another end
+            if n - found.n > self.decoder.chunk:  # many rows take much memory and time
+                release_code()
             n_room, n_loaded = min(sequence.n_ctx, n_past + n + N_HEADROOM), 0
             block = sequence.next_rows
             of_model, more = None if sequence.drafts is None else sequence.drafts.sequence, 0
@@ -127,14 +135,13 @@ class DecoderEngine(ABC):
                 all_logits=all_logits, on_rows=None if rows is None else rows.take,
                 on_hidden=None if block is None else partial(block.take_prompt, ids, n_past),
             )  # fmt: skip
+            last = logits[-1] if all_logits else logits
+            sequence.commit(ids, Checkpoint(n_past + n, last.copy()))
         except BaseException:
             if rows is not None:
                 rows.abandon()
-            sequence.rewind(n_past)
+            sequence.settle()
             raise
-        sequence.tokens.extend(int(token) for token in ids)
-        last = logits[-1] if all_logits else logits
-        sequence.checkpoint = Checkpoint(len(sequence.tokens), last.copy())
         timings.prefill_s += time.perf_counter() - started
         timings.prefill_tokens += n - n_loaded
         timings.cached_tokens += n_loaded
@@ -144,18 +151,24 @@ class DecoderEngine(ABC):
         self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample] = ()
     ) -> list[list[Outcome]]:
         self._check(sequences, rows)
-        started = time.perf_counter()
+        started, failed = time.perf_counter(), dict[int, Exception]()
+        lengths = [sequence.begin() for sequence in sequences]
         try:
-            outcomes = self._decode(sequences, rows, samples)
+            outcomes = self._decode(sequences, rows, samples, failed)
+            for i, (sequence, new) in enumerate(zip(sequences, rows, strict=True)):
+                if i not in failed:
+                    sequence.commit(new, sequence.checkpoint)
         except BaseException:
-            for sequence in sequences:
-                sequence.rewind(len(sequence.tokens))  # some layers have the rows already
+            for sequence, n in zip(sequences, lengths, strict=True):
+                sequence.rewind(n)  # some have all of the rows, some have a part
             raise
         seconds = time.perf_counter() - started
-        for sequence, new in zip(sequences, rows, strict=True):
-            sequence.tokens.extend(int(token) for token in new)
-            sequence.timings.decode_s += seconds
-            sequence.timings.decode_tokens += len(new)
+        for i, (sequence, new) in enumerate(zip(sequences, rows, strict=True)):
+            if i not in failed:  # a failed one goes back at its next use
+                sequence.timings.decode_s += seconds
+                sequence.timings.decode_tokens += len(new)
+        if failed:
+            raise StepError(failed, outcomes)
         return outcomes
 
     def _prepare(self, n_rows: int) -> None:
@@ -166,6 +179,7 @@ class DecoderEngine(ABC):
         """Raises SparseKVError for rows that do not fit, and for a file that has changed."""
         hparams = self.decoder.hparams
         for sequence, new in zip(sequences, rows, strict=True):
+            sequence.settle()
             have, n = len(sequence.tokens), len(new)
             if have + n > sequence.n_ctx:
                 what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
@@ -228,7 +242,11 @@ class HostEngine(DecoderEngine):
         super()._prepare(n_rows)
 
     def _decode(
-        self, sequences: Ids[Sequence], rows: Ids[Ids[int]], samples: Ids[Sample]
+        self,
+        sequences: Ids[Sequence],
+        rows: Ids[Ids[int]],
+        samples: Ids[Sample],
+        failed: dict[int, Exception],
     ) -> list[list[Outcome]]:
         tokens = [token for new in rows for token in new]
         positions: list[int] = []
@@ -237,7 +255,7 @@ class HostEngine(DecoderEngine):
             n_past = len(sequence.tokens)
             positions += range(n_past, n_past + len(new))
             caches += [sequence.caches] * len(new)
-        left = iter(self.decoder.decode_batch(tokens, positions, caches))
+        left = iter(self.decoder.decode_batch(tokens, positions, caches, failed))
         if self._next_token is not None:
             hidden, at = self.decoder.hidden(len(tokens)), 0
             for sequence, new in zip(sequences, rows, strict=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli import warmup
+from sparsekv_cli.cache.counters import Speculation, Timings
 from sparsekv_cli.cache.row_sizes import token_bytes
 from sparsekv_cli.calibration.calibrations import Calibrations, OnCalibrate
 from sparsekv_cli.drafts.sources import new_drafts
@@ -22,7 +23,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.models.weights import read_weights
-from sparsekv_cli.sequence import Attention, Sequence, Speculation, Timings
+from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.warmup import OnCompile
 

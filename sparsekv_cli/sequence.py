@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Container, Generator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cache.counters import ledger_of
+from sparsekv_cli.cache.counters import Timings, ledger_of
 from sparsekv_cli.cache.kinds import hand_over, reachable
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.next_token.rows import NextTokenRows
@@ -33,11 +34,6 @@ N_REFRESH = 64
 N_WHOLE = 512
 
 
-def speed(n: int, seconds: float) -> float:
-    """Returns tokens a second; 0.0 when nothing was timed."""
-    return n / seconds if seconds > 0 else 0.0
-
-
 class Checkpoint(NamedTuple):
     """The end of a sequence's last prefill, to which it can go back."""
 
@@ -51,80 +47,6 @@ class Attention(NamedTuple):
     method: Method  # its budget covers the rows up to ``sparse_from``
     specs: Ids[LayerSpec]  # the layers, calibrated for the method
     sparse_from: int  # the method attends to all rows up to so many
-
-
-@dataclass
-class Speculation:
-    """Counts of drafts and of accepted tokens so far."""
-
-    source: str = "off"
-    steps: int = 0  # decode steps with a draft
-    drafted: int = 0  # tokens
-    accepted: int = 0  # tokens of drafts that are in the answer
-    draft_s: float = 0.0  # seconds in which drafts were made
-    verify_s: float = 0.0  # seconds of the steps
-
-    def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """Counts a decoded step with a draft whose tokens have been checked."""
-        self.steps += 1
-        self.drafted += n_drafted
-        self.accepted += n_accepted
-        self.verify_s += seconds
-
-    def reset(self) -> None:
-        self.steps = self.drafted = self.accepted = 0
-        self.draft_s = self.verify_s = 0.0
-
-    def add(self, other: Speculation) -> None:
-        self.source = other.source
-        for name in ("steps", "drafted", "accepted", "draft_s", "verify_s"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields and ``mean_length``, the tokens that a step with a draft brings."""
-        mean = 1 + self.accepted / self.steps if self.steps else 0.0
-        return {**vars(self), "mean_length": mean}
-
-
-@dataclass
-class Timings:
-    """Seconds and tokens so far. ``reset`` keeps the load time."""
-
-    load_s: float = 0.0
-    prefill_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_s: float = 0.0
-    decode_tokens: int = 0
-    cached_tokens: int = 0  # tokens of prompts whose rows were not computed
-    ttft_s: float = 0.0  # from a prompt to its first token
-    speculation: Speculation = field(default_factory=Speculation)
-
-    def reset(self) -> None:
-        self.speculation.reset()
-        self.prefill_s = self.decode_s = self.ttft_s = 0.0
-        self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the timings of an answer, in the words of the JSON contract."""
-        drafts = self.speculation
-        return {
-            "load_s": self.load_s,
-            "prefill_s": self.prefill_s,
-            "prefill_tps": speed(self.prefill_tokens, self.prefill_s),
-            "ttft_s": self.ttft_s,
-            "decode_s": self.decode_s,
-            "decode_tps": speed(self.decode_tokens, self.decode_s),
-            **({} if drafts.source == "off" else {"speculation": drafts.as_dict()}),
-        }
-
-    def add(self, other: Timings) -> None:
-        """Adds the work of another sequence. The load time and ``ttft_s`` stay."""
-        self.prefill_s += other.prefill_s
-        self.prefill_tokens += other.prefill_tokens
-        self.decode_s += other.decode_s
-        self.decode_tokens += other.decode_tokens
-        self.cached_tokens += other.cached_tokens
-        self.speculation.add(other.speculation)
 
 
 class Drafts(Protocol):
@@ -195,8 +117,22 @@ class Engine(Protocol):
         sequence but the first. Returns an outcome after each token: logits f32 (n_vocab,), or the
         next token. A device chooses the next token if ``samples`` has a PlainSampler for the
         sequence. Raises SparseKVError as ``prefill`` does. After an exception every sequence has
-        its old tokens, or none if its method cannot go back.
+        its old tokens, or fewer if its method cannot go back. Raises StepError if a part of several
+        sequences has failed: only these go back.
         """
+
+
+class StepError(SparseKVError):
+    """A step has failed for some of its sequences. The others have their tokens and outcomes.
+
+    errors: by the place of a sequence. outcomes: as ``Engine.decode`` returns them; those of a
+    failed sequence are not valid.
+    """
+
+    def __init__(self, errors: dict[int, Exception], outcomes: list[list[Outcome]]) -> None:
+        first = next(iter(errors.values()))
+        super().__init__(str(first) or type(first).__name__)
+        self.errors, self.outcomes = errors, outcomes
 
 
 @dataclass(eq=False, repr=False)
@@ -212,6 +148,8 @@ class Sequence:
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
     drafts: Drafts | None = None  # the source of drafts for its answers
     next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
+    # While a change runs: the tokens that stay if it is interrupted. See ``begin``.
+    _certain: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.n_ctx = self.n_ctx or self.engine.n_ctx
@@ -256,13 +194,43 @@ class Sequence:
         assert isinstance(logits, np.ndarray)
         return logits
 
+    def begin(self) -> int:
+        """Begins a change of the caches, which ``commit`` ends. Returns the number of tokens.
+
+        If anything stops the change, at any place, ``settle`` takes it back.
+        """
+        self.settle()
+        self._certain = len(self.tokens)
+        return self._certain
+
+    def commit(self, ids: Ids[int], checkpoint: Checkpoint | None) -> None:
+        """Ends a change that has added the rows of ``ids``."""
+        n, new = self._certain, [int(token) for token in ids]
+        # In one line: an interrupt leaves all of it or nothing.
+        self.tokens[n:], self.checkpoint, self._certain = new, checkpoint, None
+
+    def settle(self) -> None:
+        """Takes back a change that has not come to its end. Each verb of the sequence begins so.
+
+        The sequence then has the tokens that it had before, or fewer, as after ``rewind``.
+        """
+        if self._certain is not None:
+            self._go_back(self._certain)
+            self._certain = None
+
     def reset(self, attention: Attention | None = None) -> None:
         """Forgets the tokens. The timings stay, and without ``attention`` the way to attend."""
-        attention = attention or self.attention
-        caches = self.engine.caches(attention)  # a stop here changes nothing
-        self.attention, self.tokens, self.checkpoint = attention, [], None
-        self.caches = caches
+        self._renew(attention or self.attention)
         self._cut_drafts(0)
+
+    def _renew(
+        self, attention: Attention, ids: Ids[int] = (), caches: list[LayerCache] | None = None
+    ) -> None:
+        """Takes other caches, which hold the rows of ``ids``; without ``caches`` empty ones."""
+        caches = caches or self.engine.caches(attention)  # a stop up to here changes nothing
+        self.attention, self.caches, self.tokens, self.checkpoint, self._certain = (
+            attention, caches, list(ids), None, None
+        )  # fmt: skip
 
     def rewind(self, n: int) -> None:
         """Keeps at most the first n tokens; fewer if the method cannot go back to them.
@@ -271,12 +239,22 @@ class Sequence:
         sequence is as it was at the end of its last prefill. Decode steps from there give the same
         bits.
         """
-        n = min(n, len(self.tokens))
+        self.settle()
+        self._certain = min(n, len(self.tokens))
+        if n < len(self.tokens):
+            self._go_back(n)
+        else:
+            for cache in self.caches:
+                cache.keep(n)
+            self._cut_drafts(n)
+        self._certain = None
+
+    def _go_back(self, n: int) -> None:
+        """Does ``rewind``. It begins at any state that an interrupt leaves, also one of its own."""
+        n = min(n, len(self.tokens), *(cache.n for cache in self.caches))
         self._cut_drafts(n)
         for cache in self.caches:
-            cache.keep(cache.n)
-        if n == len(self.tokens) and all(cache.n == n for cache in self.caches):
-            return
+            cache.keep(n)
         at, reached = self.checkpoint, reachable(self.caches, n)
         for kept in (reached, at.n if at is not None and at.n < reached else 0):
             if kept and all(cache.truncate(kept) == kept for cache in self.caches):
@@ -299,11 +277,13 @@ class Sequence:
         The state is then as if they had never come.
         """
         started = time.perf_counter()
+        self.settle()
         self.timings.decode_tokens -= self.caches[0].n - n
+        self._certain = n
         for cache in self.caches:
             cache.keep(n)
-        del self.tokens[n:]
         self._cut_drafts(n)
+        self.commit((), self.checkpoint)
         self.timings.decode_s += time.perf_counter() - started
 
     def _cut_drafts(self, n: int) -> None:
@@ -331,17 +311,21 @@ class Sequence:
         They can where the old caches keep all rows on the host, as the new ones do. The tokens
         whose queries the new method needs are prefilled again. Otherwise no tokens are left.
         """
+        self.settle()
         tokens, old = self.tokens, self.caches
         self.engine.load_kernels(attention.method, attention.specs)
-        self.reset(attention)
         n_queried = attention.method.n_queried
         if n_queried is None or not self.engine.shares_prefill:
+            self.reset(attention)
             return
         n = reachable(old, len(tokens) - max(1, n_queried))
         n_room = min(self.n_ctx, len(tokens) + N_HEADROOM)
-        taken = hand_over(old, self.caches, n, n_room) if n > 0 else None
-        if taken is not None:
-            self.tokens, self.caches = tokens[:n], taken
+        caches = self.engine.caches(attention)
+        self._certain = max(0, n)
+        taken = hand_over(old, caches, n, n_room) if n > 0 else None
+        self._cut_drafts(0)
+        self._renew(attention, tokens[:n] if taken else (), taken or caches)
+        if taken:
             self.prefill(tokens[n:])
 
     def ledger(self) -> dict[str, int]:

@@ -33,8 +33,8 @@ class NextTokenRows:
         self.compute_many()  # drafts cannot remove these rows any more
         if pos != self._first + len(self._tokens):
             self._first, self._tokens, self._hidden = pos, [], self._hidden[:0]
-        self._tokens += tokens
-        self._hidden = np.concatenate([self._hidden, hidden])
+        joined = np.concatenate([self._hidden, hidden])
+        self._tokens, self._hidden = [*self._tokens, *tokens], joined  # at once
 
     def take_prompt(self, ids: Sequence[int], n_past: int, pos: int, hidden: np.ndarray) -> None:
         """Adds hidden rows of the prompt ``ids``, whose first token is at position ``n_past``."""
@@ -92,7 +92,8 @@ class NextTokenRows:
 
     def _add(self, n: int) -> None:
         """Moves the first n rows from the pending to the cached ones."""
-        self._positions += range(self._first, self._first + n)
-        self._first += n
-        del self._tokens[:n]
-        self._hidden = self._hidden[n:]
+        positions, first = self._positions, self._first + n
+        # In one line: an interrupt leaves all of it or nothing.
+        positions[len(positions) :], self._first, self._tokens, self._hidden = (
+            range(self._first, first), first, self._tokens[n:], self._hidden[n:]
+        )  # fmt: skip

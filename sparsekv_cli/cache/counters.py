@@ -1,8 +1,11 @@
-"""The counts that caches keep of their steps, and the ledger of a sequence."""
+"""The counts that caches keep of their steps; the ledger and the times of a sequence."""
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from sparsekv_cli.cache.spec import FULL, LayerSpec, Memory
 
@@ -88,3 +91,82 @@ def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str,
         name: n if name.startswith(LEDGER_STATES) else n - before.get(name, 0)
         for name, n in now.items()
     }
+
+
+def speed(n: int, seconds: float) -> float:
+    """Returns tokens a second; 0.0 when nothing was timed."""
+    return n / seconds if seconds > 0 else 0.0
+
+
+@dataclass
+class Speculation:
+    """Counts of drafts and of accepted tokens so far."""
+
+    source: str = "off"
+    steps: int = 0  # decode steps with a draft
+    drafted: int = 0  # tokens
+    accepted: int = 0  # tokens of drafts that are in the answer
+    draft_s: float = 0.0  # seconds in which drafts were made
+    verify_s: float = 0.0  # seconds of the steps
+
+    def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
+        """Counts a decoded step with a draft whose tokens have been checked."""
+        self.steps += 1
+        self.drafted += n_drafted
+        self.accepted += n_accepted
+        self.verify_s += seconds
+
+    def reset(self) -> None:
+        self.steps = self.drafted = self.accepted = 0
+        self.draft_s = self.verify_s = 0.0
+
+    def add(self, other: Speculation) -> None:
+        self.source = other.source
+        for name in ("steps", "drafted", "accepted", "draft_s", "verify_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields and ``mean_length``, the tokens that a step with a draft brings."""
+        mean = 1 + self.accepted / self.steps if self.steps else 0.0
+        return {**vars(self), "mean_length": mean}
+
+
+@dataclass
+class Timings:
+    """Seconds and tokens so far. ``reset`` keeps the load time."""
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+    cached_tokens: int = 0  # tokens of prompts whose rows were not computed
+    ttft_s: float = 0.0  # from a prompt to its first token
+    speculation: Speculation = field(default_factory=Speculation)
+
+    def reset(self) -> None:
+        self.speculation.reset()
+        self.prefill_s = self.decode_s = self.ttft_s = 0.0
+        self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the timings of an answer, in the words of the JSON contract."""
+        drafts = self.speculation
+        return {
+            "load_s": self.load_s,
+            "prefill_s": self.prefill_s,
+            "prefill_tps": speed(self.prefill_tokens, self.prefill_s),
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+            "decode_tps": speed(self.decode_tokens, self.decode_s),
+            **({} if drafts.source == "off" else {"speculation": drafts.as_dict()}),
+        }
+
+    def add(self, other: Timings) -> None:
+        """Adds the work of another sequence. The load time and ``ttft_s`` stay."""
+        self.prefill_s += other.prefill_s
+        self.prefill_tokens += other.prefill_tokens
+        self.decode_s += other.decode_s
+        self.decode_tokens += other.decode_tokens
+        self.cached_tokens += other.cached_tokens
+        self.speculation.add(other.speculation)

@@ -4,11 +4,12 @@ A layer of any kind may read the rows of an earlier layer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.row_sizes import check_memory
+from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
 from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.store import KVStore, Prefix
@@ -142,3 +143,34 @@ def reachable(caches: Sequence[LayerCache], n: int) -> int:
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least
     return n
+
+
+def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
+    """Announces that the caches will hold n rows.
+
+    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows,
+    and for ``more_bytes``.
+    """
+    if is_checked:
+        n_bytes = bytes_to_come(caches, n) + more_bytes
+        check_memory(f"K and V of {n} tokens", n_bytes, "shorten the prompt")
+    for cache in caches:
+        cache.reserve(n)
+
+
+def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
+    """Returns the further bytes that caches on the host will take to hold n rows.
+
+    The rows of all layers that keep them count. Only the largest of the other layers counts,
+    because each is finished before the next.
+    """
+    kept, largest = 0, 0
+    for cache in caches:
+        spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
+        n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
+        n_bytes -= cache.store.nbytes + cache.n_spared
+        if cache.can_prefill_in_parts:
+            kept += max(0, n_bytes)
+        else:
+            largest = max(largest, n_bytes)
+    return kept + largest

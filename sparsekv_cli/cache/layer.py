@@ -9,14 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense, attend_rows
 from sparsekv_cli.cache.counters import Ledger
-from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 
@@ -51,7 +49,7 @@ class LayerCache(ABC):
         self.records_attended = False  # whether ``attended`` must be kept
         # Rows attended in the last decode step, int32 (H or G, m), with counts int64; None: all.
         self.attended: tuple[np.ndarray, np.ndarray] | None = None
-        self._saved: list[Any] = []  # results of ``save``, for each draft row
+        self._saved: list[tuple[int, Any]] = []  # for each draft row: ``n``, and a ``save``
 
     @property
     def n(self) -> int:
@@ -83,7 +81,7 @@ class LayerCache(ABC):
 
     def decode_draft(self, x: Any) -> Any:
         """Adds a row as ``decode`` does. ``keep`` can remove the row."""
-        self._saved.append(self.save())
+        self._saved.append((self.n, self.save()))
         return self.decode(x)
 
     def decode_rows(self, rows: Sequence[Any]) -> Any:
@@ -105,12 +103,14 @@ class LayerCache(ABC):
     def keep(self, n: int) -> None:
         """Removes the rows of the last draft after the first n rows. The others stay for good.
 
-        Every table, index and counter is then as if those rows had never been added.
+        Every table, index and counter is then as if those rows had never been added. After an
+        interrupt it can be called again.
         """
         while self._saved:
-            saved = self._saved.pop()
-            if self.n > n:
+            before, saved = self._saved[-1]
+            if before >= n:
                 self.take_back(saved)
+            self._saved.pop()
 
     def save(self) -> Any:
         """Returns all that the next step changes.
@@ -166,7 +166,7 @@ class LayerCache(ABC):
         for t in range(len(rows)):
             store.n = n + t
             if t:
-                self._saved.append(self.save())
+                self._saved.append((self.n, self.save()))
             store.n += 1
             count()
         return q.reshape(len(rows), -1, q.shape[2])
@@ -300,25 +300,41 @@ class BoundedCache(LayerCache):
                 self._on_snapshot(n, self.snapshot(n))
 
 
-def decode_caches(caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]]) -> Any:
+def decode_caches(
+    caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]], failed: dict[int, Exception]
+) -> Any:
     """Runs one layer's step: adds each sequence's new rows to its cache.
 
-    rows: one or several a sequence. Returns the attention of all rows, f32 (rows H, >= d_v).
+    rows: one or several a sequence. failed: the errors of earlier layers by sequence, whose rows
+    attend to nothing; it gets this layer's. A single sequence raises its error. Returns the
+    attention of all rows, f32 (rows H, >= d_v).
     """
     if len(caches) == 1:
         return _decode_one(caches[0], rows[0])
     attended: list[Any] = [None] * len(caches)
     dense: dict[Any, list[int]] = {}  # dense caches, by types of rows
+    queries: dict[int, np.ndarray] = {}  # of dense caches
     for i, cache in enumerate(caches):
-        if type(cache) is DenseCache:
-            types = cache.spec.cache_type_k, cache.spec.cache_type_v
-            dense.setdefault(types, []).append(i)
-        else:
-            attended[i] = _decode_one(cache, rows[i])
+        if i in failed:
+            continue
+        try:
+            if type(cache) is DenseCache:
+                queries[i] = cache._add_all(rows[i], cache._count_all)
+                types = cache.spec.cache_type_k, cache.spec.cache_type_v
+                dense.setdefault(types, []).append(i)
+            else:
+                attended[i] = _decode_one(cache, rows[i])
+        except Exception as error:
+            failed[i] = error
     for places in dense.values():
         places.sort(key=lambda i: caches[i].store.owner)
-        for i, part in zip(places, _decode_dense(caches, rows, places), strict=True):
+        for i, part in zip(places, _attend_dense(caches, rows, queries, places), strict=True):
             attended[i] = part
+    if len(failed) == len(caches):
+        raise next(reversed(failed.values()))
+    for i in failed:
+        n_rows, other = next((len(rows[j]), of) for j, of in enumerate(attended) if of is not None)
+        attended[i] = np.zeros((len(rows[i]) * len(other) // n_rows, other.shape[1]), np.float32)
     return np.concatenate(attended)
 
 
@@ -330,14 +346,17 @@ def _decode_one(cache: LayerCache, rows: Sequence[Any]) -> Any:
     return attended
 
 
-def _decode_dense(
-    caches: Sequence[LayerCache], rows: Sequence[Sequence[AttnInput]], places: Sequence[int]
+def _attend_dense(
+    caches: Sequence[LayerCache],
+    rows: Sequence[Sequence[AttnInput]],
+    queries: Mapping[int, np.ndarray],
+    places: Sequence[int],
 ) -> list[np.ndarray]:
-    """Does ``decode_rows`` of the dense caches at ``places`` in one kernel call.
+    """Attends with the last rows of the dense caches at ``places`` in one kernel call.
 
     Sequences that share a prefix are adjacent and read it once.
     """
-    q = [caches[i]._add_all(rows[i], caches[i]._count_all) for i in places]
+    q = [queries[i] for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
     out = attend_dense(np.concatenate(q), stores, counts, caches[places[0]].spec)
     ends = np.cumsum(counts)[:-1] * out.shape[1]
@@ -352,34 +371,3 @@ def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
     if n < 2 or is_dense_at(first) == is_dense_at(first + n - 1):
         return n
     return next(i for i in range(n) if not is_dense_at(first + i))
-
-
-def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
-    """Announces that the caches will hold n rows.
-
-    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows,
-    and for ``more_bytes``.
-    """
-    if is_checked:
-        n_bytes = bytes_to_come(caches, n) + more_bytes
-        check_memory(f"K and V of {n} tokens", n_bytes, "shorten the prompt")
-    for cache in caches:
-        cache.reserve(n)
-
-
-def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
-    """Returns the further bytes that caches on the host will take to hold n rows.
-
-    The rows of all layers that keep them count. Only the largest of the other layers counts,
-    because each is finished before the next.
-    """
-    kept, largest = 0, 0
-    for cache in caches:
-        spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
-        n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
-        n_bytes -= cache.store.nbytes + cache.n_spared
-        if cache.can_prefill_in_parts:
-            kept += max(0, n_bytes)
-        else:
-            largest = max(largest, n_bytes)
-    return kept + largest

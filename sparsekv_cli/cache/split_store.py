@@ -7,6 +7,7 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.attention import rows
 from sparsekv_cli.cpu.fasa import chunks, split
 from sparsekv_cli.cpu.jit.pointers import on_lines
 
@@ -25,8 +26,9 @@ class SplitStore(KVStore):
 
     def reserve(self, n: int) -> None:
         if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
-            old, self.dom = self.dom, self._blocks(n + n // 8 + 256)
-            self.dom[:, : old.shape[1]] = old
+            dom = self._blocks(n + n // 8 + 256)
+            dom[:, : self.dom.shape[1]] = self.dom
+            self.dom = dom
         super().reserve(n)
 
     def _blocks(self, capacity: int) -> np.ndarray:
@@ -34,9 +36,10 @@ class SplitStore(KVStore):
         shape = len(self.dims), n_block, self._n_dom, chunks.BLOCK
         return on_lines(shape, np.uint16, zeros=True)
 
-    def _grown(self) -> None:
-        super()._grown()
-        self.halves = self.k.view(np.uint16), self.v.view(np.uint16)  # kernels take f16 as u16
+    @property
+    def halves(self) -> tuple[np.ndarray, np.ndarray]:
+        """K and V, or Krest and V, as kernels take them: f16 as u16."""
+        return self.k.view(np.uint16), self.v.view(np.uint16)
 
     def split(self) -> np.ndarray:
         """Splits K into two parts, unless it is split already; returns Kdom."""
@@ -56,11 +59,10 @@ class SplitStore(KVStore):
             self._replace_keys(None, k)
 
     def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
-        self.dom, self.k = dom, k
         v = on_lines(self.v.shape, self.v.dtype)  # leaves the block of the old keys
         v[...] = self.v
-        self.v = v
-        self._grown()
+        layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
+        self.dom, self.k, self.v, self.layout = dom, k, v, layout  # at once, as in KVStore
 
     def whole_keys(self, capacity: int, width: int) -> np.ndarray:
         """Returns a copy of K, f16 (G, capacity, width), zeros from n and d on."""

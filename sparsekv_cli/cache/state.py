@@ -181,8 +181,8 @@ class StateCache(BoundedCache):
                 if start < mark < stop:
                     self._keep_ahead(x, first, mark)
             part = slice(start - first, stop - first)
+            self._n = stop  # first: an interrupted advance is then taken back
             self._advance(x, part, self._state, out[part])
-            self._n = stop
             if stop in self._marks or stop % STEP == 0:
                 self._keep()
             self._tell_snapshots(start, stop)
@@ -196,9 +196,9 @@ class StateCache(BoundedCache):
 
     def decode(self, x: Any) -> np.ndarray:
         """Returns the output f32 (1, n_out) of a row; valid until the next call."""
+        self._n += 1  # first, as in ``extend``
         self._recurrence.advance(x, self._state, self._out, self.spec.n_threads)
         self.ledger.counts["bytes_read"] += self._n_bytes
-        self._n += 1
         if self._n % STEP == 0:
             self._keep()
         return self._out

@@ -111,13 +111,13 @@ class KVStore:
         self.v_type = RowType(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
         for each in (self.k_type, self.v_type):  # only rows that steps read need their kernels
             install(each.kind)
-        self.k, self.v = (
+        self.n = 0
+        self._n_threads = spec.n_threads
+        k, v = (
             np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
             for each in (self.k_type, self.v_type)
         )
-        self.n = 0
-        self._n_threads = spec.n_threads
-        self._grown()
+        self._use(k, v)
 
     @property
     def capacity(self) -> int:
@@ -201,12 +201,12 @@ class KVStore:
         ]  # fmt: skip
         for new, x in zip(moved, old, strict=True):
             new[:, first : self.n] = x[:, first : self.n]
-        self.k, self.v = moved  # at once: a thread may be writing the rows to disk
-        self._grown()
+        self._use(*moved)
 
-    def _grown(self) -> None:
-        """Updates ``layout`` after the arrays have moved."""
-        self.layout = rows.layout_of(self.k, self.v, self.k_type.kind, self.v_type.kind)
+    def _use(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Takes other arrays, at once: a thread may be writing the rows to disk."""
+        layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
+        self.k, self.v, self.layout = k, v, layout
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""

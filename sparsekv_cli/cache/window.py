@@ -86,8 +86,8 @@ class WindowCache(BoundedCache):
             kept = self._marks.get(n)
             if kept is None:
                 return 0
-            self.first, rows = kept
-            self.store = rows.copy(rows.n, self._capacity - rows.n)
+            first, rows = kept
+            self.store, self.first = rows.copy(rows.n, self._capacity - rows.n), first
             self._marks[n] = None
         self.store.truncate(n - self.first)
         self._is_prefilling = False
@@ -146,8 +146,7 @@ class WindowCache(BoundedCache):
             needed = self._rows_of(mark)
             if rows is None and needed.start < kept.start:
                 self._marks[mark] = needed.start, _cut(self.store, self.first, needed)
-        self.store = _cut(self.store, self.first, kept, n_room)
-        self.first = kept.start
+        self.store, self.first = _cut(self.store, self.first, kept, n_room), kept.start
 
 
 def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:

@@ -96,6 +96,7 @@ class DeviceEngine(DecoderEngine):
         sequences: Sequence[SequenceOfModel],
         rows: Sequence[Sequence[int]],
         samples: Sequence[Sample],
+        failed: dict[int, Exception],
     ) -> list[list[Outcome]]:
         """Runs steps of one row a sequence, because a cache on a device takes one row at a time."""
         plain = [each if isinstance(each, PlainSampler) else None for each in samples]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache, reserve
+from sparsekv_cli.cache.kinds import reserve
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import FULL, AttnInput
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.methods import build_method

@@ -273,7 +273,7 @@ class LFPSCache(LayerCache):
             self._index(x.q[..., : spec.head_dim])
         k, is_marked = self.method.budget.rows(n), self._marked == n
         self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
-        saved = self._saved[-1][1] if self._saved else None
+        saved = self._saved[-1][1][1] if self._saved else None
         self._step.update_later(self._updates_later)
         # Rows of an earlier draft may still be there to take back.
         self._step.use_journal(saved.journal if saved and saved.n == n else None)

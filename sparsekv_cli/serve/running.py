@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from sparsekv_cli.cache.counters import ledger_since
+from sparsekv_cli.cache.counters import Speculation, ledger_since
 from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
-from sparsekv_cli.sequence import Sequence, Speculation
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
 N_KEPT = 10_000  # times that are kept until the metrics are read

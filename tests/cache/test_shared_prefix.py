@@ -5,7 +5,8 @@ import pytest
 from tiny_sequences import tokens
 
 from sparsekv_cli.cache import kinds
-from sparsekv_cli.cache.layer import DenseCache, bytes_to_come
+from sparsekv_cli.cache.kinds import bytes_to_come
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.errors import SparseKVError

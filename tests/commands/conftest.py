@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 
+from sparsekv_cli.cache.counters import Timings
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.chat import chat as chat_module
@@ -22,7 +23,7 @@ from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
 from sparsekv_cli.commands.run import task as task_module
 from sparsekv_cli.evaluation import roofline
-from sparsekv_cli.sequence import Checkpoint, Sequence, Timings
+from sparsekv_cli.sequence import Checkpoint, Sequence
 
 EOS_ID, BOS_ID = 256, 257
 

@@ -217,7 +217,7 @@ class ForgetfulCache(LayerCache):
         self.n_seen = self.store.n
         self.store.k, self.store.v = (a[:, -self.kept :].copy() for a in self._rows())
         self.store.n = self.kept
-        self.store._grown()
+        self.store._use(self.store.k, self.store.v)
 
     def _rows(self):
         return self.store.k[:, : self.store.n], self.store.v[:, : self.store.n]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_metadata
 
+from sparsekv_cli.cache.counters import Timings
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import Answer
 from sparsekv_cli.generation.conversation import encode_messages
@@ -19,7 +20,7 @@ from sparsekv_cli.models.chat.thinking import MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.marks import CHANNEL_MARKS
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
-from sparsekv_cli.sequence import Checkpoint, Timings
+from sparsekv_cli.sequence import Checkpoint
 
 FOLDER = Path(__file__).parents[1] / "data" / "templates"
 TEMPLATES = {path.stem: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.jinja"))}

@@ -9,13 +9,14 @@ from next_token_models import SHAPE, knowing
 from tiny_models import make_model
 from tiny_recurrent import DeltaNet
 
+from sparsekv_cli.cache.counters import Speculation
 from sparsekv_cli.drafts.mtp import MOST as MOST_MTP
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import SamplingOptions, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
-from sparsekv_cli.sequence import Sequence, Speculation
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
 PROMPT = [3 + i * i % 400 for i in range(150)]

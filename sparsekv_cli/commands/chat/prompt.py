@@ -17,12 +17,12 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
+from sparsekv_cli.cache.counters import speed
 from sparsekv_cli.commands.chat.commands import COMMANDS, LEAVING, Chat
 from sparsekv_cli.commands.chat.settings import SETTINGS
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, method_class
-from sparsekv_cli.sequence import speed
 from sparsekv_cli.settings.option import allowed_values, options_of
 from sparsekv_cli.system.files import APPENDED, AppendedFile, open_written, replace_file
 

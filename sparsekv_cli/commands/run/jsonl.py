@@ -88,7 +88,7 @@ class LineAnswers:
         self, model: Model, n_parallel: int, output: Output, rows: PromptRows | None
     ) -> None:
         """rows: finds and keeps the rows of prompts on disk."""
-        from sparsekv_cli.sequence import Timings  # which imports numba
+        from sparsekv_cli.cache.counters import Timings  # which imports numba
         from sparsekv_cli.serve.rows import SharedRows
 
         self.timings = Timings(load_s=model.load_s)

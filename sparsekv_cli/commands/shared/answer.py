@@ -15,9 +15,10 @@ from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
 from sparsekv_cli.generation.generation import Generation, step
 
 if TYPE_CHECKING:
+    from sparsekv_cli.cache.counters import Timings
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prompt_rows import PromptRows
-    from sparsekv_cli.sequence import Sequence, Timings
+    from sparsekv_cli.sequence import Sequence
 
 # Called with an answer's tokens. Returns the ids to prefill and continue from, or None.
 MakeRoom = Callable[[Ids[int]], Ids[int] | None]
@@ -155,7 +156,7 @@ def answer_fields(answer: Answer, n_prompt: int) -> dict[str, Any]:
 
 def timing_line(timings: Timings) -> str:
     """Returns a line about the tokens computed and their times."""
-    from sparsekv_cli.sequence import speed
+    from sparsekv_cli.cache.counters import speed
 
     parts = []
     if timings.prefill_tokens:

@@ -15,6 +15,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from sparsekv_cli.cache.counters import Timings
 from sparsekv_cli.commands.chat.prompt import (
     MOST_HISTORY,
     MOST_REMEMBERED,
@@ -27,7 +28,6 @@ from sparsekv_cli.commands.chat.prompt import (
     open_history,
     toolbar,
 )
-from sparsekv_cli.sequence import Timings
 
 PASTE, END = "\x1b[200~", "\x1b[201~"
 
