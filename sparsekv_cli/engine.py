@@ -15,13 +15,13 @@ from sparsekv_cli import warmup
 from sparsekv_cli.cache.kinds import bytes_to_come, reserve, share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import STATE, LayerSpec
-from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.errors import SparseKVError, StepError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
-from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence, StepError
+from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
 from sparsekv_cli.system.memory import release_code
 from sparsekv_cli.warmup import OnCompile
 

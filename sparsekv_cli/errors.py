@@ -19,6 +19,9 @@ def without_secrets(text: str) -> str:
     return text
 
 
+from typing import Any
+
+
 class SparseKVError(Exception):
     """A failure that the user can act on; its text is one line: found, expected, what to do.
 
@@ -52,3 +55,16 @@ class NoRoomError(SparseKVError):
 
 class OptionError(SparseKVError):
     """An option does not work with another option or with the machine."""
+
+
+class StepError(SparseKVError):
+    """A step has failed for some of its sequences. The others have their tokens.
+
+    errors: by the place of a sequence. outcomes: as Engine.decode returns them; those of a failed
+    sequence are not valid.
+    """
+
+    def __init__(self, errors: dict[int, Exception], outcomes: list[Any]) -> None:
+        first = next(iter(errors.values()))
+        super().__init__(str(first) or type(first).__name__)
+        self.errors, self.outcomes = errors, outcomes

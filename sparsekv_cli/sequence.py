@@ -14,7 +14,6 @@ from sparsekv_cli.cache.counters import Timings, ledger_of
 from sparsekv_cli.cache.kinds import hand_over, reachable
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.next_token.rows import NextTokenRows
@@ -120,19 +119,6 @@ class Engine(Protocol):
         its old tokens, or fewer if its method cannot go back. Raises StepError if a part of several
         sequences has failed: only these go back.
         """
-
-
-class StepError(SparseKVError):
-    """A step has failed for some of its sequences. The others have their tokens and outcomes.
-
-    errors: by the place of a sequence. outcomes: as ``Engine.decode`` returns them; those of a
-    failed sequence are not valid.
-    """
-
-    def __init__(self, errors: dict[int, Exception], outcomes: list[list[Outcome]]) -> None:
-        first = next(iter(errors.values()))
-        super().__init__(str(first) or type(first).__name__)
-        self.errors, self.outcomes = errors, outcomes
 
 
 @dataclass(eq=False, repr=False)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.drafts import MOST_DRAFTED
+from sparsekv_cli.errors import StepError
 from sparsekv_cli.generation.answer import STOP_EOS, STOP_LENGTH, STOP_TEXT, Answer, StopStrings
 from sparsekv_cli.models.chat.thinking import ChannelSplitter, Thinking, ThinkingSplitter
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, StopForms, TokenText, plain
@@ -173,11 +174,12 @@ class Generation:
         if self._n_predict == 0:
             return True
         draft, tokens, is_done = self._draft, self.sequence.tokens, False
-        del tokens[len(tokens) - len(draft) :]
-        n = len(tokens)
+        n = len(tokens) - len(draft)
+        if draft:
+            tokens = tokens[:n]  # a copy, because the sequence has the draft still
         try:
             for i, outcome in enumerate(self.outcomes):
-                is_done = self._choose(outcome)
+                is_done = self._choose(outcome, tokens)
                 if is_done or i == len(draft) or self.token != draft[i]:
                     return is_done
                 tokens.append(self.token)
@@ -191,16 +193,16 @@ class Generation:
             self._draft, self._is_told = [], False
         return is_done
 
-    def _choose(self, outcome: Outcome) -> bool:
-        """Chooses a token. Returns whether the answer ends with it."""
-        sequence = self.sequence
+    def _choose(self, outcome: Outcome, tokens: Ids[int]) -> bool:
+        """Chooses the token after ``tokens``. Returns whether the answer ends with it."""
         if isinstance(outcome, int):
             self.token = outcome
         else:
-            self.token = self.sample(outcome, sequence.tokens)
+            self.token = self.sample(outcome, tokens)
         if self.push(self.token):
             return True
-        return len(self.answer.tokens) == self._n_predict or sequence.is_full
+        is_full = len(tokens) >= self.sequence.n_ctx
+        return is_full or len(self.answer.tokens) == self._n_predict
 
     def push(self, token: int) -> bool:
         """Adds a token to the text. Returns whether the answer ends with it."""
@@ -251,11 +253,20 @@ class Generation:
             self._write(text if self._is_read else plain(text))
 
 
-def step(engine: Engine, generations: Ids[Generation]) -> None:
-    """Decodes the chosen tokens and the drafts of all generations in one step."""
+def step(engine: Engine, generations: Ids[Generation]) -> dict[int, Exception]:
+    """Decodes the chosen tokens and the drafts of all generations in one step.
+
+    Returns the errors of generations that have failed while others have not, by their places.
+    """
     rows = [each.rows(len(generations) == 1) for each in generations]
     sequences, started = [each.sequence for each in generations], time.perf_counter()
-    outcomes = engine.decode(sequences, rows, [each.sample for each in generations])
+    failed: dict[int, Exception] = {}
+    try:
+        outcomes = engine.decode(sequences, rows, [each.sample for each in generations])
+    except StepError as error:
+        failed, outcomes = error.errors, error.outcomes
     seconds = time.perf_counter() - started
-    for each, of_each, new in zip(generations, rows, outcomes, strict=True):
-        each.take(of_each[1:], new, seconds)
+    for i, (each, of_each, new) in enumerate(zip(generations, rows, outcomes, strict=True)):
+        if i not in failed:
+            each.take(of_each[1:], new, seconds)
+    return failed

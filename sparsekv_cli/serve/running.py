@@ -148,11 +148,16 @@ class Running:
         return [bins_of(cache.attended, n, n_bins) for cache in sequence.caches]
 
     def _decode(self, jobs: Ids[Job]) -> None:
-        """Decodes the chosen tokens together. If that fails, it decodes each of them alone."""
+        """Decodes the chosen tokens together. An answer whose cache fails ends.
+
+        If the step fails as a whole, it decodes each token alone.
+        """
         generations = [job.generation for job in jobs if job.generation is not None]
         lengths = [len(each.sequence.tokens) for each in generations]
         try:
-            step(self._model.engine, generations)
+            failed = step(self._model.engine, generations)
+            for i, error in failed.items():
+                self._drop(jobs[i], error)
         except LostModelError:
             raise
         except Exception as error:
@@ -160,9 +165,13 @@ class Running:
                 if len(jobs) > 1 and len(generation.sequence.tokens) == n:
                     self._decode([job])
                 else:  # it is the cause, or its method could not go back
-                    self.jobs.remove(job)
-                    job.end()
-                    self.fail(job, error)
+                    self._drop(job, error)
+
+    def _drop(self, job: Job, error: Exception) -> None:
+        """Ends an answer whose sequence has failed, without keeping the sequence."""
+        self.jobs.remove(job)
+        job.end()
+        self.fail(job, error)
 
     def _finish(self, job: Job, generation: Generation) -> None:
         answer = generation.finish()

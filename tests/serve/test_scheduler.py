@@ -15,6 +15,7 @@ from tiny_sequences import tokens
 
 from sparsekv_cli.cache import kinds
 from sparsekv_cli.cache.counters import held_bytes
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model
@@ -206,23 +207,33 @@ def test_a_method_that_is_compiled(
     assert Compiling("lfps", 0, 1) in running.events
 
 
+@pytest.mark.parametrize("part", ["step", "cache"])
 def test_a_failure_hurts_nobody_else(
-    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+    part: str, start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a whole step, which each sequence then takes alone, or of one cache."""
     scheduler = start()
     alone = Asked(scheduler, tokens(25, 2), 12).text
-    decode = scheduler.model.decoder.decode_batch
+    decode, add, steps = scheduler.model.decoder.decode_batch, DenseCache._add_all, []
 
-    def fails(ids: Any, positions: Any, caches: Any) -> np.ndarray:
-        if 61 in positions:  # behind one more step of the second prompt
+    def fails(ids: Any, positions: Any, caches: Any, failed: Any) -> np.ndarray:
+        steps.append(len(ids))
+        if 61 in positions and part == "step":  # behind one more step of the second prompt
             raise MemoryError
-        return decode(ids, positions, caches)
+        return decode(ids, positions, caches, failed)
+
+    def fails_to_add(cache: DenseCache, *given: Any) -> np.ndarray:
+        if cache.n == 61 and part == "cache":
+            raise MemoryError
+        return add(cache, *given)
 
     monkeypatch.setattr(scheduler.model.decoder, "decode_batch", fails)
+    monkeypatch.setattr(DenseCache, "_add_all", fails_to_add)
     good, bad = (Asked(scheduler, tokens(n, 2), 12) for n in (25, 60))
     assert good.text == alone
     assert isinstance(bad.end, Failed) and isinstance(bad.end.error, MemoryError)
     assert scheduler.stats.n_failed == 1 and scheduler.n_running == 0
+    assert 2 in steps
 
 
 @pytest.mark.parametrize("method", ["full", "quest", "lfps", "sals"])

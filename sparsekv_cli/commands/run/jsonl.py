@@ -118,7 +118,12 @@ class LineAnswers:
                     self._choose(line)
                 if self._active:
                     started = time.perf_counter()
-                    step(self._model.engine, [line.generation for line in self._active])
+                    lines = list(self._active)
+                    failed = step(self._model.engine, [line.generation for line in lines])
+                    for i, error in failed.items():
+                        reason = str(error) or type(error).__name__
+                        self._output.fail(lines[i].number, lines[i].task.id, reason)
+                        self._leave(lines[i])
                     self.timings.decode_s += time.perf_counter() - started
         finally:
             if self._rows is not None:
@@ -178,8 +183,12 @@ class LineAnswers:
             self._output.fail(line.number, line.task.id, str(error))
         else:
             self._output.put(line.number, line.result(self._model, self._output.tell))
+        self._leave(line)
+
+    def _leave(self, line: Line) -> None:
+        """Removes a line, and adds its counts."""
         self._active.remove(line)
-        timings = generation.sequence.timings
+        timings = line.generation.sequence.timings
         self.timings.decode_tokens += timings.decode_tokens
         self.timings.speculation.add(timings.speculation)
 
