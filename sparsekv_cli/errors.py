@@ -2,6 +2,7 @@
 
 import os
 import re
+from typing import Any
 
 # The name and password of a URL, also with a ``/`` that should be written ``%2F``.
 CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/?#'\"]*|[^\s/@'\"]*:[^\s'\"]*)@")
@@ -17,9 +18,6 @@ def without_secrets(text: str) -> str:
         for form in (token, token.strip(), repr(token)[1:-1]):
             text = text.replace(form, HIDDEN) if len(form) > 3 else text
     return text
-
-
-from typing import Any
 
 
 class SparseKVError(Exception):
