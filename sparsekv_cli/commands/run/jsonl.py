@@ -118,12 +118,12 @@ class LineAnswers:
                     self._choose(line)
                 if self._active:
                     started = time.perf_counter()
-                    lines = list(self._active)
-                    failed = step(self._model.engine, [line.generation for line in lines])
+                    active = list(self._active)
+                    failed = step(self._model.engine, [line.generation for line in active])
                     for i, error in failed.items():
                         reason = str(error) or type(error).__name__
-                        self._output.fail(lines[i].number, lines[i].task.id, reason)
-                        self._leave(lines[i])
+                        self._output.fail(active[i].number, active[i].task.id, reason)
+                        self._leave(active[i])
                     self.timings.decode_s += time.perf_counter() - started
         finally:
             if self._rows is not None:

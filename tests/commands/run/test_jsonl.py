@@ -10,6 +10,7 @@ import pytest
 
 from sparsekv_cli.cache import row_sizes
 from sparsekv_cli.cache.counters import held_bytes
+from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.commands.options.model import ModelOptions, open_model
 from sparsekv_cli.commands.run.jsonl import LineAnswers, Output
 from sparsekv_cli.commands.run.lines import read_task
@@ -106,6 +107,31 @@ def test_a_line_waits_for_the_memory_of_the_others(model, monkeypatch):
     told = objects("".join(written))
     assert [each["line"] for each in told if "error" in each] == [3] and len(told) == 5
     assert "GiB of memory" in told[2]["error"] and max(most) == 2
+    opened.gguf.close()
+
+
+def test_a_line_that_fails_in_a_step_leaves_the_others(model, monkeypatch):
+    opened = open_model(ModelOptions(model, SessionConfig(speculate="off", ctx_size=256)), None)
+    asked = [{"prompt": "hello " * n, "raw": True, "n_predict": 6} for n in (9, 30, 5)]
+    lines = [(i, json.dumps(line).encode()) for i, line in enumerate(asked, start=1)]
+
+    def answered() -> list[dict[str, Any]]:
+        written: list[str] = []
+        LineAnswers(opened, 3, Output(written.append, lambda _: None), None).run(lines, Task())
+        return objects("".join(written))
+
+    expected = answered()
+    n, add = expected[1]["prompt_tokens"] + 2, DenseCache._add_all
+
+    def fails(cache: DenseCache, *given: Any) -> Any:
+        if cache.n == n:
+            raise MemoryError
+        return add(cache, *given)
+
+    monkeypatch.setattr(DenseCache, "_add_all", fails)
+    told = answered()
+    assert told[1] == {"line": 2, "error": "MemoryError"}
+    assert told[::2] == expected[::2]
     opened.gguf.close()
 
 
