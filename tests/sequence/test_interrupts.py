@@ -82,9 +82,9 @@ def check(model: Model, call: Call, part: tuple[int, int]) -> tuple[int, int]:
     @cache
     def expected(name: str, n: int) -> np.ndarray:
         sequence = begun()
-        sequence.rewind(n)
         if name != sequence.method.name:
             _change(sequence, model)
+        sequence.rewind(n)
         if missing := whole[len(sequence.tokens) : n]:
             sequence.prefill(missing) if call.is_prefill else decoded(sequence, missing)
         return going_on(sequence)
