@@ -238,6 +238,7 @@ class LanguageModel:
             model, sequence = self._model, self._sequence
             numba.set_num_threads(model.n_threads)  # which numba keeps for each thread
             if sequence.attention is not attention:
+                sequence.keep_common(ids)  # the other method has made later rows
                 sequence.change_method(attention)
             sequence.timings.reset()
             marked = model_thinking(model) if is_chat else None

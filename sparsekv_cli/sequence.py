@@ -18,6 +18,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.tokenizer.ids import n_common
+from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 
@@ -276,26 +277,48 @@ class Sequence:
         if self.next_rows is not None:
             self.next_rows.truncate(n)
 
-    def keep_common(self, ids: Ids[int], *, has_disk: bool = False) -> Ids[int]:
+    def n_alike(self, ids: Ids[int], method: Method, least: int = 1) -> int:
+        """Returns how many first tokens of ``ids`` have the rows that a prefill of ``ids`` gives.
+
+        These are rows of the last prefill, because steps round otherwise, and sparse ones leave out
+        rows. least: tokens at the end of ``ids`` that are computed anew; ``method`` may need the
+        queries of more. Kept rows end at a multiple of STEP.
+        """
+        at, n_queried = self.checkpoint, method.n_queried
+        if at is None or n_queried is None:
+            return 0
+        n = min(n_common(ids, self.tokens[: at.n]), len(ids) - max(least, n_queried))
+        return max(0, n // STEP * STEP)
+
+    def keep_common(
+        self, ids: Ids[int], *, goes_on: bool = False, has_disk: bool = False
+    ) -> Ids[int]:
         """Keeps the tokens that ``ids`` begin with. Returns the rest of ``ids``, to be prefilled.
 
-        Nothing is left if the last prefill ended where ``ids`` end. has_disk: long prompts that are
-        mostly new begin anew, because the disk keeps whole prompts.
+        Nothing is left if the last prefill ended where ``ids`` end. Otherwise the answer is the one
+        that a new sequence gives. So an answer's tokens are read again, and all tokens if the
+        method has changed or dropped rows. goes_on: keeps these too, as the turns of a chat do.
+        has_disk: long prompts that are mostly new begin anew, because the disk keeps whole prompts.
         """
+        self.settle()
         n, at = n_common(ids, self.tokens), self.checkpoint
         if has_disk and n < N_WHOLE <= len(ids) - n:
             self.rewind(0)
-            return ids
-        if n < len(self.tokens) or n == len(ids):
-            again = 0 if at is not None and at.n == n == len(ids) else N_REFRESH
-            self.rewind(min(n, max(0, len(ids) - again)))
+        elif at is not None and n >= at.n == len(ids):
+            self.rewind(n)
+        elif not goes_on:
+            holds = self.method.holds_all_rows
+            self.rewind(self.n_alike(ids, self.method, N_REFRESH) if holds else 0)
+        elif n < len(self.tokens) or len(ids) - n < max(1, self.method.n_queried or 0):
+            self.rewind(min(n, max(0, len(ids) - N_REFRESH)))
         return ids[len(self.tokens) :]
 
     def change_method(self, attention: Attention) -> None:
         """Goes on with another method, and with the same tokens if their rows can be taken over.
 
-        They can where the old caches keep all rows on the host, as the new ones do. The tokens
-        whose queries the new method needs are prefilled again. Otherwise no tokens are left.
+        They can where the old caches keep all rows on the host, as the new ones do. The last
+        tokens, whose queries the new method needs, are prefilled again. Otherwise no tokens are
+        left.
         """
         self.settle()
         tokens, old = self.tokens, self.caches
@@ -304,7 +327,8 @@ class Sequence:
         if n_queried is None or not self.engine.shares_prefill:
             self.reset(attention)
             return
-        n = reachable(old, len(tokens) - max(1, n_queried))
+        n = (len(tokens) - max(N_REFRESH, n_queried)) // STEP * STEP
+        n = reachable(old, n)
         n_room = min(self.n_ctx, len(tokens) + N_HEADROOM)
         caches = self.engine.caches(attention)
         self._certain = max(0, n)

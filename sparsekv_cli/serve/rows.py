@@ -49,11 +49,7 @@ def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
 
     0 if a method has changed the rows, or needs the queries of all tokens.
     """
-    at, n_queried = sequence.checkpoint, method.n_queried
-    if at is None or n_queried is None or not keeps_rows(sequence):
-        return 0
-    n = n_common(ids, sequence.tokens[: at.n])
-    return max(0, min(n, len(ids) - max(1, n_queried)) // STEP * STEP)
+    return sequence.n_alike(ids, method) if keeps_rows(sequence) else 0
 
 
 def keeps_rows(sequence: Sequence) -> bool:

@@ -154,7 +154,7 @@ class Conversation:
             ids = self.encode(messages)
             if len(ids) >= sequence.n_ctx:
                 messages, ids = self._shortened(messages, len(ids), 1)
-            missing = sequence.keep_common(ids, has_disk=self.rows is not None)
+            missing = sequence.keep_common(ids, goes_on=True, has_disk=self.rows is not None)
         sequence.timings.reset()
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
@@ -170,7 +170,9 @@ class Conversation:
                 messages, ids = self._shortened(messages, sequence.n_ctx, len(tokens) + 1)
             except SparseKVError:  # the turn alone is too long: the answer ends
                 return None
-            return sequence.keep_common([*ids, *tokens], has_disk=self.rows is not None)
+            return sequence.keep_common(
+                [*ids, *tokens], goes_on=True, has_disk=self.rows is not None
+            )
 
         stops = settings.stop if self.template else (*settings.stop, CHATML_END)
         begin = partial(
