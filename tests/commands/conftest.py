@@ -100,7 +100,7 @@ class FakeModel:
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
         self.config = SimpleNamespace(sparse_from=0, speculate="off")
-        self.method: Any = SimpleNamespace(options=lambda: {"budget": "5%"})
+        self.method: Any = SimpleNamespace(options=lambda: {"budget": "5%"}, n_queried=0)
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
         self.sparse_from = 0
@@ -125,6 +125,9 @@ class FakeModel:
 
     def sequence(self) -> FakeModel:
         return self
+
+    def settle(self) -> None:
+        """Nothing is interrupted here."""
 
     @property
     def is_full(self) -> bool:
