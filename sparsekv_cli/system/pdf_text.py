@@ -37,7 +37,7 @@ def pdf_text(data: bytes) -> str:
 
 
 def _text(reader: Any) -> str:
-    seen: set[int] = set()  # addresses of fields that have a line; of their places, below 0
+    seen: set[int] = set()  # addresses of fields that have a line; below 0: of their places
     texts, has_text = [], False
     for number, page in enumerate(reader.pages, 1):
         text, is_picture = _page_text(page)
@@ -145,8 +145,13 @@ def _apart(reader: Any, seen: set[int]) -> Iterator[str]:
     left = [*(_get(form, "/Fields") or ())]
     for item in left:  # fields that no page shows
         field = item.get_object()
-        kids = _get(field, "/Kids") if isinstance(field, dict) else None
-        if isinstance(field, dict) and not kids and -id(field) not in seen:
+        if not isinstance(field, dict) or -id(field) in seen:
+            continue
+        kids = _get(field, "/Kids")
+        if isinstance(kids, list):
+            seen.add(-id(field))
+            left += kids
+        else:
             yield from _field(field, seen)
     if _get(form, "/XFA") is not None:
         yield "[the form has a second form in XML, whose values may be left out]"

@@ -103,14 +103,17 @@ def test_a_field_of_several_places_and_one_of_none_have_a_line_each():
     for each in places:
         each.get_object()[NameObject("/Parent")] = inner
     inner.get_object()[NameObject("/Kids")] = ArrayObject(places)
-    apart = writer._add_object(pdf({"/FT": "/Tx", "/T": "apart", "/V": "x"}))
+    apart = writer._add_object(pdf({"/FT": "/Tx", "/T": "apart"}))
+    below = writer._add_object(pdf({"/T": "below", "/V": "x"}))
+    below.get_object()[NameObject("/Parent")] = apart
+    apart.get_object()[NameObject("/Kids")] = ArrayObject([below, apart])
     writer.pages[0][NameObject("/Annots")] = ArrayObject(places)
     form = writer.root_object["/AcroForm"]
     form[NameObject("/Fields")] = ArrayObject([inner, *places, apart])
     form[NameObject("/XFA")] = TextStringObject("x")
     writer.add_attachment("table.csv", b"1")
     assert document_text(written(writer), "x").split("\n") == [
-        "Form", "person.first: Ann", "", "apart: x", "",
+        "Form", "person.first: Ann", "", "apart.below: x", "",
         "[the form has a second form in XML, whose values may be left out]", "",
         "[attached file table.csv left out]",
     ]  # fmt: skip
