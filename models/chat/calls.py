@@ -1,17 +1,18 @@
 """The parts of an answer, and readers of the function calls that models write.
 
 A model writes a call as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or
-in tags (tags.py). A reader finds no calls in a text of another form.
+in tags (tags.py). The readers also take what models write that are a little off.
 """
 
-import ast
 import json
-import math
 import re
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparsekv_cli.models.tokenizer.marks import plain
+from sparsekv_cli.models.chat.loose import MAX_DEPTH, CutError, read_json, read_value
+from sparsekv_cli.models.tokenizer.marks import SPELLINGS, STAND_IN
+
+__all__ = ["read_json"]
 
 
 class Text(NamedTuple):
@@ -36,59 +37,69 @@ class ToolCall(NamedTuple):
 Part = Text | Thought | ToolCall
 
 
-class ReadCalls(NamedTuple):
-    """The calls that were read in a text."""
+class Notation(NamedTuple):
+    """What a format adds to the notations of calls.
 
-    calls: list[Part]  # empty: the text is no call
-    # 0: the text is complete; 1: its last tags are missing; MAYBE: it ends within a value
-    doubt: int = 0
-
-
-MAYBE = 2
-MAX_DEPTH = 100  # of arguments: objects and lists within each other
-SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which UTF-8 cannot encode
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
-ANY_STRING = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'""", re.S)
-
-
-def _number(kind: type[int] | type[float], text: str) -> Any:
-    """Returns a number, or its text if it is out of the range of ``kind``."""
-    try:
-        value = kind(text)
-    except ValueError:  # more digits than Python reads
-        return text
-    return text if isinstance(value, float) and not math.isfinite(value) else value
-
-
-DECODER = json.JSONDecoder(
-    parse_float=partial(_number, float), parse_int=partial(_number, int), parse_constant=str
-)
-
-
-def read_json(text: str) -> Any:
-    """Returns the value of a JSON text. Raises ValueError for any other text.
-
-    Numbers that Python reads and JSON does not have (NaN, Infinity, 1e999) become texts.
+    starts, ends: marks around a call. quote: a mark around strings. words: a pattern of what stands
+    between a function's name and its arguments. functions: the schemas of arguments, by name.
     """
-    try:
-        return DECODER.decode(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    quote: str = ""
+    words: str = ""
+    functions: Mapping[str, Any] = {}
+
+
+NAMES = ("name", "function", "tool", "tool_name", "function_name")
+ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
+WRAPPERS = ("function", "tool_call", "function_call")
+LABELS = {"type", "id", "index", "description"}  # what an object may say besides
+FENCE = re.compile(r"```[\w-]*\s*")
+NAME = r"[\w.:/-]+"
+GEMMA_NAME = re.compile(rf"(?:call\s*)?:\s*({NAME})\s*(?=\{{)")
+PYTHON_NAME = re.compile(rf"\s*({NAME})\s*\(\s*")
+PYTHON_KEY = re.compile(r"(\w+)\s*=(?!=)\s*")
+BEGUN = re.compile(r"[\[\s]*(?:<[\w=]*|[\w.:/\[\]\ud800-\udfff-]*)\s*")  # of a name, maybe
+BLANK = re.compile(r"\s*")
 
 
 def call_of(name: str, arguments: Any) -> ToolCall | None:
     """Returns a call, or None if the arguments are no JSON object or nested too deeply.
 
-    arguments: an object, or its JSON text.
+    arguments: an object, or its text; nothing and null are an empty object.
     """
     try:
-        value = read_json(arguments) if isinstance(arguments, str) else arguments
+        value = arguments
+        if isinstance(value, str):
+            value = _whole_value(value)
+        if isinstance(value, list) and len(value) < 2:
+            value = value[0] if value else {}
+        value = {} if value is None else value
         if not isinstance(value, dict) or _is_deep(value):
             return None
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError):
         return None
-    return ToolCall(name, SURROGATE.sub("\ufffd", written))
+    return ToolCall(name, STAND_IN.sub(_spelled, written))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    """Returns a mark as a JSON text has it; U+FFFD for a half of a character."""
+    return json.dumps(SPELLINGS.get(found[0], "\ufffd"), ensure_ascii=False)[1:-1]
+
+
+def _whole_value(text: str) -> Any:
+    """Returns the value of a text. Raises ValueError if the text has anything else."""
+    text = text.strip()
+    if fence := FENCE.match(text):
+        text = text[fence.end() :].removesuffix("```").strip()
+    if not text:
+        return {}
+    value, end = read_value(text, 0)
+    if text[end:].strip(" \t\r\n}];,"):
+        raise ValueError("a text follows")
+    return value
 
 
 def _is_deep(value: Any) -> bool:
@@ -105,77 +116,124 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def in_string(text: str) -> bool:
-    """Returns whether a JSON text ends within a string."""
-    return '"' in STRING.sub("", text)
+def read_call(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], int]:
+    """Returns the calls that begin at a place of a text, at least one, and the place after them.
+
+    Raises CutError if the text ends within a call, and ValueError if no call begins there.
+    """
+    if fence := FENCE.match(text, at):
+        at = fence.end()
+    rest = text[at : at + 2]
+    if gemma := GEMMA_NAME.match(text, at):
+        return _named(text, gemma, notation)
+    if rest.startswith("{") or (rest.startswith("[") and text[at + 1 :].lstrip()[:1] in ("{", "]")):
+        return _json_calls(text, at, notation)
+    words = rf"\s*(?:{notation.words})\s*"
+    before = rf"(?:function\s*(?={notation.words}))?" if notation.words else ""
+    pattern = rf"{before}{words}({NAME}){words}(?:```\w*\s*)?(?=\{{)"
+    named = re.compile(pattern).match(text, at)
+    if named is not None:
+        return _named(text, named, notation)
+    if rest.startswith("[") or PYTHON_NAME.match(text, at):
+        return _python_calls(text, at, notation)
+    begun = rf"{BEGUN.pattern}|[\w.:/-]*{words}[\w.:/-]*{words}(?:`{{0,3}}\w*\s*)?"
+    raise CutError if re.compile(begun).fullmatch(text, at) else ValueError("no call")
 
 
-def json_calls(text: str) -> list[Part]:
-    """Returns the calls in a series of JSON texts; none if the text has anything else."""
-    calls: list[Part] = []
-    rest = text.strip()
-    while rest:
-        try:
-            value, end = DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return []
-        for call in value if isinstance(value, list) else [value]:
-            found = _described(call)
-            if found is None:
-                return []
-            calls.append(found)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return calls
+def _named(text: str, found: re.Match[str], notation: Notation) -> tuple[list[ToolCall], int]:
+    """Reads the arguments after a name; what is around them has been matched."""
+    value, end = read_value(text, found.end(), notation.ends, notation.quote)
+    call = call_of(found[1], value)
+    if call is None:
+        raise ValueError("no arguments")
+    return [call], end
 
 
-def _described(value: Any) -> Part | None:
-    """Returns the call that an object describes; None if it describes none."""
-    if not isinstance(value, dict):
-        return None
-    value = value.get("function", value) if isinstance(value.get("function"), dict) else value
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return call_of(name, arguments) if isinstance(name, str) and name else None
-
-
-NAMED = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.S)
-
-
-def gemma_calls(text: str, quote: str = '<|"|>') -> ReadCalls:
-    """Reads ``call:NAME{KEY:VALUE,...}``: keys without quotes, strings between quotes."""
-    parts = text.split(quote)
-    if len(parts) % 2 == 0:
-        return ReadCalls([], MAYBE)
-    named = NAMED.fullmatch(text)
-    if named is None:
-        return ReadCalls([])
-    parts = named[2].split(quote)
-    for i, part in enumerate(parts):
-        if i % 2:  # between two quotes
-            parts[i] = json.dumps(plain(part))
-        else:
-            parts[i] = re.sub(r"([{,]\s*)([A-Za-z_][\w.-]*)\s*:", r'\1"\2":', part)
-    call = call_of(named[1], "".join(parts))
-    return ReadCalls([] if call is None else [call])
-
-
-def python_calls(text: str) -> ReadCalls:
-    """Reads ``[NAME(KEY=VALUE, ...), ...]`` with literals as values."""
+def _json_calls(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], int]:
+    """Reads an object that describes a call, or a list of such objects."""
     try:
-        tree = ast.parse(plain(text).strip(), mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else [tree]
-        return ReadCalls([_python_call(call) for call in calls])
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        rest = ANY_STRING.sub("", text)
-        return ReadCalls([], MAYBE if '"' in rest or "'" in rest else 0)
+        value, end = read_value(text, at, notation.ends, notation.quote)
+    except CutError:
+        raise
+    except ValueError:
+        if not text.startswith("{{", at):
+            raise
+        value, end = read_value(text, at + 1, notation.ends, notation.quote)
+    calls = _described(value, notation)
+    if not calls:
+        raise ValueError("no call")
+    return calls, end
 
 
-def _python_call(call: ast.expr) -> ToolCall:
-    """Returns a call. Raises ValueError unless it is a call with named literals."""
-    if not isinstance(call, ast.Call) or call.args or any(w.arg is None for w in call.keywords):
-        raise ValueError("no call with named arguments")
-    arguments = {str(w.arg): ast.literal_eval(w.value) for w in call.keywords}
-    found = call_of(ast.unparse(call.func), arguments)
-    if found is None:  # bytes, sets, infinite numbers
-        raise ValueError("no arguments that JSON can say")
-    return found
+def _described(value: Any, notation: Notation) -> list[ToolCall]:
+    """Returns the calls that a value describes. Raises ValueError for any other value."""
+    if isinstance(value, list):
+        return [call for each in value for call in _described(each, notation)]
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    fields = {key.strip().lower(): each for key, each in value.items()}
+    if isinstance(fields.get("tool_calls"), list):
+        return _described(fields["tool_calls"], notation)
+    for key in WRAPPERS:
+        if isinstance(fields.get(key), dict):
+            return _described(fields[key], notation)
+    key = next((key for key in NAMES if isinstance(fields.get(key), str)), "")
+    name = fields.pop(key, "").strip()
+    given = next((key for key in ARGUMENTS if key in fields), "")
+    others = {key: each for key, each in value.items() if key.strip().lower() in fields}
+    if not name:
+        raise ValueError("no name")
+    if given:
+        call = call_of(name, fields[given])
+    elif fields.keys() <= LABELS:
+        call = call_of(name, {})
+    else:  # the arguments stand beside the name
+        schema = notation.functions.get(name)
+        declared = schema.get("properties") if isinstance(schema, Mapping) else None
+        is_flat = isinstance(declared, Mapping) and others.keys() <= declared.keys()
+        call = call_of(name, others) if is_flat else None
+    if call is None:
+        raise ValueError("no arguments")
+    return [call]
+
+
+def _python_calls(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], int]:
+    """Reads ``NAME(KEY=VALUE, ...)``, or a list of them."""
+    is_list, calls = text.startswith("[", at), []
+    at += is_list
+    while True:
+        name = PYTHON_NAME.match(text, at)
+        if name is None:
+            raise CutError if BEGUN.fullmatch(text, at) else ValueError("no call")
+        arguments, at = {}, name.end()
+        while not text.startswith(")", at):
+            key = PYTHON_KEY.match(text, at)
+            if key is None:
+                raise CutError if BEGUN.fullmatch(text, at) else ValueError("no named argument")
+            arguments[key[1]], at = read_value(text, key.end(), notation.ends, notation.quote)
+            at = past(text, at)
+            if text.startswith(",", at):
+                at = past(text, at + 1)
+            elif not text.startswith(")", at):
+                raise CutError if at == len(text) else ValueError("no comma")
+        call = call_of(name[1], arguments)
+        if call is None:
+            raise ValueError("no arguments")
+        calls.append(call)
+        if not is_list:
+            return calls, at + 1
+        at = past(text, at + 1)
+        if text.startswith(",", at):
+            at = past(text, at + 1)
+        if text.startswith("]", at):
+            return calls, at + 1
+        if text.startswith(notation.ends, at):
+            return calls, at
+        if at == len(text):
+            raise CutError
+
+
+def past(text: str, at: int) -> int:
+    """Returns the place after white space."""
+    found = BLANK.match(text, at)
+    return at if found is None else found.end()

@@ -4,25 +4,99 @@ A call is ``<function=NAME><parameter=KEY>VALUE</parameter></function>``. The ta
 whether a value is a text or a number. A text may hold the tags themselves.
 """
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, call_of, read_json
+from sparsekv_cli.models.chat.calls import Notation, ToolCall, call_of
+from sparsekv_cli.models.chat.loose import CutError, read_json, read_value
 
-FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
-FUNCTION_END = re.compile(r"\s*</function>")
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
+MAYBE = 2  # the doubt about a call that ends within a value
+MAX_ENDS = 64  # tags that may end a function and are tried
+
+
+class ReadCalls(NamedTuple):
+    """The calls that were read in a text."""
+
+    calls: list[ToolCall]  # empty: the text is no call
+    # 0: the text is complete; 1: its last tags are missing; MAYBE: it ends within a value
+    doubt: int = 0
+
+
+NAME = r"""\s*(?:=|\sname\s*=)\s*["']?([^>\s"']+)["']?\s*>"""
+FUNCTION = re.compile(rf"\s*<function{NAME}", re.I)
+FUNCTION_END = re.compile(r"\s*</function>", re.I)
+PARAMETER = re.compile(rf"\s*<parameter{NAME}\n?", re.I)
+BEGINS = ("<parameter", "</function>", "{")  # what follows a function's tag
+HEAD = re.compile(r"<function[^>]{0,100}", re.I)
 # The end of a value: its tag, the next parameter if that is missing, or the end of the function.
-ENDS = r"""\n?(?P<own></parameter>)(?=\s*(?:<parameter=|</function>|<function=|\Z))
+ENDS = r"""\n?(?P<own></parameter>)(?=\s*(?:<parameter[=\s]|</function>|<function[=\s]|\Z))
     | \n(?=<parameter=(?:%s)>)
-    | (?P<last>\n?(?=</function>\s*(?:<function=|\Z)))"""
+    | (?P<last>\n?(?=</function>\s*(?:<function[=\s]|\Z)))"""
 CONSTANTS = {"True": True, "False": False, "None": None}
 TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict,
     "array": list, "null": type(None),
 }  # fmt: skip
 MAX_REFERENCES = 8  # most references that are followed from one schema
+
+
+def read_tagged(
+    text: str, at: int, notation: Notation, *, is_whole: bool, is_sure: bool
+) -> tuple[list[ToolCall], int]:
+    """Returns the call whose tags begin at a place of a text, and the place after it.
+
+    is_whole: no more text arrives. is_sure: a mark that is a token ends the call, so a tag without
+    it may belong to a value. Raises CutError if more text decides, and ValueError for other texts.
+    """
+    head = FUNCTION.match(text, at)
+    if head is None:
+        raise CutError if HEAD.fullmatch(text, at) and not is_whole else ValueError("no function")
+    begun = text[head.end() :].lstrip()
+    begins = (*BEGINS, *notation.ends)
+    if not begun.startswith(begins):
+        is_open = not is_whole and any(each.startswith(begun) for each in begins)
+        raise CutError if is_open else ValueError("no parameter")
+    if begun.startswith("{"):
+        return _with_object(text, head, notation)
+    tags = re.compile("|".join(["(?i:</function>)", *map(re.escape, notation.ends)]))
+    choice: tuple[int, list[ToolCall], int] | None = None  # doubt, calls, the place after them
+    for n, found in enumerate(tags.finditer(text, head.end())):
+        is_tag = found[0][1:].lower() == "/function>"
+        end = found.end() if is_tag else found.start()
+        calls, doubt = tagged_calls(text[at:end], notation.functions)
+        if not calls or n >= MAX_ENDS:
+            continue
+        after = text[end:].lstrip()
+        is_ended = after.startswith(notation.ends)
+        mark = next((mark for mark in notation.ends if after.startswith(mark)), "")
+        following = after[len(mark) :].lstrip()
+        goes_on = following.startswith(("<function", *notation.starts)) or after.startswith(
+            "<function"
+        )
+        if goes_on or (is_sure and is_ended) or (not doubt and after and not is_sure):
+            return calls, end
+        if choice is None or doubt < choice[0]:
+            choice = doubt, calls, end
+    if not is_whole:
+        raise CutError
+    if choice is None:
+        calls, doubt = tagged_calls(text[at:], notation.functions)
+        choice = doubt, calls if doubt < MAYBE else [], len(text)
+    if not choice[1]:
+        raise ValueError("no call")
+    return choice[1:]
+
+
+def _with_object(text: str, head: re.Match[str], notation: Notation) -> tuple[list[ToolCall], int]:
+    """Reads ``<function=NAME>{...}</function>``, as Llama 3 writes it."""
+    value, end = read_value(text, head.end(), ("</function>", *notation.ends))
+    call = call_of(head[1], value)
+    if call is None:
+        raise ValueError("no arguments")
+    closing = FUNCTION_END.match(text, end)
+    return [call], end if closing is None else closing.end()
 
 
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
@@ -32,7 +106,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
     type. An undeclared value is read as JSON or as a constant of Python, if it is one. Doubt 1: the
     last tag or two are missing. Doubt 2: the last value does not end.
     """
-    calls: list[Part] = []
+    calls: list[ToolCall] = []
     at, doubt = 0, 0
     while text[at:].strip():
         function = FUNCTION.match(text, at)
@@ -114,3 +188,30 @@ def typed(text: str, types: set[str] | None) -> Any:
     if types is None:
         return text if isinstance(value, str) else value
     return value if any(is_of(value, name) for name in types) else text
+
+
+def declared_arguments(arguments: str, schema: Any) -> str:
+    """Returns a call's arguments with values of the types that their schema declares, if they can.
+
+    A text becomes the value that it writes, and another value the text of its JSON.
+    """
+    given = json.loads(arguments)
+    fitted = declared(given, schema, schema)
+    return arguments if fitted == given else json.dumps(fitted, ensure_ascii=False)
+
+
+def declared(value: Any, schema: Any, root: Any) -> Any:
+    """Returns a value of a declared type, if it can be one. root: see ``types_of``."""
+    types = types_of(schema, root)
+    if types and not any(is_of(value, name) for name in types):
+        if isinstance(value, str):
+            value = typed(value, types)
+        elif "string" in types:
+            value = json.dumps(value, ensure_ascii=False)
+    if not isinstance(schema, Mapping):
+        return value
+    if isinstance(value, dict) and isinstance(properties := schema.get("properties"), Mapping):
+        return {key: declared(each, properties.get(key), root) for key, each in value.items()}
+    if isinstance(value, list) and isinstance(items := schema.get("items"), Mapping):
+        return [declared(each, items, root) for each in value]
+    return value

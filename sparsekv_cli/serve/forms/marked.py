@@ -1,149 +1,284 @@
-"""Reads calls between marks in the text of an answer, and calls whose marks are missing."""
+"""Reads calls in the text of an answer: between marks, in blocks of code, or bare."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sparsekv_cli.models.chat.calls import MAYBE, Part, ReadCalls, Text, json_calls
+from sparsekv_cli.models.chat.calls import (
+    ARGUMENTS,
+    FENCE,
+    NAMES,
+    Notation,
+    Part,
+    Text,
+    ToolCall,
+    past,
+    read_call,
+)
+from sparsekv_cli.models.chat.loose import CutError
+from sparsekv_cli.models.chat.tags import read_tagged
 from sparsekv_cli.models.chat.thinking import overlap
-from sparsekv_cli.models.tokenizer.marks import Marks, plain
+from sparsekv_cli.models.tokenizer.marks import Marks
 
-MAX_PASSED = 256  # marks within arguments of an answer; later marks end a call in any place
 Functions = Mapping[str, Any]  # the schemas of the functions' arguments, by name
+WRAPPERS = ("tools", "tool", "function_call", "tool_calls", "response", "json", "xml")
+# What may begin a call without a mark: a line with an object or a block of code, or a tag.
+BARE = (
+    rf"(?<=\n)[ \t]*(?:<(?:{'|'.join(WRAPPERS)})>(?=\s|[{{\[])|```|[{{\[])"
+    r"|(?<![`\"'\w])(?:<function(?=[=\s])|call:|functools(?=\[))"
+)
+LITERALS = ("<function=", "call:", "functools[")
+LINE_BEGINS = re.compile(r"(?<=\n)[ \t]*(?:`{0,2}|<\w{0,20}>?)\Z")
+NAME_BEGINS = re.compile(r"(?<=\n)[ \t]*(?:`{0,2}|<\w{0,20}>?|[\w.-]{1,64}(?:\[[A-Z]{0,4})?)\Z")
+WRAPPER = re.compile(rf"\s*<(?:{'|'.join(WRAPPERS)})>\s*")
+CLOSERS = re.compile(rf"[\s}}\])]*(?:```)?\s*(?:</(?:function|{'|'.join(WRAPPERS)})>\s*)?(?:```)?")
+BETWEEN = re.compile(r"[\s,;]*")
+OPEN_END = re.compile(r"(?:(?<!`)`{1,2}|</?[\w=]*)\Z")
+MAY_END = re.compile("[})>`\ud800-\udfff]")  # characters of which one ends a call
+HEAD = 64  # characters of a call that are read at once; they may show that it is none
+N_READS, GROWTH = 32, 1.25  # later the text must grow by so much before it is read again
+CONTEXT = 40  # characters of the text before a call
+DESCRIBED = re.compile(r"arguments|parameters|<function|call:", re.I)
 
 
 class MarkedReader:
-    """Calls between two markers, among texts or alone. A marker within an argument belongs to it.
+    """Reads calls between marks, and calls of known functions whose marks are missing.
 
-    parse: reads the text between the marks. begins: how that text begins. ends: tokens that end an
-    answer.
+    A mark within an argument belongs to it. What cannot mean a call stays text.
     """
 
     def __init__(
         self,
         marks: Marks,
-        start: str,
-        end: str,
-        parse: Callable[[str], ReadCalls],
-        begins: str,
+        functions: Functions,
+        starts: tuple[str, ...],
         ends: tuple[str, ...] = (),
+        *,
+        last: tuple[str, ...] = (),
+        quote: str = "",
+        words: str = "",
+        within: tuple[str, ...] = (),
+        begins: bool = False,
     ) -> None:
-        self._start, self._end, self._parse = marks[start], marks[end], parse
-        self._ends = Ends(marks, ends)
-        self._begins = re.compile(begins)
-        self._held, self._is_call = "", False
+        """starts, ends: the marks around calls. last: tokens that end an answer. quote, words: see
+        Notation. within: marks after a name; the first one shows a call without other marks. begins:
+        an object at the beginning of an answer is a call of any function.
+        """
+        self._starts, self._ends = tuple(marks[x] for x in starts), tuple(marks[x] for x in ends)
+        self._spelled = tuple(x for x in starts if marks[x] != x)  # these spellings are no marks
+        self._notation = Notation(self._starts, self._ends, marks[quote], words, functions)
+        self._last = Ends(marks, last)
+        self._within = tuple(marks[x] for x in within)
+        after_name = self._within[0] if within else ""
+        bare = [BARE]
+        if after_name:
+            bare.append(rf"(?<=\n)[ \t]*[\w.-]+(?={re.escape(after_name)})")
+        self._lead = re.compile("|".join([*map(re.escape, self._starts), *bare]))
+        self._heads = heads_of(functions, after_name)
+        self._line_begins = NAME_BEGINS if within else LINE_BEGINS
+        self._held, self._context = "", "\n"  # the text that is not told, and the text before it
+        self._is_start, self._begins = True, begins
+        self._n_reads, self._n_read = 0, 0  # of the call at the beginning of the held text
         self._has_called, self._blank = False, ""  # white space after a call
-        self._seen = 0  # the held text up to here has no mark that ends the call
-        self._n_passed = 0  # marks of this answer that were no marks
 
     def push(self, text: str) -> Iterator[Part]:
         self._held += text
-        while True:
-            if self._is_call:
-                at = self._end_of_call()
-                if at is None:
-                    return
-                yield from self._called(at)
-            else:
-                before, found, after = self._held.partition(self._start)
-                if not found:
-                    break
-                self._held, self._is_call, self._seen = after, True, 0
-                yield from self._said(before)
-        n = len(self._held) - max(overlap(self._held, self._start), self._ends.n_at_end(self._held))
-        said, self._held = self._held[:n], self._held[n:]
-        yield from self._said(said)
+        yield from self._read(is_whole=False)
 
     def flush(self) -> Iterator[Part]:
-        self._held = self._ends.without(self._held)
-        while self._is_call:
-            at = self._held.find(self._end)
-            is_read = at < 0 or self._n_passed < MAX_PASSED
-            found = self._parse(self._held) if is_read else ReadCalls([])
-            self._n_passed += 1
-            if at < 0 or (found.calls and not found.doubt):  # models may leave the last mark out
-                is_whole = found.calls and found.doubt < MAYBE
-                yield from found.calls if is_whole else [Text(self._start + self._held)]
-                self._held, self._is_call = "", False
+        self._held = self._last.without(self._held)
+        yield from self._read(is_whole=True)
+
+    def _read(self, *, is_whole: bool) -> Iterator[Part]:
+        while (lead := self._next_lead()) is not None:
+            start, length = lead
+            yield from self._said(start)
+            found = self._section(self._held[:length], is_whole=is_whole)
+            if found is None:
+                return
+            calls, end = found
+            self._n_reads, self._n_read = 0, 0
+            if calls:
+                yield from calls
+                self._held, self._context = self._held[end:], "\n"
+                self._has_called, self._blank = True, ""
             else:
-                yield from self._called(at)
-                yield from self.push("")
-        held, self._held = self._held, ""
-        if held.strip():
-            yield from self._said(held)
+                self._begins = False
+                yield from self._said(length)
+        is_open = self._begins and not self._held.strip()
+        n_open = 0 if is_whole else len(self._held) if is_open else self._n_open()
+        yield from self._said(len(self._held) - n_open)
 
-    def _end_of_call(self) -> int | None:
-        """Returns the place of the mark that ends the call. None: more text must arrive first."""
-        first = self._held.find(self._end)
-        while (at := self._held.find(self._end, self._seen)) >= 0:
-            body, after = self._held[:at], self._held[at + len(self._end) :].lstrip()
-            if self._begins.match(body) is None or self._n_passed >= MAX_PASSED:
-                return first
-            calls, doubt = self._parse(body)
-            if not doubt:
-                return at if calls else first
-            if calls and after.startswith(self._start):
-                return at
-            if calls and self._start.startswith(after):
-                return None
-            self._seen, self._n_passed = at + 1, self._n_passed + 1
-        return None
+    def _next_lead(self) -> tuple[int, int] | None:
+        """Returns the place and the length of what may begin a call. An answer may itself."""
+        begun = self._held.lstrip()
+        if self._begins and begun.startswith(("{", "[")):
+            return len(self._held) - len(begun), 0
+        self._begins = self._begins and not begun
+        line = "\n" if not self._context.rpartition("\n")[2].strip() else self._context[-1]
+        found = self._lead.search(line + self._held)
+        return None if found is None else (found.start() - 1, len(found[0]))
 
-    def _said(self, text: str) -> Iterator[Part]:
+    def _n_open(self) -> int:
+        """Returns how many characters at the end of the text may begin a mark or a call."""
+        begun = self._line_begins.search(self._context + self._held)
+        n_line = 0 if begun is None else len(begun[0])
+        ends = self._ends if self._has_called else ()
+        n_word = max(overlap(self._held, each) for each in (*self._starts, *LITERALS, *ends))
+        return min(len(self._held), max(n_line, n_word, self._last.n_at_end(self._held)))
+
+    def _section(self, lead: str, *, is_whole: bool) -> tuple[list[ToolCall], int] | None:
+        """Returns the calls at the beginning of the held text, and their end; no calls: it is text.
+
+        None: more text decides.
+        """
+        text, notation = self._held, self._notation
+        if not is_whole:
+            inner = (*self._starts, *self._ends, *self._within, notation.quote)
+            text = OPEN_END.sub("", text[: len(text) - max(overlap(text, x) for x in inner)])
+        is_marked = not lead or lead in self._starts
+        at = len(lead) if is_marked or lead == "functools" else 0
+        if wrapper := WRAPPER.match(text, at):
+            at = wrapper.end()
+        if not is_marked and (self._is_quoted() or not self._may_be_call(text, at)):
+            return [], 0
+        new = text[self._n_read :]
+        is_due = self._n_reads < N_READS or len(text) > GROWTH * self._n_read
+        if not is_whole and len(text) > at + HEAD and not (is_due and MAY_END.search(new)):
+            return None
+        self._n_reads, self._n_read = self._n_reads + 1, len(text)
+        is_sure = len(lead) == 1 and all(len(mark) == 1 for mark in self._ends)
+        try:
+            calls, end, closing = self._series(text, at, is_whole=is_whole, is_sure=is_sure)
+        except CutError:
+            return ([], 0) if is_whole else None
+        if not calls or not (lead in self._starts or self._are_known(calls, text[:end])):
+            return [], 0
+        if not closing and not is_whole:
+            return None
+        is_object = not is_marked and lead.strip().startswith(("{", "[", "`", "<"))
+        is_object = is_object and not lead.startswith("<function")
+        if is_object and not self._is_start and (closing == "text" or text[end:].strip()):
+            return [], 0  # an example in a text
+        return calls, end
+
+    def _series(
+        self, text: str, at: int, *, is_whole: bool, is_sure: bool
+    ) -> tuple[list[ToolCall], int, str]:
+        """Returns calls that follow each other, their end, and what ends them.
+
+        This is ``mark``, ``text`` or nothing. Raises CutError if more text decides.
+        """
+        calls: list[ToolCall] = []
+        end, is_ended = at, False
+        while mark := mark_at(text, past(text, at), self._starts):
+            at = past(text, at) + len(mark)
+        while True:
+            try:
+                found, end = self._item(text, at, is_whole=is_whole, is_sure=is_sure)
+            except CutError:
+                if is_whole:
+                    return calls, end, "text"
+                raise
+            except ValueError:
+                return calls, end, "text"
+            calls += found
+            closers = CLOSERS.match(text, end)
+            end += 0 if closers is None else len(closers[0].rstrip())
+            after = past(text, end)
+            while mark := mark_at(text, after, self._ends):
+                end = after = after + len(mark)
+                is_ended = True
+            if is_ended:
+                return calls, end, "mark"
+            at, is_next = _between(text, after), False
+            while mark := mark_at(text, at, self._starts):
+                at, is_next = _between(text, at + len(mark)), True
+            if at == len(text):
+                return calls, end, ""
+            if not is_next and text[at] not in "{[<":
+                return calls, end, "text"
+
+    def _item(
+        self, text: str, at: int, *, is_whole: bool, is_sure: bool
+    ) -> tuple[list[ToolCall], int]:
+        at = past(text, at)
+        if fence := FENCE.match(text, at):
+            at = fence.end()
+        if text[at : at + len("<function")].lower() == "<function":
+            return read_tagged(text, at, self._notation, is_whole=is_whole, is_sure=is_sure)
+        return read_call(text, at, self._notation)
+
+    def _are_known(self, calls: list[ToolCall], text: str) -> bool:
+        """Returns whether calls without a mark are meant as calls."""
+        functions = self._notation.functions
+        if self._begins and DESCRIBED.search(text):
+            return True
+        if not functions:
+            return DESCRIBED.search(text) is not None
+        return all(known_name(call.name, functions) is not None for call in calls)
+
+    def _is_quoted(self) -> bool:
+        """Returns whether the spelling of a mark that is a token stands before the held text."""
+        return bool(self._spelled) and self._context.rstrip().endswith(self._spelled)
+
+    def _may_be_call(self, text: str, at: int) -> bool:
+        if fence := FENCE.match(text, at):
+            at = fence.end()
+        begun = "".join(text[at : at + 4 * HEAD].split()).replace("'", '"').lower()
+        return any(begun.startswith(head) or head.startswith(begun) for head in self._heads)
+
+    def _said(self, n: int) -> Iterator[Part]:
+        text, self._held = self._held[:n], self._held[n:]
+        self._context = (self._context + text)[-CONTEXT:]
+        self._is_start = self._is_start and not text.strip()
         if self._has_called:
             self._blank, text = self._blank + text, ""
+            while mark := mark_at(self._blank.lstrip(), 0, self._ends):  # is there twice
+                self._blank = self._blank.lstrip().removeprefix(mark)
             if self._blank.strip():
                 self._has_called, text = False, self._blank
         if text:
             yield Text(text)
 
-    def _called(self, at: int) -> Iterator[Part]:
-        """Yields the call, or the text, that ends with the marker at that place."""
-        body, self._held = self._held[:at], self._held[at + len(self._end) :]
-        self._is_call = False
-        calls = self._parse(body).calls
-        self._has_called, self._blank = self._has_called or bool(calls), ""
-        yield from calls or [Text(f"{self._start}{body}{self._end}")]
+
+def heads_of(functions: Functions, after_name: str) -> tuple[str, ...]:
+    """Returns how calls without marks begin, without white space and in lower case."""
+    keys = [f'{{"{key}":' for key in ("function", "tool_calls", "tool_call", *ARGUMENTS)]
+    keys += ['{"type":"function"', '{"id":']
+    keys += [f'{{"{key}":"{name}"' for key in NAMES for name in functions]
+    keys += [] if functions else [f'{{"{key}":"' for key in NAMES]
+    heads = [before + key for key in keys for before in ("", "[", "{")]
+    heads += [f"<function{form}{name}" for name in functions for form in ("=", '="', 'name="')]
+    heads += [f"call:{name}{{" for name in functions] + [f"[{name}(" for name in functions]
+    heads += [f"{name}{after_name}" for name in functions if after_name]
+    heads += [] if functions else ["<function", "call:"]
+    return tuple(head.lower() for head in heads)
 
 
-class BareReader:
-    """Reads as another reader does, and also reads an answer that is a call without marks.
+def known_name(name: str, functions: Functions) -> str | None:
+    """Returns the function that a model means with a name; None if there is none."""
+    if name in functions:
+        return name
+    alike = [each for each in functions if _simple(each) == _simple(name)]
+    last = name.rpartition(".")[2].rpartition(":")[2]
+    return alike[0] if len(alike) == 1 else last if last in functions else None
 
-    Such an answer is a JSON object that begins with a function's name, maybe in a block of code.
-    Small models leave the marks out.
-    """
 
-    FENCE, HEAD = "```json", 400  # HEAD: characters that show whether it is such an answer
+def _simple(name: str) -> str:
+    return re.sub(r"[\s._/:-]", "_", name.strip()).lower()
 
-    def __init__(self, reader: MarkedReader, functions: Functions) -> None:
-        self._reader, self._functions = reader, functions
-        self._starts = [f'{{"name":{json.dumps(name)}' for name in functions]
-        self._held, self._may_be = "", bool(functions)
 
-    def push(self, text: str) -> Iterator[Part]:
-        if self._may_be:
-            self._held += text
-            begun = "".join(self._held[: self.HEAD].split())
-            if self.FENCE.startswith(begun):
-                return
-            begun = begun.removeprefix(self.FENCE).removeprefix("```")
-            if any(begun.startswith(start) or start.startswith(begun) for start in self._starts):
-                return
-            text, self._held, self._may_be = self._held, "", False
-        yield from self._reader.push(text)
+def mark_at(text: str, at: int, marks: tuple[str, ...]) -> str:
+    """Returns the mark that begins at a place of a text; empty if there is none."""
+    return next((mark for mark in marks if text.startswith(mark, at)), "")
 
-    def flush(self) -> Iterator[Part]:
-        held, self._held = self._held, ""
-        body = held.strip().removeprefix(self.FENCE).removeprefix("```").removesuffix("```")
-        calls = json_calls(plain(body)) if held else []
-        if calls and all(getattr(call, "name", "") in self._functions for call in calls):
-            yield from calls
-            return
-        yield from self._reader.push(held)
-        yield from self._reader.flush()
+
+def _between(text: str, at: int) -> int:
+    found = BETWEEN.match(text, at)
+    return at if found is None else found.end()
 
 
 class Ends:

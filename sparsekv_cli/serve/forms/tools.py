@@ -5,38 +5,39 @@ A chat template writes the tools into the prompt. Its words show the format of t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sparsekv_cli.models.chat.calls import (
-    DECODER,
-    MAYBE,
+    Notation,
     Part,
-    ReadCalls,
     Text,
     ToolCall,
     call_of,
-    gemma_calls,
-    in_string,
-    json_calls,
-    python_calls,
+    past,
+    read_call,
 )
 from sparsekv_cli.models.chat.fitting.probes import place_of_tools
 from sparsekv_cli.models.chat.harmony import HarmonyReader
-from sparsekv_cli.models.chat.tags import tagged_calls
-from sparsekv_cli.models.chat.thinking import overlap
+from sparsekv_cli.models.chat.tags import declared_arguments
 from sparsekv_cli.models.tokenizer.marks import CHANNEL_MARKS, SPELLED, Marks, plain
 from sparsekv_cli.sampling.grammar import JSON_OPTIONS
 from sparsekv_cli.sampling.schema import closed
-from sparsekv_cli.serve.forms.marked import BareReader, Ends, Functions, MarkedReader
+from sparsekv_cli.serve.forms.marked import Functions, MarkedReader, known_name
 
 ANY_OBJECT = {"type": "object"}  # arguments of a function that does not describe them
 ANY_FUNCTIONS: Functions = {}
 ARGUMENTS = {**JSON_OPTIONS, "coerce_one_of": True}  # llguidance's options for arguments
+HERMES_MARKS = ("<tool_call>", "</tool_call>")
+MISTRAL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+GEMMA_MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
+GRANITE_MARKS = ("<|tool_call|>", "<|/tool_call|>")
+DEEPSEEK_MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+                  "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")  # fmt: skip
 LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 PLAIN_FORM = ("", "arguments", "{", "}")
 
@@ -53,114 +54,53 @@ class PlainReader:
         yield from ()
 
 
-def hermes_reader(functions: Functions, marks: Marks) -> BareReader:
+def hermes_reader(functions: Functions, marks: Marks) -> MarkedReader:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or tags between the marks."""
-
-    def parse(text: str) -> ReadCalls:
-        text = plain(text)
-        if text.lstrip().startswith("<"):
-            return tagged_calls(text, functions)
-        calls = json_calls(text)
-        return ReadCalls(calls, MAYBE if not calls and in_string(text) else 0)
-
-    marked = MarkedReader(marks, "<tool_call>", "</tool_call>", parse, r"\s*(?:[{\[]|<function=)")
-    return BareReader(marked, functions)
+    return MarkedReader(marks, functions, HERMES_MARKS[:1], HERMES_MARKS[1:])
 
 
-def gemma4_reader(_functions: Functions, marks: Marks) -> MarkedReader:
+def gemma4_reader(functions: Functions, marks: Marks) -> MarkedReader:
     """``<|tool_call>call:NAME{KEY:VALUE}<tool_call|>``."""
-    ends = ("<turn|>", "<|tool_response>", "<eos>")
-    parse = partial(gemma_calls, quote=marks['<|"|>'])
-    return MarkedReader(marks, "<|tool_call>", "<tool_call|>", parse, r"\s*call:", ends)
+    start, end, quote = GEMMA_MARKS
+    last = ("<turn|>", "<|tool_response>", "<eos>")
+    return MarkedReader(marks, functions, (start,), (end,), last=last, quote=quote)
 
 
-def lfm2_reader(_functions: Functions, marks: Marks) -> MarkedReader:
+def lfm2_reader(functions: Functions, marks: Marks) -> MarkedReader:
     """``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>``."""
-    start, end, ends = *LFM2_MARKS, ("<|im_end|>", "<|endoftext|>")
-    return MarkedReader(marks, start, end, python_calls, r"\s*\[?\s*\w", ends)
+    last = ("<|im_end|>", "<|endoftext|>")
+    return MarkedReader(marks, functions, LFM2_MARKS[:1], LFM2_MARKS[1:], last=last)
 
 
-class Llama3Reader:
-    """Reads an answer that is one JSON object, or several with semicolons between them."""
-
-    ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-
-    def __init__(self, marks: Marks) -> None:
-        self._tag, self._ends = marks["<|python_tag|>"], Ends(marks, self.ENDS)
-        self._held, self._is_text = "", False
-
-    def push(self, text: str) -> Iterator[Part]:
-        self._held += text
-        begun = self._held.lstrip()
-        if begun and not begun.startswith(("{", self._tag)) and not self._tag.startswith(begun):
-            self._is_text = True
-        if self._is_text:
-            n = len(self._held) - self._ends.n_at_end(self._held)
-            ready, self._held = self._held[:n], self._held[n:]
-            yield from [Text(ready)] if ready else []
-
-    def flush(self) -> Iterator[Part]:
-        held, self._held = self._ends.without(self._held), ""
-        if held and self._is_text:
-            yield Text(held)
-        elif held:
-            body = plain(held.strip().removeprefix(self._tag))
-            yield from json_calls(body) or [Text(held.removeprefix(self._tag))]
+def llama3_reader(functions: Functions, marks: Marks) -> MarkedReader:
+    """An object, or several with semicolons between them; maybe after ``<|python_tag|>``."""
+    last = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    return MarkedReader(marks, functions, ("<|python_tag|>",), last=last, begins=True)
 
 
-class MistralReader:
+def mistral_reader(functions: Functions, marks: Marks) -> MarkedReader:
     """``[TOOL_CALLS]`` and a list of objects, or ``[TOOL_CALLS]name[ARGS]{...}`` for each call."""
+    start, *words = MISTRAL_MARKS
+    call_id, arguments = (re.escape(marks[each]) for each in words)
+    pattern = rf"(?:{call_id}[\w-]*)?(?:{arguments})?"
+    return MarkedReader(
+        marks, functions, (start,), last=("</s>",), words=pattern, after_name=words[1]
+    )
 
-    NAMED = r"\s*([\w.-]+)(?:%s[\w-]*)?(?:%s)?\s*(?=\{)"
 
-    def __init__(self, marks: Marks) -> None:
-        self._mark, self._ends = marks["[TOOL_CALLS]"], Ends(marks, ("</s>",))
-        words = (re.escape(marks[each]) for each in ("[CALL_ID]", "[ARGS]"))
-        self._named = re.compile(self.NAMED % tuple(words))
-        self._held, self._is_call = "", False
+def granite_reader(functions: Functions, marks: Marks) -> MarkedReader:
+    """``<|tool_call|>`` and a list of objects; Phi-4-mini ends it with ``<|/tool_call|>``."""
+    last = ("<|end_of_text|>", "<|end|>", "<|endoftext|>")
+    starts, ends = zip(GRANITE_MARKS, HERMES_MARKS, strict=True)
+    return MarkedReader(marks, functions, starts, ends, last=last)
 
-    def push(self, text: str) -> Iterator[Part]:
-        self._held += text
-        if self._is_call:
-            return
-        before, found, after = self._held.partition(self._mark)
-        if found:
-            self._is_call, self._held = True, after
-            before = before.rstrip()
-        else:
-            n_end = max(overlap(self._held, self._mark), self._ends.n_at_end(self._held))
-            n = len(self._held) - n_end
-            before, self._held = self._held[:n], self._held[n:]
-        yield from [Text(before)] if before else []
 
-    def flush(self) -> Iterator[Part]:
-        held, self._held = self._ends.without(self._held), ""
-        if not self._is_call:
-            yield from [Text(held)] if held else []
-            return
-        yield from self._calls(held) or [Text(self._mark + held)]
-
-    def _calls(self, text: str) -> list[Part]:
-        """Returns the calls after the first mark, or none if there is anything else."""
-        calls: list[Part] = []
-        while text.strip():
-            named = self._named.match(text)
-            text = text[0 if named is None else named.end() :].lstrip()
-            try:
-                value, end = DECODER.raw_decode(text)
-            except (ValueError, RecursionError):
-                return []
-            if named is None:
-                found = json_calls(plain(text[:end]))
-            else:
-                call = call_of(named[1], value)
-                found = [] if call is None else [call]
-            text = text[end:].lstrip()
-            if not found or (text and not text.startswith(self._mark)):
-                return []
-            calls += found
-            text = text.removeprefix(self._mark)
-        return calls
+def deepseek_reader(functions: Functions, marks: Marks) -> MarkedReader:
+    """``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`` and an object in a block of code."""
+    begins, ends, begin, end, separator = DEEPSEEK_MARKS
+    words = rf"(?:{re.escape(marks[separator])})?"
+    last = ("<｜end▁of▁sentence｜>",)
+    return MarkedReader(marks, functions, (begins, begin), (ends, end), last=last, words=words)
 
 
 class ForcedReader:
@@ -175,24 +115,28 @@ class ForcedReader:
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        call = call_of(self._name, held) if self._name else None
-        if call is not None:
-            yield call
-        elif held:  # the call was cut
-            yield from ([] if self._name else json_calls(held)) or [Text(held)]
+        calls: list[ToolCall] = []
+        with contextlib.suppress(ValueError):  # the call was cut
+            if self._name and held.strip():
+                calls = list(filter(None, [call_of(self._name, held)]))
+            elif held.strip():
+                calls, _ = read_call(held, past(held, 0), Notation())
+        yield from calls or ([Text(held)] if held else [])
 
 
-FormatReader = BareReader | MarkedReader | Llama3Reader | MistralReader | HarmonyReader
+FormatReader = MarkedReader | HarmonyReader
 
 
 class CallReader:
     """Reads as the reader of a format does. In its parts all marks are spelled.
 
-    is_single: all calls after the first one are left out.
+    A call has the name of a known function and values of the declared types, if it can. is_single:
+    all calls after the first one are left out.
     """
 
-    def __init__(self, reader: FormatReader, *, is_single: bool) -> None:
-        self._reader, self._is_single, self._has_called = reader, is_single, False
+    def __init__(self, reader: FormatReader, functions: Functions, *, is_single: bool) -> None:
+        self._reader, self._functions = reader, functions
+        self._is_single, self._has_called = is_single, False
 
     def push(self, text: str) -> Iterator[Part]:
         yield from self._told(self._reader.push(text))
@@ -206,7 +150,9 @@ class CallReader:
                 yield part._replace(text=plain(part.text))
             elif not (self._is_single and self._has_called):
                 self._has_called = True
-                yield part
+                name = known_name(part.name, self._functions) or part.name
+                arguments = declared_arguments(part.arguments, self._functions.get(name))
+                yield ToolCall(name, arguments)
 
 
 Reader = ForcedReader | PlainReader | CallReader
@@ -231,25 +177,29 @@ HARMONY = ToolFormat(
 )
 MISTRAL = ToolFormat(
     ("[TOOL_CALLS]",),
-    lambda functions, marks: MistralReader(marks),
-    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    mistral_reader,
+    MISTRAL_MARKS,
     form=("[TOOL_CALLS]", "arguments", "[{", "}]"),
 )
 HERMES = ToolFormat(
-    ("<tool_call>",),
-    hermes_reader,
-    ("<tool_call>", "</tool_call>"),
-    form=("<tool_call>\n", "arguments", "{", "}"),
+    ("<tool_call>",), hermes_reader, HERMES_MARKS, form=("<tool_call>\n", "arguments", "{", "}")
 )
-GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader, ("<|tool_call>", "<tool_call|>", '<|"|>'))
+GEMMA4 = ToolFormat(("<|tool_call>",), gemma4_reader, GEMMA_MARKS)
 LFM2 = ToolFormat(("List of tools: ",), lfm2_reader, LFM2_MARKS)
+GRANITE = ToolFormat(
+    ("<|tool_call|>", "<|/tool|>"),
+    granite_reader,
+    (*GRANITE_MARKS, *HERMES_MARKS),
+    form=("<|tool_call|>", "arguments", "[{", "}]"),
+)
+DEEPSEEK = ToolFormat(("<｜tool▁call▁begin｜>",), deepseek_reader, DEEPSEEK_MARKS)
 LLAMA3 = ToolFormat(
     ("<|python_tag|>", "<|start_header_id|>"),
-    lambda functions, marks: Llama3Reader(marks),
+    llama3_reader,
     ("<|python_tag|>",),
     form=("", "parameters", "{", "}"),
 )
-FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, LLAMA3)
+FORMATS = (HARMONY, MISTRAL, HERMES, GEMMA4, LFM2, GRANITE, DEEPSEEK, LLAMA3)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
@@ -286,7 +236,7 @@ def reader_of(
     reader = kind.reader(functions, marks)
     if is_begun and kind == HARMONY:
         reader = HarmonyReader(marks, is_begun=True)
-    return CallReader(reader, is_single=is_single)
+    return CallReader(reader, functions, is_single=is_single)
 
 
 def functions_of(tools: Sequence[Mapping[str, Any]]) -> Functions:
