@@ -178,7 +178,7 @@ def _described(value: Any, notation: Notation) -> list[ToolCall]:
         if isinstance(fields.get(key), dict):
             return _described(fields[key], notation)
     key = next((key for key in NAMES if isinstance(fields.get(key), str)), "")
-    name = fields.pop(key, "").strip()
+    name = fields.pop(key).strip() if key else ""
     given = next((key for key in ARGUMENTS if key in fields), "")
     others = {key: each for key, each in value.items() if key.strip().lower() in fields}
     if not name:

@@ -63,8 +63,8 @@ class MarkedReader:
         begins: bool = False,
     ) -> None:
         """starts, ends: the marks around calls. last: tokens that end an answer. quote, words: see
-        Notation. within: marks after a name; the first one shows a call without other marks. begins:
-        an object at the beginning of an answer is a call of any function.
+        Notation. within: marks within a call; a function's name before the first one is a call.
+        begins: an object at the beginning of an answer is a call of any function.
         """
         self._starts, self._ends = tuple(marks[x] for x in starts), tuple(marks[x] for x in ends)
         self._spelled = tuple(x for x in starts if marks[x] != x)  # these spellings are no marks
@@ -80,7 +80,8 @@ class MarkedReader:
         self._line_begins = NAME_BEGINS if within else LINE_BEGINS
         self._held, self._context = "", "\n"  # the text that is not told, and the text before it
         self._is_start, self._begins = True, begins
-        self._n_reads, self._n_read = 0, 0  # of the call at the beginning of the held text
+        self._open: tuple[int, int] | None = None  # a call that is not whole yet, as a lead
+        self._forget()
         self._has_called, self._blank = False, ""  # white space after a call
 
     def push(self, text: str) -> Iterator[Part]:
@@ -92,14 +93,16 @@ class MarkedReader:
         yield from self._read(is_whole=True)
 
     def _read(self, *, is_whole: bool) -> Iterator[Part]:
-        while (lead := self._next_lead()) is not None:
+        while (lead := self._open or self._next_lead()) is not None:
             start, length = lead
             yield from self._said(start)
+            self._open = (0, length) if len(self._held) > length + HEAD else None
             found = self._section(self._held[:length], is_whole=is_whole)
             if found is None:
                 return
+            self._open = None
             calls, end = found
-            self._n_reads, self._n_read = 0, 0
+            self._forget()
             if calls:
                 yield from calls
                 self._held, self._context = self._held[end:], "\n"
@@ -110,6 +113,11 @@ class MarkedReader:
         is_open = self._begins and not self._held.strip()
         n_open = 0 if is_whole else len(self._held) if is_open else self._n_open()
         yield from self._said(len(self._held) - n_open)
+
+    def _forget(self) -> None:
+        """Begins to read another call."""
+        self._n_reads, self._n_read = 0, 0  # how often it was read, and how much of it
+        self._n_seen, self._may_end = 0, False  # how much was searched for what may end it
 
     def _next_lead(self) -> tuple[int, int] | None:
         """Returns the place and the length of what may begin a call. An answer may itself."""
@@ -135,20 +143,20 @@ class MarkedReader:
         None: more text decides.
         """
         text, notation = self._held, self._notation
+        if not is_whole and not self._is_due(len(lead)):
+            return None
         if not is_whole:
             inner = (*self._starts, *self._ends, *self._within, notation.quote)
-            text = OPEN_END.sub("", text[: len(text) - max(overlap(text, x) for x in inner)])
+            text = text[: len(text) - max(overlap(text, each) for each in inner)]
+            text = text[:-HEAD] + OPEN_END.sub("", text[-HEAD:])
         is_marked = not lead or lead in self._starts
         at = len(lead) if is_marked or lead == "functools" else 0
         if wrapper := WRAPPER.match(text, at):
             at = wrapper.end()
         if not is_marked and (self._is_quoted() or not self._may_be_call(text, at)):
             return [], 0
-        new = text[self._n_read :]
-        is_due = self._n_reads < N_READS or len(text) > GROWTH * self._n_read
-        if not is_whole and len(text) > at + HEAD and not (is_due and MAY_END.search(new)):
-            return None
-        self._n_reads, self._n_read = self._n_reads + 1, len(text)
+        self._n_reads += len(text) > at + HEAD
+        self._n_read, self._may_end = len(text), False
         is_sure = len(lead) == 1 and all(len(mark) == 1 for mark in self._ends)
         try:
             calls, end, closing = self._series(text, at, is_whole=is_whole, is_sure=is_sure)
@@ -160,9 +168,17 @@ class MarkedReader:
             return None
         is_object = not is_marked and lead.strip().startswith(("{", "[", "`", "<"))
         is_object = is_object and not lead.startswith("<function")
-        if is_object and not self._is_start and (closing == "text" or text[end:].strip()):
+        if is_object and not self._is_start and closing == "text":
             return [], 0  # an example in a text
         return calls, end
+
+    def _is_due(self, at: int) -> bool:
+        """Returns whether the held text may have become a whole call since it was read last."""
+        n = len(self._held)
+        new, self._n_seen = self._held[self._n_seen :], n
+        self._may_end = self._may_end or MAY_END.search(new) is not None
+        has_grown = self._n_reads < N_READS or n > GROWTH * self._n_read
+        return n <= at + HEAD or (self._may_end and has_grown)
 
     def _series(
         self, text: str, at: int, *, is_whole: bool, is_sure: bool
@@ -173,7 +189,7 @@ class MarkedReader:
         """
         calls: list[ToolCall] = []
         end, is_ended = at, False
-        while mark := mark_at(text, past(text, at), self._starts):
+        if mark := mark_at(text, past(text, at), self._starts):  # of a list, and of its first call
             at = past(text, at) + len(mark)
         while True:
             try:
@@ -194,7 +210,7 @@ class MarkedReader:
             if is_ended:
                 return calls, end, "mark"
             at, is_next = _between(text, after), False
-            while mark := mark_at(text, at, self._starts):
+            if mark := mark_at(text, at, self._starts):
                 at, is_next = _between(text, at + len(mark)), True
             if at == len(text):
                 return calls, end, ""

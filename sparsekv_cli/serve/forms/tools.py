@@ -84,7 +84,7 @@ def mistral_reader(functions: Functions, marks: Marks) -> MarkedReader:
     call_id, arguments = (re.escape(marks[each]) for each in words)
     pattern = rf"(?:{call_id}[\w-]*)?(?:{arguments})?"
     return MarkedReader(
-        marks, functions, (start,), last=("</s>",), words=pattern, after_name=words[1]
+        marks, functions, (start,), last=("</s>",), words=pattern, within=(words[1], words[0])
     )
 
 
@@ -100,7 +100,9 @@ def deepseek_reader(functions: Functions, marks: Marks) -> MarkedReader:
     begins, ends, begin, end, separator = DEEPSEEK_MARKS
     words = rf"(?:{re.escape(marks[separator])})?"
     last = ("<｜end▁of▁sentence｜>",)
-    return MarkedReader(marks, functions, (begins, begin), (ends, end), last=last, words=words)
+    return MarkedReader(
+        marks, functions, (begins, begin), (ends, end), last=last, words=words, within=(separator,)
+    )
 
 
 class ForcedReader:
