@@ -15,6 +15,7 @@ from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
+from sparsekv_cli.models.tokenizer.marks import CONTROLS_SHOWN
 from sparsekv_cli.sampling.grammar import read_grammar
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
@@ -140,7 +141,7 @@ LETTERS = ("regex", "[a-z ]{40}")
         (WARM, {"logprobs": 3}),
         (GREEDY, {"grammar": LETTERS}),
         (WARM, {"grammar": LETTERS, "logprobs": 2}),
-        (WARM, {"special": True}),
+        (WARM, {"marks": CONTROLS_SHOWN}),
     ],
 )
 def test_an_answer_with_drafts_is_the_same(sampling, given, model):
