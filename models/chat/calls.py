@@ -38,7 +38,7 @@ Part = Text | Thought | ToolCall
 
 
 class Notation(NamedTuple):
-    """What a format adds to the notations of calls.
+    """The marks and words of one format, which its calls may have.
 
     starts, ends: marks around a call. quote: a mark around strings. words: a pattern of what stands
     between a function's name and its arguments. functions: the schemas of arguments, by name.

@@ -46,7 +46,7 @@ DESCRIBED = re.compile(r"arguments|parameters|<function|call:", re.I)
 class MarkedReader:
     """Reads calls between marks, and calls of known functions whose marks are missing.
 
-    A mark within an argument belongs to it. What cannot mean a call stays text.
+    A mark within an argument belongs to it. A text that cannot mean a call stays text.
     """
 
     def __init__(

@@ -117,12 +117,12 @@ class ForcedReader:
 
     def flush(self) -> Iterator[Part]:
         held, self._held = self._held, ""
-        calls: list[ToolCall] = []
+        calls: list[Part] = []
         with contextlib.suppress(ValueError):  # the call was cut
             if self._name and held.strip():
                 calls = list(filter(None, [call_of(self._name, held)]))
             elif held.strip():
-                calls, _ = read_call(held, past(held, 0), Notation())
+                calls = [*read_call(held, past(held, 0), Notation())[0]]
         yield from calls or ([Text(held)] if held else [])
 
 
