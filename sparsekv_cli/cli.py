@@ -62,7 +62,10 @@ COMMANDS = {
     "inspect": ("sparsekv_cli.commands.inspect.inspect", "Show what a GGUF file holds."),
     "tokenize": ("sparsekv_cli.commands.tokenize", "Turn text into token ids."),
     "methods": ("sparsekv_cli.commands.methods", "List the KV-cache methods and their options."),
-    "models": ("sparsekv_cli.commands.models", "List the models that -m takes by name."),
+    "models": (
+        "sparsekv_cli.commands.models",
+        "List, get or remove the models that -m takes by name.",
+    ),
     "cache": ("sparsekv_cli.commands.cache", "List or clear the prompts that are kept on disk."),
     "warmup": (
         "sparsekv_cli.commands.warmup",

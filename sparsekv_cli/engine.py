@@ -185,7 +185,7 @@ class DecoderEngine(ABC):
                 what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
                 raise SparseKVError(
                     f"{what} do not fit the context of {sequence.n_ctx}: shorten the prompt or "
-                    f"raise --ctx-size (the model was trained for {hparams.n_ctx_train})"
+                    f"{hparams.room_for(have + n)}"
                 )
         for new in rows:
             if not len(new):

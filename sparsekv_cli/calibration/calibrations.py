@@ -58,6 +58,15 @@ class CalibrationText(NamedTuple):
     text: str
 
 
+def check_length(text: CalibrationText, n: int) -> None:
+    """Raises SparseKVError for a text of too few tokens."""
+    if n < MIN_TOKENS:
+        raise SparseKVError(
+            f"calibration: the {n} tokens of text {text.name} are too few; give at least "
+            f"{MIN_TOKENS}, better 1024 and more of mixed text"
+        )
+
+
 def built_in_text() -> CalibrationText:
     """Returns prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
@@ -252,11 +261,7 @@ class Calibrations:
                 f"({MIN_TOKENS} are needed)"
             )
         ids = list(self._encode(text.text))[: min(n_tokens, n_ctx)]
-        if len(ids) < MIN_TOKENS:
-            raise SparseKVError(
-                f"calibration of {name}: {len(ids)} tokens of text {text.name} are too few; give "
-                f"at least {MIN_TOKENS}, better 1024 and more of mixed text"
-            )
+        check_length(text, len(ids))
         decoder = self._decoder
 
         def forward(

@@ -10,7 +10,7 @@ import click
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.options.prefix import DIRECTORY_OPTION
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import one_line, say, write_json, write_text
+from sparsekv_cli.commands.shared.terminal import in_singular, one_line, say, write_json, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
@@ -54,7 +54,7 @@ def clear_command(cache_dir: Path | None) -> None:
     n_files, n_bytes, n_left = folder.clear()
     if n_left:
         raise SparseKVError(f"{folder.path}: {n_left} files cannot be removed")
-    write_text(f"{n_files} files removed, {n_bytes / 2**20:.1f} MiB\n")
+    write_text(in_singular(f"{n_files} files removed, {n_bytes / 2**20:.1f} MiB\n"))
 
 
 def _folder(directory: Path | None) -> PrefixFolder:

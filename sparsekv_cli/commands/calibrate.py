@@ -25,6 +25,7 @@ from sparsekv_cli.commands.options.model import (
 )
 from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prompt import file_option
+from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_json
@@ -77,10 +78,18 @@ def command(
     names = choose_methods(method)
     path = find_model(model)
     text = None if file is None else read_prompt(None, file, "text", "-f FILE")
-    from sparsekv_cli.calibration.calibrations import DEFAULT_TOKENS, CalibrationText, built_in_text
+    from sparsekv_cli.calibration.calibrations import (
+        DEFAULT_TOKENS,
+        CalibrationText,
+        built_in_text,
+        check_length,
+    )
     from sparsekv_cli.calibration.sidecar import check_place, write_entry
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
+    if text is not None:  # before kernels are compiled
+        with model_header(path) as header:
+            check_length(source, len(header.tokenizer.encode(text, parse_special=False)))
     opened = load_model(path, build_method("full", {}), config)
     calibrations = opened.calibrations
     place = calibrations.place_to_write() if output is None else Path(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,16 +10,46 @@ import click
 
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.tables import count, print_table, size
-from sparsekv_cli.commands.shared.terminal import say, write_json, write_text
+from sparsekv_cli.commands.shared.terminal import one_line, say, write_json, write_text
 from sparsekv_cli.errors import SparseKVError
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.sources.listing import ListedModel
 
+# Words of other programs after ``models``: this program's word, or what to do instead.
+WORDS = {"list": "", "ls": "", "pull": "get", "download": "get", "remove": "rm", "delete": "rm"}
+ADVICE = {
+    "ps": "a model is in memory only while its command runs: see `ps`, or GET /v1/models of serve",
+    "stop": "end the command that runs the model",
+    "show": "use 'sparsekv-cli inspect -m NAME'",
+    "run": "use 'sparsekv-cli chat -m NAME'",
+    "cp": "copy the file in the models folder",
+    "create": "a model is a GGUF file; chat and run take -sys TEXT and --chat-template FILE",
+    "push": "this program sends no models",
+}
 COLUMNS = ("name", "architecture", "parameters", "type", "size", "context", "where")
 
 
-@click.group("models", invoke_without_command=True, subcommand_metavar="[get NAME]")
+class Models(click.Group):
+    """The sub-commands, also by the words of other programs."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in WORDS:
+            args = [*filter(None, [WORDS[args[0]]]), *args[1:]]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            advice = ADVICE.get(args[0], "'models' lists them, 'models get' and 'models rm' change")
+            ctx.fail(f"No 'models {args[0]}' here: {advice}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    "models", cls=Models, invoke_without_command=True, subcommand_metavar="[get NAME|rm NAME]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 @verbose_option
 @click.pass_context
@@ -67,6 +98,30 @@ def get(name: str) -> None:
     if not path.is_file():
         raise SparseKVError(f"{name}: no such file; name a model as OWNER/REPO[:QUANT]")
     write_text(f"{path}\n")
+
+
+@command.command("rm", short_help="Remove a downloaded model, or one of the models folder.")
+@click.argument("name")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@verbose_option
+def rm(name: str, yes: bool) -> None:
+    """Remove a model by the name that 'sparsekv-cli models' shows.
+
+    All parts and revisions of it go. Files outside the models folder and the hub's cache stay, and
+    so do calibrations. A model in use is not removed.
+    """
+    from sparsekv_cli.models.sources.removal import removal_of, remove
+
+    removal = removal_of(name)
+    what = f"{one_line(name)}, {len(removal.files)} files, {size(removal.n_bytes)}"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError(f"would remove {what}: give --yes, since nobody can be asked")
+        if not click.confirm(f"remove {what}?", err=True):
+            say("nothing is removed")
+            return
+    remove(removal)
+    say(f"removed: {what}")
 
 
 def as_dict(model: ListedModel) -> dict[str, Any]:

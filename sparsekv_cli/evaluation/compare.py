@@ -173,7 +173,7 @@ def compare(
     if n_context > model.n_ctx:
         raise SparseKVError(
             f"{len(ids)} tokens and {n_steps} steps do not fit the context of {model.n_ctx}: "
-            "shorten the prompt, or raise --ctx-size"
+            f"shorten the prompt, or {model.hparams.room_for(n_context)}"
         )
     n_bytes = 4 * n_steps * model.hparams.n_vocab
     check_memory(f"the logits of {n_steps} steps", n_bytes, "give fewer --steps")

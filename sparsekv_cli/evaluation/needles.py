@@ -79,7 +79,7 @@ def plant_needles(
     if longest > model.n_ctx:
         raise SparseKVError(
             f"needles: {longest} tokens with the answer do not fit the context of {model.n_ctx}: "
-            "give fewer tokens, or raise --ctx-size"
+            f"give fewer tokens, or {model.hparams.room_for(longest)}"
         )
 
     def count(text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import TEMPLATE_KEY
@@ -134,8 +134,17 @@ def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]
     return {name: think}
 
 
+class _HasTemplate(Protocol):
+    """A Model, or an open file with its tokenizer."""
+
+    @property
+    def gguf(self) -> GGUFFile: ...
+    @property
+    def tokenizer(self) -> Any: ...
+
+
 def prompt_ids(
-    model: Model,
+    model: _HasTemplate,
     prompt: str | Sequence[Mapping[str, Any]],
     system: str | None,
     *,

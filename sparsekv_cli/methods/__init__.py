@@ -69,11 +69,10 @@ def build_method(name: str, options: Mapping[str, str], **named: str | None) -> 
     known = options_of(cls)
     for key in given:
         if key not in known:
-            listed = ", ".join(known)
-            raise ValueError(
-                f"method {name} has no option {key!r}{did_you_mean(key, known)}; "
-                f"its options: {listed}"
-            )
+            close, listed = did_you_mean(key, known), ", ".join(known)
+            if name == "full" and not close:
+                close = " (it attends to all rows): choose another, such as --method lfps"
+            raise ValueError(f"method {name} has no option {key!r}{close}; its options: {listed}")
     values = {key: _parse(known[key], text) for key, text in given.items()}
     preset = cls.presets[values["preset"]] if "preset" in values else {}
     return cls(**{**preset, **values})

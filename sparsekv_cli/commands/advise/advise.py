@@ -149,7 +149,7 @@ def fit_context(model: Model, document: Document, question: str | None) -> tuple
     if most <= len(encode("")):
         raise SparseKVError(
             f"the context of {model.n_ctx} tokens has no room for a document and {ROOM} tokens "
-            "after it: raise --ctx-size, or shorten the question"
+            f"after it: shorten the question, or {model.hparams.room_for(model.n_ctx + 1)}"
         )
     text, ids = fitting_text(document.text, encode, most)
     if len(text) < len(document.text):

@@ -24,6 +24,7 @@ from sparsekv_cli.commands.options.model import (
 )
 from sparsekv_cli.commands.options.numbers import WholeRange, number_list
 from sparsekv_cli.commands.options.prompt import file_option, prompt_option
+from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import CompileProgress, PrefillProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_json
@@ -120,6 +121,14 @@ def command(
     if continuation is not None:
         following = read_prompt(None, continuation, "continuation", "--continuation FILE")
     path = find_model(options.model)
+    with model_header(path) as header:
+        ids = prompt_ids(header, text, system=None, raw=raw, parse_special=False)
+        tokens = None
+        if following is not None:
+            tokens = header.tokenizer.encode(
+                following, add_bos=False, add_eos=False, parse_special=False
+            )
+    steps = count_steps(n_steps, tokens)
     compiling = CompileProgress()
     model = load_model(path, chosen["full"], config, compiling)
     warn_of_long_context(model)
@@ -128,13 +137,6 @@ def command(
     from sparsekv_cli.evaluation.result import contents
 
     encode = partial(prompt_ids, model, system=None, raw=raw, parse_special=False)
-    ids = encode(text)
-    tokens = None
-    if following is not None:
-        tokens = model.tokenizer.encode(
-            following, add_bos=False, add_eos=False, parse_special=False
-        )
-    steps = count_steps(n_steps, tokens)
     prompts = plant_needles(model, text, needles, encode)
     prepare_methods(model, chosen.values(), compiling)
     rows: list[MethodResult] = []

@@ -27,14 +27,16 @@ from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
+    find_model,
     gathered,
     model_options,
 )
 from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prompt import file_option
+from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
-from sparsekv_cli.commands.shared.terminal import write_json
+from sparsekv_cli.commands.shared.terminal import say, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from sparsekv_cli.evaluation.perplexity.scores import Ways
     from sparsekv_cli.model import Model
 
-DEFAULT_CONTEXT = 512
+DEFAULT_CONTEXT, METHOD_CONTEXT = 512, 4096
 SCORED_BY = (
     "Decode the scored tokens with this method, in the syntax of 'compare --methods'; repeatable. "
 )
@@ -77,7 +79,8 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         click.option(
             "-c", "--ctx-size", "n_ctx", metavar="N", type=WholeRange(min=4),
             help="Tokens of a chunk; its second half is scored. "
-            f"[default: {DEFAULT_CONTEXT}]",
+            f"[default: {DEFAULT_CONTEXT}; with a method that selects rows {METHOD_CONTEXT}, or "
+            "what the text and the model allow]",
         ),
         click.option(
             "--chunks", "n_chunks", metavar="N", type=WholeRange(min=1),
@@ -96,6 +99,29 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
         return ScoreOptions(**{each.name: values.pop(each.name) for each in fields(ScoreOptions)})
 
     return gathered("given", gather, added)
+
+
+def text_chunks(options: ModelOptions, given: ScoreOptions, text: str, ways: Ways) -> Chunks:
+    """Returns the chunks of a text, before the model is loaded.
+
+    Raises SparseKVError for a text that is too short.
+    """
+    from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
+
+    with model_header(find_model(options.model)) as header:
+        size, least = given.n_ctx or DEFAULT_CONTEXT, 0
+        if given.n_ctx is None and any(each and each.name != "full" for each in ways.values()):
+            size, least = METHOD_CONTEXT, DEFAULT_CONTEXT
+            while size > max(least, header.hparams.n_ctx_fit):
+                size //= 2
+        chunks = split_chunks(header.tokenizer, text, size, given.n_chunks, least)
+    size = chunks.tokens.shape[1]
+    if least and size > least:
+        say(
+            f"chunks of {size} tokens: in shorter ones a method attends to much of the text; "
+            f"-c {DEFAULT_CONTEXT} scores llama-perplexity's"
+        )
+    return chunks
 
 
 def digest(text: str) -> str:
@@ -183,7 +209,6 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
     decodes the second half token by token. Attended are rows a head, layer and step.
     """
     from sparsekv_cli.distributed.cluster import check_address
-    from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
     from sparsekv_cli.evaluation.perplexity.kld import Perplexity
     from sparsekv_cli.evaluation.perplexity.kld_file import write_kld_file
     from sparsekv_cli.evaluation.perplexity.records import PerplexityRecords
@@ -197,9 +222,9 @@ def perplexity(options: ModelOptions, given: ScoreOptions) -> None:
         raise click.UsageError("--kl-divergence-base needs one whole run: leave --jsonl out")
     if given.ray is not None:
         check_address(given.ray)
-    size = given.n_ctx or DEFAULT_CONTEXT
+    chunks = text_chunks(options, given, text, ways)
+    size = chunks.tokens.shape[1]
     model = open_eval(options, list(ways.values()), size)
-    chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
     configuration = configuration_of(model, text_sha256=digest(text), n_ctx=size)
     calibrations = model.calibrations.digests(filter(None, ways.values()))
     records = PerplexityRecords(given.path, configuration, calibrations)
@@ -245,7 +270,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     how often both predict the same token first.
     """
     from sparsekv_cli.distributed.cluster import check_address
-    from sparsekv_cli.evaluation.perplexity.chunks import chunks_of, split_chunks
+    from sparsekv_cli.evaluation.perplexity.chunks import chunks_of
     from sparsekv_cli.evaluation.perplexity.kld_file import KLDFile
     from sparsekv_cli.evaluation.perplexity.records import DivergenceRecords
     from sparsekv_cli.evaluation.perplexity.scores import PREFILL
@@ -261,15 +286,14 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
     if base is None:
         text, opened = read_text(given.file), None
         ways = {"full": build_method("full", {}), **ways}
-        size = given.n_ctx or DEFAULT_CONTEXT
+        chunks = text_chunks(options, given, text, ways)
+        size = chunks.tokens.shape[1]
         of: dict[str, Any] = {"base": "full", "text_sha256": digest(text)}
     else:
-        text, opened = "", KLDFile(base)
+        opened = KLDFile(base)
         size, of = opened.n_ctx, {"base": opened.digest}
     model = open_eval(options, list(ways.values()), size)
-    if opened is None:
-        chunks = split_chunks(model.tokenizer, text, size, given.n_chunks)
-    else:
+    if opened is not None:
         chunks = chunks_of(model, opened, given.n_chunks)
     configuration = configuration_of(model, **of, n_ctx=size)
     calibrations = model.calibrations.digests(filter(None, ways.values()))

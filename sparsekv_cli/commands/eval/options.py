@@ -27,6 +27,7 @@ from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 
 if TYPE_CHECKING:
+    from sparsekv_cli.commands.shared.header import ModelHeader
     from sparsekv_cli.evaluation.ruler.samples import Encode
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.model import Model
@@ -118,7 +119,7 @@ def described(name: str, method: Method | None) -> dict[str, Any]:
     return {"spec": name, "name": method.name, "options": method.options()}
 
 
-def encoder(model: Model, raw: bool) -> Encode:
+def encoder(model: Model | ModelHeader, raw: bool) -> Encode:
     """Returns a function: message, start of the answer -> ids, in the chat template if any."""
     template = None if raw else chat_template(model.gguf)
     tokenizer = model.tokenizer

@@ -20,8 +20,9 @@ from sparsekv_cli.commands.eval.options import (
     records_option,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions, model_options
+from sparsekv_cli.commands.options.model import ModelOptions, find_model, model_options
 from sparsekv_cli.commands.options.numbers import WholeRange, number_list
+from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.tables import print_table
 from sparsekv_cli.commands.shared.terminal import one_line, say, write_json
@@ -111,12 +112,13 @@ def ruler(
     by_decode = question_by == "decode"
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
+    with model_header(find_model(options.model)) as header:
+        plan.check(encoder(header, raw))
     model = open_eval(options, list(settings.values()), max(lengths))
     configuration = configuration_of(
         model, seed=sample_seed, n_predict=n_predict, question_by=question_by, raw=raw
     )
     encode = encoder(model, raw)
-    plan.check(encode)
     records = RulerRecords(path, configuration, model.calibrations.digests(settings.values()))
     n_all, n_done = len(list(plan.samples())), 0
     with records, PrefillProgress() as prefilling, PrefillProgress("samples") as sampling:

@@ -35,6 +35,8 @@ WORDS = {
     "list": ("models",),
     "ls": ("models",),
     "pull": ("models", "get"),
+    "rm": ("models", "rm"),
+    "ps": ("models", "ps"),
 }
 
 

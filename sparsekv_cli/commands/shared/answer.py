@@ -137,8 +137,8 @@ def full_context_line(model: Model, sequence: Sequence, answer: Answer) -> str:
     n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
     return (
         f"the answer is cut, the context of {sequence.n_ctx} tokens is full: {n_prompt} of the "
-        f"prompt and {len(answer.tokens)} of the answer; raise --ctx-size (the model was trained "
-        f"for {model.hparams.n_ctx_train})"
+        f"prompt and {len(answer.tokens)} of the answer; "
+        f"{model.hparams.room_for(sequence.n_ctx + 1)}"
     )
 
 

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sparsekv_cli.commands.shared.terminal import escaped, write_styled, write_text
+from sparsekv_cli.commands.shared.terminal import (
+    escaped,
+    in_singular,
+    write_styled,
+    write_text,
+)
 
 LONG = 30  # characters of a text that may be folded; figures are shorter
 
@@ -23,7 +28,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
 
     columns: the heads of the columns, if any.
     """
-    cells, title = [[printable(cell) for cell in row] for row in rows], printable(title)
+    cells, title = (
+        [[printable(cell) for cell in row] for row in rows],
+        in_singular(printable(title)),
+    )
     if sys.stdout.isatty():
         _print_rich(title, columns, cells)
         return

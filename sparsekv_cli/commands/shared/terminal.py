@@ -23,6 +23,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 SHOW_CURSOR = "\x1b[?25h"  # which rich hides while it shows a bar
 # C0 and C1 controls except the tab and the line feed, DEL, and what turns the direction of a text.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# One of what remarks count; ``are`` may follow it.
+ONE = re.compile(
+    r"(?<![\w.,:/-])1 (token|row|layer|file|message|turn|character|step|line|thread|core|model"
+    r"|sample|chunk|byte|part|method|page|head|prompt|answer|draft|sequence|new one)s\b( are\b)?"
+)
 LEAST_COLUMNS = 30  # of a terminal on which remarks break between words
 
 
@@ -44,12 +49,17 @@ def visible(text: str, stream: TextIO) -> str:
     return CONTROLS.sub(lambda found: escaped(found[0]), text) if stream.isatty() else text
 
 
+def in_singular(text: str) -> str:
+    """Returns ``text`` with ``1 token is`` for ``1 tokens are``."""
+    return ONE.sub(lambda found: f"1 {found[1]}{' is' if found[2] else ''}", text)
+
+
 def say(text: str) -> None:
     """Prints a remark of the program on stderr, unless stderr takes none.
 
     It has no passwords. On a terminal its lines break between words.
     """
-    text = visible(without_secrets(text), sys.stderr)
+    text = in_singular(visible(without_secrets(text), sys.stderr))
     with contextlib.suppress(OSError):  # a closed pipe, a full disk
         n_columns = _columns(sys.stderr)
         if n_columns >= LEAST_COLUMNS:

@@ -56,11 +56,17 @@ class Chunks:
         return Chunk(i, ids, np.asarray(self.tokens[i, -self.n_scored :]), base)
 
 
-def split_chunks(tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None) -> Chunks:
+def split_chunks(
+    tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None, least: int = 0
+) -> Chunks:
     """Returns at most ``n_chunks`` chunks of a text. Raises SparseKVError if it is too short for
     two.
+
+    least: tokens to which n_ctx may be halved for a short text; 0: it is the user's.
     """
     ids = tokenizer.encode(text, add_eos=False, parse_special=False)
+    while least and n_ctx > least and len(ids) < 2 * n_ctx:
+        n_ctx //= 2
     if len(ids) < 2 * n_ctx:
         raise SparseKVError(
             f"the text has {len(ids)} tokens, and a context of {n_ctx} needs {2 * n_ctx} of them: "

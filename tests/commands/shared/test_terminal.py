@@ -118,6 +118,22 @@ def test_a_remark_breaks_between_words(streams, monkeypatch):
     assert all(len(each) <= 40 or "longlong" in each for each in lines)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("prefill 1 tokens, 60.6 t/s | decode 1 tokens, 2.0 t/s", "prefill 1 token, 60.6 t/s | "
+         "decode 1 token, 2.0 t/s"),
+        ("1 messages are saved, 11 tokens", "1 message is saved, 11 tokens"),
+        ("0.1 tokens, 21 rows, v1 tokens", "0.1 tokens, 21 rows, v1 tokens"),
+        ("1 tokens in the cache and 1 new ones", "1 token in the cache and 1 new one"),
+    ],
+)  # fmt: skip
+def test_one_is_no_plural(text, shown, streams):
+    _, err = streams()
+    say(text)
+    assert err.getvalue() == shown + "\n"
+
+
 def test_the_answer_ends_a_line_where_a_remark_follows_in_the_same_file(tmp_path):
     program = (
         "import sys; from sparsekv_cli.commands.shared.terminal import ShownAnswer, say\n"

@@ -1,0 +1,31 @@
+"""What a model's header says about texts, before the model is loaded and its kernels compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from sparsekv_cli.models.gguf.file import GGUFFile
+    from sparsekv_cli.models.hparams import HParams
+
+
+class ModelHeader(NamedTuple):
+    """An open file and its tokenizer, by the names that a loaded Model has for them."""
+
+    gguf: GGUFFile
+    tokenizer: Any
+    hparams: HParams
+
+
+@contextlib.contextmanager
+def model_header(path: Path) -> Iterator[ModelHeader]:
+    """Yields the header of a model. Raises SparseKVError for a file that is no model."""
+    from sparsekv_cli.models.gguf.file import open_gguf
+    from sparsekv_cli.models.hparams import read_hparams
+    from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
+
+    with open_gguf(path) as file:
+        yield ModelHeader(file, load_tokenizer(file.metadata), read_hparams(file))
