@@ -99,12 +99,22 @@ def show(plan: Plan) -> None:
         ],
     )
     columns = ("method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from")
-    print_table("methods", columns, [row(each) for each in plan.methods])
+    rows = [row(each) for each in plan.methods]
+    if plan.doubt:  # no figure that ranks
+        columns, rows = columns[:-2], [each[:-2] for each in rows]
+    print_table("methods", columns, rows)
+    if plan.doubt:
+        speeds = ", ".join(
+            f"{each.name} {each.decode_tps:.1f}" for each in plan.methods if each.decode_tps
+        )
+        say(
+            f"no method is ranked, because the speeds are not to be believed: {plan.doubt}; "
+            f"measured t/s: {speeds}; repeat it on a quiet machine"
+        )
+        return
     say(plan.verdict())
     if plan.is_quick:
         say("the speeds are of a short measurement; --measure is more exact and takes minutes")
-    if plan.is_busy:
-        say("the machine was busy when they were measured")
 
 
 def row(method: PlannedMethod) -> list[str]:
@@ -114,11 +124,12 @@ def row(method: PlannedMethod) -> list[str]:
     fits = {None: "", True: "yes", False: "no"}[method.fits]
     sizes = method.weights_bytes, method.kv_bytes, method.index_bytes, method.scratch_bytes
     pays = "" if method.name == "full" else str(method.pays_from or "nowhere")
+    dense = f", dense up to {method.sparse_from}" if method.is_dense else ""
     return [
         method.name,
         *(size(n or 0) for n in sizes),
         fits,
         str(method.fitting_context or ""),
-        f"{method.decode_tps:.1f}",
+        f"{method.decode_tps:.1f}{dense}",
         pays,
     ]

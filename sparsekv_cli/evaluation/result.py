@@ -132,7 +132,7 @@ def contents(
 
     about: the origin of the figures, such as the model and the machine. equal: methods that are
     equal within noise. front: the methods of the Pareto front, fastest last. recall: mass by layer
-    and head, of the layers that choose rows.
+    and head, of the layers that choose rows. With ``is_busy`` the speeds give no front.
     """
     return {
         "context": n_context,
@@ -140,7 +140,7 @@ def contents(
         **(about or {}),
         "methods": [_method(row) for row in rows],
         "equal": equal_lines(rows),
-        "front": pareto_front(rows),
+        "front": [] if (about or {}).get("is_busy") else pareto_front(rows),
         "needles": [asdict(needle) for needle in needles],
     }
 

@@ -174,7 +174,8 @@ def speeds_of(
         curves[key] = middle(found[key]).times(known.pace)
         if method.name != "full" and type(method).dense_layer is Method.dense_layer:
             curves[key] = curves[key].with_dense_layers_of(curves[next(iter(wanted))])
-    speeds = replace(known, methods=curves)
+    is_busy = known.is_busy or load_beyond_cores() is not None  # it may have become so
+    speeds = replace(known, methods=curves, is_busy=is_busy)
     report("done", n_parts, n_parts)
     try:
         write_speeds(path, speeds)

@@ -44,6 +44,7 @@ class PlannedMethod:
     sparse_from: int = 0  # tokens up to which ``run`` attends to all rows
     # tokens from which a step is faster than a dense one; None: nowhere
     pays_from: int | None = None
+    is_dense: bool = False  # at the context, so that its speed is full's
     note: str = ""
 
 
@@ -67,8 +68,18 @@ class Plan:
     is_quick: bool = False  # see ``Speeds``, as below
     is_busy: bool = False
 
+    @property
+    def doubt(self) -> str:
+        """Why the speeds are not to be believed; empty if they are."""
+        if not self.is_busy:
+            return ""
+        return (
+            f"the machine was busy (weights read at {self.weights_bandwidth / 1e9:.1f} GB/s, the "
+            f"memory at {self.bandwidth / 1e9:.1f} GB/s)"
+        )
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "is_believable": not self.doubt}
 
     def verdict(self) -> str:
         """The most that sparse attention can gain here, in a sentence."""
@@ -195,5 +206,6 @@ def _planned(
         fitting_context=None if available is None else forecast.fitting_context(method, available),
         decode_tps=1 / forecast.seconds(method, n_ctx),
         sparse_from=forecast.sparse_from(method),
+        is_dense=method.name != "full" and n_ctx <= forecast.sparse_from(method),
         pays_from=forecast.pays_from(method) if method.name != "full" else None,
     )

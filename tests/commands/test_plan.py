@@ -52,15 +52,30 @@ def test_a_plan_as_json_and_as_a_table(header, capsys):
     assert "calibrate" in fasa["note"]
     code, out, err = call(capsys, *given, "--budget", 100)
     assert code == 0 and "measuring" not in err and "times as fast as full" in err
+    assert plan["is_believable"] and not any(each["is_dense"] for each in plan["methods"])
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["full", "streaming", "fasa"]
 
 
 def test_a_busy_machine_is_told(header, capsys, monkeypatch):
     for module in (kept, progress):
         monkeypatch.setattr(module, "load_beyond_cores", lambda: (9.0, 2))
-    code, _, err = call(capsys, "-m", header, "-t", 1, "-c", 1000, "--methods", "full")
+    given = "-m", header, "-t", 1, "-c", 1000, "--methods", "full,streaming"
+    code, out, err = call(capsys, *given)
     assert code == 0 and err.count("the machine is busy (load 9.0 on 2 cores)") == 1
-    assert "the machine was busy when they were measured" in err
+    assert "no method is ranked, because the speeds are not to be believed" in err
+    assert "measured t/s: full " in err and "times as fast" not in err and "t/s" not in out
+    code, out, _ = call(capsys, *given, "--json")
+    assert code == 0 and json.loads(out)["is_believable"] is False
+
+
+def test_a_method_that_is_dense_there_says_so(header, capsys):
+    given = "-m", header, "-t", 1, "-c", 1000, "--methods", "full,quest", "--sparse-from", 2000
+    code, out, _ = call(capsys, *given)
+    full, quest = out.splitlines()[-2:]
+    assert code == 0 and "dense" not in full and ", dense up to 2000" in quest
+    assert [each["is_dense"] for each in json.loads(call(capsys, *given, "--json")[1])["methods"]] == [
+        False, True,
+    ]  # fmt: skip
 
 
 def test_what_does_not_fit_is_told(header, capsys, monkeypatch):

@@ -30,6 +30,7 @@ from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.system.work import load_beyond_cores
 
 if TYPE_CHECKING:
     from sparsekv_cli.evaluation.needles import Needle
@@ -139,6 +140,7 @@ def command(
     encode = partial(prompt_ids, model, system=None, raw=raw, parse_special=False)
     prompts = plant_needles(model, text, needles, encode)
     prepare_methods(model, chosen.values(), compiling)
+    is_busy = load_beyond_cores() is not None
     rows: list[MethodResult] = []
     planted: list[Needle] = []
     stop = None
@@ -152,7 +154,8 @@ def command(
             raise
         stop = error
         say(f"stopped: {len(rows)} of {len(chosen)} methods have finished")
-    found = contents(len(ids), steps, rows, planted, about(model))
+    is_busy |= load_beyond_cores() is not None
+    found = contents(len(ids), steps, rows, planted, {**about(model), "is_busy": is_busy})
     try:
         write_reports(found, html, png)
     finally:  # a full disk does not cost the figures

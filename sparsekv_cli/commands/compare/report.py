@@ -63,7 +63,7 @@ def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -
 
 def print_report(found: Mapping[str, Any]) -> None:
     """Prints a table with intervals, and the methods that differ only by noise."""
-    from sparsekv_cli.evaluation.report.page import cells, columns_of, equal_sentences
+    from sparsekv_cli.evaluation.report.page import cells, columns_of, doubt, equal_sentences
 
     columns = columns_of(found)
     rows = []
@@ -74,6 +74,7 @@ def print_report(found: Mapping[str, Any]) -> None:
     heads = ["method", *(heading for _, heading, _ in columns)]
     print_table(f"{found['context']} tokens, {found['steps']} steps", heads, rows)
     lines = [f"{name}, equal within noise: {methods}" for name, methods in equal_sentences(found)]
+    lines += filter(None, [doubt(found)])
     write_text("".join(f"  {line}\n" for line in [*lines, *_needle_lines(found)]))
 
 

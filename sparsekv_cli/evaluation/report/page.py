@@ -24,14 +24,31 @@ COLUMNS = (
     ("decode_tps", "tokens/s", "{:.1f}"),
     ("ttft_s", "first token", "{:.2f} s"),
 )
+SPEEDS = ("decode_tps", "ttft_s")
 ABOUT = ("cpu", "device", "threads", "version", "date", "command")  # what was measured
 FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s"}
 
 
 def columns_of(found: Contents) -> list[tuple[str, str, str]]:
-    """Returns the columns of the table; bytes on a device only where there are some."""
-    on_device = any(row["bytes_device"] for row in found["methods"])
-    return [column for column in COLUMNS if on_device or column[0] != "bytes_device"]
+    """Returns the columns of the table: bytes on a device only where there are some.
+
+    Speeds of a busy machine are not in it, because they would be compared.
+    """
+    left_out = set(SPEEDS) if found.get("is_busy") else set()
+    if not any(row["bytes_device"] for row in found["methods"]):
+        left_out.add("bytes_device")
+    return [column for column in COLUMNS if column[0] not in left_out]
+
+
+def doubt(found: Contents) -> str:
+    """Returns a line about the speeds of a busy machine; empty if they can be compared."""
+    if not found.get("is_busy"):
+        return ""
+    speeds = ", ".join(f"{row['spec']} {row['decode_tps']:.1f}" for row in found["methods"])
+    return (
+        f"no ranking by speed: the machine was busy, so these tokens/s are not to be believed: "
+        f"{speeds}; repeat it on a quiet machine"
+    )
 
 
 def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
@@ -52,6 +69,7 @@ def equal_sentences(found: Contents) -> list[tuple[str, str]]:
     return [
         (title, "; ".join(" = ".join(group) for group in found["equal"][figure]) or "none")
         for figure, title in FIGURES.items()
+        if not (figure in SPEEDS and found.get("is_busy"))
     ]
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import calibrated_method
@@ -45,6 +46,27 @@ def refused(invoke: Invoke, code: int, *arguments: str) -> str:
     assert (result.code, result.out) == (code, ""), result.err
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
     return result.err
+
+
+@pytest.fixture(autouse=True)
+def load(monkeypatch):
+    """The load that the command sees: none, or what a test puts in."""
+    found: list[tuple[float, int]] = []
+    module = import_module("sparsekv_cli.commands.compare.compare")
+    monkeypatch.setattr(module, "load_beyond_cores", lambda: found[0] if found else None)
+    return found
+
+
+def test_a_busy_machine_gives_no_ranking_by_speed(model, invoke, load):
+    load.append((9.0, 2))
+    given = ["-p", TEXT, "--methods", "full,streaming", "--steps", "4", "--budget", "20%"]
+    found = compare(invoke, model, *given)
+    assert found["is_busy"] and found["front"] == [] and found["methods"][1]["decode_tps"] > 0
+    result = invoke("compare", "-m", model, *given)
+    title, head, *_ = result.out.splitlines()
+    assert result.code == 0 and "KLD" in head and "tokens/s" not in head
+    assert "no ranking by speed: the machine was busy" in result.out
+    assert "tokens/s, equal within noise" not in result.out
 
 
 def test_json(model, invoke):
