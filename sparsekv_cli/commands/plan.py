@@ -23,6 +23,7 @@ from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgre
 from sparsekv_cli.commands.shared.tables import print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.settings.config import dense_below
 
 if TYPE_CHECKING:
     from sparsekv_cli.planning.plan import Plan, PlannedMethod
@@ -70,6 +71,11 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
                 "nothing: use bench for its speed"
             )
         n_ctx = config.ctx_size or hparams.n_ctx_train
+        if n_ctx > hparams.n_ctx_fit:
+            say(
+                f"warning: a context of {n_ctx} tokens is more than the {hparams.n_ctx_fit} that "
+                "the model was trained for"
+            )
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
             from sparsekv_cli.planning.kept import speeds_of
             from sparsekv_cli.planning.plan import make_plan
@@ -124,7 +130,7 @@ def row(method: PlannedMethod) -> list[str]:
     fits = {None: "", True: "yes", False: "no"}[method.fits]
     sizes = method.weights_bytes, method.kv_bytes, method.index_bytes, method.scratch_bytes
     pays = "" if method.name == "full" else str(method.pays_from or "nowhere")
-    dense = f", dense up to {method.sparse_from}" if method.is_dense else ""
+    dense = f", {dense_below(method.sparse_from)}" if method.is_dense else ""
     return [
         method.name,
         *(size(n or 0) for n in sizes),

@@ -19,6 +19,7 @@ from sparsekv_cli.serve.jobs import (
     Request,
 )
 from sparsekv_cli.serve.requests import Service
+from sparsekv_cli.settings.config import dense_below
 
 PING_S = 10.0  # seconds without an event before a Ping
 
@@ -131,11 +132,13 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 
 def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
     """Returns fields that say how a response was computed, in addition to those of its protocol."""
+    depth = service.model.sparse_from_of(request.method, request.sparse_from)
     return {
         "method": {
             "name": request.method.name,
             "options": request.method.options(),
-            "sparse_from": service.model.sparse_from_of(request.method, request.sparse_from),
+            "sparse_from": depth,
+            **({"note": dense_below(depth)} if end.n_prompt < depth else {}),
         },
         "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},
         "timings": {name: round(value, 4) for name, value in end.timings.items()},

@@ -94,3 +94,8 @@ class SessionConfig:
             raise ValueError("speculate = 'draft-model' needs draft_model (--draft-model FILE)")
         if self.draft_method and not self.draft_model:
             raise ValueError("draft_method (--draft-method) needs draft_model (--draft-model FILE)")
+
+
+def dense_below(n: int) -> str:
+    """Returns the words for a method that attends to all of up to n rows (``sparse_from``)."""
+    return f"dense below {n:,} tokens"

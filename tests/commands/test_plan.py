@@ -72,10 +72,9 @@ def test_a_method_that_is_dense_there_says_so(header, capsys):
     given = "-m", header, "-t", 1, "-c", 1000, "--methods", "full,quest", "--sparse-from", 2000
     code, out, _ = call(capsys, *given)
     full, quest = out.splitlines()[-2:]
-    assert code == 0 and "dense" not in full and ", dense up to 2000" in quest
-    assert [each["is_dense"] for each in json.loads(call(capsys, *given, "--json")[1])["methods"]] == [
-        False, True,
-    ]  # fmt: skip
+    assert code == 0 and "dense" not in full and ", dense below 2,000 tokens" in quest
+    methods = json.loads(call(capsys, *given, "--json")[1])["methods"]
+    assert [each["is_dense"] for each in methods] == [False, True]
 
 
 def test_what_does_not_fit_is_told(header, capsys, monkeypatch):

@@ -202,7 +202,10 @@ def test_a_context_beyond_the_training_is_a_warning(model, invoke):
         quiet = invoke(*arguments, "-c", "2048")
         assert quiet.code == 0 and "warning" not in quiet.err
         warned = invoke(*arguments, "-c", "2049")
-        assert warned.code == 0 and warned.err.count("warning: -c 2049 is more than the 2048") == 1
+        assert (
+            warned.code == 0
+            and warned.err.count("a context of 2049 tokens is more than the 2048") == 1
+        )
     few_bits = ["run", "-m", model, "-p", "x", "-n", "1", "-ctk", "q4_0", "-c"]
     assert "use --cache-type-k q8_0" in invoke(*few_bits, "32769").err
     assert "q8_0" not in invoke(*few_bits, "2048").err

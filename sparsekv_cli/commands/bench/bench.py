@@ -26,6 +26,7 @@ from sparsekv_cli.commands.options.model import (
     method_of,
     model_options,
     session_option,
+    warn_of_long_context,
     with_context,
 )
 from sparsekv_cli.commands.options.numbers import (
@@ -147,6 +148,8 @@ def command(
     try:
         for name, method in built:
             model = load_model(path, method, config)
+            if method is built[0][1]:
+                warn_of_long_context(model)
             if name == AUTO:
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method

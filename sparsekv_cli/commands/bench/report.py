@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsekv_cli import __version__
 from sparsekv_cli.evaluation.roofline import Roofline, cpu_name
+from sparsekv_cli.settings.config import dense_below
 
 # Left out of CSV, as in llama-bench, because a cell cannot hold a list.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")
@@ -210,7 +211,7 @@ class MarkdownReport(Report):
         if not self.n_rows:
             return
         lines = [
-            f"{name}: dense up to {n} tokens, sparse from there on (--sparse-from)"
+            f"{name}: {dense_below(n)}, sparse from there on (--sparse-from)"
             for name, n in self.depths.items()
         ]
         if lines or self.rooflines:

@@ -17,6 +17,7 @@ from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
 from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
+    depth_note,
     ledger_line,
     speculation_line,
     timing_line,
@@ -214,7 +215,8 @@ def _load(chat: Chat, argument: str) -> None:
 
 def _stats(chat: Chat, _argument: str) -> None:
     sequence = chat.conversation.sequence
-    say(timing_line(sequence.timings))
+    n_used = chat.conversation.n_used
+    say(timing_line(sequence.timings) + (depth_note(sequence, n_used) if n_used else ""))
     say(ledger_line(sequence, chat.method))
     if line := speculation_line(sequence.timings):
         say(line)

@@ -23,6 +23,7 @@ from sparsekv_cli.commands.chat.settings import SETTINGS
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, method_class
+from sparsekv_cli.settings.config import dense_below
 from sparsekv_cli.settings.option import allowed_values, options_of
 from sparsekv_cli.system.files import APPENDED, AppendedFile, open_written, replace_file
 
@@ -70,7 +71,7 @@ def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
     n_used, dense = conversation.n_used, sequence.sparse_from
     parts = [f"{n_used} of {sequence.n_ctx} tokens", chat.method]
     if chat.method != "full" and n_used <= dense < sequence.n_ctx:
-        parts[1] += f", dense up to {dense}"
+        parts[1] += f", {dense_below(dense)}"
     if timings.decode_tokens:
         parts.append(f"{speed(timings.decode_tokens, timings.decode_s):.1f} t/s")
     if timings.cached_tokens:

@@ -363,8 +363,8 @@ def warn_of_long_context(model: Model) -> None:
     asked, n_ctx, fit = model.config.ctx_size, model.n_ctx, model.hparams.n_ctx_fit
     if asked > fit:
         say(
-            f"warning: -c {asked} is more than the {fit} tokens that the model was trained for: "
-            "text beyond them may make no sense"
+            f"warning: a context of {asked} tokens is more than the {fit} that the model was "
+            "trained for: text beyond them may make no sense"
         )
     if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
         say(

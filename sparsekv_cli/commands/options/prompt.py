@@ -7,9 +7,18 @@ import click
 
 from sparsekv_cli.commands.options import completers
 
+
+def _once(_context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
+    """Callback of an option whose earlier text must not be dropped without a word."""
+    if len(values) > 1:
+        raise click.BadParameter(f"is given {len(values)} times: give it once")
+    return values[0] if values else None
+
+
 prompt_option = click.option(
-    "-p", "--prompt", metavar="TEXT", help="The prompt; a piped text comes before it."
-)
+    "-p", "--prompt", metavar="TEXT", multiple=True, callback=_once,
+    help="The prompt; a piped text comes before it.",
+)  # fmt: skip
 
 parse_special_option = click.option(
     "--parse-special", is_flag=True,
@@ -25,8 +34,14 @@ think_option = click.option(
 )  # fmt: skip
 
 
-def file_option(help_text: str) -> Callable[[Any], Any]:
-    """Returns the option ``-f``, which names a text file."""
+def files_option(help_text: str, **more: Any) -> Callable[[Any], Any]:
+    """Returns the option ``-f``, which names text files."""
     return click.option(
-        "-f", "--file", metavar="FILE", shell_complete=completers.files, help=help_text
-    )
+        "-f", "--file", metavar="FILE", multiple=True, shell_complete=completers.files,
+        help=help_text, **more,
+    )  # fmt: skip
+
+
+def file_option(help_text: str) -> Callable[[Any], Any]:
+    """Returns the option ``-f`` of one text file."""
+    return files_option(help_text, callback=_once)

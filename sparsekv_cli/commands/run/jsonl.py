@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.commands.run.lines import read_task
 from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
+from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import LacksMemoryError, LostModelError, SparseKVError
 from sparsekv_cli.generation.generation import Generation, step
@@ -158,7 +159,8 @@ class LineAnswers:
         try:
             ids, begin = task.ids(model), task.prepared(model)
             sequence = model.sequence()
-            sequence.prefill(ids, rows=self._rows)
+            with PrefillProgress(f"line {number}") as bar:
+                sequence.prefill(ids, bar, rows=self._rows)
             if self._rows is not None:
                 self._rows.finish()
             generation = begin(sequence)

@@ -28,7 +28,7 @@ from sparsekv_cli.commands.options.model import (
 from sparsekv_cli.commands.options.numbers import WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows, prefix_options
 from sparsekv_cli.commands.options.prompt import (
-    file_option,
+    files_option,
     parse_special_option,
     prompt_option,
     think_option,
@@ -38,6 +38,7 @@ from sparsekv_cli.commands.run.task import Task, gather_task
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
     answer_fields,
+    depth_note,
     full_context_line,
     ledger_line,
     speculation_line,
@@ -48,6 +49,7 @@ from sparsekv_cli.commands.shared.prompt import check_utf8, read_prompt
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
+from sparsekv_cli.settings.config import dense_below
 from sparsekv_cli.system.files import AppendedFile
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ MAX_PARALLEL = 256
 
 @click.command(cls=GroupedCommand)
 @prompt_option
-@file_option("Read the prompt from FILE; - is stdin.")
+@files_option(
+    "Read the prompt from FILE; - is stdin. Several files are read in order, each after its name."
+)
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="System message.")
 @click.option(
     "--raw", is_flag=True,
@@ -111,7 +115,7 @@ def command(
     prefix: PrefixOptions,
     task: Task,
     prompt: str | None,
-    file: str | None,
+    file: tuple[str, ...],
     as_json: bool,
     jsonl: bool,
     parallel: int | None,
@@ -171,7 +175,7 @@ def command(
             printed["logprobs"] = answer.logprobs
         write_text(json.dumps(printed) + "\n")
     else:
-        say(timing_line(sequence.timings))
+        say(timing_line(sequence.timings) + depth_note(sequence, len(ids)))
         if context.ensure_object(Invocation).verbose:
             say(ledger_line(sequence, options.method))
             if line := speculation_line(sequence.timings):
@@ -183,23 +187,23 @@ def command(
 def _answer_lines(
     options: ModelOptions,
     prefix: PrefixOptions,
-    file: str | None,
+    files: tuple[str, ...],
     task: Task,
     n_parallel: int,
     path: str | None,
     ray: str | None,
 ) -> None:
-    """Runs ``--jsonl``, from a file or stdin to a file or stdout, with ``ray`` on a cluster."""
+    """Runs ``--jsonl``, from files or stdin to a file or stdout, with ``ray`` on a cluster."""
     from sparsekv_cli.commands.run.jsonl import LineAnswers, Output, resume
     from sparsekv_cli.commands.run.ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray
 
     n_done = n_old = n_old_failed = 0
     with contextlib.ExitStack() as stack:
-        if file is None or file == "-":
-            source: Iterable[bytes] = sys.stdin.buffer
-        else:
-            source = stack.enter_context(Path(file).open("rb"))
+        source: Iterable[bytes] = itertools.chain.from_iterable(
+            sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
+            for file in files or ("-",)
+        )
         write: Callable[[str], object] = partial(write_text, stream=sys.stdout)
         if path is not None:
             write = stack.enter_context(AppendedFile(path, is_alone=True)).write
@@ -221,7 +225,8 @@ def _answer_lines(
             answers = LineAnswers(model, n_parallel, output, rows)
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
-            say(timing_line(answers.timings))
+            depth = f" | {options.method}: {dense_below(n)}" if (n := model.sparse_from) else ""
+            say(timing_line(answers.timings) + depth)
             if line := speculation_line(answers.timings):
                 say(line)
     n_failed += n_old_failed

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, STOP_LENGTH, Answer
 from sparsekv_cli.generation.generation import Generation, step
+from sparsekv_cli.settings.config import dense_below
 
 if TYPE_CHECKING:
     from sparsekv_cli.cache.counters import Timings
@@ -168,6 +169,13 @@ def timing_line(timings: Timings) -> str:
         rate = speed(timings.decode_tokens, timings.decode_s)
         parts.append(f"decode {timings.decode_tokens} tokens, {rate:.1f} t/s")
     return " | ".join(parts) or "nothing was computed"
+
+
+def depth_note(sequence: Sequence, n_prompt: int) -> str:
+    """Returns what follows the timings if a method did not select rows for a prompt; or nothing."""
+    if n_prompt >= sequence.sparse_from:
+        return ""
+    return f" | {sequence.method.name}: {dense_below(sequence.sparse_from)}"
 
 
 def speculation_line(timings: Timings) -> str:

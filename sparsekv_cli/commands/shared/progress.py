@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
+PREFILL_LINE_S = 30.0  # the same for a prefill
 LINE_S = 10.0  # seconds between two lines if stderr is no terminal
 NARROW = 70  # columns of a terminal that has no room for the bar next to its numbers
 
@@ -55,7 +56,8 @@ class _Bar:
 class PrefillProgress(_Bar):
     """A bar that appears if a prefill takes a moment, and is removed at its end.
 
-    It shows the tokens read a second and the time for the rest.
+    It shows the tokens read a second and the time for the rest. If stderr is no terminal, it writes
+    a line every PREFILL_LINE_S seconds instead.
 
     Call it with (done tokens, total tokens), or in another unit. Use it as a context manager: the
     bar then leaves the screen when an exception ends the prefill.
@@ -64,24 +66,28 @@ class PrefillProgress(_Bar):
     def __init__(self, label: str = "prefill", unit: str = "tokens") -> None:
         super().__init__()
         self.label, self.unit = label, unit
-        self.enabled = sys.stderr.isatty()
+        self._is_bar = sys.stderr.isatty()
+        self._said_at = 0.0
         self._start: float | None = None
         self._n_start = 0  # tokens done when the bar appeared
 
     def __call__(self, done: int, total: int) -> None:
-        if not self.enabled:
-            return
         if done >= total:
             self.close()
             return
         now = time.monotonic()
         if self._start is None:
-            self._start, self._n_start = now, done
+            self._start, self._n_start, self._said_at = now, done, now
         if now - self._start < SECONDS_BEFORE_BAR:
             return
         rate = (done - self._n_start) / (now - self._start)
-        remaining = f"{rate:.0f} t/s, {(total - done) / rate:.0f} s left" if rate else ""
-        self._draw(self.unit, self.label, done, total, remaining)
+        per_second = f"{rate:.0f} t/s, " if self.unit == "tokens" else ""
+        remaining = f"{per_second}{(total - done) / rate:.0f} s left" if rate else ""
+        if self._is_bar:
+            self._draw(self.unit, self.label, done, total, remaining)
+        elif now - self._said_at >= PREFILL_LINE_S:
+            self._said_at = now
+            say(f"{self.label}: {done} of {total} {self.unit}, {remaining or 'no rate yet'}")
 
     def close(self) -> None:
         self._start = None

@@ -2,8 +2,10 @@
 
 import codecs
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from sparsekv_cli.commands.shared.terminal import one_line
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text, kind_of
 
@@ -12,21 +14,32 @@ MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def read_prompt(
-    text: str | None, file: str | None, what: str = "prompt", ways: str = "-p TEXT, -f FILE"
+    text: str | None,
+    file: str | Sequence[str] | None,
+    what: str = "prompt",
+    ways: str = "-p TEXT, -f FILE",
 ) -> str:
-    """Returns the prompt: a file's or piped text, a blank line, then ``text``. One may be missing.
+    """Returns the prompt: files' or piped text, a blank line, then ``text``. One may be missing.
 
-    file: a path, or ``-`` for stdin. Without one, stdin is read when it is no terminal. One
-    trailing newline of a file or of stdin is dropped, and a byte order mark at its start. Nothing
-    else is changed. Raises SparseKVError for an empty prompt and for bytes that are not UTF-8.
-    Raises OSError for a file that cannot be read. what, ways: the names of the prompt and of its
-    sources in error messages.
+    file: paths, or ``-`` for stdin. Several files are read in order, each after a line with its
+    name. Without one, stdin is read when it is no terminal. One trailing newline of a file or of
+    stdin is dropped, and a byte order mark at its start. Nothing else is changed. Raises
+    SparseKVError for an empty prompt and for bytes that are not UTF-8. Raises OSError for a file
+    that cannot be read. what, ways: the names of the prompt and of its sources in error messages.
     """
-    parts = []
-    if file is not None and file != "-":
-        parts.append(decode_file(Path(file).read_bytes(), file).removesuffix("\n"))
-    elif file == "-" or not sys.stdin.isatty():
-        parts.append(decode_file(read_stdin(), "stdin").removesuffix("\n"))
+    names = [file] if isinstance(file, str) else list(file or ())
+    if names.count("-") > 1:
+        raise SparseKVError("-f - is given twice: stdin can be read once")
+    if not names and not sys.stdin.isatty():
+        names = ["-"]
+    parts = [
+        decode_file(read_stdin() if name == "-" else Path(name).read_bytes(), source_of(name))
+        for name in names
+    ]
+    parts = [part.removesuffix("\n") for part in parts]
+    if len(names) > 1:
+        titled = zip(names, parts, strict=True)
+        parts = [f"{one_line(source_of(name))}:\n\n{part}" for name, part in titled]
     if text is not None:
         parts.append(check_utf8(text, "the prompt given with -p"))
     prompt = "\n\n".join(part for part in parts if part)
@@ -35,6 +48,11 @@ def read_prompt(
             f"the {what} is empty: give {ways}, or pipe a text that is not empty to stdin"
         )
     return prompt
+
+
+def source_of(name: str) -> str:
+    """Returns the name of a file in messages and before its text."""
+    return "stdin" if name == "-" else name
 
 
 def read_stdin() -> bytes:

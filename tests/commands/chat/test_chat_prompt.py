@@ -185,7 +185,7 @@ def test_the_toolbar_tells_the_last_answer(chat):
     sequence.sparse_from = 4096
     sequence.timings = Timings(decode_tokens=8, decode_s=0.5, cached_tokens=100)
     ((_, shown),) = toolbar(chat, 200)
-    told = "lfps, dense up to 4096 | 16.0 t/s | 100 from the prefix cache | tiny"
+    told = "lfps, dense below 4,096 tokens | 16.0 t/s | 100 from the prefix cache | tiny"
     assert shown == f"1234 of 8192 tokens | {told} | /help"
     chat.conversation.n_used = 5000
     assert "dense" not in toolbar(chat, 200)[0][1]

@@ -63,7 +63,7 @@ def test_a_busy_machine_gives_no_ranking_by_speed(model, invoke, load):
     found = compare(invoke, model, *given)
     assert found["is_busy"] and found["front"] == [] and found["methods"][1]["decode_tps"] > 0
     result = invoke("compare", "-m", model, *given)
-    title, head, *_ = result.out.splitlines()
+    _title, head, *_ = result.out.splitlines()
     assert result.code == 0 and "KLD" in head and "tokens/s" not in head
     assert "no ranking by speed: the machine was busy" in result.out
     assert "tokens/s, equal within noise" not in result.out

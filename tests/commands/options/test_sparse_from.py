@@ -46,9 +46,9 @@ def test_bench(model, invoke):
     rows = json.loads(invoke(*own, "-O", "json", "--sparse-from", "7").out)
     assert [row["sparse_from"] for row in rows] == [0, 7, 7, 0]
     table = invoke(*own).out
-    assert f"\nlfps: dense up to {LFPS} tokens" in table
-    assert f"\nquest: dense up to {QUEST} tokens" in table and "\nh2o: dense" not in table
-    assert "dense up to" not in invoke(*own, "--sparse-from", "0").out
+    assert f"\nlfps: dense below {LFPS:,} tokens" in table
+    assert f"\nquest: dense below {QUEST:,} tokens" in table and "\nh2o: dense" not in table
+    assert "dense below" not in invoke(*own, "--sparse-from", "0").out
 
 
 def test_compare_runs_the_methods_themselves(model, invoke):

@@ -50,6 +50,30 @@ def test_file_prompt_does_not_read_stdin(fake, invoke, tmp_path):
     assert prompt_of(fake) == " text \n\n\nmore"
 
 
+def test_several_files_are_read_in_order_with_their_names(fake, invoke, tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(f"text of {name}\n")
+    first, second = (str(tmp_path / name) for name in "ab")
+    fake.script = ["ok<eos>"]
+    invoke("run", "-f", second, "-f", "-", "-f", first, "-p", "Why?", stdin=b"piped\n")
+    assert prompt_of(fake) == (
+        f"{second}:\n\ntext of b\n\nstdin:\n\npiped\n\n{first}:\n\ntext of a\n\nWhy?"
+    )
+    assert "stdin can be read once" in invoke("run", "-f", "-", "-f", "-").err
+    missing = invoke("run", "-f", first, "-f", str(tmp_path / "c"))
+    assert missing.code == 1 and "No such file" in missing.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["run -p a -p b", "compare -f a -f b", "eval kld -f a -f b", "advise -f a -f b",
+     "calibrate -f a -f b", "tokenize -f a -f b", "compare -p a -p b"],
+)  # fmt: skip
+def test_a_text_is_not_dropped_without_a_word(line, invoke):
+    result = invoke(*line.split())
+    assert result.code == 2 and "is given 2 times: give it once" in result.err
+
+
 @pytest.mark.parametrize("stdin", [b"", b"\n"])
 def test_empty_prompt(stdin, fake, invoke):
     result = invoke("run", stdin=stdin)
