@@ -148,15 +148,6 @@ class HParams:
         stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
         return max(self.n_ctx_train, stretched)
 
-    def room_for(self, n: int) -> str:
-        """Returns what to do for a context of n tokens: a larger one, or that there is none."""
-        if n <= self.n_ctx_fit:
-            return f"raise --ctx-size (the model was trained for {self.n_ctx_fit})"
-        return (
-            f"take a model for longer texts (this one was trained for {self.n_ctx_fit} tokens, so "
-            "a larger --ctx-size gives text without sense)"
-        )
-
 
 def read_architecture(file: GGUFFile) -> str:
     """Returns ``general.architecture``. Raises SparseKVError without a non-empty string."""
@@ -361,3 +352,14 @@ def _read_n_vocab(keys: ModelKeys) -> int:
     if embedding is None:
         raise keys.fail("vocab_size", "is missing, and there are neither tokens nor an embedding")
     return embedding.shape[0]
+
+
+def room_for(hparams: HParams, n: int) -> str:
+    """Returns what to do for a context of n tokens: a larger one, or that there is none."""
+    fit = hparams.n_ctx_fit
+    if n <= fit:
+        return f"raise --ctx-size (the model was trained for {fit})"
+    return (
+        f"take a model for longer texts (this one was trained for {fit} tokens, so a larger "
+        "--ctx-size gives text without sense)"
+    )

@@ -18,6 +18,7 @@ from sparsekv_cli.cache.spec import STATE, LayerSpec
 from sparsekv_cli.errors import SparseKVError, StepError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import Forward, Progress
+from sparsekv_cli.models.hparams import room_for
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
@@ -185,7 +186,7 @@ class DecoderEngine(ABC):
                 what = f"{have} tokens in the cache and {n} new ones" if have else f"{n} tokens"
                 raise SparseKVError(
                     f"{what} do not fit the context of {sequence.n_ctx}: shorten the prompt or "
-                    f"{hparams.room_for(have + n)}"
+                    f"{room_for(hparams, have + n)}"
                 )
         for new in rows:
             if not len(new):

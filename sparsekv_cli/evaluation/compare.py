@@ -26,6 +26,7 @@ from sparsekv_cli.evaluation.result import MethodResult, method_result
 from sparsekv_cli.evaluation.sweep import option_names, swept
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.hparams import room_for
 from sparsekv_cli.settings.option import did_you_mean
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def compare(
     if n_context > model.n_ctx:
         raise SparseKVError(
             f"{len(ids)} tokens and {n_steps} steps do not fit the context of {model.n_ctx}: "
-            f"shorten the prompt, or {model.hparams.room_for(n_context)}"
+            f"shorten the prompt, or {room_for(model.hparams, n_context)}"
         )
     n_bytes = 4 * n_steps * model.hparams.n_vocab
     check_memory(f"the logits of {n_steps} steps", n_bytes, "give fewer --steps")

@@ -12,6 +12,7 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.prefill import greedy_answer, prefill_each
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.hparams import room_for
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
@@ -79,7 +80,7 @@ def plant_needles(
     if longest > model.n_ctx:
         raise SparseKVError(
             f"needles: {longest} tokens with the answer do not fit the context of {model.n_ctx}: "
-            f"give fewer tokens, or {model.hparams.room_for(longest)}"
+            f"give fewer tokens, or {room_for(model.hparams, longest)}"
         )
 
     def count(text: str) -> int:

@@ -139,6 +139,7 @@ def fit_context(model: Model, document: Document, question: str | None) -> tuple
 
     Raises SparseKVError if the context has no room for a document.
     """
+    from sparsekv_cli.models.hparams import room_for
     from sparsekv_cli.planning.reading import fitting_text
 
     def encode(text: str) -> list[int]:
@@ -149,7 +150,7 @@ def fit_context(model: Model, document: Document, question: str | None) -> tuple
     if most <= len(encode("")):
         raise SparseKVError(
             f"the context of {model.n_ctx} tokens has no room for a document and {ROOM} tokens "
-            f"after it: shorten the question, or {model.hparams.room_for(model.n_ctx + 1)}"
+            f"after it: shorten the question, or {room_for(model.hparams, model.n_ctx + 1)}"
         )
     text, ids = fitting_text(document.text, encode, most)
     if len(text) < len(document.text):

@@ -20,7 +20,12 @@ from sparsekv_cli.commands.eval.options import (
     records_option,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
-from sparsekv_cli.commands.options.model import ModelOptions, find_model, model_options
+from sparsekv_cli.commands.options.model import (
+    ModelOptions,
+    find_model,
+    model_options,
+    with_context,
+)
 from sparsekv_cli.commands.options.numbers import WholeRange, number_list
 from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import PrefillProgress
@@ -112,6 +117,7 @@ def ruler(
     by_decode = question_by == "decode"
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
+    with_context(options.config, max(lengths))  # refuses what no sample can be made for
     with model_header(find_model(options.model)) as header:
         plan.check(encoder(header, raw))
     model = open_eval(options, list(settings.values()), max(lengths))

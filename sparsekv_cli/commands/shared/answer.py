@@ -135,11 +135,13 @@ def full_context_line(model: Model, sequence: Sequence, answer: Answer) -> str:
     """Returns a line with the numbers if the context has cut the answer, else nothing."""
     if not answer.is_cut:
         return ""
+    from sparsekv_cli.models.hparams import room_for  # which imports numpy
+
     n_prompt = len(sequence.tokens) - len(answer.tokens) + 1
     return (
         f"the answer is cut, the context of {sequence.n_ctx} tokens is full: {n_prompt} of the "
         f"prompt and {len(answer.tokens)} of the answer; "
-        f"{model.hparams.room_for(sequence.n_ctx + 1)}"
+        f"{room_for(model.hparams, sequence.n_ctx + 1)}"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import calibrated_method
@@ -112,9 +113,47 @@ def test_kld_to_a_file_and_to_full(files, invoke, tmp_path):
 )
 def test_what_cannot_be_done(files, invoke, what, arguments, code, said):
     model, text = files
-    result = invoke("eval", what, "-m", model, "-f", text, *arguments)
+    base = ["-m", model, *([] if "-f" in arguments else ["-f", text])]
+    result = invoke("eval", what, *base, *arguments)
     assert (result.code, result.out) == (code, "") and said in result.err
     assert result.err.startswith("error: ") and result.err.count("\n") == 1
+
+
+def test_a_method_that_selects_rows_gets_longer_chunks(files, invoke, tmp_path):
+    model, long = files[0], tmp_path / "long"
+    long.write_text(TEXT * 20)
+    given = ["-f", str(long), "--chunks", "1"]
+    plain = evaluated(invoke, "perplexity", model, *given)
+    result = invoke("eval", "kld", "-m", model, "-t", "1", "--json", *given, "--method", LFPS)
+    found = json.loads(result.out)
+    assert (
+        plain["n_ctx"] == 512 < found["n_ctx"]
+        and f"chunks of {found['n_ctx']} tokens" in result.err
+    )
+    named = evaluated(invoke, "kld", model, *given, "-c", "64", "--method", LFPS)
+    assert named["n_ctx"] == 64
+
+
+def test_a_short_text_is_refused_before_the_model_is_loaded(files, invoke, tmp_path, monkeypatch):
+    """Kernels may take a minute to compile."""
+    (tmp_path / "one").write_text("one")
+    one = ["-f", str(tmp_path / "one")]
+
+    def never(*_arguments, **_options):
+        raise AssertionError("the model is loaded")
+
+    for module in ("eval.options", "compare.compare", "calibrate"):
+        monkeypatch.setattr(import_module(f"sparsekv_cli.commands.{module}"), "load_model", never)
+    for line in (
+        ["eval", "perplexity", *one],
+        ["eval", "kld", "--method", "lfps", *one],
+        ["eval", "ruler", "--lengths", "5"],
+        ["calibrate", *one],
+        ["compare", "-p", "a", "--continuation", one[1]],
+    ):
+        result = invoke(*line, "-m", files[0])
+        assert result.code == 1 and result.err.count("\n") == 1, result.err
+        assert "unexpected" not in result.err
 
 
 def test_a_file_that_is_no_base(files, invoke):

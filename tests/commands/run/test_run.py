@@ -231,7 +231,7 @@ def test_timing_line_goes_to_stderr(fake, invoke):
     fake.script = ["abc<eos>"] * 2
     result = invoke("run", "-p", "x")
     assert result.out == "abc"
-    assert result.err == "prefill 1 tokens, 2.0 t/s | decode 3 tokens, 10.0 t/s\n"
+    assert result.err == "prefill 1 token, 2.0 t/s | decode 3 tokens, 10.0 t/s\n"
     fake.tokens.clear()
     assert "attended" in invoke("run", "-p", "x", "-v").err
 
