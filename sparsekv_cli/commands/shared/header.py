@@ -1,4 +1,4 @@
-"""What a model's header says about texts, before the model is loaded and its kernels compiled."""
+"""The header of a model, for texts that are checked before kernels are compiled."""
 
 from __future__ import annotations
 
