@@ -104,11 +104,10 @@ def show(plan: Plan) -> None:
             ("weights", f"read at {plan.weights_bandwidth / 1e9:.1f} GB/s in a step"),
         ],
     )
-    columns = ("method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from")
-    rows = [row(each) for each in plan.methods]
-    if plan.doubt:  # no figure that ranks
-        columns, rows = columns[:-2], [each[:-2] for each in rows]
-    print_table("methods", columns, rows)
+    columns = ["method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from"]
+    n_shown = len(columns) - 2 * bool(plan.doubt)  # without the figures that rank
+    rows = [row(each)[:n_shown] for each in plan.methods]
+    print_table("methods", columns[:n_shown], rows)
     if plan.doubt:
         speeds = ", ".join(
             f"{each.name} {each.decode_tps:.1f}" for each in plan.methods if each.decode_tps
