@@ -1,7 +1,11 @@
 """``sparsekv-cli cache``: lists and clears the prompts whose rows are kept on disk."""
 
+import contextlib
+import re
+import textwrap
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,9 @@ from sparsekv_cli.commands.shared.terminal import in_singular, one_line, say, wr
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
+
+ROLE = re.compile(r"^\s*(user|system|assistant|model)\s*\n")
+MOST_WORDS = 48  # characters of a prompt's first words
 
 
 @click.group()
@@ -30,6 +37,7 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
     """List the kept prompts, last used first.
 
     Prompts with the same beginning share files. MIB counts the files that only one prompt has.
+    A prompt begins with the words of its longest message, if its model is still found by name.
     """
     folder = _folder(cache_dir)
     prompts, n_bytes = prompts_of(folder)
@@ -38,10 +46,13 @@ def list_command(cache_dir: Path | None, as_json: bool) -> None:
         return
     if prompts:
         rows: list[tuple[Any, ...]] = [
-            (each["model"], each["tokens"], f"{each['bytes'] / 2**20:.1f}", _ago(each["used"]))
+            (
+                each["model"], each["tokens"], f"{each['bytes'] / 2**20:.1f}", _ago(each["used"]),
+                each["begins"],
+            )
             for each in prompts
-        ]
-        print_table("", ("model", "tokens", "MiB", "used"), rows)
+        ]  # fmt: skip
+        print_table("", ("model", "tokens", "MiB", "used", "begins"), rows)
     write_text(f"{n_bytes / 2**20:.1f} MiB in {one_line(str(folder.path))}\n")
 
 
@@ -73,7 +84,7 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
     sizes = Counter[str]()  # of blocks and their snapshots
     for entry in entries:
         sizes[own_hash(entry.path.name)] += entry.size
-    children = folder.children()
+    children, words = folder.children(), FirstWords()
     prompts: list[dict[str, Any]] = []
     for own, entry in blocks.items():
         if own in children:
@@ -85,6 +96,12 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
         except DamagedError as error:
             folder.warn(f"{entry.path}: {error}; 'sparsekv-cli cache clear' removes it")
             continue
+        first = header
+        while first.first and first.parent in blocks:
+            try:
+                first = folder.read_header(blocks[first.parent].path.name)
+            except (OSError, DamagedError):
+                break
         size, parent = sizes[own], header.parent
         while parent in blocks and len(children.get(parent, ())) == 1:
             size += sizes[parent]
@@ -96,9 +113,45 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
                 "types": list(header.types),
                 "bytes": size,
                 "used": entry.used,
+                "begins": "" if first.first else words(header.model, first.tokens),
             }
         )
     return prompts, sum(entry.size for entry in entries)
+
+
+class FirstWords:
+    """The first words of prompts, by the tokenizers of models that -m finds by name."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[str, Any] = {}
+
+    def __call__(self, model: str, tokens: Sequence[int]) -> str:
+        """Returns the words of the longest message among the tokens; empty without the model."""
+        if model not in self._tokenizers:
+            self._tokenizers[model] = self._tokenizer(model)
+        tokenizer = self._tokenizers[model]
+        if tokenizer is None:
+            return ""
+        try:
+            text = tokenizer.decode(list(tokens))
+        except (SparseKVError, IndexError, ValueError):  # of another model of this name
+            return ""
+        marks = "|".join(map(re.escape, sorted(tokenizer.control_texts, key=len, reverse=True)))
+        parts = re.split(marks, text) if marks else [text]
+        longest = ROLE.sub("", max(parts, key=len))
+        return textwrap.shorten(one_line(longest), MOST_WORDS, placeholder="")
+
+    def _tokenizer(self, model: str) -> Any:
+        from sparsekv_cli.models.gguf.file import open_gguf
+        from sparsekv_cli.models.sources.locate import SOURCES
+        from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
+
+        for find in SOURCES.values():
+            for _, path in find():
+                if path.name == model:
+                    with contextlib.suppress(SparseKVError), open_gguf(path) as file:
+                        return load_tokenizer(file.metadata)
+        return None
 
 
 def _ago(used: float) -> str:

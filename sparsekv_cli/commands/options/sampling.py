@@ -103,7 +103,7 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     click.option(
         "--think-budget", metavar="N", type=WholeRange(min=0),
         help="Most tokens of thinking before the answer; then the thinking is closed. [default: "
-        "half of -n, or of the context, with a schema, a grammar or a regex; else no limit]",
+        "half of the most tokens with a schema, a grammar or a regex; else no limit]",
     ),
 ]  # fmt: skip
 GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [

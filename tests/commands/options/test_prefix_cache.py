@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tiny_sequences import SHAPE
 
+from sparsekv_cli.models.sources import locate
+
 Invoke = Callable[..., Any]
 DOCUMENT = "The ship had left before the rain. " * 60
 
@@ -35,7 +37,7 @@ def ask(model: str, invoke: Invoke, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_a_second_process_reuses_the_document(ask, invoke, tmp_path):
+def test_a_second_process_reuses_the_document(ask, invoke, tmp_path, model, monkeypatch):
     first, second, off = ask("Who?"), ask("When?"), ask("When?", "--no-cache")
     assert first["cached_tokens"] == off["cached_tokens"] == 0
     assert 512 <= second["cached_tokens"] < second["prompt_tokens"]
@@ -48,6 +50,10 @@ def test_a_second_process_reuses_the_document(ask, invoke, tmp_path):
     assert listed["bytes"] == sum(path.stat().st_size for path in files)
     (prompt,) = listed["prompts"]
     assert prompt["tokens"] == first["prompt_tokens"] and prompt["bytes"] == listed["bytes"]
+    assert prompt["begins"] == ""  # no model of this name is found
+    monkeypatch.setitem(locate.SOURCES, "folder", lambda: [("tiny", Path(model))])
+    (named,) = json.loads(invoke("cache", "list", "--json", *folder).out)["prompts"]
+    assert DOCUMENT.startswith(named["begins"]) and 20 < len(named["begins"]) <= 48
     text = invoke("cache", "list", *folder).out
     assert str(prompt["tokens"]) in text and str(tmp_path / "kept") in text.replace("\n", "")
     assert invoke("cache", "clear", *folder).out.startswith(f"{len(files)} files removed")
