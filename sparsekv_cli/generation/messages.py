@@ -107,7 +107,13 @@ class PartTexts:
     """The text of a message as its parts come. A part that is no text is on lines of its own."""
 
     def __init__(self) -> None:
-        self.text, self._was_line = "", False
+        self._texts: list[str] = []
+        self._was_line = False
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self._texts)
 
     def add(self, where: str, part: Any, expected: str, *, is_new: bool = False) -> None:
         """Adds a part. Raises FieldError for one that cannot be read."""
@@ -129,9 +135,12 @@ class PartTexts:
         self._put(line_of(part), is_line=True)
 
     def _put(self, text: str, *, is_line: bool) -> None:
-        if text and self.text and (is_line or self._was_line) and not self.text.endswith("\n"):
-            self.text += "\n"
-        self.text, self._was_line = self.text + text, is_line if text else self._was_line
+        if not text:
+            return
+        if (is_line or self._was_line) and self._texts and not self._texts[-1].endswith("\n"):
+            self._texts.append("\n")
+        self._texts.append(text)
+        self._was_line = is_line
 
 
 def read_arguments(at: str, written: Any) -> dict[str, Any]:

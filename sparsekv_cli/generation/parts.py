@@ -64,7 +64,10 @@ def line_of(part: Mapping[str, Any]) -> str:
             return document_of(part)
         except SparseKVError as error:
             return left_out(kind.removeprefix("input_"), f"{attached(part).details}: {error}")
-    fields = {key: _plain(value) for key, value in part.items() if not _is_hidden(key)}
+    try:
+        fields = {key: _plain(value) for key, value in part.items() if not _is_hidden(key)}
+    except RecursionError:
+        return left_out(kind, "nested too deeply")
     content = fields.get("content")
     body = content if isinstance(content, str) else ""
     if isinstance(content, list) and all(isinstance(each, str) for each in content):

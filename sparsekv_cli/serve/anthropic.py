@@ -211,12 +211,16 @@ def _without_billing(system: Any) -> Any:
 
     Each request has another one, so a prompt with it would be read from the beginning.
     """
-    if isinstance(system, str) and system.lstrip().startswith(BILLING):
-        return system.lstrip().partition("\n")[2]
-    if not isinstance(system, list):
-        return system
-    texts = [{**block, "text": _without_billing(block.get("text"))} for block in system]
-    return [block for block in texts if block["text"] != ""]
+    if isinstance(system, str):
+        is_there = system.lstrip().startswith(BILLING)
+        return system.lstrip().partition("\n")[2] if is_there else system
+    found = []
+    for block in system or ():
+        text = block.get("text")
+        kept = _without_billing(text) if isinstance(text, str) else text
+        if kept or not text:
+            found.append({**block, "text": kept})
+    return found
 
 
 def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:

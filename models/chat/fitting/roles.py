@@ -4,7 +4,7 @@ A later message never changes the text of an earlier turn. So a prompt that grew
 beginning. Only neighbours that a template does not take become one message.
 """
 
-from collections.abc import Mapping
+from collections import deque
 from typing import Any
 
 from sparsekv_cli.models.chat.fitting.probes import (
@@ -26,17 +26,18 @@ def beside_calls(messages: Messages) -> Messages:
     A result without a call before it becomes the user's text.
     """
     waiting: dict[int, Messages] = {}  # the results of a message's calls, by its place
-    open_calls: dict[Any, int] = {}  # the place of the message, by the id of a call
+    owners: dict[str, int] = {}  # the place of the message, by the id of a call
+    unnamed: deque[int] = deque()  # the places, one for each call without an id
     others: list[tuple[int, dict[str, Any]]] = []
     for place, message in enumerate(messages):
-        for k, call in enumerate(message.get("tool_calls") or ()):
-            open_calls[call.get("id") or (place, k)] = place
+        for call in message.get("tool_calls") or ():
+            if call.get("id"):
+                owners[call["id"]] = place
+            else:
+                unnamed.append(place)
         if message.get("role") == "tool":
-            unnamed = (each for each in open_calls if isinstance(each, tuple))
-            key = message.get("tool_call_id") or next(unnamed, None)
-            owner = open_calls.get(key)
-            if isinstance(key, tuple):
-                del open_calls[key]
+            given = message.get("tool_call_id")
+            owner = owners.get(given) if given else unnamed.popleft() if unnamed else None
             if owner is not None:
                 waiting.setdefault(owner, []).append(message)
                 continue
@@ -44,10 +45,9 @@ def beside_calls(messages: Messages) -> Messages:
     result: Messages = []
     for place, message in others:
         result.append(message)
-        order = [call.get("id") for call in message.get("tool_calls") or ()]
+        order = {call.get("id"): i for i, call in enumerate(message.get("tool_calls") or ())}
         result += sorted(
-            waiting.get(place, []),
-            key=lambda each: order.index(i) if (i := each.get("tool_call_id")) in order else 0,
+            waiting.get(place, []), key=lambda each: order.get(each.get("tool_call_id"), 0)
         )
     return result
 
@@ -62,24 +62,24 @@ def with_systems(template: str | None, messages: Messages) -> Messages:
     if takes_systems(template):
         return messages
     n = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
-    first = _texts(*(message["content"] for message in messages[:n]))
-    rest: Messages = []
+    first = joined([said("system", ""), *messages[:n]])["content"]
+    groups: list[Messages] = []
     for message in messages[n:]:
         if message.get("role") == "system":
             if not message["content"]:
                 continue
             message = {**message, "role": "user"}
-            if rest and rest[-1].get("role") == "tool" and ends_thinking(template):
-                message = _added(rest.pop(), message)
-        rest.append(message)
+            if groups and groups[-1][0].get("role") == "tool" and ends_thinking(template):
+                groups[-1].append(message)
+                continue
+        groups.append([message])
+    rest = list(map(joined, groups))
     if not first:
         return rest
     if takes_system(template):
         return [said("system", first), *rest]
     is_told = bool(rest) and rest[0].get("role") == "user"
-    return [_joined(said("user", first), rest[0]), *rest[1:]] if is_told else [
-        said("user", first), *rest
-    ]  # fmt: skip
+    return [joined([said("user", first), *rest[:is_told]]), *rest[is_told:]]
 
 
 def in_turns(template: str | None, messages: Messages, *, strict: bool = False) -> Messages:
@@ -96,40 +96,34 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
         messages = [*messages[:n_system], said("user", ""), *messages[n_system:]]
     if not (strict or alternates(template)):
         return messages
-    result: Messages = []
+    groups: list[Messages] = []  # messages that become one
     last = said("", "")  # the last turn
     for message, following in zip(messages, [*messages[1:], {}], strict=True):
-        role, before = message.get("role"), result[-1] if result else {}
+        role, before = message.get("role"), groups[-1] if groups else [{}]
         is_turn = not (role == "tool" or message.get("tool_calls"))
         is_between = role == "user" or following.get("tool_calls")
-        if is_turn and before.get("role") == "tool" and is_between:
-            message = _added(result.pop(), message)
-        elif is_turn and last.get("role") == role:
-            if before is last:
-                message = _joined(result.pop(), message)
-            else:
-                result.append(said("assistant" if role == "user" else "user", ""))
+        if is_turn and before[0].get("role") == "tool" and is_between:
+            before.append(message)
+            continue
+        if is_turn and last.get("role") == role:
+            if before[-1] is last:
+                before.append(message)
+                last = message
+                continue
+            groups.append([said("assistant" if role == "user" else "user", "")])
+        if is_turn:
             last = message
-        elif is_turn:
-            last = message
-        result.append(message)
-    return result
+        groups.append([message])
+    return list(map(joined, groups))
 
 
-def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns one message of two."""
+def joined(messages: Messages) -> dict[str, Any]:
+    """Returns the first of some messages with the texts of all."""
+    if len(messages) == 1:
+        return messages[0]
     texts = {
-        key: _texts(first.get(key), second.get(key))
+        key: "\n\n".join(filter(None, (message.get(key) for message in messages)))
         for key in JOINED
-        if key in first or key in second
+        if any(key in message for message in messages)
     }
-    return {**first, **second, **texts}
-
-
-def _added(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first message with the text of the second one."""
-    return {**first, "content": _texts(first["content"], second["content"])}
-
-
-def _texts(*texts: str | None) -> str:
-    return "\n\n".join(filter(None, texts))
+    return {**messages[0], **texts}

@@ -5,6 +5,7 @@ The marks are those of Qwen and Hermes, unless the template's words show other o
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from sparsekv_cli.models.chat.fitting.probes import Messages, said
@@ -61,15 +62,12 @@ def with_call_texts(messages: Messages, write: Callable[[Calls], str]) -> Messag
 def with_result_texts(messages: Messages) -> Messages:
     """Returns a conversation in which the user tells the results; neighbours in one message."""
     result: Messages = []
-    was_result = False
-    for message in messages:
-        is_result = message.get("role") == "tool"
+    for is_result, group in groupby(messages, lambda message: message.get("role") == "tool"):
         if is_result:
-            message = said("user", f"{RESULT}\n{message['content']}\n{RESULT_END}")
-        if is_result and was_result:
-            message["content"] = f"{result.pop()['content']}\n{message['content']}"
-        result.append(message)
-        was_result = is_result
+            told = (f"{RESULT}\n{message['content']}\n{RESULT_END}" for message in group)
+            result.append(said("user", "\n".join(told)))
+        else:
+            result += group
     return result
 
 
