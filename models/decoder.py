@@ -38,16 +38,17 @@ from sparsekv_cli.models.matmul import (
     F32Products,
     FewRowsProducts,
     IntegerProducts,
-    can_multiply,
     stacks,
 )
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# A prompt of at most so many rows uses decode's products, in bf16 or in int8 with formats that are
-# dequantised. Dequantising all weights would take longer.
+# A prompt of at most so many rows uses decode's products, with inputs of 16 bits. They take as long
+# as the products for many rows or less (VNNI), and lose nothing: greedy text then does not depend
+# on the CPU's kind. docs/methods.md has figures.
 FEW_ROWS = 48
+FEW_PLANES = 2
 DEEP = 1024  # rows of context at which a few new rows spend as long on attention as on products
 # Most mean rows of an expert for decode's products in a prompt, by the prefill's type. With few
 # rows, decoding weights to panels takes longer than these products. With int8 both take the same
@@ -123,15 +124,12 @@ class Decoder(Forward):
             window = RopeTable(hparams.window_n_rot, hparams.window_rope, None, temperature)
         self.rope = RopeTables(full, window)
         self._model = (hparams, self.rope, architecture)
-        # f32 is the reference, with the same products for any number of rows.
-        self._takes_few = prefill_dtype == "bf16" or (
-            prefill_dtype == "int8" and not can_multiply(weights)
-        )
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights, on_load) if repacks else weights
         self._n_planes = n_planes
-        self._few_products = FewRowsProducts(n_threads, n_planes)
+        self._few_products = FewRowsProducts(n_threads, FEW_PLANES)
+        self._decode_products = FewRowsProducts(n_threads, n_planes)
         self._step = self._new_step(1)
 
     @cached_property
@@ -212,7 +210,8 @@ class Decoder(Forward):
         self._has_few_an_expert = n_rows < self.least_many
 
     def is_few(self, n_rows: int) -> bool:
-        return self._takes_few and n_rows <= FEW_ROWS
+        """See ``Forward``. f32 is the reference: it has the same products for any n_rows."""
+        return self.prefill_dtype != "f32" and n_rows <= FEW_ROWS
 
     @property
     def least_many(self) -> int:
@@ -259,7 +258,8 @@ class Decoder(Forward):
         if self._has_few_an_expert:
             decoded = self._decode_weights.layers[i].ffn
             assert isinstance(decoded, ExpertWeights)
-            few, rows = self._few_products, self._few[0]
+            is_few = self._products is self._few_products
+            few, rows = self._few_products if is_few else self._decode_products, self._few[0]
             return prefill_experts(decoded, layer.ffn_norm, x, few, rows, self.n_threads)
         return prefill_experts(
             layer.ffn, layer.ffn_norm, x, self._products, self.rows, self.n_threads

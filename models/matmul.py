@@ -20,7 +20,7 @@ from sparsekv_cli.cpu.layer.decode import ROWS, matrix_table, multiply
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
 from sparsekv_cli.models.forward import Product
-from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, StateWeights, Weights
+from sparsekv_cli.models.weights import GatedWeights, LayerWeights, Linear, StateWeights
 
 
 def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
@@ -38,12 +38,6 @@ def stacks(layer: LayerWeights) -> Iterator[tuple[str, Sequence[Linear]]]:
     if layer.input is not None:
         names = ("input_projection", "input_gate", "input_output")
         yield from ((name, (w,)) for name, w in zip(names, layer.input.linears(), strict=True))
-
-
-def can_multiply(weights: Weights) -> bool:
-    """Returns whether ``IntegerProducts`` supports the formats of all layers."""
-    linears = (linear for layer in weights.layers for linear in layer.linears())
-    return all(matmul_int8.can_multiply(linear.code) for linear in linears)
 
 
 class FewRowsProducts:

@@ -53,10 +53,10 @@ def compile_weight_kernels(
     """Compiles the dot product and the dequantisation of every weight format of a model.
 
     dtype: type of the prefill's products, f32, bf16 or int8. n_planes: bytes of decode's
-    activations;
-    repacks: whether it reads repacked weights.
+    activations. repacks: whether decode reads repacked weights.
     """
     from sparsekv_cli.cpu.weights.interleaved import can_repack
+    from sparsekv_cli.models.decoder import FEW_PLANES
     from sparsekv_cli.models.weights import ExpertWeights
 
     linears = [linear for layer in weights.layers for linear in layer.linears()]
@@ -64,7 +64,8 @@ def compile_weight_kernels(
     routers = [layer.ffn.router for layer in weights.layers if isinstance(layer.ffn, ExpertWeights)]
     codes = {linear.code for linear in [*linears, *routers, weights.token_embd]}
     decoded = {(w.code, repacks and can_repack(w.code, w.n_rows // w.n_matrices)) for w in linears}
-    _run(list(_format_steps(codes, decoded, {dtype, "f32"}, n_planes)), report)
+    planes = {n_planes} if dtype == "f32" else {n_planes, FEW_PLANES}
+    _run(list(_format_steps(codes, decoded, {dtype, "f32"}, planes)), report)
 
 
 def compile_common_kernels(report: OnCompile | None) -> int:
@@ -78,15 +79,16 @@ def compile_common_kernels(report: OnCompile | None) -> int:
     from sparsekv_cli.cpu import bandwidth
     from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
     from sparsekv_cli.cpu.weights.interleaved import GROUP, can_repack
-    from sparsekv_cli.models.decoder import cpu_prefill_dtype
+    from sparsekv_cli.models.decoder import FEW_PLANES, cpu_prefill_dtype
     from sparsekv_cli.settings.config import SessionConfig
 
     decoded = [(code, False) for code in FORMAT_OF_CODE]
     decoded += [(code, True) for code in FORMAT_OF_CODE if can_repack(code, GROUP)]
     dtypes = {"f32", "bf16", cpu_prefill_dtype("auto", 2)}
+    planes = {int(SessionConfig.activations) // 8, FEW_PLANES}
     probe = partial(bandwidth.sum_parts, np.ones(16, np.float32), 1)
     steps = [
-        *_format_steps(FORMAT_OF_CODE, decoded, dtypes, int(SessionConfig.activations) // 8),
+        *_format_steps(FORMAT_OF_CODE, decoded, dtypes, planes),
         CompileTask("bandwidth", "bandwidth", probe),
     ]
     return _run(steps, report)
@@ -96,11 +98,12 @@ def _format_steps(
     codes: Collection[int],
     decoded: Collection[tuple[int, bool]],
     dtypes: Collection[str],
-    n_planes: int,
+    planes: Collection[int],
 ) -> Iterator[CompileTask]:
     """Yields tasks: dot products of formats by ggml type number, kernels of prefills in ``dtypes``.
 
-    decoded: formats of decode, and whether they are repacked; n_planes: bytes of its activations.
+    decoded: formats of decode, and whether they are repacked. planes: the numbers of bytes of
+    activations.
     """
     import numpy as np
 
@@ -125,9 +128,10 @@ def _format_steps(
         format_ = FORMAT_OF_CODE[code]
         if format_.decode is None:
             continue
-        call = partial(dot.kernel_address, code, n_planes, is_repacked)
-        name = f"format-{code}-{n_planes}" + "-repacked" * is_repacked
-        yield CompileTask(name, format_.name, call)
+        for n_planes in sorted(planes):
+            call = partial(dot.kernel_address, code, n_planes, is_repacked)
+            name = f"format-{code}-{n_planes}" + "-repacked" * is_repacked
+            yield CompileTask(name, format_.name, call)
         if is_repacked:
             group = np.zeros((interleaved.GROUP, format_.n_bytes), np.uint8)
             packed = group.copy()

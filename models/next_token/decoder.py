@@ -47,7 +47,7 @@ class NextTokenDecoder(Decoder):
         embedded = dot.dequantize(table.code, data, table.n_columns)
         parts = norm(embedded, block.embedding_norm), norm(hidden, block.hidden_norm)
         is_few = len(tokens) <= FEW_ROWS
-        products = self._few_products if is_few else F32Products(self.n_threads)
+        products = self._decode_products if is_few else F32Products(self.n_threads)
         return products.of_stack("eh_proj", [block.projection])(np.concatenate(parts, axis=1))
 
     def embed(self, ids: Sequence[Any]) -> Any:

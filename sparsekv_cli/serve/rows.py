@@ -4,7 +4,7 @@ A prompt's rows do not depend on the method. So a sequence that has all rows of 
 gives them to any other, whose prefill computes the rest. Both read them in the same memory
 (``share_prefix``). prefix/prefixes.py says where the rest may begin. Rows of decode steps are not
 given. If the rest has more than FEW_ROWS tokens (models/decoder.py), the text is that of a whole
-prefill, to the bit. A shorter rest is rounded as in decode.
+prefill, to the bit. A shorter rest is rounded less.
 
 Memory for rows is reserved before a prefill, and released with the answer.
 """

@@ -25,6 +25,7 @@ from tiny_models import WEIGHT_TYPES, fingerprint, make_model
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.layer import tiles_int8
+from sparsekv_cli.generation.conversation import chat_template, encode_messages
 from sparsekv_cli.methods.full import Full
 from sparsekv_cli.models import decoder, forward
 from sparsekv_cli.sequence import Sequence
@@ -66,6 +67,13 @@ def tiny(request, tmp_path_factory):
     path.unlink()
 
 
+def skip_without(dtype: str) -> None:
+    if dtype == "bf16" and not bf16.is_available():
+        pytest.skip("this CPU has no bf16 products")
+    if dtype == "int8" and not tiles_int8.is_available():
+        pytest.skip("needs byte products (AVX2)")
+
+
 @pytest.mark.skipif(not tiles_int8.is_available(), reason="needs byte products (AVX2)")
 def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     """Products of every format, of plain floats as the rows are, in chunks of 7.
@@ -84,13 +92,15 @@ def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     sequence.model.gguf.close()
 
 
-@pytest.mark.skipif(not bf16.is_available(), reason="this CPU has no bf16 products")
-def test_few_rows_are_exact_in_bf16(tiny, monkeypatch):
-    """And so are further ones behind more rows, which are not."""
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_few_rows_are_exact(tiny, dtype, monkeypatch):
+    """And so are further ones behind more rows, which are not. Decode rounds to 8 bits."""
+    skip_without(dtype)
     _, path, forward, _ = tiny
     n = len(REFERENCE_IDS)
     monkeypatch.setattr(decoder, "FEW_ROWS", n)
-    sequence = open_model(path, prefill_dtype="bf16", threads=2, chunk=7)
+    config = {"prefill_dtype": dtype, "activations": "8", "threads": 2, "chunk": 7}
+    sequence = open_model(path, **config)
     few = sequence.prefill(REFERENCE_IDS, all_logits=True)
     assert nmse(forward, few) < 2e-7
     sequence.reset()
@@ -323,12 +333,28 @@ def test_repeated_text_is_predicted(smollm2):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_short_question_is_read_as_in_f32(smollm2, dtype):
+    """Two first tokens of its answer are .08 apart. Inputs of 8 bits turned them around."""
+    skip_without(dtype)
+    path = smollm2.sequence.model.gguf.path
+    said = [{"role": "user", "content": "What is the capital of France?"}]
+    logits = []
+    for config in ({"prefill_dtype": "f32"}, {"prefill_dtype": dtype, "activations": "8"}):
+        sequence = open_model(path, threads=2, **config)
+        model = sequence.model
+        ids = encode_messages(model.tokenizer, chat_template(model.gguf), said)
+        assert len(ids) <= decoder.FEW_ROWS
+        logits.append(log_softmax(sequence.prefill(ids)[None])[0])
+        model.gguf.close()
+    best = np.argsort(logits[0])[-5:]
+    assert np.abs(logits[1][best] - logits[0][best]).max() < 0.01
+    assert logits[1].argmax() == logits[0].argmax()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_prefill_of_eight_bits_stays_close(smollm2, dtype):
     """KLD below 1e-2 and 95% of the f32 path's choices."""
-    if dtype == "bf16" and not bf16.is_available():
-        pytest.skip("this CPU has no bf16 products")
-    if dtype == "int8" and not tiles_int8.is_available():
-        pytest.skip("needs byte products (AVX2)")
+    skip_without(dtype)
     ids = smollm2.ids[:256]
     sequence = open_model(smollm2.sequence.model.gguf.path, prefill_dtype=dtype, threads=2)
     logits = sequence.prefill(ids, all_logits=True)
