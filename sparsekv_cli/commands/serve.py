@@ -97,8 +97,9 @@ class Listen:
     "[default: three quarters of what is available]",
 )  # fmt: skip
 @click.option(
-    "-a", "--alias", "aliases", metavar="NAME", multiple=True,
-    help="The name of a model in requests, in the order of -m; repeatable. [default: the file's]",
+    "-a", "--alias", "aliases", metavar="NAME,...", multiple=True,
+    help="Names of a model in requests, in the order of -m; repeatable. Names may be patterns: '*' "
+    "takes all that no model has. [default: the file's]",
 )  # fmt: skip
 @click.option(
     "--max-tokens", metavar="N", type=WholeRange(1), default=4096,
@@ -205,7 +206,7 @@ def hosted_models(
     Raises click.UsageError for a name that two models have, and for too many aliases.
     """
     from sparsekv_cli.models.sources.naming import split_name
-    from sparsekv_cli.serve.pool import HostedModel
+    from sparsekv_cli.serve.pool import HostedModel, is_pattern
 
     paths = [find_model(name) for name in given] if given else [find_model(None)]
     if len(aliases) > len(paths):
@@ -213,21 +214,28 @@ def hosted_models(
             f"found {len(aliases)} of --alias for {len(paths)} of -m: give one for each -m at most"
         )
     stems = [split_name(path.name)[0] for path in paths]
-    firsts = [*aliases, *stems[len(aliases) :]]
-    if twice := [name for name, n in Counter(firsts).items() if n > 1]:
+    asked = [[name for name in alias.split(",") if name] for alias in aliases]
+    asked += [[] for _ in paths[len(asked) :]]
+    named = [
+        [name for name in names if not is_pattern(name)] or [stem]
+        for names, stem in zip(asked, stems, strict=True)
+    ]
+    chosen = [name for names in named for name in dict.fromkeys(names)]
+    if twice := [name for name, n in Counter(chosen).items() if n > 1]:
         raise click.UsageError(f"two models are named {twice[0]}: name each with --alias")
     counts = Counter(stems)
     hosted = []
-    for first, stem, typed, path in zip(firsts, stems, given or stems, paths, strict=True):
+    for i, (stem, typed, path) in enumerate(zip(stems, given or stems, paths, strict=True)):
         others = [stem] * (counts[stem] == 1) + [typed] * (Path(typed) != path)
-        names = tuple(dict.fromkeys([first, *(each for each in others if each not in firsts)]))
-        hosted.append(HostedModel(names, path))
+        own = [*named[i], *(each for each in others if each not in chosen)]
+        patterns = tuple(name for name in asked[i] if is_pattern(name))
+        hosted.append(HostedModel(tuple(dict.fromkeys(own)), path, patterns=patterns))
         describe(hosted[-1], options)
         if problem := hosted[-1].problem:
             if not path.exists():
                 raise SparseKVError(problem)
             if hosted[1:]:  # the first one is loaded at once
-                say(one_line(f"warning: {first} cannot be loaded: {problem}"))
+                say(one_line(f"warning: {hosted[-1].name} cannot be loaded: {problem}"))
     explain_faults(" or ".join(str(path) for path in paths))
     return hosted
 

@@ -199,11 +199,11 @@ def make_app(
         if name is None:
             data = [model.listed(created) for model in pool.models]
             return JSONResponse({"object": "list", "data": data})
-        found = [model for model in pool.models if name in model.names]
-        if not found:
+        found = pool.named(name)
+        if found is None:
             names = ", ".join(model.name for model in pool.models)
             raise HTTPException(404, f"the model {name!r} does not exist: this server has {names}")
-        return JSONResponse(found[0].listed(created))
+        return JSONResponse(found.listed(created))
 
     async def methods(request: Request) -> Response:
         return JSONResponse({"default": pool.method, "methods": describe_methods()})

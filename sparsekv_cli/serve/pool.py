@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class HostedModel:
     loaded: Loaded | None = None
     n_loads: int = 0
     problem: str = ""  # why the last attempt to load it failed
+    patterns: tuple[str, ...] = ()  # of further names, such as claude-*
 
     @property
     def name(self) -> str:
@@ -83,7 +85,7 @@ class HostedModel:
     def listed(self, created: int) -> dict[str, Any]:
         """Returns the model's entry in /v1/models."""
         entry = {"id": self.name, "object": "model", "created": created, "owned_by": "local"}
-        entry |= {"aliases": [*self.names[1:]], "status": self.status}
+        entry |= {"aliases": [*self.names[1:], *self.patterns], "status": self.status}
         entry |= self.about if self.loaded is None else about(self.loaded.service)
         return entry | ({"problem": self.problem} if self.problem else {})
 
@@ -120,22 +122,27 @@ class ModelPool:
         loaded = self.models[0].loaded
         return self._method if loaded is None else loaded.service.model.method.name
 
+    def named(self, name: str) -> HostedModel | None:
+        """Returns the model of a name, or the first one with a pattern that the name fits."""
+        fitting = (each for each in self.models if any(fnmatchcase(name, p) for p in each.patterns))
+        return self._by_name.get(name) or next(fitting, None)
+
     def find(self, name: str) -> HostedModel:
         """Returns a model by name. Without a name, or if there is only one model: the first one.
 
         Raises RequestError for an unknown name.
         """
-        if not name or len(self.models) == 1:
-            return self.models[0]
-        if name not in self._by_name:
+        found = self.models[0] if not name or len(self.models) == 1 else self.named(name)
+        if found is None:
             names = ", ".join(each.name for each in self.models)
             raise RequestError(
-                f"the model {shown(name)} does not exist: this server has {names}",
+                f"the model {shown(name)} does not exist: this server has {names}; with --alias "
+                "'NAME,*' a model answers to all other names",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        return self._by_name[name]
+        return found
 
     async def hold(self, name: str, held: ExitStack) -> Service:
         """Returns a model's service, which stays loaded until ``held`` is closed.
@@ -287,6 +294,11 @@ class ModelPool:
         del loaded  # the last reference
         await loop.run_in_executor(self._thread, free_memory)
         self._tell(f"{model.name} is unloaded")
+
+
+def is_pattern(name: str) -> bool:
+    """Returns whether a name of --alias is a pattern of names."""
+    return any(mark in name for mark in "*?[")
 
 
 def about(service: Service) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from sparsekv_cli.commands.serve import command, hosted_models
 from sparsekv_cli.errors import NoRoomError, SparseKVError
 from sparsekv_cli.serve.jobs import TimeLimitError
 from sparsekv_cli.serve.pool import HostedModel, ModelPool, share_of_rows, shares
+from sparsekv_cli.serve.requests import RequestLimits
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -78,6 +79,18 @@ def test_names(client: httpx.Client) -> None:
     refused = client.post("/v1/messages", json=asked)
     assert refused.status_code == 404 and refused.json()["error"]["type"] == "not_found_error"
     assert client.get("/props", params={"model": "second"}).json()["model_alias"] == "second"
+
+
+def test_further_names_and_patterns() -> None:
+    models = [
+        HostedModel(("first",), Path("a")),
+        HostedModel(("second", "gpt-4o"), Path("b"), patterns=("claude-*", "*")),
+    ]
+    pool = ModelPool(models, lambda hosted: None, 0, RequestLimits(1, 1, 1), "full", print)
+    asked = ("first", "gpt-4o", "claude-x", "o3", "", "[", "a" * 5000)
+    found = [pool.find(name).name for name in asked]
+    assert found == ["first", "second", "second", "second", "first", "second", "second"]
+    assert models[1].listed(0)["aliases"] == ["gpt-4o", "claude-*", "*"]
 
 
 def test_an_unloaded_model_leaves_nothing(client: httpx.Client, server: Any) -> None:
@@ -233,12 +246,21 @@ def test_names_on_the_command_line(files: list[Path], tiny_model: Callable[..., 
     given = [str(path) for path in files[:2]]
     hosted = hosted_models(given, ["tiny"], options)
     assert [each.names for each in hosted] == [("tiny", "first"), ("second",)]
+    more = hosted_models(given, ["claude-*,tiny,gpt-4o", "*"], options)
+    assert [(each.names, each.patterns) for each in more] == [
+        (("tiny", "gpt-4o", "first"), ("claude-*",)), (("second",), ("*",)),
+    ]  # fmt: skip
     assert hosted[0].about["context_length"] and "full" in hosted[0].about["methods"]
     thinks = tiny_model(**SHAPE, chat_template="{{ enable_thinking }}")
     hosted += hosted_models([str(thinks)], [], options)
     switches = [each.about["thinking_switch"] for each in hosted]
     assert switches == [None, None, "enable_thinking"]
-    for wrong, aliases in ((given[:1] * 2, []), (given, ["a", "a"]), (given[:1], ["a", "b"])):
+    for wrong, aliases in (
+        (given[:1] * 2, []),
+        (given, ["a", "a"]),
+        (given[:1], ["a", "b"]),
+        (given, ["a,b", "b"]),
+    ):
         words = [*(("-m", each) for each in wrong), *(("-a", each) for each in aliases)]
         result = CliRunner().invoke(command, [*chain(*words), "--port=0"])
         assert result.exit_code == 2 and "--alias" in result.output
