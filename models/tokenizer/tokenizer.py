@@ -43,7 +43,7 @@ class Tokenizer:
     """One model's tokenizer. ``load_tokenizer`` makes it.
 
     add_bos, add_eos: whether the model needs BOS before and EOS after a text.
-    eog_ids: tokens that end a generation.
+    eog_ids: tokens that end a generation. infill: the marks of a text with a gap, by name.
     control_texts: texts of the tokens that are parsed only with ``parse_special``.
     """
 
@@ -74,6 +74,7 @@ class Tokenizer:
         self.unk_id = vocabulary.unk_id
         self.pad_id = vocabulary.pad_id
         self.eog_ids = vocabulary.eog_ids
+        self.infill = vocabulary.infill
         self.control_texts = [special.text for special in specials if special.parsed_only]
 
     def encode(

@@ -44,6 +44,7 @@ FIM_MIDDLE_TEXTS = (
     *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
     *("<|code_middle|>", "<|middle|>"),
 )
+INFILL_MARKS = ("prefix", "suffix", "middle", "repository", "file")
 FIM_OTHERS = (  # old key, key, texts
     ("prefix_token_id", "fim_pre_token_id", FIM_PREFIX_TEXTS),
     ("suffix_token_id", "fim_suf_token_id", FIM_SUFFIX_TEXTS),
@@ -74,6 +75,7 @@ class Vocabulary:
     unk_id: int | None
     pad_id: int | None
     eog_ids: frozenset[int]
+    infill: Mapping[str, int]  # by INFILL_MARKS: the marks of a text with a gap
 
 
 def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
@@ -129,14 +131,15 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
 
     eot_id = known_by_text("eot_token_id", EOT_TEXTS)
     eom_id = known_by_text("eom_token_id", EOM_TEXTS)
+    marks = []
     for old_key, key, candidates in FIM_OTHERS:
-        if special(old_key) is None:
-            known_by_text(key, candidates)
-    ending = {
-        known_by_text("fim_pad_token_id", FIM_PAD_TEXTS),
-        known_by_text("fim_rep_token_id", FIM_REPOSITORY_TEXTS),
-        known_by_text("fim_sep_token_id", FIM_SEPARATOR_TEXTS),
-    }
+        old = special(old_key)
+        marks.append(known_by_text(key, candidates) if old is None else old)
+    pad_mark = known_by_text("fim_pad_token_id", FIM_PAD_TEXTS)
+    marks.append(known_by_text("fim_rep_token_id", FIM_REPOSITORY_TEXTS))
+    marks.append(known_by_text("fim_sep_token_id", FIM_SEPARATOR_TEXTS))
+    infill = {name: i for name, i in zip(INFILL_MARKS, marks, strict=True) if i is not None}
+    ending = {pad_mark, *marks[3:]}
     for text in EOG_TEXTS:
         if text in ids:
             ending.add(ids[text])
@@ -156,8 +159,9 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
         eog_ids -= {ids["</s>"]}
         kinds[ids["</s>"]] = NORMAL
     return Vocabulary(
-        model, texts, ids, kinds, scores, bos_id, eos_id, eot_id, eom_id, unk_id, pad_id, eog_ids
-    )
+        model, texts, ids, kinds, scores, bos_id, eos_id, eot_id, eom_id, unk_id, pad_id, eog_ids,
+        infill,
+    )  # fmt: skip
 
 
 def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:

@@ -38,6 +38,7 @@ from sparsekv_cli.serve.forms.schema import (
     CompletionFields,
     CountFields,
     DetokenizeFields,
+    InfillFields,
     MessageFields,
     TokenizeFields,
 )
@@ -174,6 +175,9 @@ def make_app(
             return JSONResponse({"id": name, "object": "response", "deleted": True})
         return JSONResponse(await asyncio.to_thread(lambda: kept.find(name)[1]))
 
+    async def infill(request: Request) -> Response:
+        return await _answer(request, await read(request, InfillFields, llama.Infill))
+
     async def tokenize(request: Request) -> Response:
         return JSONResponse(await read(request, TokenizeFields, llama.tokenize))
 
@@ -232,6 +236,7 @@ def make_app(
         Route("/v1/responses", respond, methods=["POST"]),
         Route("/v1/responses/{id}", response, methods=["GET", "DELETE"]),
         Route("/documents", document, methods=["POST"]),
+        Route("/infill", infill, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/props", props, methods=["GET"]),

@@ -47,7 +47,7 @@ class Completion:
             is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
             self._custom = {tool.custom.name for tool in fields.tools if tool.custom is not None}
         else:
-            prompts = self._prompt_ids(fields.prompt)
+            prompts = self._prompt_ids(fields.prompt, fields.suffix)
         requests = [self._request(fields, ids) for ids in prompts]
         self._requests = [
             each for request in requests for each in service.choices(request, fields.n)
@@ -97,16 +97,21 @@ class Completion:
             add_generation_prompt=adds_prompt is not False,
         )
 
-    def _prompt_ids(self, prompt: str | list[Any]) -> list[list[int]]:
-        """Returns the prompts of a completion: a text, ids, or a list of either."""
+    def _prompt_ids(self, prompt: str | list[Any], suffix: str) -> list[list[int]]:
+        """Returns the prompts of a completion: a text, ids, or a list of either.
+
+        suffix: the text after the answer; then the prompts are texts.
+        """
         is_many = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         prompts = prompt if is_many and isinstance(prompt, list) else [prompt]
         n_vocab, encode = self._service.model.hparams.n_vocab, self._service.tokenizer.encode
         result = []
         for each in prompts[: MAX_CHOICES + 1]:
-            if isinstance(each, str) and each:
+            if isinstance(each, str) and suffix:
+                result.append(self._service.gap_ids(each, suffix, param="suffix"))
+            elif isinstance(each, str) and each:
                 result.append(encode(each, add_eos=False, parse_special=True))
-            elif isinstance(each, list) and each and all(_is_id(x, n_vocab) for x in each):
+            elif isinstance(each, list) and each and not suffix and _are_ids(each, n_vocab):
                 result.append(each)
             else:
                 raise RequestError(
@@ -359,8 +364,8 @@ def _by_token(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _is_id(value: Any, n_vocab: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < n_vocab
+def _are_ids(values: Sequence[Any], n_vocab: int) -> bool:
+    return all(type(value) is int and 0 <= value < n_vocab for value in values)
 
 
 def _tools(fields: ChatFields) -> list[dict[str, Any]]:

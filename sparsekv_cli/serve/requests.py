@@ -15,6 +15,7 @@ from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
+from sparsekv_cli.models.tokenizer.infill import infill_ids
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, marks_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED, params_from_metadata
@@ -270,6 +271,15 @@ class Service:
             raise
         except SparseKVError as error:
             raise RequestError(str(error).removeprefix("--"), param="tools") from None
+
+    def gap_ids(
+        self, prefix: str, suffix: str, *others: Any, param: str | None = None
+    ) -> list[int]:
+        """See ``infill_ids``. Raises RequestError if the model cannot fill a gap."""
+        try:
+            return infill_ids(self.tokenizer, prefix, suffix, *others)
+        except SparseKVError as error:
+            raise RequestError(str(error), param=param, code="not_supported") from None
 
     def thinking_of(
         self, think: bool | None, budget: int | None = None

@@ -14,6 +14,7 @@ from sparsekv_cli.serve.forms.schema import (
     CompletionFields,
     CountFields,
     DetokenizeFields,
+    InfillFields,
     MessageFields,
     TokenizeFields,
 )
@@ -41,16 +42,19 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
     ("/tokenize", "Tokens of a text (llama-server)", TokenizeFields),
     ("/detokenize", "The text of tokens (llama-server)", DetokenizeFields),
 )
+INFILL = ("/infill", "The text in a gap (llama-server)", InfillFields)
 
 
 def openapi(name: str) -> dict[str, Any]:
     """Returns the page. name: the model's name."""
     schemas, shared = models_json_schema(
-        [(model, "validation") for _, _, model in PATHS],
+        [(model, "validation") for _, _, model in (*PATHS, INFILL)],
         ref_template="#/components/schemas/{model}",
     )
     chat = schemas[ChatFields, "validation"]
-    posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
+    posts = {
+        path: _post(text, schemas[model, "validation"]) for path, text, model in (*PATHS, INFILL)
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},

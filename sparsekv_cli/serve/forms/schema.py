@@ -217,14 +217,15 @@ class ChatFields(OpenAIFields):
 class CompletionFields(OpenAIFields):
     """``/v1/completions``. prompt: a text, token ids, or a list of either.
 
-    echo, suffix and best_of take only values that change nothing.
+    suffix: the text after the answer, for models that fill gaps. echo and best_of take only values
+    that change nothing.
     """
 
     prompt: Prompt
     max_tokens: MaxTokens = Field(16, validation_alias=MAX_TOKENS)
     logprobs: TopLogprobs | None = None
     echo: Off = False
-    suffix: Literal[""] = ""
+    suffix: str = ""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
     @check_model(mode="after")
@@ -232,6 +233,42 @@ class CompletionFields(OpenAIFields):
         if self.best_of not in (None, self.n):
             raise FieldError("best_of", f" = {self.best_of}: expected n = {self.n}, or none")
         return self
+
+
+class OtherFile(Fields):
+    """Another file of the project that is edited."""
+
+    filename: str = ""
+    text: str
+
+
+class InfillFields(ServedFields):
+    """``/infill``, as in llama-server: the text between input_prefix and input_suffix.
+
+    prompt: the beginning of this text.
+    """
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Many[OtherFile] = Field([])
+    prompt: str = ""
+    max_tokens: MaxTokens = Field(-1, validation_alias=MAX_TOKENS)
+    stop: Stops = ()
+
+    @check_model(mode="before")
+    @classmethod
+    def _without_infill(cls, values: Any) -> Any:
+        """Leaves out llama.cpp's sampler ``infill``, which ends short answers early."""
+        chain = values.get("samplers") if isinstance(values, dict) else None
+        if isinstance(chain, list) and "infill" in chain:
+            values = {**values, "samplers": [name for name in chain if name != "infill"]}
+        return values
+
+    def as_completion(self, ids: list[int]) -> CompletionFields:
+        """Returns the same request of ``/v1/completions``. ids: of the prompt."""
+        same = CompletionFields.model_fields.keys() & InfillFields.model_fields.keys()
+        values = {name: getattr(self, name) for name in same - {"prompt"}}
+        return CompletionFields.model_construct(**values, prompt=ids)
 
 
 class ThinkingFields(Fields):
