@@ -50,5 +50,5 @@ def test_no_request_is_a_fault(serve: Callable[..., Any]) -> None:
 
             ask()
     assert statuses.pop("/v1/responses/{id}") <= {404, 405}  # none is kept under such an id
-    assert all(200 in codes or 400 in codes for codes in statuses.values()) and len(statuses) == 13
+    assert all(200 in codes or 400 in codes for codes in statuses.values()) and len(statuses) == 14
     assert statuses["/v1/completions"] >= {200, 400}

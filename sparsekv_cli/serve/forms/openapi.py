@@ -41,20 +41,18 @@ PATHS: tuple[tuple[str, str, type[Fields]], ...] = (
     ("/v1/responses", "A response (OpenAI)", ResponseFields),
     ("/tokenize", "Tokens of a text (llama-server)", TokenizeFields),
     ("/detokenize", "The text of tokens (llama-server)", DetokenizeFields),
+    ("/infill", "The text in a gap (llama-server)", InfillFields),
 )
-INFILL = ("/infill", "The text in a gap (llama-server)", InfillFields)
 
 
 def openapi(name: str) -> dict[str, Any]:
     """Returns the page. name: the model's name."""
     schemas, shared = models_json_schema(
-        [(model, "validation") for _, _, model in (*PATHS, INFILL)],
+        [(model, "validation") for _, _, model in PATHS],
         ref_template="#/components/schemas/{model}",
     )
     chat = schemas[ChatFields, "validation"]
-    posts = {
-        path: _post(text, schemas[model, "validation"]) for path, text, model in (*PATHS, INFILL)
-    }
+    posts = {path: _post(text, schemas[model, "validation"]) for path, text, model in PATHS}
     return {
         "openapi": "3.1.0",
         "info": {"title": f"sparsekv-cli serve: {name}", "version": __version__},

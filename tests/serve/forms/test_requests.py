@@ -16,7 +16,7 @@ from sparsekv_cli.generation.fields import FieldError, read_fields
 from sparsekv_cli.serve.forms.openapi import PATHS
 from sparsekv_cli.serve.forms.schema import ChatFields
 
-CHAT, COMPLETE, MESSAGE, COUNT, RESPOND, TOKENS, TEXT = (path for path, _, _ in PATHS)
+CHAT, COMPLETE, MESSAGE, COUNT, RESPOND, TOKENS, TEXT, GAP = (path for path, _, _ in PATHS)
 ASKED = [{"role": "user", "content": "hello there"}]
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASKED},
@@ -26,6 +26,7 @@ LEAST: dict[str, dict[str, Any]] = {
     RESPOND: {"input": "hello"},
     TOKENS: {"content": "hello"},
     TEXT: {"tokens": [1]},
+    GAP: {"input_prefix": "hello"},
 }
 HUGE = 10**400
 ODD = [
