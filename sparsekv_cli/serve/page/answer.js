@@ -90,11 +90,11 @@ async function write(chat, answer, changed, first) {
     if (isLeft) answer.state = "writing";
     else say(answer.note);
   }
+  delete answer.about.read;
+  delete answer.wait;
   running.delete(chat);
   screen.end();
   if (isLeft) return;
-  delete answer.about.read;
-  delete answer.wait;
   save(chat);
   changed(chat, failure);
 }

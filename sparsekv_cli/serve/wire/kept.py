@@ -143,7 +143,11 @@ class KeptAnswers:
         if len(self._answers) >= MAX_ANSWERS and not self._drop():
             words = f"{MAX_ANSWERS} answers are kept, at most so many may: try later"
             raise KeptError(words, 429, "queue_full")
-        forget = lambda: self.remove(name)  # noqa: E731
+
+        def forget() -> None:
+            if self._answers.get(name) is answer:  # and not one that came later
+                self.remove(name)
+
         answer = self._answers[name] = KeptAnswer(self._failure, self._make_room, forget)
         return answer
 

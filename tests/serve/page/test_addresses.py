@@ -137,7 +137,7 @@ def test_what_an_answer_waits_for(site: Any) -> None:
     assert ", about " in site.texts(".waits")[0] and " s left…" in site.texts(".waits")[0]
     site.server.go()
     site.wait_whole()
-    assert site.texts(".waits") == [""]
+    assert site.texts(".waits") == [""] and site.texts("#prompt-tokens") == ["30 tokens"]
 
 
 FILE = """

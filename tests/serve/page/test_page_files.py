@@ -44,7 +44,7 @@ def test_dropped_texts_are_told_to_the_model(site: Any) -> None:
 def test_a_chosen_file_alone(site: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     site.browser.find_element("id", "attach-input").send_keys(str(tmp_path / "a.txt"))
-    wait_for(lambda: site.texts("#files li"))
+    wait_for(lambda: site.texts("#files li") == ["a.txt×"])
     remove = site.all("#files button")[0]
     assert remove.get_attribute("aria-label") == "Remove a.txt"
     remove.click()

@@ -10,6 +10,8 @@ const TAGS = new Set(
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const ELSEWHERE = { target: "_blank", rel: "noopener noreferrer" };
 const DEEPEST = 40;  // elements in each other
+const MOST_FORMULAS = 1000;  // that are drawn at once
+let nFormulas = 0;
 const ENDS = { "$$": "$$", "\\[": "\\]", "\\(": "\\)", "$": "$" };  // of maths
 
 const parser = new MarkdownIt({ html: false, linkify: true, breaks: true });
@@ -67,6 +69,7 @@ export function markdown(text, into) {
   const known = into.blocks ?? [];
   let same = 0;
   while (same < keys.length && keys[same] === known[same]) same++;
+  nFormulas = 0;
   while (into.childNodes.length > same) into.lastChild.remove();
   for (const tokens of blocks.slice(same)) build(tokens, into);
   into.blocks = keys;
@@ -125,7 +128,8 @@ function leaf(token, into) {
 // source: with its marks. One that cannot be drawn stays as it is.
 function formula(source, isBlock) {
   const n = source[0] === "$" && source[1] !== "$" ? 1 : 2;
-  const drawn = maths(source.slice(n, -n), isBlock || source.startsWith("$$"));
+  const isFew = ++nFormulas <= MOST_FORMULAS;
+  const drawn = isFew ? maths(source.slice(n, -n), isBlock || source.startsWith("$$")) : null;
   if (!isBlock) return drawn ?? make("code", { className: "maths", textContent: source });
   if (drawn) return make("div", { className: "formula", tabIndex: 0 }, drawn);
   return make("pre", { className: "maths", textContent: source, tabIndex: 0 });
