@@ -211,6 +211,8 @@ def test_a_context_beyond_the_training_is_a_warning(model, invoke):
     assert "q8_0" not in invoke(*few_bits, "2048").err
     deep = ["bench", "-m", model, "-p", "0", "-n", "1", "-d", "2048", "-r", "1"]
     assert "warning" not in invoke(*deep, "--prefill-dtype", "f32").err  # random tokens
+    deep[deep.index("2048")] = "2300"
+    assert "a depth of 2300 is more than the 2048 tokens" in invoke(*deep).err
 
 
 @pytest.mark.slow

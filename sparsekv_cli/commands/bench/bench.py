@@ -26,7 +26,6 @@ from sparsekv_cli.commands.options.model import (
     method_of,
     model_options,
     session_option,
-    warn_of_long_context,
     with_context,
 )
 from sparsekv_cli.commands.options.numbers import (
@@ -38,7 +37,7 @@ from sparsekv_cli.commands.options.numbers import (
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
-from sparsekv_cli.commands.shared.terminal import write_text
+from sparsekv_cli.commands.shared.terminal import say, write_text
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
@@ -148,8 +147,11 @@ def command(
     try:
         for name, method in built:
             model = load_model(path, method, config)
-            if method is built[0][1]:
-                warn_of_long_context(model)
+            if method is built[0][1] and max(n_depths) > (fit := model.hparams.n_ctx_fit):
+                say(
+                    f"warning: a depth of {max(n_depths)} is more than the {fit} tokens that the "
+                    "model was trained for: its speed is that of no real use"
+                )
             if name == AUTO:
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method

@@ -75,7 +75,7 @@ def test_a_file_that_ends_with_a_question(fake, invoke, tmp_path):
     result = invoke("chat", stdin=lines(*entered))
     assert prompts_of(fake) == ["[user]A\n[user]B\n[assistant]"] and "error" not in result.err
     assert [each["role"] for each in load_messages(str(said))] == ["user", "user", "assistant"]
-    assert "1 messages" in result.err and result.err.count("/regen") == 1
+    assert "1 message, " in result.err and result.err.count("/regen") == 1
     entered = ("/system S", f"/save {said}", f"/load {said}")
     assert "/regen" not in invoke("chat", stdin=lines(*entered)).err
 
