@@ -111,7 +111,7 @@ def test_stops_schemas_and_seeds(model):
         ({"temperature": -1}, "temperature = -1: expected 0.0 or more"),
         ({"temperature": float("nan")}, "temperature"),
         ({"max_tokens": -1}, "max_tokens = -1: expected 0 or more"),
-        ({"stop": [""]}, "stop: expected a text or a list of texts"),
+        ({"stop": [5]}, "stop: expected a text or a list of texts"),
         ({"method": "none"}, "unknown method 'none'"),
         ({"budget": "16"}, "method full has no option 'budget'"),
         ({"json_schema": True, "regex": "a"}, "exclude each other"),

@@ -100,7 +100,9 @@ class FakeModel:
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
         self.config = SimpleNamespace(sparse_from=0, speculate="off")
-        self.method: Any = SimpleNamespace(options=lambda: {"budget": "5%"}, n_queried=0)
+        self.method: Any = SimpleNamespace(
+            options=lambda: {"budget": "5%"}, n_queried=0, holds_all_rows=True
+        )
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
         self.sparse_from = 0
@@ -121,7 +123,7 @@ class FakeModel:
         self._answer: list[int] = []  # the rest of the text that is generated
         self._n_handed_out, self._goes_on = 0, False
 
-    keep_common = Sequence.keep_common
+    keep_common, n_alike = Sequence.keep_common, Sequence.n_alike
 
     def sequence(self) -> FakeModel:
         return self

@@ -245,8 +245,9 @@ def test_thinking_is_switched(fake, invoke):
     invoke("chat", "--think", "on", stdin=lines("A", "/set think off", "B"))
     assert [prompt.rpartition("]")[2] for prompt in prompts_of(fake)] == ["True", "False"]
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
-    assert "no variable enable_thinking" in invoke("chat", stdin=lines("/set think off")).err
-    assert invoke("chat", "--think", "off").code == 1
+    assert "enable_thinking" in invoke("chat", stdin=lines("/set think on")).err
+    assert invoke("chat", "--think", "on").code == 1
+    assert invoke("chat", "--think", "off").code == 0  # it cannot think
 
 
 # --- a full context -------------------------------------------------------------------------------

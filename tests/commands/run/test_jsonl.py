@@ -111,8 +111,10 @@ def test_a_line_waits_for_the_memory_of_the_others(model, monkeypatch):
 
 
 def test_a_line_that_fails_in_a_step_leaves_the_others(model, monkeypatch):
-    opened = open_model(ModelOptions(model, SessionConfig(speculate="off", ctx_size=256)), None)
-    asked = [{"prompt": "hello " * n, "raw": True, "n_predict": 6} for n in (9, 30, 5)]
+    opened = open_model(ModelOptions(model, SessionConfig(speculate="off", ctx_size=256), None))
+    asked = [
+        {"prompt": "hello " * n, "raw": True, "n_predict": 6, "temperature": 0} for n in (9, 30, 5)
+    ]
     lines = [(i, json.dumps(line).encode()) for i, line in enumerate(asked, start=1)]
 
     def answered() -> list[dict[str, Any]]:
@@ -221,7 +223,7 @@ def test_an_interrupt_keeps_what_is_done(model, prompts, invoke, monkeypatch):
         (b'{"prompt": "a", "n_predict": -2}', "n_predict = -2: expected -1 or more"),
         (b'{"prompt": "a", "n_predict": true}', "n_predict = true: expected"),
         (b'{"prompt": "a", "seed": 1.5}', "seed = 1.5: expected"),
-        (b'{"prompt": "a", "stop": [""]}', "stop: expected"),
+        (b'{"prompt": "a", "stop": [5]}', "stop: expected"),
         (b'{"prompt": "a", "temp": "hot"}', 'temp = "hot": expected a number'),
         (b'{"prompt": "a", "temp": 1%s}' % ZEROS, "temp = 1000"),
         (b'{"prompt": "a", "temp": 1e300}', "temp = 1e+300: expected at most 3.4"),

@@ -213,12 +213,13 @@ def test_thinking_that_the_prompt_opens(fake, invoke):
 
 def test_thinking_is_switched_off(fake, invoke):
     fake.metadata["tokenizer.chat_template"] = TEMPLATE + "{{ enable_thinking }}"
-    fake.script = ["a<eos>"]
+    fake.script = ["a<eos>", "b<eos>"]
     invoke("run", "-p", "Hi", "--think", "off")
     assert prompt_of(fake).endswith("False")
     fake.metadata["tokenizer.chat_template"] = TEMPLATE
-    result = invoke("run", "-p", "Hi", "--think", "off")
-    assert result.code == 1 and "no variable enable_thinking" in result.err
+    assert invoke("run", "-p", "Hi", "--think", "off").out.strip() == "b"  # it cannot think
+    result = invoke("run", "-p", "Hi", "--think", "on")
+    assert result.code == 1 and "enable_thinking" in result.err
     assert invoke("run", "-p", "Hi", "--think", "on", "--raw").code == 2
 
 
