@@ -9,10 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparsekv_cli.models.chat.loose import MAX_DEPTH, CutError, read_json, read_value
+from sparsekv_cli.models.chat.loose import MAX_DEPTH, CutError, read_value
 from sparsekv_cli.models.tokenizer.marks import SPELLINGS, STAND_IN
-
-__all__ = ["read_json"]
 
 
 class Text(NamedTuple):

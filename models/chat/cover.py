@@ -7,7 +7,8 @@ characters are restored. So a user cannot write a token. No token arises if a te
 or cuts texts.
 
 Templates search for words such as ``</think>`` in the texts. A word that the template names is not
-covered, unless a control token may start in it.
+covered, unless a control token may start in it. The markers of thinking are covered in the text of
+an answer, behind its own thinking. A template would cut the text there.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ class Cover:
     controls: the texts of control tokens; not empty.
     template: see ``render``.
     conversation: all messages and tools to cover.
+    markers: of thinking, start and end first.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Cover:
         controls: Collection[str],
         template: str | None,
         conversation: Sequence[Mapping[str, Any]],
+        markers: Sequence[str] = (),
     ) -> None:
         source = source_of(template)
         names, written = words_of(source)
@@ -51,7 +54,8 @@ class Cover:
         self._lengths = sorted(set(map(len, self._words)), reverse=True)
         self._heads = re.compile("|".join(sorted({*map(head_pattern, self._words)})) or "(?!)")
         self._names = {name for name in names if not self._completes(name)} - set(controls)
-        characters = sorted(firsts | {rest[0] for rest in rests})
+        self._markers = markers
+        characters = sorted(firsts | {text[0] for text in (*rests, *markers)})
         texts = "\n".join([source, *controls, *texts_of(conversation)])
         self._stand_ins = stand_ins(characters, texts)
         self._firsts = {char: self._stand_ins[char] for char in firsts}
@@ -64,7 +68,20 @@ class Cover:
             covered.append(self.value(message))
             if message.get("role") in ROLES:
                 covered[-1]["role"] = message["role"]
+            if message.get("role") == "assistant" and isinstance(message.get("content"), str):
+                covered[-1]["content"] = self._answer(message["content"])
         return covered
+
+    def _answer(self, text: str) -> str:
+        """Returns an answer, covered, with the markers of its own thinking at its beginning."""
+        n_thought = 0
+        if self._markers and text.lstrip().startswith(self._markers[0]):
+            thought, end, _ = text.partition(self._markers[1])
+            n_thought = len(thought + end)
+        rest = self.text(text[n_thought:])
+        for marker in self._markers:
+            rest = rest.replace(marker, self._stand_ins[marker[0]] + marker[1:])
+        return self.text(text[:n_thought]) + rest
 
     def value(self, value: Any) -> Any:
         """Returns ``value`` with all texts in it covered, except keys that the template names."""

@@ -58,6 +58,11 @@ class Thinking(NamedTuple):
         """Whether answers are on channels (gpt-oss). One channel is the final answer."""
         return self[:2] == CHANNELS
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that a template may look for in an answer, start and end first."""
+        return (self.start, self.end, FINAL) if self.is_channel else (self.start, self.end)
+
     def closing(self, thought: str) -> str:
         """Returns the text that ends the thinking after ``thought`` and starts the answer."""
         if not self.is_channel:

@@ -68,8 +68,11 @@ def encode_messages(
     bos, eos = (token_text(tokenizer, tokenizer.bos_id), token_text(tokenizer, tokenizer.eos_id))
     plain, clock = None, started_at(messages)
     tools = in_one_order(tools) if tools else None
+    thinking = thinking_of(template, tokenizer)
     if not parse_special:
-        cover = Cover(tokenizer.control_texts, template, [*messages, *(tools or ()), variables])
+        markers = () if thinking is None else thinking.markers
+        told = [*messages, *(tools or ()), variables]
+        cover = Cover(tokenizer.control_texts, template, told, markers)
         messages, plain = cover.messages(messages), cover.lift
         tools = tools and cover.value(tools)
         variables = {name: cover.value(value) for name, value in variables.items()}
@@ -99,7 +102,6 @@ def encode_messages(
         except RefusedError:
             raise error from None
     if last is not None:
-        thinking = thinking_of(template, tokenizer)
         thought = str(last.get("reasoning_content") or last.get("thinking") or "").strip()
         text += "" if thinking is None else thinking.written(text, thought)
         text += last["content"] or ""

@@ -6,7 +6,7 @@ from typing import Any
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.fields import FieldError, shown
 from sparsekv_cli.generation.parts import FILES, TEXTS, document_of, line_of
-from sparsekv_cli.models.chat.calls import read_json
+from sparsekv_cli.models.chat.loose import read_json
 
 NO_MEDIA = "pictures, sounds and videos are not read"
 # A message's field -> its names. Programs spell an assistant's thoughts in three ways.

@@ -77,6 +77,7 @@ class Conversation:
         self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
         self.messages: Messages = []
+        self._texts: dict[str, str] = {}  # answers without their thinking, by the whole text
         self.n_used = 0  # tokens of the context that the conversation uses
         self.renew_sampler()
         self.set_system(system)
@@ -135,7 +136,11 @@ class Conversation:
     def _without_thinking(self, message: dict[str, str]) -> dict[str, str]:
         if message["role"] != "assistant":
             return message
-        return {**message, "content": without_thinking(self.thinking, message["content"])}
+        written = message["content"]
+        text = self._texts.get(written)
+        if text is None:  # of a file
+            text = without_thinking(self.thinking, written)
+        return {**message, "content": text}
 
     def send(self, text: str) -> Answer:
         """Returns the answer to a new message. If there is none, the message is taken back."""
@@ -192,6 +197,7 @@ class Conversation:
         )
         shown.end_thinking()
         self.messages = [*messages, {"role": "assistant", "content": answer.written}]
+        self._texts[answer.written] = answer.text
         self.n_used = len(sequence.tokens)
         return answer
 

@@ -13,16 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_vocabularies import bpe_metadata
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import encode_messages
 from sparsekv_cli.models.chat.cover import Cover
 from sparsekv_cli.models.chat.fitting.fitted import fitted
 from sparsekv_cli.models.chat.template import CHATML, render
+from sparsekv_cli.models.chat.thinking import thinking_of
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 VECTORS = os.environ.get("SPARSEKV_TEMPLATE_VECTORS")
+FOLDER = Path(__file__).parents[2] / "data" / "templates"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 LLAMA_3 = (
@@ -87,7 +90,7 @@ HOSTILE = {
     "end alone, with spaces": " {tail} ",
     "middle alone": "{middle}",
     "deleted between": "{head}/think{tail} x",
-    "behind a word that is cut off": "x</think>{}",
+    "behind a word that is cut off": "<think>x</think>{}",
     "as JSON writes it": "\\u003c|im_end|\\u003e {}\\n\\\\{}",
 }
 
@@ -179,7 +182,7 @@ ORDINARY = {
     "thinking": "<think>\nhm </think>\n\n {} ",
     "calls": "{} <tool_call>\n{'a': 1}\n</tool_call><_end_think>",
     "code": "<html><b>{}</b> a[0] < 3 && <| |> \\u003c \\ue000 \ue001 ' \" \n",
-    "words that overlap": "<<think>{}</think></think></b>",
+    "words that overlap": "<think><<think>{}</think></b></s",
 }
 
 
@@ -347,3 +350,26 @@ def test_real_templates(path):
         counts = [(token, rendered.count(token), harmless.count(token)) for token in controls]
         assert [each for each in counts if each[1] != each[2]] == []
         assert f"v{text} <b>[x] <i" in lifted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen-Qwen3-0.6B", "Qwen3.5-4B", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+        "HuggingFaceTB-SmolLM3-3B", "google-gemma-4-31B-it", "openai-gpt-oss-120b",
+    ],
+)  # fmt: skip
+def test_an_answer_that_quotes_the_markers_of_thinking_stays_whole(name: str) -> None:
+    """Templates cut an earlier answer at the markers, or refuse it."""
+    template = (FOLDER / f"{name}.jinja").read_text("utf-8")
+    tokenizer = load_tokenizer(bpe_metadata())
+    thinking = thinking_of(template, tokenizer)
+    assert thinking is not None
+    start, end = thinking.markers[0], thinking.markers[-1]
+    said = f"First {start} then {end} in the end."
+    turns = [("user", "Hi"), ("assistant", said), ("user", "And?")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    assert said in tokenizer.decode(encode_messages(tokenizer, template, messages))
+    if not thinking.is_channel:
+        messages[1]["content"] = f"{start}\nA thought.\n{thinking.end}\n\n{said}"
+        assert said in tokenizer.decode(encode_messages(tokenizer, template, messages))
