@@ -125,7 +125,8 @@ class MarkedReader:
         if self._begins and begun.startswith(("{", "[")):
             return len(self._held) - len(begun), 0
         self._begins = self._begins and not begun
-        line = "\n" if not self._context.rpartition("\n")[2].strip() else self._context[-1]
+        line = self._context[-1] if self._context.rpartition("\n")[2].strip() else "\n"
+        line = ">" if line in self._starts else line
         found = self._lead.search(line + self._held)
         return None if found is None else (found.start() - 1, len(found[0]))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sparsekv_cli.models.chat.calls import ToolCall
+from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
 from sparsekv_cli.serve.forms.tools import (
     DEEPSEEK,
     GEMMA4,
@@ -227,10 +228,9 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(("kind", "written", "told"), CASES)
-def test_calls_that_are_off(kind: ToolFormat, written: str, told: list[Any], size: int) -> None:
-    reader = reader_of(kind, None, FUNCTIONS)
+def told_of(kind: ToolFormat, written: str, size: int, marks: Marks = SPELLED) -> list[Any]:
+    """What a reader tells of an answer that comes in pieces of a size."""
+    reader = reader_of(kind, None, FUNCTIONS, marks=marks)
     pieces = [written[i : i + size] for i in range(0, len(written), size)]
     parts = [part for piece in pieces for part in reader.push(piece)] + [*reader.flush()]
     found: list[Any] = []
@@ -241,4 +241,33 @@ def test_calls_that_are_off(kind: ToolFormat, written: str, told: list[Any], siz
             found[-1] += part.text
         else:
             found.append(part.text)
-    assert found == told
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("kind", "written", "told"), CASES)
+def test_calls_that_are_off(kind: ToolFormat, written: str, told: list[Any], size: int) -> None:
+    assert told_of(kind, written, size) == told
+    marks = Marks({mark: i for i, mark in enumerate(kind.marks)})
+    is_spelled = any(mark in written for mark in SPELLED_ONLY)
+    if not is_spelled:  # as tokens
+        assert told_of(kind, marks[written], size, marks) == told
+
+
+# In the text of an answer they are spellings, and at its end they are never tokens of a text.
+SPELLED_ONLY = ("<|eot_id|>", "</s>", "<|return|>", "<turn|>", "<|end_of_text|>")
+
+
+def test_spelled_calls_are_texts_if_their_marks_are_tokens() -> None:
+    for kind, written in (
+        (HERMES, f"A call is {BEGIN}{BODY}{END} there."),
+        (HERMES, f"A call:\n{BEGIN}\n{BODY}\n{END}\nThat is it."),
+        (HERMES, f"A call:\n{BEGIN}\n{TAGS}\n{END}\nThat is it."),
+        (MISTRAL, f"A call is [TOOL_CALLS][{BODY}] there."),
+        (LFM2, 'A call is <|tool_call_start|>[save(path="a")]<|tool_call_end|> there.'),
+        (GRANITE, f"A call is <|tool_call|>[{BODY}] there."),
+        (GEMMA4, 'Such: <|tool_call>call:save{path:<|"|>a<|"|>}<tool_call|> there.'),
+    ):
+        marks = Marks({mark: i for i, mark in enumerate(kind.marks)})
+        for size in (1, 3, 1000):
+            assert told_of(kind, written, size, marks) == [written]
