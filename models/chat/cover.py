@@ -8,7 +8,7 @@ or cuts texts.
 
 Templates search for words such as ``</think>`` in the texts. A word that the template names is not
 covered, unless a control token may start in it. The markers of thinking are covered in the text of
-an answer, behind its own thinking. A template would cut the text there.
+an answer, after its own thinking. A template would cut the text there.
 """
 
 import contextlib
