@@ -22,6 +22,7 @@ from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import Prefixes, Root
 from sparsekv_cli.prefix.prompt_rows import Found
+from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve import rows
 from sparsekv_cli.serve.jobs import (
     Compiling,
@@ -263,6 +264,49 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
     assert from_disk.text == alone and from_disk.job.n_cached >= 512
     again = Asked(scheduler, other, method=built)
     assert again.text == alone and again.job.n_cached == len(other)
+
+
+def test_rows_of_another_type_are_not_shared(start: Callable[..., Scheduler]) -> None:
+    method = build_method("full", {}, cache_type_k="q8_0", cache_type_v="q8_0")
+    scheduler, alone = start(), start()
+    expected = Asked(alone, tokens(100), 8, method=method).text
+    assert Asked(scheduler, tokens(100), 8).text
+    asked = Asked(scheduler, tokens(100), 8, method=method)
+    assert asked.text == expected
+    assert isinstance(asked.end, Finished) and asked.end.n_cached == 0
+
+
+def test_a_sequence_whose_rows_are_being_written_waits(
+    start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it goes back to its prompt for the next answer."""
+    order: list[str] = []
+
+    class SlowRows(Prefixes):
+        def __init__(self) -> None:
+            """Without a folder."""
+
+        find, load, begin, take, abandon = (
+            lambda *_, given=given: given for given in (Found(), 0, None, None, None)
+        )
+
+        def finish(self) -> None:
+            if not order:
+                time.sleep(0.3)
+                order.append("written")
+
+    rewind = Sequence.rewind
+
+    def noting(sequence: Sequence, n: int) -> None:
+        if n < len(sequence.tokens):
+            order.append("rewind")
+        rewind(sequence, n)
+
+    monkeypatch.setattr(Sequence, "rewind", noting)
+    rows_on_disk = SlowRows()
+    scheduler = start(disk_of=lambda _: rows_on_disk)
+    first, second = (Asked(scheduler, tokens(100), 4).text for _ in range(2))
+    assert first == second and order == ["written", "rewind"]
 
 
 def test_few_methods_are_remembered() -> None:
