@@ -13,3 +13,7 @@ def __getattr__(name: str) -> Any:
     if name not in LIBRARY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("sparsekv_cli.library"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LIBRARY})

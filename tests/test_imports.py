@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "serve",
         "warmup",
     },
-    "library": {"cache", "generation", "methods", "model", "models", "sequence"},
+    "library": {"cache", "generation", "methods", "model", "models", "prefix", "sequence"},
     "doctor": {"cpu", "device", "evaluation", "models"},
     "cli": {"commands"},
     "__main__": {"cli"},

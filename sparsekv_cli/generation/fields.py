@@ -193,6 +193,8 @@ def shown(value: Any) -> str:
         text = json.dumps(value)
     except ValueError:  # a whole number of thousands of digits
         text = "a very large number"
+    except TypeError:  # a value of Python's that JSON lacks
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 

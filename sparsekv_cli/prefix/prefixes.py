@@ -340,3 +340,25 @@ class Prefixes:
 
 def _end(header: BlockHeader) -> int:
     return header.first + len(header.tokens)
+
+
+def prompts_in(
+    folder: PrefixFolder,
+    file: GGUFFile,
+    decoder: Forward,
+    activations: str,
+    types: tuple[str, str],
+    n_queried: int,
+    tell: Callable[[str], None],
+    *,
+    is_bounded: bool,
+) -> Prefixes:
+    """Returns a model's prompts in a folder. Begins to read the model, to identify it.
+
+    activations: as SessionConfig has it. The others: see Prefixes.
+    """
+    # Few rows take decode's products, which depend on ``activations``.
+    products = [decoder.prefill_dtype, decoder.rows_dtype, activations]
+    root = Root(file, decoder, types=types, products=products)
+    root.known()
+    return Prefixes(folder, file.path.name, root, types, n_queried, tell, is_bounded)

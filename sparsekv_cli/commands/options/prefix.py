@@ -130,7 +130,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
     """Returns a function that returns a method's prompts on disk, or None if impossible."""
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
-    from sparsekv_cli.prefix.prefixes import Prefixes, Root
+    from sparsekv_cli.prefix.prefixes import prompts_in
 
     tell = _teller()
     directory = options.directory or default_prefix_folder()
@@ -144,14 +144,11 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
         if reason or n_queried is None or directory is None:
             (tell if options.directory is None else _warn)(f"prefix cache: off, {reason}")
             return None
-        types, decoder = method.kv_types, model.decoder  # few rows take decode's products
-        products = [decoder.prefill_dtype, decoder.rows_dtype, model.config.activations]
-        root = Root(model.gguf, model.decoder, types=types, products=products)
-        root.known()  # begins to read the model
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
-        name = model.gguf.path.name
-        is_bounded = bool(model.hparams.other_layers)
-        return Prefixes(folder, name, root, types, n_queried, tell, is_bounded)
+        return prompts_in(
+            folder, model.gguf, model.decoder, model.config.activations, method.kv_types,
+            n_queried, tell, is_bounded=bool(model.hparams.other_layers),
+        )  # fmt: skip
 
     return make
 
