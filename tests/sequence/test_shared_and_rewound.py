@@ -156,16 +156,17 @@ def test_rows_before_the_end_of_a_prefix_are_no_longer_shared(who, sequence_of):
 
 
 def test_sums_of_another_sigma_are_not_those_of_a_fork(sequence_of):
+    """The sums are over blocks of 256 rows."""
     model = sequence_of("lfps", {"sigma": "ratio", "scout": "0"}, budget="12").model
     cov = model.attention_of(build_method("lfps", {"scout": "0"}, budget="12"))
+    ids, n = tokens(640), 592
     for of, to in ((None, cov), (cov, None)):
         donor, fork, fresh = model.sequence(of), model.sequence(to), model.sequence(to)
-        donor.prefill(PROMPT)
-        n = len(PROMPT) - 3 * CHUNK
-        kinds.share_prefix(donor.caches, fork.caches, n, 300)
-        fork.tokens = PROMPT[:n]
+        donor.prefill(ids)
+        kinds.share_prefix(donor.caches, fork.caches, n, 700)
+        fork.tokens = ids[:n]
         for each in (fork, fresh):
-            each.prefill(PROMPT[len(each.tokens) :])
+            each.prefill(ids[len(each.tokens) :])
         np.testing.assert_array_equal(decoded(fork, ANSWER), decoded(fresh, ANSWER))
 
 
