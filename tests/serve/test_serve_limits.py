@@ -91,7 +91,7 @@ def test_every_whole_request_gets_a_status(
     server: Any, stale: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three times as many connections as there may be, each is answered, again and again."""
-    monkeypatch.setattr(connections, "IDLE_S", 60.0)
+    monkeypatch.setattr(connections, "STALE_S", 60.0)
     monkeypatch.setattr(connections, "PLACE_S", 0.0)
 
     def ask(path: str) -> list[int]:
@@ -117,7 +117,7 @@ def test_every_whole_request_gets_a_status(
 
 
 def test_idle_connections_lock_nobody_out(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "IDLE_S", 0.1)
+    monkeypatch.setattr(connections, "STALE_S", 0.1)
     links = [opened(server, b"") for _ in range(14)]
     time.sleep(0.3)
     assert answer_of(opened(server, HEALTH)).startswith(b"HTTP/1.1 200 ")

@@ -2,7 +2,7 @@
 
 There are so many places. A further connection waits for a place when its request is whole, and gets
 the status 503 if there is none. One that leaves its request half-sent for a while loses its place,
-and so does one that sends nothing. So these lock nobody out.
+and so does one that has sent nothing yet. So these lock nobody out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sparsekv_cli.errors import SparseKVError
 
-BACKLOG = 64  # connections that the system accepts before the server does
+BACKLOG = 1024  # connections that the system accepts before the server does; it resets others
 SPARE = 64  # connections in addition to those whose requests run or wait
-FILES = 128 + BACKLOG  # other open files, and connections that were just accepted
+FILES = 192  # other open files, and connections that were just accepted
 HEAD_S = 10.0  # seconds in which the head of a request must arrive
 WRITE_S = 60.0  # seconds after which a client that reads nothing is dropped
 LOBBY = 1024  # further connections
-HALF_S, IDLE_S = 0.5, 2.0  # seconds with a half-sent request, and with none, that cost a place
+STALE_S = 2.0  # seconds with a half-sent request, or without a first one, that cost a place
 PLACE_S, LOOK_S = 2.5, 0.05  # seconds that a request waits for a place, and between two looks
 IS_FURTHER = "is_further_connection"  # key of a scope: the request gets the status 503
 
@@ -99,8 +99,9 @@ class Connection(H11Protocol):
     @property
     def _is_stale(self) -> bool:
         """Whether the connection may lose its place."""
-        waited = self.loop.time() - self._since
-        return self._has_place and self._waits and waited > (HALF_S if self._n_bytes else IDLE_S)
+        is_late = self.loop.time() - self._since > min(STALE_S, self.head_s / 2)
+        is_new = self.cycle is None  # later uvicorn ends a connection that is idle
+        return is_late and self._has_place and self._waits and (is_new or self._n_bytes > 0)
 
     def _take_place(self) -> bool:
         """Takes a free place, or that of the stale connection that has waited longest."""
