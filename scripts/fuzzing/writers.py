@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import sys
@@ -258,37 +259,36 @@ class Download(Writer):
     """A download of the hub, which goes on where it broke off."""
 
     CONTENT = bytes(range(256)) * 40
+    DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
     def blobs(self, folder: Path) -> Path:
         return folder / "models--a--b" / "blobs"
 
     def prepare(self, folder: Path) -> None:
         self.blobs(folder).mkdir(parents=True)
-        (self.blobs(folder) / "etag.part").write_bytes(self.CONTENT[:1000])
+        (self.blobs(folder) / f"{self.DIGEST}.part").write_bytes(self.CONTENT[:1000])
 
     def write(self, folder: Path) -> None:
-        import huggingface_hub
         from huggingface_hub import file_download
 
-        from sparsekv_cli.models.sources.hub import explained, fetch_blob
+        from sparsekv_cli.models.sources.hub import HubFile, explained, fetch_file
 
         def http_get(url: str, stream: Any, resume_size: int = 0, **_: Any) -> None:
             for at in range(resume_size, len(self.CONTENT), 4000):
                 stream.write(self.CONTENT[at : at + 4000])
             stream.flush()
 
-        told = SimpleNamespace(etag="etag", size=len(self.CONTENT))
+        file = HubFile("m.gguf", len(self.CONTENT), self.DIGEST)
         file_download.http_get = http_get  # type: ignore[assignment]
-        huggingface_hub.get_hf_file_metadata = lambda *_, **__: told  # type: ignore[assignment]
         os.environ["HF_HUB_CACHE"] = str(folder)
         try:
             with explained("a/b", "http://hub"):
-                fetch_blob("a/b", "m.gguf", "main", "http://hub")
+                fetch_file("a/b", file, "0" * 40, "http://hub", say)
         except OSError as error:  # the command line makes a line of it
             raise SparseKVError(f"{error.filename}: {error.strerror}") from None
 
     def read(self, folder: Path) -> Any:
-        path = self.blobs(folder) / "etag"
+        path = self.blobs(folder) / self.DIGEST
         return str(path.read_bytes()) if path.exists() else None
 
 
