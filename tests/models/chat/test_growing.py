@@ -47,7 +47,7 @@ OWN_REASONS = {
     "Qwen-Qwen3-0.6B": r"<?t?hink>\n|<think>\n",  # only the last turn keeps its thinking
     "Qwen3.5": r"<?t?hink>\n|<think>\n",
     "deepseek": r"<?t?hink>\n\Z|<think>\n\Z|think>\n\Z",  # the prompt opens the thinking
-    "google-gemma-4": r"<?\|?channel>",  # the prompt closes the thinking; one turn's stays
+    "google-gemma-4": r"<?\|?channel\|?>",  # the prompt closes the thinking; one turn's stays
     "openai": r"<\|channel\|>analysis",  # a final answer removes the thinking before calls
 }
 
