@@ -14,8 +14,8 @@ from sparsekv_cli.system.work import usable_cores, usable_cpus
 
 #: The packages that the program requires, by their names at PyPI.
 REQUIRED = (
-    *("click", "gguf", "jinja2", "llvmlite", "numba", "numpy", "prompt-toolkit", "pydantic"),
-    *("rich", "sentencepiece", "threadpoolctl", "tokenizers"),
+    *("click", "gguf", "jinja2", "llvmlite", "numba", "numpy", "packaging", "prompt-toolkit"),
+    *("pydantic", "rich", "sentencepiece", "threadpoolctl", "tokenizers"),
 )
 #: The packages of the extras that users install.
 OPTIONAL = (

@@ -23,7 +23,7 @@ from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.model import load_model
-from sparsekv_cli.models.decoder import cpu_prefill_dtype
+from sparsekv_cli.models.decoder import FEW_PLANES, cpu_prefill_dtype
 from sparsekv_cli.models.sources import locate
 from sparsekv_cli.models.weights import Linear
 from sparsekv_cli.settings.config import SessionConfig
@@ -72,11 +72,11 @@ def test_every_format_and_type(markers, compiled):
         expected |= {("dequantize_address", code, to) for to in (dot.TO_F32, dot.TO_BF16)}
         expected.add(("kernel_address", code))
         if format_.decode is not None:
-            expected.add(("kernel_address", code, n_planes, False))
+            expected |= {("kernel_address", code, n, False) for n in (n_planes, FEW_PLANES)}
         if cpu_prefill_dtype("auto", 64) == "int8" and matmul_int8.can_multiply(code):
             expected.add(("kernel_addresses", code))
         if interleaved.can_repack(code, interleaved.GROUP):
-            expected.add(("kernel_address", code, n_planes, True))
+            expected |= {("kernel_address", code, n, True) for n in (n_planes, FEW_PLANES)}
     assert set(compiled) == expected and len(compiled) == len(expected)
     repacks = interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP)
     assert n_steps == len(expected) + 1 + 2 * repacks  # the bandwidth probe, repacking

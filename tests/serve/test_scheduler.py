@@ -214,7 +214,7 @@ def test_a_failure_hurts_nobody_else(
 ) -> None:
     """Of a whole step, which each sequence then takes alone, or of one cache."""
     scheduler = start()
-    alone = Asked(scheduler, tokens(25, 2), 12).text
+    alone = Asked(scheduler, tokens(25, 2), 30).text
     decode, add, steps = scheduler.model.decoder.decode_batch, DenseCache._add_all, []
 
     def fails(ids: Any, positions: Any, caches: Any, failed: Any) -> np.ndarray:
@@ -230,7 +230,7 @@ def test_a_failure_hurts_nobody_else(
 
     monkeypatch.setattr(scheduler.model.decoder, "decode_batch", fails)
     monkeypatch.setattr(DenseCache, "_add_all", fails_to_add)
-    good, bad = (Asked(scheduler, tokens(n, 2), 12) for n in (25, 60))
+    good, bad = (Asked(scheduler, tokens(n, 2), 30) for n in (25, 60))
     assert good.text == alone
     assert isinstance(bad.end, Failed) and isinstance(bad.end.error, MemoryError)
     assert scheduler.stats.n_failed == 1 and scheduler.n_running == 0
