@@ -23,7 +23,7 @@ from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import METHODS, build_method
 from sparsekv_cli.model import load_model
-from sparsekv_cli.models.decoder import FEW_PLANES, cpu_prefill_dtype
+from sparsekv_cli.models.decoder import FEW_PLANES, FEW_ROWS, cpu_prefill_dtype
 from sparsekv_cli.models.sources import locate
 from sparsekv_cli.models.weights import Linear
 from sparsekv_cli.settings.config import SessionConfig
@@ -267,7 +267,7 @@ def test_the_first_steps_load_no_kernel(model, name, dtype):
     assert loaded_by_first_steps(model, name, dtype, 300) == "[]\n"
 
 
-@pytest.mark.parametrize(("dtype", "n_prompt"), [("int8", 300), ("int8", 20), ("f32", 300)])
+@pytest.mark.parametrize(("dtype", "n_prompt"), [("int8", 300), ("int8", FEW_ROWS + 1), ("f32", 300)])
 def test_nor_those_of_a_model_with_experts(model_with_experts, dtype, n_prompt):
     assert loaded_by_first_steps(model_with_experts, "full", dtype, n_prompt) == "[]\n"
 
