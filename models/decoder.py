@@ -44,9 +44,9 @@ from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
-# A prompt of at most so many rows uses decode's products, with inputs of 16 bits. They lose nothing,
-# so greedy text does not depend on the CPU's kind. With VNNI they take as long as the products for
-# many rows; with AMX, and with AVX2 alone, a short prompt takes some milliseconds more.
+# A prompt of at most so many rows uses decode's products, with inputs of 16 bits. These lose
+# nothing, so greedy text does not depend on the CPU's kind. With VNNI they take as long as the
+# products for many rows. With AMX, or AVX2 alone, a short prompt takes some milliseconds more.
 FEW_ROWS = 48
 FEW_PLANES = 2
 DEEP = 1024  # rows of context at which a few new rows spend as long on attention as on products

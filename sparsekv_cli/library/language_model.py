@@ -59,7 +59,7 @@ class LanguageModel:
         self._model = model
         self._sequence = model.sequence()
         self._attention = cache(model.attention_of)
-        self._rows = cache(partial(rows_on_disk, model, folder, limit))
+        self._rows = cache(partial(rows_on_disk, replace(model, draft=None), folder, limit))
         self._lock = threading.Lock()  # held while an answer begins
         self._running: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._is_open = True

@@ -267,7 +267,9 @@ def test_the_first_steps_load_no_kernel(model, name, dtype):
     assert loaded_by_first_steps(model, name, dtype, 300) == "[]\n"
 
 
-@pytest.mark.parametrize(("dtype", "n_prompt"), [("int8", 300), ("int8", FEW_ROWS + 1), ("f32", 300)])
+@pytest.mark.parametrize(
+    ("dtype", "n_prompt"), [("int8", 300), ("int8", FEW_ROWS + 1), ("f32", 300)]
+)
 def test_nor_those_of_a_model_with_experts(model_with_experts, dtype, n_prompt):
     assert loaded_by_first_steps(model_with_experts, "full", dtype, n_prompt) == "[]\n"
 

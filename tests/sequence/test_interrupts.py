@@ -27,7 +27,7 @@ FILES = files_of(
     "engine.py", "sequence.py", "cache", "methods", "prefix", "models/forward.py",
     "models/decoder.py", "cpu/lfps", "cpu/freekv", "cpu/sals", "cpu/faedkv", "cpu/fasa",
 )  # fmt: skip
-SHARE = 41  # without --all one place of so many is tried
+SHARE = 101  # without --all one place of so many is tried
 ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "gemma4")  # windows, states, rows that layers share
 
 
