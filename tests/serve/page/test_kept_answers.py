@@ -55,9 +55,10 @@ def words(text: str) -> str:
 
 
 def leave(client: httpx.Client, at: str, **fields: Any) -> None:
-    """Begins an answer, and goes at its first event."""
+    """Begins an answer, and goes at its first word: from then on the job is the scheduler's."""
     with client.stream("PUT", at, json={**ASK, **fields}) as answer:
-        assert answer.status_code == 200 and next(answer.iter_raw())
+        assert answer.status_code == 200
+        assert next(text for text in answer.iter_text() if '"content"' in text)
 
 
 def error(answer: httpx.Response, status: int) -> str:
