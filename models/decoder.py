@@ -32,6 +32,7 @@ from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.identity import rope_tables
 from sparsekv_cli.models.layers.input_steps import PromptInputs
 from sparsekv_cli.models.matmul import (
     BF16Products,
@@ -41,7 +42,6 @@ from sparsekv_cli.models.matmul import (
     stacks,
 )
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
-from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 
 # A prompt of at most so many rows uses decode's products, with inputs of 16 bits. These lose
@@ -117,17 +117,12 @@ class Decoder(Forward):
         self.prefill_dtype = prefill_dtype
         self.rows_dtype = rows_dtype(prefill_dtype, hparams.head_dim)
         self.chunk = chunk
-        temperature = hparams.temperature_scale
-        full = RopeTable(hparams.n_rot, hparams.rope, weights.rope_freqs, temperature)
-        window = full
-        if hparams.window_rope is not None:
-            window = RopeTable(hparams.window_n_rot, hparams.window_rope, None, temperature)
-        self.rope = RopeTables(full, window)
+        self.rope = rope_tables(hparams, weights.rope_freqs)
         self._model = (hparams, self.rope, architecture)
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights, on_load) if repacks else weights
-        self._n_planes = n_planes
+        self.n_planes = n_planes
         self._few_products = FewRowsProducts(n_threads, FEW_PLANES)
         self._decode_products = FewRowsProducts(n_threads, n_planes)
         self._step = self._new_step(1)
@@ -198,7 +193,7 @@ class Decoder(Forward):
 
     def _new_step(self, n_rows: int) -> DecodeStep:
         return DecodeStep(
-            self.hparams, self._decode_weights, self.architecture, n_rows, self._n_planes,
+            self.hparams, self._decode_weights, self.architecture, n_rows, self.n_planes,
             self.n_threads,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.identity import ModelIdentity, RowsIdentity, identify
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import Weights
 
@@ -87,9 +89,19 @@ class Forward(ABC):
     chunk: int
     prefill_dtype: str  # the type of the products: f32, bf16 or int8
     rows_dtype: str  # the type of the rows between the products: f32 or bf16
+    n_planes: int = 0  # bytes of an input of decode's products, and of few rows; 0: not rounded
     rows: ChunkSteps  # the steps between the products, for arrays or for tensors
     layers: Sequence[Any]  # for each layer the norms and biases for ``rows``
     output_norm: Any  # f32 (n_embd,)
+
+    @cached_property
+    def model_identity(self) -> ModelIdentity:
+        return identify(self.weights.file, self.hparams, self.rope)
+
+    def identity_of(self, types: tuple[str, str]) -> RowsIdentity:
+        """Returns the identity of rows that it makes. types: of K and of V."""
+        products = self.prefill_dtype, str(self.n_planes)
+        return RowsIdentity(self.model_identity, types, products, self.rows_dtype)
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:

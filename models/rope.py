@@ -135,6 +135,10 @@ class RopeTables:
         """Returns the table of a layer of this kind."""
         return self.window if kind == WINDOW else self.full
 
+    @property
+    def both(self) -> tuple[Any, Any]:
+        return self.full, self.window
+
     def reserve(self, n_positions: int) -> None:
         """Fills both tables for at least ``n_positions`` positions."""
         self.full.reserve(n_positions)

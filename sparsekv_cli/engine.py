@@ -19,6 +19,7 @@ from sparsekv_cli.errors import SparseKVError, StepError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.hparams import room_for
+from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
@@ -87,6 +88,9 @@ class DecoderEngine(ABC):
         caches = [self.layer(attention.method, spec) for spec in attention.specs]
         share_rows(caches)
         return caches
+
+    def identity(self, method: Method) -> RowsIdentity:
+        return self.decoder.identity_of(method.kv_types)
 
     def next_rows(self) -> NextTokenRows | None:
         """Returns the empty rows of a next-token block, if it makes drafts."""

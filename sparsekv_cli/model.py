@@ -204,6 +204,7 @@ def load_model(
         calibrations = Calibrations(
             file,
             hparams,
+            decoder.model_identity,
             decoder,
             lambda text: tokenizer().encode(text, add_eos=False, parse_special=False),
             Path(config.calibration) if config.calibration else None,

@@ -16,6 +16,7 @@ from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import OnProgress, Progress, drain
+from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.prefixes import STEP
@@ -83,6 +84,9 @@ class Engine(Protocol):
 
     def caches(self, attention: Attention) -> list[LayerCache]:
         """Returns empty caches, one a layer."""
+
+    def identity(self, method: Method) -> RowsIdentity:
+        """Returns the identity of a sequence's rows."""
 
     def next_rows(self) -> NextTokenRows | None:
         """Returns the empty rows of a next-token block, if it makes drafts."""
@@ -158,6 +162,11 @@ class Sequence:
     @property
     def sparse_from(self) -> int:
         return self.attention.sparse_from
+
+    def serves(self, method: Method) -> bool:
+        """Returns whether its rows may serve a sequence of its engine with ``method``."""
+        identity = self.engine.identity
+        return identity(self.method).serves(identity(method))
 
     @property
     def is_full(self) -> bool:
@@ -327,12 +336,12 @@ class Sequence:
         if n_queried is None or not self.engine.shares_prefill:
             self.reset(attention)
             return
-        n = (len(tokens) - max(N_REFRESH, n_queried)) // STEP * STEP
-        n = reachable(old, n)
+        n, is_alike = len(tokens) - max(N_REFRESH, n_queried), self.serves(attention.method)
+        n = reachable(old, n // STEP * STEP)
         n_room = min(self.n_ctx, len(tokens) + N_HEADROOM)
         caches = self.engine.caches(attention)
         self._certain = max(0, n)
-        taken = hand_over(old, caches, n, n_room) if n > 0 else None
+        taken = hand_over(old, caches, n, n_room) if n > 0 and is_alike else None
         self._cut_drafts(0)
         self._renew(attention, tokens[:n] if taken else (), taken or caches)
         if taken:

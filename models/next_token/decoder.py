@@ -28,7 +28,7 @@ class NextTokenDecoder(Decoder):
             prefill_dtype=main.prefill_dtype,
             chunk=main.chunk,
             repack="off",
-            n_planes=main._n_planes,
+            n_planes=main.n_planes,
         )
         self._block, repacked = block, main._decode_weights
         if repacked is not main.weights:

@@ -229,8 +229,9 @@ class Calibration:
 
         self.path.write_bytes(case)
         model, refused, used = self.model, None, []
-        given = model.gguf, model.hparams, model.decoder, model.tokenizer.encode, self.path
-        model = replace(model, calibrations=Calibrations(*given))
+        given = model.gguf, model.hparams, model.calibrations.identity, model.decoder
+        calibrations = Calibrations(*given, model.tokenizer.encode, self.path)
+        model = replace(model, calibrations=calibrations)
         for name in CALIBRATED:
             try:
                 attention = model.attention_of(build_method(name, {}, budget="32"), 0)

@@ -130,9 +130,10 @@ class Calibration(Writer):
         write_entry(folder / "a.npz", name, self.identity(), entry)
 
     def identity(self) -> Any:
-        from sparsekv_cli.calibration.sidecar import PAIRING, ModelIdentity
+        from sparsekv_cli.models.identity import ModelIdentity
 
-        return ModelIdentity(2, (2, 2), (1, 1), 64, 64, 64, 1e4, "none", 1.0, PAIRING, "0" * 32)
+        content: Any = SimpleNamespace(wait=lambda: "0" * 32)
+        return ModelIdentity(content, ())
 
     def read(self, folder: Path) -> Any:
         from sparsekv_cli.calibration.sidecar import read_entry

@@ -19,7 +19,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
 from sparsekv_cli.prefix.blocks import MAGIC
 from sparsekv_cli.prefix.folder import HOUR, PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.prefix.prefixes import Prefixes
 from sparsekv_cli.settings.config import SessionConfig
 
 LEAST = 24  # hours, however long they take; a minute has more than a week
@@ -72,9 +72,9 @@ def soak(path: Path, place: Path, seconds: float, seed: int) -> dict[str, Any]:
 
     def use(which: int, n: int, *, keeps: bool = True) -> int:
         """Prefills a prompt. Returns for how many tokens the folder had rows."""
-        root = Root(model.gguf, model.decoder, types=types)
+        identity = model.decoder.identity_of(types)
         kept = PrefixFolder(folder, limit, said.append)
-        rows = Prefixes(kept, "tiny", root, types, 0, lambda text: None)
+        rows = Prefixes(kept, "tiny", identity, types, 0, lambda text: None)
         sequence = model.sequence()
         logits = sequence.prefill(prompts[which][:n], rows=rows if keeps else None)
         rows.finish()

@@ -120,14 +120,12 @@ def hand_over(
 ) -> list[LayerCache] | None:
     """Returns caches of another method with a sequence's first n rows; all are on the host.
 
-    new: empty caches. A layer that methods do not change keeps its old cache. Returns None unless
-    the old caches keep all rows in the types of the new ones. Do not use ``old`` afterwards.
+    new: empty caches, whose rows have the same types. A layer that methods do not change keeps its
+    old cache. Returns None unless the old caches keep all rows. Do not use ``old`` afterwards.
     n_room: the rows to make room for. A prefill of more rows must follow.
     """
-    for cache, into in zip(old, new, strict=True):
-        kinds = [(each.store.k_type.kind, each.store.v_type.kind) for each in (cache, into)]
-        if not cache.can_prefill_in_parts or kinds[0] != kinds[1] or cache.truncate(n) != n:
-            return None
+    if not all(cache.can_prefill_in_parts and cache.truncate(n) == n for cache in old):
+        return None
     taken = []
     for cache, into in zip(old, new, strict=True):
         if cache.spec.kind == FULL:

@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +23,9 @@ from sparsekv_cli.calibration.run import CALIBRATION, Calibrated, CalibrationArr
 from sparsekv_cli.calibration.sidecar import (
     SUFFIX,
     Entry,
-    ModelIdentity,
     OutdatedError,
     check_tensors,
     digest,
-    identify,
     read_entry,
     write_entry,
 )
@@ -36,6 +33,7 @@ from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.identity import ModelIdentity
 from sparsekv_cli.system.files import user_cache
 
 DEFAULT_TOKENS = 4096
@@ -98,28 +96,26 @@ def layer_products(file: GGUFFile, hparams: HParams) -> float:
 class Calibrations:
     """The calibrations of one open model, found, or made and stored, when a method asks.
 
-    decoder: None only finds stored calibrations. encode: text -> ids. sidecar: the only file to
-    read, instead of the usual ones. A method that it lacks is refused, not calibrated.
+    identity: of the model as it was opened. decoder: None only finds stored calibrations. encode:
+    text -> ids. sidecar: the only file to read, instead of the usual ones. A method that it lacks
+    is refused, not calibrated.
     """
 
     def __init__(
         self,
         file: GGUFFile,
         hparams: HParams,
+        identity: ModelIdentity,
         decoder: Any,
         encode: Encode,
         sidecar: Path | None = None,
     ) -> None:
         self._file = file
-        self._hparams = hparams
+        self._hparams, self.identity = hparams, identity
         self._decoder = decoder
         self._encode = encode
         self._sidecar = sidecar
         self._loaded: dict[str, Mapping[str, np.ndarray]] = {}
-
-    @cached_property
-    def identity(self) -> ModelIdentity:
-        return identify(self._file, self._hparams)
 
     def places(self) -> tuple[Path, Path]:
         """Returns the file next to the model, and the user's (without a cache the first again)."""
@@ -226,7 +222,8 @@ class Calibrations:
             if entry is not None:
                 return entry
         if self._sidecar is not None:
-            found = "holds none" if self._sidecar.exists() else "is missing"
+            holds = "holds none of this model with this RoPE scaling"
+            found = holds if self._sidecar.exists() else "is missing"
             raise SparseKVError(
                 f"{self._sidecar}: {found}, but a calibration of {name} was expected; make it with "
                 f"`sparsekv-cli calibrate -m MODEL --method {name} --output {self._sidecar}`"

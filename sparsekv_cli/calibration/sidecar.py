@@ -1,9 +1,10 @@
 """The sidecar of a model: what calibrated methods measured on it, in one npz file.
 
-The array ``dom`` of method ``fasa`` is the member ``fasa.dom``. The member ``about`` is JSON. For
-each method it has its arrays, the model that they belong to, and the text of the measurement.
-Methods share the file and are read and replaced one by one. The checksum of a member is that of zip
-files.
+An entry is what a method measured on a model as it was opened, with its RoPE scaling. Its name is
+``fasa@DIGEST``, the digest of the model's identity. Its array ``dom`` is the member
+``fasa@DIGEST.dom``. The member ``about`` is JSON. For each entry it has the names of the arrays and
+the text of the measurement. Entries are read and replaced one by one. The checksum of a member is
+that of zip files.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,48 +24,12 @@ import numpy as np
 from sparsekv_cli import __version__
 from sparsekv_cli.calibration.run import CalibrationArray
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.models.gguf.file import GGUFFile
-from sparsekv_cli.models.hparams import HParams
+from sparsekv_cli.models.identity import ModelIdentity
 from sparsekv_cli.system.files import alone_in, naming, open_regular, replacing
 
-FORMAT_VERSION = 5  # raised when the layout changes, or the arrays of a method or their meaning
+FORMAT_VERSION = 6  # raised when the layout changes, or the arrays of a method or their meaning
 KIND = "sparsekv-calibration"
 SUFFIX = ".calibration.npz"
-PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
-
-WORDS = {
-    "n_layer": "layers",
-    "n_head": "query heads a layer",
-    "n_head_kv": "kv heads a layer",
-    "head_dim": "key size",
-    "value_dim": "value size",
-    "n_rot": "rotated dimensions",
-    "freq_base": "RoPE base",
-    "rope_scaling": "RoPE scaling",
-    "rope_factor": "RoPE scaling factor",
-    "pairing": "RoPE pairing",
-    "model_hash": "model hash",
-}  # of the fields of ModelIdentity, for messages
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """The properties of a model on which a calibration depends.
-
-    A file that differs in any of them belongs to another model.
-    """
-
-    n_layer: int
-    n_head: tuple[int, ...]
-    n_head_kv: tuple[int, ...]
-    head_dim: int
-    value_dim: int
-    n_rot: int
-    freq_base: float
-    rope_scaling: str
-    rope_factor: float
-    pairing: str
-    model_hash: str
 
 
 @dataclass(frozen=True)
@@ -86,23 +51,6 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
     return hashed.hexdigest()[:32]
 
 
-def identify(file: GGUFFile, hparams: HParams) -> ModelIdentity:
-    """Returns a model's identity. Raises SparseKVError if its file is unreadable or changed."""
-    return ModelIdentity(
-        n_layer=hparams.n_layer,
-        n_head=tuple(layer.n_head for layer in hparams.layers),
-        n_head_kv=tuple(layer.n_head_kv for layer in hparams.layers),
-        head_dim=hparams.head_dim,
-        value_dim=hparams.layers[0].value_dim,
-        n_rot=hparams.n_rot,
-        freq_base=hparams.rope.freq_base,
-        rope_scaling=hparams.rope.scaling,
-        rope_factor=hparams.rope.factor,
-        pairing=PAIRING,
-        model_hash=file.content.wait(),
-    )
-
-
 class OutdatedError(SparseKVError):
     """A calibration that an older version of this program made; text_name: of what text."""
 
@@ -117,20 +65,21 @@ def read_entry(
     identity: ModelIdentity,
     arrays: Mapping[str, CalibrationArray] | None = None,
 ) -> Entry | None:
-    """Returns the calibration of ``method``; None: the file is missing or lacks the method.
+    """Returns the calibration of ``method``; None: the file is missing or has none of this model.
 
     arrays: what its arrays must be; None: any. Raises SparseKVError for a file that is damaged or
-    of another model or format. Raises OutdatedError for a file of an older format.
+    of another format. Raises OutdatedError for a file of an older format.
     """
     if not os.path.lexists(path):
         return None
     try:
         with _archive(path) as archive:
             about = _about(archive)
-            if method not in about["methods"]:
+            _check_format(path, method, about)
+            own, name = about.get("entries", {}), _key(method, identity)
+            if name not in own:
                 return None
-            _check(path, method, about, identity)
-            entry = _entry(archive, method, about["methods"][method])
+            entry = _entry(archive, name, own[name])
             _check_arrays(path, method, entry, arrays)
             return entry
     except SparseKVError:
@@ -141,25 +90,23 @@ def read_entry(
 
 
 def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) -> None:
-    """Puts one method's calibration into ``path``, next to those of other methods of this model.
+    """Puts one method's calibration into ``path``, next to those of other methods and models.
 
-    The file is replaced as a whole. Entries that are damaged or of another model are dropped.
+    The file is replaced as a whole. Entries that are damaged are dropped.
     Raises SparseKVError if ``path`` is some other kind of file, or cannot be written.
     """
     check_place(path)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with alone_in(path.parent):  # or another process that adds a method drops this one
-            entries = {**_entries(path, identity), method: entry}
+            entries = {**_entries(path), _key(method, identity): entry}
             with replacing(path, 0o666) as file:  # other users of the model use it, too
-                _write(file, entries, identity)
+                _write(file, entries)
 
 
-def _write(file: BinaryIO, entries: Mapping[str, Entry], identity: ModelIdentity) -> None:
-    methods = {}
-    for name, each in entries.items():
-        methods[name] = {**vars(each), "tensors": list(each.tensors), "model": asdict(identity)}
-    about = {"kind": KIND, "format": FORMAT_VERSION, "methods": methods}
+def _write(file: BinaryIO, entries: Mapping[str, Entry]) -> None:
+    listed = {name: {**vars(each), "tensors": list(each.tensors)} for name, each in entries.items()}
+    about = {"kind": KIND, "format": FORMAT_VERSION, "entries": listed}
     arrays: dict[str, Any] = {
         f"{m}.{name}": array for m, each in entries.items() for name, array in each.tensors.items()
     }
@@ -206,43 +153,29 @@ def _unusable(path: Path, method: str, what: str) -> SparseKVError:
     )
 
 
-def _check(path: Path, method: str, about: dict[str, Any], identity: ModelIdentity) -> None:
-    """Raises SparseKVError unless format and model are those that are expected."""
-    version, own = about["format"], about["methods"][method]
-    if version != FORMAT_VERSION:
-        error = _unusable(
-            path, method, f"has format {version}, but this version reads {FORMAT_VERSION}"
-        )
-        if version < FORMAT_VERSION:
-            error = OutdatedError(str(error), own["text_name"])
-        raise error
-    for name, expected in asdict(identity).items():
-        found = own["model"].get(name)
-        found = tuple(found) if isinstance(found, list) else found
-        if found != expected:
-            raise _unusable(
-                path,
-                method,
-                f"is of another model: {WORDS[name]} {_show(found)}, "
-                f"this model has {_show(expected)}",
-            )
+def _key(method: str, identity: ModelIdentity) -> str:
+    """Returns the name of an entry in the file."""
+    return f"{method}@{identity.digest()}"
 
 
-def _show(value: Any) -> str:
-    """Returns a value on part of a line; a tuple of equal numbers as one of them."""
-    if isinstance(value, tuple) and len(set(value)) == 1:
-        value = f"{value[0]} x {len(value)}"
-    text = "missing" if value is None else str(value)
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _check_format(path: Path, method: str, about: dict[str, Any]) -> None:
+    """Raises SparseKVError if a file of another format has a calibration of ``method``."""
+    version = about["format"]
+    if version == FORMAT_VERSION:
+        return
+    for name, own in (about.get("entries") or about["methods"]).items():
+        if name.partition("@")[0] == method:
+            what = f"has format {version}, but this version reads {FORMAT_VERSION}"
+            error = _unusable(path, method, what)
+            raise OutdatedError(str(error), own["text_name"]) if version < FORMAT_VERSION else error
 
 
-def _entry(archive: zipfile.ZipFile, method: str, own: dict[str, Any]) -> Entry:
-    """Returns the entry that a method stored. Raises ValueError if it is not one."""
+def _entry(archive: zipfile.ZipFile, key: str, own: dict[str, Any]) -> Entry:
+    """Returns the entry of this name. Raises ValueError if it is not one."""
     texts = own["text_name"], own["text_hash"], own["program"]
     if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
         raise ValueError("it does not say what text it was measured on")
-    tensors = {name: _array(archive, f"{method}.{name}") for name in own["tensors"]}
+    tensors = {name: _array(archive, f"{key}.{name}") for name in own["tensors"]}
     return Entry(tensors, own["n_tokens"], *texts)
 
 
@@ -286,15 +219,15 @@ def check_place(path: Path) -> None:
     raise SparseKVError(f"{path}: is no calibration, and is left as it is: name another file")
 
 
-def _entries(path: Path, identity: ModelIdentity) -> dict[str, Entry]:
-    """Returns the entries of a file that can be kept: of this model and format, and not damaged."""
+def _entries(path: Path) -> dict[str, Entry]:
+    """Returns the entries of a file that can be kept, by name: of this format, not damaged."""
     kept: dict[str, Entry] = {}
     with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)
-        for name, own in about["methods"].items():
-            with contextlib.suppress(Exception):
-                _check(path, name, about, identity)
-                kept[name] = _entry(archive, name, own)
+        if about["format"] == FORMAT_VERSION:
+            for name, own in about["entries"].items():
+                with contextlib.suppress(Exception):
+                    kept[name] = _entry(archive, name, own)
     return kept
 
 

@@ -247,6 +247,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
     from sparsekv_cli.models.chat.thinking import switch_of
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.hparams import read_hparams
+    from sparsekv_cli.models.identity import identity_in
     from sparsekv_cli.serve.requests import usable_methods
 
     config = options.config
@@ -255,7 +256,8 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
         with open_gguf(hosted.path) as file:
             file.use_template(config.chat_template)
             hparams, hosted.n_bytes = read_hparams(file), file.size
-            calibrations = Calibrations(file, hparams, None, lambda text: [], sidecar)
+            identity = identity_in(file, hparams, config.ctx_size)
+            calibrations = Calibrations(file, hparams, identity, None, lambda text: [], sidecar)
             kinds = [layer.kind for layer in hparams.layers]
             hosted.about = {
                 "context_length": config.ctx_size or hparams.n_ctx_train,

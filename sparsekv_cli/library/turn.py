@@ -146,7 +146,4 @@ def rows_on_disk(
     if folder is None or not model.engine.shares_prefill or method.n_queried is None:
         return None
     kept = PrefixFolder(folder, int(limit * 2**30), LOG.warning)
-    return prompts_in(
-        kept, model.gguf, model.decoder, model.config.activations, method.kv_types,
-        method.n_queried, LOG.debug, is_bounded=bool(model.hparams.other_layers),
-    )  # fmt: skip
+    return prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)

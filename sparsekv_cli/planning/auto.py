@@ -27,7 +27,7 @@ from sparsekv_cli.evaluation.compare import compare
 from sparsekv_cli.evaluation.roofline import cpu_name
 from sparsekv_cli.methods import METHODS, build_method, spec_of, stated_options
 from sparsekv_cli.methods.base import Method
-from sparsekv_cli.planning.kept import method_key, why_not
+from sparsekv_cli.planning.kept import method_key
 from sparsekv_cli.planning.plan import Forecast
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def candidates(model: Model) -> list[Method]:
     return [
         variant
         for each in methods
-        if not why_not(each, model.gguf, model.hparams)
+        if model.calibrations.has(each)
         for variant in (each, *(build_method(each.name, {"budget": text}) for text in BUDGETS))
     ]
 

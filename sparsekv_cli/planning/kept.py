@@ -21,6 +21,7 @@ from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams, read_hparams
+from sparsekv_cli.models.identity import identity_in
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds, middle
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.files import open_regular, replace_file, user_cache
@@ -35,6 +36,7 @@ N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
 # Metadata without effect on a step's time.
 NAMES = ("general.", "tokenizer.")
+NOT_CALIBRATED = "not calibrated: sparsekv-cli calibrate"
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
@@ -75,19 +77,18 @@ def write_speeds(path: Path | None, speeds: Speeds) -> None:
         raise SparseKVError(f"{path}: speeds cannot be kept there: {error.strerror}") from None
 
 
-def why_not(method: Method, file: GGUFFile, hparams: HParams) -> str:
-    """Returns why a method cannot have speeds with this model; empty if it can."""
-    if method.needs == CALIBRATION and calibration_of(method, file, hparams) is None:
-        return "not calibrated: sparsekv-cli calibrate"
-    return ""
+def calibration_of(
+    method: Method, file: GGUFFile, hparams: HParams, n_ctx: int = 0
+) -> Entry | None:
+    """Returns a method's calibration for this model; None if some of its tensors are missing.
 
-
-def calibration_of(method: Method, file: GGUFFile, hparams: HParams) -> Entry | None:
-    """Returns a method's calibration for this model; None if some of its tensors are missing."""
+    n_ctx: the context; 0: the model's.
+    """
     if not file.has_data:
         return None
     nothing: Any = None  # a search neither decodes nor tokenizes
-    return Calibrations(file, hparams, nothing, nothing).find_of(method)
+    identity = identity_in(file, hparams, n_ctx)
+    return Calibrations(file, hparams, identity, nothing, nothing).find_of(method)
 
 
 def _without_others(known: Speeds | None, entries: Mapping[str, Entry | None]) -> Speeds | None:
@@ -130,7 +131,7 @@ def speeds_of(
     path = user_cache(f"speeds/{name}.json")
     wanted = {method_key(each): each for each in (build_method("full", {}), *methods)}
     entries = {
-        key: calibration_of(each, file, hparams)
+        key: calibration_of(each, file, hparams, config.ctx_size)
         for key, each in wanted.items()
         if each.needs == CALIBRATION
     }

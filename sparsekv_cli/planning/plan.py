@@ -16,7 +16,7 @@ from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
 from sparsekv_cli.models.gguf.file import GGUFFile
-from sparsekv_cli.planning.kept import method_key, why_not
+from sparsekv_cli.planning.kept import NOT_CALIBRATED, method_key
 from sparsekv_cli.planning.measure import CHUNK
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds
 from sparsekv_cli.planning.stand_in import read_stand_in
@@ -184,17 +184,17 @@ def make_plan(
         full_layers=sum(layer.kind == FULL for layer in layers),
         layers=len(layers),
         ceiling=forecast.ceiling(n_ctx),
-        methods=[_planned(each, file, forecast, n_ctx, available) for each in methods],
+        methods=[_planned(each, forecast, n_ctx, available) for each in methods],
         **{name: getattr(speeds, name) for name in OF_SPEEDS},
     )
 
 
 def _planned(
-    method: Method, file: GGUFFile, forecast: Forecast, n_ctx: int, available: int | None
+    method: Method, forecast: Forecast, n_ctx: int, available: int | None
 ) -> PlannedMethod:
     if method_key(method) not in forecast.speeds.methods:
-        note = why_not(method, file, forecast.hparams)
-        return PlannedMethod(method.name, method.options(), forecast.weights_bytes, note=note)
+        n_bytes = forecast.weights_bytes
+        return PlannedMethod(method.name, method.options(), n_bytes, note=NOT_CALIBRATED)
     return PlannedMethod(
         name=method.name,
         options=method.options(),

@@ -6,17 +6,13 @@ of the prefill. Some methods need the queries of the last tokens (Method.n_queri
 are computed again.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from sparsekv_cli import __version__
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.models.forward import Forward
-from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
@@ -49,47 +45,27 @@ Q8_FROM = 32 << 20  # bytes of a block in f16 beyond which it is kept in q8_0
 UNKNOWN = "0" * NAME_DIGITS  # placeholder of the root while the model's hash is unknown
 
 
-class Root:
-    """The parent of the first block of all prompts of a model. It depends on all bytes of the file.
-
-    facts: other values on which the rows depend.
-    """
-
-    def __init__(self, file: GGUFFile, decoder: Forward, **facts: Any) -> None:
-        rope = decoder.rope.full
-        turns = [rope.theta.tobytes().hex(), float(rope.magnitude)]
-        self._content = file.content
-        self._facts = {"program": __version__, "rope": turns, **facts}
-
-    def known(self) -> str | None:
-        """Returns the root; None: the model's hash is not known yet, or its file has changed."""
-        model = self._content.known()
-        if model is None:
-            return None
-        text = json.dumps({**self._facts, "model": model}, sort_keys=True).encode()
-        return hashlib.sha256(text).hexdigest()[:NAME_DIGITS]
-
-
 class Prefixes:
     """Blocks of one model's prompts in a folder, for sequences whose caches are on the host.
 
-    model: its file's name. types: of the sequence's rows. n_queried: last tokens of a prompt that
-    are always computed. tell: called with remarks for -v. is_bounded: whether the model has layers
-    that need snapshots. While ``root`` is not known, no rows are found. A prompt is kept if
-    ``root`` is known at the end of its answer.
+    model: its file's name. identity: of the rows. The name of it is the root, the parent of the
+    first block of all prompts. types: of the sequence's rows. n_queried: last tokens of a prompt
+    that are always computed. tell: called with remarks for -v. is_bounded: whether the model has
+    layers that need snapshots. While the root is not known, no rows are found. A prompt is kept if
+    the root is known at the end of its answer.
     """
 
     def __init__(
         self,
         folder: PrefixFolder,
         model: str,
-        root: Root,
+        identity: RowsIdentity,
         types: tuple[str, str],
         n_queried: int,
         tell: Callable[[str], None],
         is_bounded: bool = False,
     ) -> None:
-        self.folder, self.model, self.root, self.types = folder, model, root, types
+        self.folder, self.model, self.identity, self.types = folder, model, identity, types
         self._n_queried, self._tell = max(1, n_queried), tell
         self._is_bounded = is_bounded
         self._storing: RowsWriter | None = None
@@ -101,25 +77,29 @@ class Prefixes:
         """Returns the longest beginning of ``ids`` in the folder."""
         if len(ids) < LEAST or not self.folder.is_usable():
             return Found()
-        root = self.known_root("looked for")
-        if root is None:
-            return Found()
+        parents = self.known_roots()
         children = self.folder.children()
         headers: list[BlockHeader] = []
-        parent, n, goes_on = root, 0, True
+        n, goes_on = 0, bool(parents)
         while goes_on and n < len(ids):
-            header, common = self._closest(children.get(parent, ()), parent, ids[n : n + BLOCK])
+            header, common = self._closest(children, parents, ids[n : n + BLOCK])
             if header is None or header.first != n:
                 break
             headers.append(header)
             n += common
             goes_on = common == BLOCK
-            parent = block_hash(parent, header.tokens)
-        return self._found(headers, n, ids, LEAST)
+            parents = [block_hash(parent, header.tokens) for parent in parents]
+        return self._found(headers, n, ids, LEAST) if parents else Found()
+
+    def known_roots(self) -> list[str]:
+        """Returns the roots of rows that may serve, its own first; none while it is unknown."""
+        if self.known_root("looked for") is None:
+            return []
+        return [root for each in self.identity.sources() if (root := each.known()) is not None]
 
     def known_root(self, what: str) -> str | None:
         """Returns the root, or None with a remark that the prompt is not ``what``."""
-        root = self.root.known()
+        root = self.identity.known()
         if root is None:
             reason = "the model is still being read, or its file has changed"
             self._tell(f"prefix cache: not {what}, {reason}")
@@ -140,18 +120,19 @@ class Prefixes:
         return Found(tuple(headers), n, n_reused)
 
     def _closest(
-        self, names: Sequence[str], parent: str, ids: Sequence[int]
+        self, children: Mapping[str, Sequence[str]], parents: Sequence[str], ids: Sequence[int]
     ) -> tuple[BlockHeader | None, int]:
-        """Returns the child of ``parent`` that shares most first tokens with ``ids``, and their
-        number.
+        """Returns the child of ``parents`` that shares most first tokens with ``ids``, and their
+        number. The first parent comes first.
         """
-        exact = block_name(parent, ids)
         best: BlockHeader | None = None
         most = 0
-        for name in [exact] if exact in names else names:
-            header = self.folder.header(name)
-            if header is not None and (common := n_common(header.tokens, ids)) > most:
-                best, most = header, common
+        for parent in parents:
+            names, exact = children.get(parent, ()), block_name(parent, ids)
+            for name in [exact] if exact in names else names:
+                header = self.folder.header(name)
+                if header is not None and (common := n_common(header.tokens, ids)) > most:
+                    best, most = header, common
         return best, most
 
     def load(self, found: Found, caches: Sequence[LayerCache], n_room: int) -> int:
@@ -225,7 +206,7 @@ class Prefixes:
     ) -> None:
         """See PromptRows."""
         self.finish()
-        self._begun, types = self.root.known() or UNKNOWN, self.types
+        self._begun, types = self.identity.known() or UNKNOWN, self.types
         row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
         if BLOCK * row_bytes > Q8_FROM:
             k, v = ("q8_0" if each == "f16" else each for each in types)
@@ -344,21 +325,16 @@ def _end(header: BlockHeader) -> int:
 
 def prompts_in(
     folder: PrefixFolder,
-    file: GGUFFile,
     decoder: Forward,
-    activations: str,
     types: tuple[str, str],
     n_queried: int,
     tell: Callable[[str], None],
-    *,
-    is_bounded: bool,
 ) -> Prefixes:
     """Returns a model's prompts in a folder. Begins to read the model, to identify it.
 
-    activations: as SessionConfig has it. The others: see Prefixes.
+    types: of the sequence's rows. The others: see Prefixes.
     """
-    # Few rows take decode's products, which depend on ``activations``.
-    products = [decoder.prefill_dtype, decoder.rows_dtype, activations]
-    root = Root(file, decoder, types=types, products=products)
-    root.known()
-    return Prefixes(folder, file.path.name, root, types, n_queried, tell, is_bounded)
+    identity = decoder.identity_of(types)
+    identity.known()
+    name, is_bounded = decoder.weights.file.path.name, bool(decoder.hparams.other_layers)
+    return Prefixes(folder, name, identity, types, n_queried, tell, is_bounded)

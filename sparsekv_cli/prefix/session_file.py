@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes, Root
+from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.system.files import open_regular
 
@@ -27,20 +28,21 @@ class SessionFile(Prefixes):
         self,
         path: Path,
         model: str,
-        root: Root,
+        identity: RowsIdentity,
         types: tuple[str, str],
         n_queried: int,
         warn: Callable[[str], None],
         tell: Callable[[str], None],
     ) -> None:
-        super().__init__(PrefixFolder(path.parent, 0, warn), model, root, types, n_queried, tell)
+        folder, identity = PrefixFolder(path.parent, 0, warn), identity.of_any_products()
+        super().__init__(folder, model, identity, types, n_queried, tell)
         self._file = path
         self._is_new = self._is_foreign = False
 
     def find(self, ids: Sequence[int]) -> Found:
         self._is_new = self._is_foreign = False
-        root = self.known_root("looked for")
-        if root is None:
+        roots = self.known_roots()
+        if not roots:
             return Found()
         try:
             with open_regular(self._file) as file:
@@ -53,11 +55,11 @@ class SessionFile(Prefixes):
         except (OSError, DamagedError) as error:
             self._drop(None, error)
             return Found()
-        if header.parent != root:
+        if header.parent not in roots:
             self._is_foreign = True
             self.folder.warn(
-                f"{self._file}: is of another model or version ({header.model}) and is left as it "
-                "is; the prompt is computed"
+                f"{self._file}: is of another model, version or RoPE scaling ({header.model}) "
+                "and is left as it is; the prompt is computed"
             )
             return Found()
         return self._found([header], n_common(header.tokens, ids), ids, STEP)

@@ -47,9 +47,10 @@ class Parked(NamedTuple):
 def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
     """Returns how many first rows a sequence can give to the prompt ``ids``.
 
-    0 if a method has changed the rows, or needs the queries of all tokens.
+    0 if the rows have another identity, if a method has changed them, or needs all queries.
     """
-    return sequence.n_alike(ids, method) if keeps_rows(sequence) else 0
+    gives = keeps_rows(sequence) and sequence.serves(method)
+    return sequence.n_alike(ids, method) if gives else 0
 
 
 def keeps_rows(sequence: Sequence) -> bool:
@@ -93,10 +94,9 @@ class SharedRows:
         best = self._found.n
         self._donor = None
         for sequence in self._donors():
-            if sequence.method.kv_types == method.kv_types:
-                n = reusable(sequence, ids, method)
-                if n > best:
-                    best, self._donor = n, sequence
+            n = reusable(sequence, ids, method)
+            if n > best:
+                best, self._donor = n, sequence
         return Found((), best, best) if self._donor is not None else self._found
 
     def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
@@ -171,8 +171,7 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
     """Returns the most bytes of the prompt's rows that one of the sequences holds."""
     most = 0
     for sequence in sequences:
-        is_alike = sequence.method.kv_types == method.kv_types
-        n = reusable(sequence, ids, method) if is_alike else 0
+        n = reusable(sequence, ids, method)
         if memory_file.is_available() and n >= LEAST_SHARED:
             stores = [each.store for each in sequence.caches if type(each.store) is KVStore]
             most = max(most, sum(of.prefix_bytes(n_shared(of, n)) for of in stores))

@@ -157,14 +157,16 @@ def test_nowhere_to_store_is_no_failure(model, fake, monkeypatch):
     assert sequence.caches[2].spec.calibration["stride"] == 4
 
 
-def test_a_sidecar_of_another_model_stops_the_opening(model, fake, tmp_path):
+def test_a_sidecar_of_another_model_gets_an_entry_of_this_one(model, fake, tmp_path):
     other = make_model(tmp_path / "other.gguf", **SIZES, seed=1)
     load(other)
-    shutil.copy(other.with_name("other.calibration.npz"), model.parent / "model.calibration.npz")
-    message = refused(lambda: load(model))
-    assert "model hash" in message and "sparsekv-cli calibrate" in message
-    assert len(fake.runs) == 1
-    load(model, "topk")  # which needs none
+    beside = model.parent / "model.calibration.npz"
+    shutil.copy(other.with_name("other.calibration.npz"), beside)
+    load(model)
+    assert len(fake.runs) == 2
+    assert read_entry(beside, "fake", identity_of(other)) is not None
+    load(model)
+    assert len(fake.runs) == 2
 
 
 def test_a_sidecar_that_is_named(model, fake, tmp_path):

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sidecars import N_LAYER, SIZES, assert_same, entry, identity_of, refused
+from sidecars import (
+    N_LAYER,
+    SIZES,
+    KnownContent,
+    assert_same,
+    entry,
+    identity_of,
+    refused,
+)
 from tiny_models import make_model
 
 from sparsekv_cli.calibration import sidecar
@@ -33,11 +41,11 @@ def test_what_is_written_is_read(model, tmp_path):
     assert_same(read_entry(path, "fasa", identity), written)
     assert read_entry(path, "sals", identity) is None
     assert [p.name for p in path.parent.iterdir()] == ["sidecar.npz"]
+    name = f"fasa@{identity.digest()}"
     with np.load(path, allow_pickle=False) as file:  # numpy alone can look into it
-        assert file.files == ["about", *(f"fasa.{name}" for name in arrays)]
+        assert file.files == ["about", *(f"{name}.{each}" for each in arrays)]
         about = json.loads(str(file["about"]))
-    assert about["methods"]["fasa"]["text_name"] == "a text"
-    assert about["methods"]["fasa"]["model"]["model_hash"] == identity.model_hash
+    assert about["entries"][name]["text_name"] == "a text"
     assert "GGUF" in refused(lambda: open_gguf(path))  # it is not mistaken for a model
 
 
@@ -67,41 +75,26 @@ def test_writing_is_all_or_nothing(model, tmp_path, monkeypatch):
 
 
 OTHER_MODELS = {
-    "layers": {"n_layer": 2},
-    "query heads": {"n_head": 2},
-    "kv heads": {"n_head_kv": 1},
-    "key size": {"head_dim": 32},
-    "RoPE base": {"freq_base": 5e5},
-    "RoPE scaling yarn": {"rope_scaling": ("yarn", 4.0)},
-    "RoPE scaling factor 4": {"rope_scaling": ("linear", 4.0)},
-    "model hash": {"seed": 1},
+    "base": {"freq_base": 5e5},
+    "yarn": {"rope_scaling": ("yarn", 4.0)},
+    "factor": {"rope_scaling": ("linear", 4.0)},
+    "weights": {"seed": 1},
 }
 
 
-@pytest.mark.parametrize("words", OTHER_MODELS)
-def test_another_model_is_refused_by_name(words, model, tmp_path):
-    other = make_model(tmp_path / "other.gguf", **{**SIZES, **OTHER_MODELS[words]})
-    path, found = tmp_path / "s.npz", identity_of(other)
-    write_entry(path, "fasa", found, entry())
-    message = refused(lambda: read_entry(path, "fasa", identity_of(model)))
-    assert words in message and "another model" in message and str(path) in message
-    assert "sparsekv-cli calibrate -m MODEL --method fasa" in message
-
-
-def test_every_part_of_the_identity_is_checked(model, tmp_path):
+def test_a_file_holds_an_entry_of_each_model(model, tmp_path):
     path, identity = tmp_path / "s.npz", identity_of(model)
-    write_entry(path, "fasa", identity, entry())
-    changed = {
-        "n_layer": 99, "n_head": (9,) * N_LAYER, "n_head_kv": (9,) * N_LAYER, "head_dim": 99,
-        "value_dim": 99, "n_rot": 98, "freq_base": 9.5, "rope_scaling": "other",
-        "rope_factor": 9.5, "pairing": "interleaved", "model_hash": "other",
-    }  # fmt: skip
-    assert set(changed) == set(vars(identity))
-    for name, value in changed.items():
-        other = replace(identity, **{name: value})
-        message = refused(lambda other=other: read_entry(path, "fasa", other))
-        shown = "9 x 3" if isinstance(value, tuple) else str(value)
-        assert shown in message  # what was expected
+    others = [make_model(tmp_path / f"{n}.gguf", **SIZES, **of) for n, of in OTHER_MODELS.items()]
+    identities = [identity, *map(identity_of, others)]
+    changed = [
+        replace(identity, content=KnownContent("other")), replace(identity, rope=(1, 2.0, 0, 0))
+    ]  # fmt: skip
+    identities += changed
+    for seed, each in enumerate(identities):
+        assert read_entry(path, "fasa", each) is None
+        write_entry(path, "fasa", each, entry(seed))
+    for seed, each in enumerate(identities):
+        assert_same(read_entry(path, "fasa", each), entry(seed))
 
 
 def test_another_format_is_refused(model, tmp_path, monkeypatch):
@@ -195,14 +188,6 @@ def test_other_files_are_left_as_they_are(model, tmp_path):
     assert archive.read_bytes() == before
     below = notes / "sidecar.npz"
     assert "cannot be written" in refused(lambda: write_entry(below, "f", identity, entry()))
-
-
-def test_entries_of_another_model_are_dropped(model, tmp_path):
-    path, identity = tmp_path / "s.npz", identity_of(model)
-    write_entry(path, "sals", replace(identity, model_hash="other"), entry(1))
-    write_entry(path, "fasa", identity, entry(2))
-    assert read_entry(path, "sals", identity) is None
-    assert_same(read_entry(path, "fasa", identity), entry(2))
 
 
 def test_hash_of_a_model(model, blueprint, tmp_path):

@@ -28,7 +28,7 @@ def some_values(expected: CalibrationArray) -> np.ndarray:
 def test_arrays_that_a_method_cannot_use_are_refused(name, model, tmp_path):
     method, path, identity = build_method(name, {}), tmp_path / "s.npz", identity_of(model)
     with open_gguf(model) as file:
-        found = Calibrations(file, read_hparams(file), None, None, path)
+        found = Calibrations(file, read_hparams(file), identity, None, None, path)
         expected = method.calibration_arrays(found._sizes())
         good = {key: some_values(each) for key, each in expected.items()}
         write_entry(path, name, identity, entry(**good))
@@ -68,7 +68,8 @@ def npy(array: np.ndarray) -> bytes:
 def changed_about(**changes):
     def change(members: dict[str, bytes]) -> None:
         about = json.loads(str(np.load(io.BytesIO(members["about.npy"]))))
-        about["methods"]["fasa"].update(changes)
+        (own,) = about["entries"].values()
+        own.update(changes)
         members["about.npy"] = npy(np.array(json.dumps(about)))
 
     return change
@@ -80,7 +81,8 @@ def huge(members: dict[str, bytes]) -> None:
     np.lib.format.write_array_header_1_0(
         file, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40,)}
     )
-    members["fasa.a.npy"] = file.getvalue() + bytes(64)
+    (name,) = (each for each in members if each.startswith("fasa@"))
+    members[name] = file.getvalue() + bytes(64)
 
 
 def nested(members: dict[str, bytes]) -> None:
@@ -91,7 +93,7 @@ def nested(members: dict[str, bytes]) -> None:
     "change",
     [
         huge, nested, changed_about(n_tokens=float("inf")), changed_about(text_name=["x"]),
-        changed_about(tensors=7), changed_about(tensors=["../a"]), changed_about(model=None),
+        changed_about(tensors=7), changed_about(tensors=["../a"]),
     ],
 )  # fmt: skip
 def test_a_file_that_says_what_it_must_not(change, model, tmp_path):
@@ -111,7 +113,9 @@ def test_members_that_overlap_are_refused(model, tmp_path):
     write_entry(path, "fasa", identity, entry(**{n: np.zeros((3, 1000), "f4") for n in names}))
     data = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
-        starts = [archive.getinfo(f"fasa.{name}.npy").header_offset for name in names]
+        starts = [
+            archive.getinfo(f"fasa@{identity.digest()}.{name}.npy").header_offset for name in names
+        ]
         end = archive.start_dir
     cut = data[: starts[1]] + data[end:]  # the directory now speaks of members that are not there
     at = cut.rindex(b"PK\x05\x06") + 16

@@ -69,8 +69,8 @@ def test_folders_are_those_that_the_program_uses(home):
     assert found["kernels"]["path"] == str(default_folder())
     assert found["speeds"]["path"] == str(user_cache("speeds"))
     file = SimpleNamespace(path=home / "model.gguf")
-    store = Calibrations(file, None, None, None, None)  # type: ignore[arg-type]
-    store.identity = SimpleNamespace(model_hash="0")  # type: ignore[assignment]
+    identity = SimpleNamespace(model_hash="0")
+    store = Calibrations(file, None, identity, None, None)  # type: ignore[arg-type]
     assert found["calibration"]["path"] == str(store.places()[1].parent)
 
 

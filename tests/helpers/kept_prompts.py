@@ -11,7 +11,7 @@ from opened import OpenSequence
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.prefix.prefixes import Prefixes
 
 LIMIT = 1 << 30  # bytes
 Run = Callable[[OpenSequence, list[int]], Any]
@@ -20,12 +20,15 @@ N_SMALL_LAYERS = 2
 
 @dataclass
 class KnownRoot:
-    """In the place of a Root (prefixes.py), without a model."""
+    """In the place of a RowsIdentity, without a model."""
 
     name: str | None
 
     def known(self) -> str | None:
         return self.name
+
+    def sources(self) -> list["KnownRoot"]:
+        return [self]
 
 
 def prefixes_of(
@@ -60,7 +63,7 @@ def keeping(sequence: OpenSequence, folder: Path, limit: int = LIMIT) -> list[st
     sequence.rows = Prefixes(
         PrefixFolder(folder, limit, said.append),
         "tiny.gguf",
-        Root(sequence.model.gguf, sequence.model.decoder, types=types),
+        sequence.model.decoder.identity_of(types),
         types,
         method.n_queried,
         lambda text: said.append(f"-v {text}"),

@@ -188,7 +188,7 @@ def test_damaged_blocks_are_one_line_and_computed_again(how, block, sequence_of,
     sequence, alone, said = open_pair(sequence_of, tmp_path)
     keep(sequence, FIRST)
     by_parent = {path.name[:32]: path for path in tmp_path.iterdir()}
-    parent = sequence.rows.root.known()
+    parent = sequence.rows.identity.known()
     for _ in range(block):
         parent = by_parent[parent].stem[33:]
     damage(by_parent[parent], how)

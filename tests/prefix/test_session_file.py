@@ -8,7 +8,6 @@ from forged_headers import forge
 from kept_prompts import KnownRoot, keep, n_cached
 from tiny_sequences import decoded, tokens
 
-from sparsekv_cli.prefix.prefixes import Root
 from sparsekv_cli.prefix.session_file import SessionFile
 
 DOCUMENT = tokens(700)
@@ -22,7 +21,7 @@ def open_with(sequence_of, path: Path, name: str = "full", **options):
     sequence.rows = SessionFile(
         path,
         "tiny.gguf",
-        Root(sequence.model.gguf, sequence.model.decoder),
+        sequence.model.decoder.identity_of(sequence.method.kv_types),
         (sequence.method.cache_type_k, sequence.method.cache_type_v),
         sequence.method.n_queried,
         said.append,
@@ -118,7 +117,7 @@ def test_a_damaged_file_is_one_line_and_written_anew(change, sequence_of, tmp_pa
 def test_another_model_s_file_is_one_line_and_left_as_it_is(sequence_of, tmp_path):
     path = tmp_path / "a.session"
     sequence, said = open_with(sequence_of, path)
-    sequence.rows.root = KnownRoot("f" * 32)
+    sequence.rows.identity = KnownRoot("f" * 32)
     keep(sequence, FIRST)
     before = path.read_bytes()
     sequence, said = open_with(sequence_of, path)

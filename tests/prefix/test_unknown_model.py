@@ -7,7 +7,7 @@ from reference_records import LONG_CASES
 from tiny_sequences import tokens
 
 from sparsekv_cli.methods import build_method
-from sparsekv_cli.prefix.prefixes import Root
+from sparsekv_cli.models.identity import RowsIdentity
 
 IDS = tokens(1100)
 ROOT, OTHER = "a" * 32, "b" * 32
@@ -48,12 +48,12 @@ def test_a_prompt_is_kept_if_its_model_is_known_in_the_end(begun, ended, is_kept
 def test_snapshots_of_a_model_that_is_known_late(sequence_of, tmp_path, monkeypatch):
     options = {"shape": LONG_CASES["lfm2"], "dense_layers": "none", "ctx_size": 4096}
     sequence = sequence_of("full", **options)
-    said, known = keeping(sequence, tmp_path), Root.known
+    said, known = keeping(sequence, tmp_path), RowsIdentity.known
     with monkeypatch.context() as patched:
-        patched.setattr(Root, "known", lambda root: None)
+        patched.setattr(RowsIdentity, "known", lambda root: None)
         sequence.prefill(IDS)
     sequence.rows.finish()
-    assert len(list(tmp_path.glob("*.snapshot"))) == 2 and Root.known is known
+    assert len(list(tmp_path.glob("*.snapshot"))) == 2 and RowsIdentity.known is known
     alone = sequence_of("full", **options)
     sequence.reset()
     np.testing.assert_array_equal(keep(sequence, IDS + IDS[:9]), alone.prefill(IDS + IDS[:9]))

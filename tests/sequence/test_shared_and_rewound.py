@@ -1,6 +1,7 @@
 """State that sequences share, that goes back, or that has a name: none is taken for another."""
 
 import os
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,18 +180,16 @@ def test_rows_of_other_products_have_another_name(tiny_model, tmp_path):
     opened.gguf.content.wait()
     options = PrefixOptions(directory=tmp_path, limit=1.0, is_off=False, session=None)
 
-    def name(products: str, rows: str, activations: str) -> str | None:
-        config = replace(opened.config, activations=activations)
-        decoder = SimpleNamespace(rope=opened.decoder.rope, prefill_dtype=products, rows_dtype=rows)
+    def name(products: str, rows: str, n_planes: int) -> str | None:
+        decoder = copy(opened.decoder)
+        decoder.prefill_dtype, decoder.rows_dtype, decoder.n_planes = products, rows, n_planes
         engine: Any = SimpleNamespace(shares_prefill=True, decoder=decoder)
-        found = open_prompt_rows(
-            replace(opened, config=config, engine=engine), options, opened.method
-        )
+        found = open_prompt_rows(replace(opened, engine=engine), options, opened.method)
         assert isinstance(found, Prefixes)
-        return found.root.known()
+        return found.identity.known()
 
-    given = [("f32", "f32", "16"), ("bf16", "f32", "16"), ("f32", "bf16", "16")]
-    names = [name(*each) for each in (*given, ("f32", "f32", "8"))]
+    given = [("f32", "f32", 2), ("bf16", "f32", 2), ("f32", "bf16", 2)]
+    names = [name(*each) for each in (*given, ("f32", "f32", 1))]
     assert len(set(names)) == 4 and None not in names
     opened.gguf.close()
 

@@ -20,7 +20,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.prefixes import Prefixes, Root
+from sparsekv_cli.prefix.prefixes import Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve import rows
@@ -247,9 +247,9 @@ def test_a_beginning_is_shared_in_memory_and_on_disk(
 
     def disk_of(wanted: Any) -> Prefixes:
         model, types = scheduler.model, (wanted.cache_type_k, wanted.cache_type_v)
-        root = Root(model.gguf, model.decoder, types=types)
+        identity = model.decoder.identity_of(types)
         folder = PrefixFolder(tmp_path / "prefixes", 1 << 30, lambda text: None)
-        return Prefixes(folder, "tiny", root, types, wanted.n_queried or 0, lambda text: None)
+        return Prefixes(folder, "tiny", identity, types, wanted.n_queried or 0, lambda text: None)
 
     scheduler = start()
     alone = Asked(scheduler, other, method=built).text

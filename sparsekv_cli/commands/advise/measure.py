@@ -58,7 +58,7 @@ def runnable(
     model: Model, methods: dict[str, Method], left_out: dict[str, str], calibrate: bool
 ) -> dict[str, Method]:
     """Returns the methods that can be tried. Adds the reasons of others to ``left_out``."""
-    from sparsekv_cli.planning.kept import why_not
+    from sparsekv_cli.planning.kept import NOT_CALIBRATED
 
     found = {}
     kinds = [layer.kind for layer in model.hparams.layers]
@@ -67,9 +67,8 @@ def runnable(
         left_out |= dict.fromkeys(methods, reason)
         return {}
     for name, method in methods.items():
-        reason = "" if calibrate else why_not(method, model.gguf, model.hparams)
-        if reason:
-            left_out[name] = f"{reason}, or advise --calibrate"
+        if not calibrate and not model.calibrations.has(method):
+            left_out[name] = f"{NOT_CALIBRATED}, or advise --calibrate"
         elif method.n_queried is None:
             left_out[name] = "it reads the whole document anew each time, and none of it from disk"
         else:

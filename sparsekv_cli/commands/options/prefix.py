@@ -106,7 +106,6 @@ def is_switched_off() -> bool:
 
 def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> PromptRows | None:
     """Returns the object that finds and keeps prompts on disk; None if off or impossible."""
-    from sparsekv_cli.prefix.prefixes import Root
     from sparsekv_cli.prefix.session_file import SessionFile
 
     if options.session is None:
@@ -118,13 +117,13 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         raise SparseKVError(
             f"--session: {reason}; leave it out, or use another method, device or model"
         )
-    root = Root(model.gguf, model.decoder)
-    if root.known() is None:
+    identity = model.decoder.identity_of(method.kv_types)
+    if identity.known() is None:
         size = f"{model.gguf.size / 2**30:.1f} GiB"
         _warn(f"--session: the {size} of the model are read once, to identify the model")
         model.gguf.content.wait()
     name, types = model.gguf.path.name, method.kv_types
-    return SessionFile(options.session, name, root, types, n_queried, _warn, _teller())
+    return SessionFile(options.session, name, identity, types, n_queried, _warn, _teller())
 
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
@@ -145,10 +144,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
             (tell if options.directory is None else _warn)(f"prefix cache: off, {reason}")
             return None
         folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
-        return prompts_in(
-            folder, model.gguf, model.decoder, model.config.activations, method.kv_types,
-            n_queried, tell, is_bounded=bool(model.hparams.other_layers),
-        )  # fmt: skip
+        return prompts_in(folder, model.decoder, method.kv_types, n_queried, tell)
 
     return make
 
