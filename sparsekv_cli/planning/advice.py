@@ -21,7 +21,7 @@ class Advice:
     trials: Sequence[MethodTrial]
     max_loss: float  # mean KLD up to which a method loses little
     left_out: Mapping[str, str]  # reasons, by the names of methods that are not in the report
-    is_uneven: bool  # whether the machine was busy at times
+    is_busy: bool  # the machine was busy, so speeds rank no method
     n_facts: int
     facts_from: int  # tokens ahead of the first fact
 
@@ -36,19 +36,21 @@ class Advice:
 
     @property
     def best(self) -> list[MethodTrial]:
-        """Up to N_BEST methods: those that lose little, fastest first; then those of least loss."""
+        """Up to N_BEST methods: those that lose little, fastest first; others by loss."""
         asked = [trial for trial in self.trials if len(trial.same)]
         good = [trial for trial in asked if self.loses_little(trial)]
-        good.sort(key=lambda trial: (not self.gains(trial), -trial.speedup))
         others = [trial for trial in asked if not self.loses_little(trial)]
-        others.sort(key=lambda trial: float(trial.kld.mean()))
+        for trials in (good, others):
+            trials.sort(key=lambda trial: float(trial.kld.mean()))
+        if not self.is_busy:
+            good.sort(key=lambda trial: (not self.gains(trial), -trial.speedup))
         return [*good, *others][:N_BEST]
 
     @property
     def chosen(self) -> MethodTrial:
         """The fastest method that loses little; of equally fast ones, the one of least loss."""
         good = [each for each in self.best if self.loses_little(each) and self.gains(each)]
-        if not good:
+        if self.is_busy or not good:
             return self.full
         alike = [each for each in good if each is good[0] or each.is_as_fast_as(good[0])]
         return min(alike, key=lambda each: float(each.kld.mean()))
@@ -76,6 +78,8 @@ class Advice:
             "speed": groups_of(by_speed, self._is_as_fast),
             "words": groups_of(by_words, _are_as_near),
         }
+        if self.is_busy:
+            del found["speed"]
         return {
             what: [[spec_of(each.method) for each in group] for group in groups]
             for what, groups in found.items()
@@ -94,6 +98,8 @@ class Advice:
         if chosen is self.full:
             if not self.n_facts:
                 return "full: the document is short, so no method gains anything"
+            if self.is_busy:
+                return "full: the machine was busy, and its speeds are not to be believed"
             if not self.best:
                 return "full: no method that was tried is faster here or takes less memory"
             return "full: the methods that gain something lose too much, or gain too little"

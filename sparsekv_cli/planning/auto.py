@@ -111,6 +111,7 @@ class MethodChoice:
     max_loss: float
     rated: Sequence[Rated]
     losses: Losses | None
+    is_busy: bool = False  # the speeds are of a busy machine, so no method is ranked
 
     @property
     def repeat(self) -> str:
@@ -128,6 +129,8 @@ class MethodChoice:
             return (
                 f"auto: {name}, because contexts below {LEAST_TEXT} tokens are too short for more"
             )
+        if self.is_busy:
+            return "auto: full, because the speeds of a busy machine are not to be believed"
         measured = f"KLD measured {found.date} on {found.machine}"
         faster = [
             f"{each.spec} {each.kld:.3f}"
@@ -154,6 +157,7 @@ class MethodChoice:
             "why": self.why,
             "context": self.n,
             "max_loss": self.max_loss,
+            "is_believable": not self.is_busy,
             "considered": [each.as_dict() for each in self.rated],
         }
 
@@ -242,7 +246,7 @@ def choose(
 ) -> MethodChoice:
     """Returns the fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
 
-    forecast: of methods that are sparse at once.
+    On a busy machine it returns ``full``. forecast: of methods that are sparse at once.
     """
     full = build_method("full", {})
     dense = Rated(full, 0.0, 1 / forecast.seconds(full, n))
@@ -253,12 +257,12 @@ def choose(
     ]
     rated.sort(key=lambda each: -each.tps)
     allowed = [each for each in rated if each.kld <= max_loss and each.tps > GAIN * dense.tps]
-    chosen, sparse_from = dense, 0
-    if allowed:
+    chosen, sparse_from, is_busy = dense, 0, forecast.speeds.is_busy
+    if allowed and not is_busy:
         chosen = allowed[0]
         pays = forecast.pays_from(chosen.method) or 0
         sparse_from = max(0, min(n, pays) - 1)
-    return MethodChoice(chosen, sparse_from, dense.tps, n, max_loss, rated, losses)
+    return MethodChoice(chosen, sparse_from, dense.tps, n, max_loss, rated, losses, is_busy)
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:

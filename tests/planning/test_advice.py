@@ -1,5 +1,7 @@
 """``advise``'s parts without a model: the task, the time to read, the choice."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,14 @@ def test_of_methods_that_are_as_fast_the_nearest_is_advised():
     found = advice(trial("topk", 1.30, kld=0.02), trial("quest", 1.33, kld=0.09))
     assert found.chosen.method.name == "topk"
     assert ["topk", "quest"] in found.equal["speed"]
+
+
+def test_a_busy_machine_ranks_by_loss_alone():
+    trials = [trial("topk", 3.0, kld=0.09), trial("quest", 1.4, kld=0.01)]
+    found = replace(advice(*trials), is_busy=True)
+    assert [each.method.name for each in found.best] == ["quest", "topk"]
+    assert found.chosen is found.full and "not to be believed" in found.why
+    assert "speed" not in found.equal and advice(*trials).chosen is trials[0]
 
 
 def test_full_is_advised_where_nothing_is_gained():

@@ -29,6 +29,7 @@ class FakeForecast:
     def __init__(self):
         self.speeds = replace_methods = type("Speeds", (), {})()
         replace_methods.methods = {method_key(each): None for each in METHODS}
+        replace_methods.is_busy = False
         self.fixed = {"lfps": 0.004, "quest": 0.003, "snapkv": 0.002}
 
     def seconds(self, method, n):
@@ -63,6 +64,14 @@ def test_the_fastest_of_those_within_the_loss(n, max_loss, name, repeat):
     assert [each["name"] for each in found["considered"]] == ["snapkv", "quest", "lfps"]
     if (n, max_loss) == (8000, 0.1):
         assert "faster ones lose more: snapkv 0.300, quest 0.250" in choice.why
+
+
+def test_a_busy_machine_gives_no_choice_by_speed():
+    forecast = FakeForecast()
+    forecast.speeds.is_busy = True
+    choice = choose(forecast, METHODS[1:], losses(**KLD), 8000, 0.5)
+    assert (choice.chosen.method.name, choice.repeat) == ("full", "--method full")
+    assert "not to be believed" in choice.why and not choice.as_dict()["is_believable"]
 
 
 def test_methods_that_were_not_measured_are_not_chosen():
@@ -152,6 +161,7 @@ def model(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "N_STEPS", 2)
     monkeypatch.setattr(measure, "measure_bandwidth", lambda n_threads: 1e10)
     monkeypatch.setattr(kept, "user_cache", tmp_path.joinpath)
+    monkeypatch.setattr(kept, "load_beyond_cores", lambda: None)
     monkeypatch.setattr(auto, "N_TEXT", 1100)
     monkeypatch.setattr(auto, "candidates", lambda sequence: [FEW, SNAPKV])
     monkeypatch.setattr(auto, "GAIN", 0.0)  # a tiny model's speeds say nothing
@@ -200,6 +210,16 @@ def test_the_depth_is_that_of_the_chosen_method_alone(model, capsys, monkeypatch
     given = ("-m", model, "-t", 1, "-c", 600, "-n", 1, "--no-cache", "--method", "auto")
     code, _, err = call(capsys, "chat", *given)
     assert code == 0 and f"sparse from {2 * QUEST.work_of_a_head} tokens on" in err, err
+
+
+def test_a_busy_machine_is_told(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kept, "load_beyond_cores", lambda: (9.0, 2))
+    text = tmp_path / "prompt.txt"
+    text.write_text("a b c d " * 400)
+    given = ("run", "-m", model, "-t", 1, "-f", text, "-n", 1, "--no-cache", "--method", "auto")
+    code, out, err = call(capsys, *given, "--max-loss", 100, "--json")
+    assert code == 0 and "warning: auto: full, because the speeds of a busy machine" in err
+    assert json.loads(out)["method"]["name"] == "full"
 
 
 @pytest.mark.parametrize(

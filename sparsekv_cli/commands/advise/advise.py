@@ -99,7 +99,7 @@ def command(
     question = None if prompt is None else check_utf8(prompt, "the question given with -p")
     document, max_loss = read_document(file), options.max_loss
     path = find_model(options.model)
-    is_busy = warn_of_load()
+    is_busy = warn_of_load()  # before the model's own work
     compiling = CompileProgress()
     model = load_model(path, full, replace(options.config, device="cpu"), compiling)
     warn_of_long_context(model)
@@ -123,11 +123,11 @@ def command(
             task = plant(reader, model, body)
             n_answers = 0 if question is None else 2
             advice = try_all(reader, task, full, methods, begin, max_loss, left_out, n_answers)
+        advice = replace(advice, is_busy=is_busy or advice.is_busy)
         answers = {} if question is None else answer_all(reader, model, reading.ids, advice)
         seconds = time.perf_counter() - begin
     line = advised_line(options, prefix, reading, question, advice)
-    is_busy |= advice.is_uneven
-    found = as_object(model, reading, advice, answers, line, is_busy=is_busy, seconds=seconds)
+    found = as_object(model, reading, advice, answers, line, seconds)
     if as_json:
         write_json(found)
     else:

@@ -21,8 +21,6 @@ def as_object(
     advice: Advice,
     answers: Mapping[str, str],
     line: str,
-    *,
-    is_busy: bool,
     seconds: float,
 ) -> dict[str, Any]:
     """Returns the object for ``--json``. seconds: the time of all work after the reading."""
@@ -32,7 +30,7 @@ def as_object(
         "model": str(model.gguf.path),
         "cpu": cpu_name(),
         "threads": model.n_threads,
-        "is_busy": is_busy,
+        "is_busy": advice.is_busy,
         "document": reading.as_dict(),
         "measuring_s": seconds,
         "facts_from": advice.facts_from,
@@ -63,8 +61,11 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
             ("measuring", f"{found['measuring_s']:.0f} s{facts}"),
         ],
     )
-    columns = ("method", "t/s", "times as fast", "memory", "same word", "facts found")
-    print_table("methods", columns, [_row(each) for each in found["methods"]])
+    columns = ["method", "t/s", "times as fast", "memory", "same word", "facts found"]
+    rows = [columns, *map(_row, found["methods"])]
+    if advice.is_busy:
+        rows = [[row[0], *row[3:]] for row in rows]  # without the figures that rank
+    print_table("methods", rows[0], rows[1:])
     for what, groups in found["no_difference"].items():
         if groups:
             joined = "; ".join(", ".join(group) for group in groups)
@@ -77,8 +78,12 @@ def print_report(found: Mapping[str, Any], advice: Advice) -> None:
     if found["answers"]:
         answers = [(name, one_line(text)) for name, text in found["answers"].items()]
         print_table("answers", (), answers)
-    if advice.is_uneven:
-        say("warning: other programs used this machine: repeat it when they have finished")
+    if advice.is_busy:
+        speeds = ", ".join(f"{each['spec']} {each['decode_tps']:.1f}" for each in found["methods"])
+        say(
+            "no method is ranked, because the speeds are not to be believed: other programs used "
+            f"this machine; measured t/s: {speeds}; repeat it when they have finished"
+        )
     write_text(f"{found['advice']['why']}\n{found['advice']['command']}\n")
 
 

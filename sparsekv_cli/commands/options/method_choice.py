@@ -78,13 +78,11 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
             model.gguf, model.config, methods,
             is_quick=True, on_measure=progress, on_compile=compiling,
         )  # fmt: skip
-    if speeds.is_busy:
-        say(
-            "warning: auto chooses by speeds that were measured on a busy machine, which are not "
-            "to be believed: name a method, or repeat it when the machine is quiet"
-        )
     forecast = Forecast(model.gguf, speeds, sparse_from=0)
-    return auto.choose(forecast, methods, losses, depth, max_loss)
+    choice = auto.choose(forecast, methods, losses, depth, max_loss)
+    if choice.is_busy:
+        say(f"warning: {choice.why}: name a method, or repeat it when the machine is quiet")
+    return choice
 
 
 def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:

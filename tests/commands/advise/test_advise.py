@@ -8,6 +8,7 @@ from tiny_models import make_model
 
 from sparsekv_cli.commands.advise import measure
 from sparsekv_cli.commands.advise.reader import Reader
+from sparsekv_cli.commands.shared import progress
 
 DOCUMENT = "The fox number {} jumps over {} lazy dogs.\n"
 
@@ -75,6 +76,14 @@ def test_the_last_line_is_a_command_that_works(models, document, few, tmp_path, 
     assert options[options.index("-f") + 1] == str(document)
     assert invoke(command, *options, "-n", "4").code == 0
     assert "temporary folder" in result.err and not list(tmp_path.glob("kept*"))
+
+
+def test_a_busy_machine_is_not_ranked(models, document, few, invoke, monkeypatch):
+    monkeypatch.setattr(progress, "load_beyond_cores", lambda: (9.0, 2))
+    result = advise(invoke, "-m", models["llama"], "-f", document, "-t", 1)
+    assert "no method is ranked" in result.err and "measured t/s: full " in result.err
+    assert "t/s" not in result.out and "same word" in result.out and "in speed" not in result.out
+    assert "--method full" in result.out.splitlines()[-1]
 
 
 def test_a_document_beyond_the_context_is_cut(models, document, few, tmp_path, invoke):
