@@ -137,8 +137,9 @@ def _words(
         names = names_of(kind) if len(place) == 1 else ()
         if place[-1] in names:
             return field, ": is given twice, under two names"
-        name = kind.elsewhere.get(field, str(place[-1]))
-        return field, f": no such field{did_you_mean(name, names)}"
+        if field in kind.elsewhere:
+            return field, f": no such field: use {kind.elsewhere[field]}"
+        return field, f": no such field{did_you_mean(str(place[-1]), names)}"
     if error == "missing":
         return path_of([*_place(values, found[0]["loc"][:-1]), found[0]["loc"][-1]]), ": is missing"
     if error == "value_error":

@@ -27,7 +27,7 @@ CLIENTS = (
             "store", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options",
             "web_search_options", "moderation", "stream_options.include_obfuscation",
         ),
-        ("audio", "best_of", "echo"),
+        ("audio", "best_of", "echo", "functions", "function_call"),
     ),
     Client(
         "OpenAI, responses; Codex",

@@ -7,7 +7,7 @@ an effect.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -185,6 +185,9 @@ class ChatFields(OpenAIFields):
     so after an assistant's message.
     add_generation_prompt: false leaves out the template's beginning of an answer.
     """
+
+    # OpenAI's old names.
+    elsewhere: ClassVar = {"functions": "tools", "function_call": "tool_choice"}
 
     messages: Messages
     max_tokens: SomeTokens | None = Field(None, validation_alias=MAX_TOKENS)

@@ -114,6 +114,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"temprature": 1}, "temprature"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"guided_json": {}}, "guided_json"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions: no such field: use tools"),
+    (CHAT, {"function_call": "auto"}, "function_call: no such field: use tool_choice"),
     (CHAT, {"max_tokens": 5.5}, "max_tokens"),
     (CHAT, {"max_tokens": 5, "n_predict": 5}, "n_predict"),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "thinking"),
