@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.sampling.grammar import Grammar, read_grammar, require_llguidance
-from sparsekv_cli.system.work import limit_work
+from sparsekv_cli.system.work import answer_of, limit_work
 
 BYTES = 3 << 30  # address space of the process
 WAIT_S = 30.0  # seconds that a request waits; the reading goes on, and its result is remembered
@@ -98,14 +98,7 @@ class GrammarTrial:
             with self._lock:
                 self._known.pop((kind, text), None)  # the next request tries again
             raise
-        if not line:
-            raise SparseKVError(
-                f"--{kind}: it takes more than {self._seconds} s or {BYTES >> 30} GiB to read: "
-                "make it simpler"
-            )
-        answer: dict[str, str] = json.loads(line)
-        if "error" in answer:
-            raise SparseKVError(answer["error"])
+        answer = answer_of(line, f"--{kind}: it", self._seconds, BYTES, "make it simpler")
         return Grammar(kind, answer["definition"])
 
     def _ask(self, line: bytes) -> bytes:

@@ -15,7 +15,7 @@ from threading import Lock
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text
-from sparsekv_cli.system.work import limit_work
+from sparsekv_cli.system.work import answer_of, limit_work
 
 SECONDS, BYTES = 30, 1 << 30  # of CPU time and of address space that a document may take
 WAIT_S = 120.0  # seconds that it may take on a busy machine
@@ -29,15 +29,7 @@ def command(most: int) -> list[str]:
 
 def text_of(said: bytes, name: str) -> str:
     """Returns the text that the process said. Raises SparseKVError if it said none."""
-    if not said:
-        raise SparseKVError(
-            f"{name} takes more than {SECONDS} s or {BYTES >> 30} GiB to read: split it, or "
-            "give its text"
-        )
-    answer: dict[str, str] = json.loads(said)
-    if "error" in answer:
-        raise SparseKVError(answer["error"])
-    return answer["text"]
+    return answer_of(said, name, SECONDS, BYTES, "split it, or give its text")["text"]
 
 
 def read_apart(data: bytes, name: str) -> str:

@@ -3,11 +3,13 @@
 The limits are for a process that reads data of other people.
 """
 
+import json
 import os
 import resource
 import sys
 from pathlib import Path
 
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.control_groups import cpu_quota
 
 
@@ -55,3 +57,17 @@ def limit_work(seconds: int, n_bytes: int) -> None:
     if sys.platform == "linux":  # macOS refuses a limit below what is mapped, which is much there
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def answer_of(said: bytes, what: str, seconds: int, n_bytes: int, hint: str) -> dict[str, str]:
+    """Returns the JSON object of a process with ``limit_work``. Raises the SparseKVError in it.
+
+    what, hint: words of the SparseKVError if nothing was said, because the work was too much.
+    """
+    if not said:
+        limits = f"{seconds} s or {n_bytes >> 30} GiB"
+        raise SparseKVError(f"{what} takes more than {limits} to read: {hint}")
+    answer: dict[str, str] = json.loads(said)
+    if "error" in answer:
+        raise SparseKVError(answer["error"])
+    return answer
