@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_metadata
+from tiny_vocabularies import CONTROL, NORMAL, USER_DEFINED, bpe_with
 
 from sparsekv_cli.cache.counters import Timings
 from sparsekv_cli.errors import SparseKVError
@@ -18,7 +18,7 @@ from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
 from sparsekv_cli.models.chat.thinking import MARKERS, thinking_of
 from sparsekv_cli.models.tokenizer.marks import CHANNEL_MARKS
-from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 from sparsekv_cli.sampling.grammar import read_grammar
 from sparsekv_cli.sequence import Checkpoint
 
@@ -30,22 +30,11 @@ ANY = read_grammar("regex", r"(?s:.)*!")
 LONG = "hm " * 200
 
 
-def tokenizer_with_markers(kind: int) -> Tokenizer:
-    """The markers are tokens of a kind; 0: they are text like any other."""
-    metadata = bpe_metadata()
-    if kind:
-        texts = {text for pair in MARKERS[1:] for text in pair} | {
-            *CHANNEL_MARKS,
-            "<|return|>",
-            "<|call|>",
-        }
-        metadata["tokenizer.ggml.tokens"] += sorted(texts)
-        types = metadata["tokenizer.ggml.token_type"]
-        metadata["tokenizer.ggml.token_type"] = np.append(types, [kind] * len(texts)).astype("i4")
-    return load_tokenizer(metadata)
-
-
-TOKENIZERS = {kind: tokenizer_with_markers(kind) for kind in (0, CONTROL, USER_DEFINED)}
+MARKS = {*CHANNEL_MARKS, "<|return|>", "<|call|>", *(text for pair in MARKERS[1:] for text in pair)}
+# The markers are tokens of a kind; 0: they are text like any other.
+TOKENIZERS = {0: bpe_with({})} | {
+    kind: bpe_with(dict.fromkeys(sorted(MARKS), kind)) for kind in (CONTROL, USER_DEFINED)
+}
 KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
 
 
@@ -175,12 +164,7 @@ def test_a_header_that_is_half_written_is_closed(kind):
 
 def test_a_token_that_ends_the_marker_and_goes_on():
     """It would put text in front of the answer that no grammar has seen."""
-    metadata = bpe_metadata()
-    metadata["tokenizer.ggml.tokens"] += [">x", ">Ċ"]
-    types = metadata["tokenizer.ggml.token_type"]
-    metadata["tokenizer.ggml.token_type"] = np.append(types, [1, 1]).astype("i4")
-    metadata["tokenizer.ggml.merges"] += ["> x", "> Ċ"]
-    TOKENIZERS[9] = load_tokenizer(metadata)
+    TOKENIZERS[9] = bpe_with({">x": NORMAL, ">Ċ": NORMAL}, ["> x", "> Ċ"])
     template = TEMPLATES["Qwen3.5-4B"]
     assert answered(template, "so</think>xno!", kind=9, n=99).text in ("yes!", "no!")
     spaced = answered(template, "so</think>\nno!", kind=9, n=99)

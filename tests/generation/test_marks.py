@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_metadata
+from tiny_vocabularies import CONTROL, USER_DEFINED, bpe_with
 
 from sparsekv_cli.generation.generation import Generation
 from sparsekv_cli.models.chat.calls import Text, Thought, ToolCall
 from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.models.tokenizer.marks import KNOWN, SPELLED, STAND_IN, Marks, marks_of
-from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 from sparsekv_cli.sequence import Checkpoint, Timings
 from sparsekv_cli.serve.forms.tools import (
     GEMMA4,
@@ -30,17 +30,12 @@ from sparsekv_cli.serve.forms.tools import (
 TURN = "<|start_of_turn|>"
 
 
-def tokenizer_with(kind: int) -> Tokenizer:
-    """Its marks are tokens of a kind. The end of a turn is a control token."""
-    metadata = bpe_metadata()
-    metadata["tokenizer.ggml.tokens"] += [*KNOWN, TURN]
-    types = [*metadata["tokenizer.ggml.token_type"], *[kind] * len(KNOWN), CONTROL]
-    metadata["tokenizer.ggml.token_type"] = np.array(types, "i4")
-    return load_tokenizer(metadata)
-
-
-PLAIN = load_tokenizer(bpe_metadata())
-TOKENIZERS = {kind: tokenizer_with(kind) for kind in (CONTROL, USER_DEFINED)}
+PLAIN = bpe_with({})
+# The marks are tokens of a kind. The end of a turn is a control token.
+TOKENIZERS = {
+    kind: bpe_with({**dict.fromkeys(KNOWN, kind), TURN: CONTROL})
+    for kind in (CONTROL, USER_DEFINED)
+}
 KINDS = pytest.mark.parametrize("kind", TOKENIZERS)
 
 

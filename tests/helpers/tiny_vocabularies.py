@@ -1,10 +1,12 @@
 """Metadata of tiny tokenizers: byte-level BPE and SentencePiece."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.models.tokenizer.bpe import byte_symbols
+from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -26,6 +28,16 @@ def bpe_metadata(**changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": 263,
     }
     return changed(metadata, changes)
+
+
+def bpe_with(kinds: Mapping[str, int], merges: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer of ``bpe_metadata`` with more tokens. kinds: by their texts."""
+    metadata = bpe_metadata()
+    types = [*metadata["tokenizer.ggml.token_type"], *kinds.values()]
+    metadata["tokenizer.ggml.tokens"] += kinds
+    metadata["tokenizer.ggml.token_type"] = np.array(types, np.int32)
+    metadata["tokenizer.ggml.merges"] += merges
+    return load_tokenizer(metadata)
 
 
 def spm_metadata(**changes: Any) -> dict[str, Any]:
