@@ -216,8 +216,8 @@ class Sequence:
 
     def reset(self, attention: Attention | None = None) -> None:
         """Forgets the tokens. The timings stay, and without ``attention`` the way to attend."""
-        self._renew(attention or self.attention)
         self._cut_drafts(0)
+        self._renew(attention or self.attention)
 
     def _renew(
         self, attention: Attention, ids: Ids[int] = (), caches: list[LayerCache] | None = None
@@ -248,7 +248,6 @@ class Sequence:
     def _go_back(self, n: int) -> None:
         """Does ``rewind``. It begins at any state that an interrupt leaves, also one of its own."""
         n = min(n, len(self.tokens), *(cache.n for cache in self.caches))
-        self._cut_drafts(n)
         for cache in self.caches:
             cache.keep(n)
         at, reached = self.checkpoint, reachable(self.caches, n)
@@ -310,7 +309,7 @@ class Sequence:
         has_disk: long prompts that are mostly new begin anew, because the disk keeps whole prompts.
         """
         self.settle()
-        n, at = n_common(ids, self.tokens), self.checkpoint
+        n, at, n_queried = n_common(ids, self.tokens), self.checkpoint, self.method.n_queried or 0
         if has_disk and n < N_WHOLE <= len(ids) - n:
             self.rewind(0)
         elif at is not None and n >= at.n == len(ids):
@@ -318,8 +317,8 @@ class Sequence:
         elif not goes_on:
             holds = self.method.holds_all_rows
             self.rewind(self.n_alike(ids, self.method, N_REFRESH) if holds else 0)
-        elif n < len(self.tokens) or len(ids) - n < max(1, self.method.n_queried or 0):
-            self.rewind(min(n, max(0, len(ids) - N_REFRESH)))
+        elif n < len(self.tokens) or len(ids) - n < max(1, n_queried):
+            self.rewind(min(n, max(0, len(ids) - max(N_REFRESH, n_queried))))
         return ids[len(self.tokens) :]
 
     def change_method(self, attention: Attention) -> None:

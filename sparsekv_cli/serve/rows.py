@@ -27,7 +27,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
-from sparsekv_cli.sequence import N_HEADROOM, Attention, Sequence
+from sparsekv_cli.sequence import N_HEADROOM, Sequence
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
 
@@ -152,14 +152,10 @@ def takes_over(parked: Sequence, ids: Ids[int], method: Method, can_share: bool)
 def replaces(new: Sequence, old: Sequence) -> bool:
     """Returns whether ``new`` can replace ``old``: its prompt starts with that of ``old``."""
     at, before = new.checkpoint, old.checkpoint
-    if at is None or before is None or not attend_alike(new.attention, old.attention):
+    if at is None or before is None or new.method != old.method:
         return False
     n = n_common(new.tokens[: at.n], old.tokens[: before.n])
     return n == before.n and (n == at.n or keeps_rows(new))
-
-
-def attend_alike(one: Attention, other: Attention) -> bool:
-    return (one.method, one.sparse_from) == (other.method, other.sparse_from)
 
 
 def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
@@ -214,13 +210,13 @@ def sequence_bytes(method: Method, specs: Ids[LayerSpec], n: int) -> int:
 
 
 def best_parked(
-    all_parked: Iterable[Parked], attention: Attention, ids: Ids[int], can_share: bool
+    all_parked: Iterable[Parked], method: Method, ids: Ids[int], can_share: bool
 ) -> tuple[Parked | None, int]:
     """Returns the parked sequence from which most of ``ids`` can be taken, and how many rows."""
     best, n_best = None, 0
     for parked in all_parked:
-        if attend_alike(parked.sequence.attention, attention):
-            n = takes_over(parked.sequence, ids, attention.method, can_share)
+        if parked.sequence.method == method:  # its budget holds ``sparse_from``
+            n = takes_over(parked.sequence, ids, method, can_share)
             best, n_best = (parked, n) if n > n_best else (best, n_best)
     return best, n_best
 

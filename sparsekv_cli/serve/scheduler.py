@@ -306,7 +306,7 @@ class Scheduler:
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
         """Returns a parked sequence that begins as ``ids`` do, or a new one."""
-        best, n_best = best_parked(self._parked, attention, ids, self._rows is not None)
+        best, n_best = best_parked(self._parked, attention.method, ids, self._rows is not None)
         if best is None:
             return self.model.sequence(attention)
         if self._rows is not None:

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cache_states import differing, state_of
+from kept_prompts import keep, keeping
 from next_token_models import SHAPE, knowing
+from opened import sequence_of
 from tiny_models import make_model
 from tiny_recurrent import DeltaNet
 
@@ -100,6 +103,58 @@ def test_rejected_rows_leave_the_block_as_it_was(path, monkeypatch):
     assert a.n == b.n == len(PROMPT) + 1
     others = differing(state_of(a), state_of(b))  # but for the counts of the steps made
     assert [name for name in others if "counters" not in name and "ledger" not in name] == []
+    model.gguf.close()
+
+
+def block_rows(sequence: Sequence) -> dict[int, np.ndarray]:
+    """K of the block's rows by their positions, also of those that were pending."""
+    sequence.next_rows.draft(9, 1)
+    positions, rows = sequence.next_rows._positions, sequence.next_rows.cache.store.keys()
+    assert positions == sorted(set(positions))
+    return dict(zip(positions, rows.swapaxes(0, 1), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("way", "given", "kept"),
+    [("reset", [], 0), ("change_method", [], 0), ("rewind", [0], 0), ("rewind", [150], 150),
+     ("rewind", [151], 150), ("rewind", [152], 152)],
+)  # fmt: skip
+def test_a_sequence_that_goes_back_has_the_rows_of_its_tokens(way, given, kept, path):
+    """The block's rows are those of a sequence that never had other tokens."""
+    model = opened(path)
+    used, fresh = model.sequence(), model.sequence()
+    used.prefill(PROMPT)
+    model.engine.decode([used], [PROMPT[:9]])
+    used.keep(152)
+    block_rows(used)
+    if way == "change_method":
+        given = [model.attention_of(build_method("quest", {}))]
+    getattr(used, way)(*given)
+    assert len(used.tokens) == kept
+    other = [7 + i * i % 300 for i in range(50)]
+    fresh.prefill([*used.tokens, *other])
+    used.prefill(other)
+    rows, expected = block_rows(used), block_rows(fresh)
+    assert set(expected) - set(rows) <= {kept - 1}
+    for position, row in rows.items():
+        np.testing.assert_allclose(row, expected[position], atol=2e-2, err_msg=str(position))
+    model.gguf.close()
+
+
+def test_rows_from_disk_are_not_those_of_the_block(path, tmp_path):
+    """It has rows of the tokens that are computed, at their positions."""
+    model, ids = opened(path), [3 + i * i % 400 for i in range(600)]
+    writer, reader, fresh = (sequence_of(model) for _ in range(3))
+    keeping(writer, tmp_path)
+    keep(writer, ids)
+    keeping(reader, tmp_path)
+    for each in (reader, fresh):
+        each.prefill([*ids, *PROMPT])
+    assert reader.timings.cached_tokens >= 512
+    rows, expected = block_rows(reader), block_rows(fresh)
+    assert sorted(rows) == list(range(reader.timings.cached_tokens, len(ids) + len(PROMPT)))
+    for position, row in rows.items():
+        np.testing.assert_allclose(row, expected[position], atol=2e-2, err_msg=str(position))
     model.gguf.close()
 
 

@@ -23,7 +23,8 @@ class Asked:
         seconds = options.pop("seconds", 60.0)
         method = options.pop("method", FULL)
         self._pause: Callable[[], Any] = options.pop("pause", lambda: None)  # after an event
-        request = Request(ids, method, 0, n, options.pop("sampling", GREEDY), **options)
+        depth = options.pop("sparse_from", 0)
+        request = Request(ids, method, depth, n, options.pop("sampling", GREEDY), **options)
         self.job = Job(request, self._tell, seconds)
         scheduler.submit([self.job])
 

@@ -9,13 +9,16 @@ from sparsekv_cli.methods import build_method
 
 N_PROMPT, STEPS = 200, [7, 8, 9]
 OTHERS = ("topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv")
+QUERIED = {"window": "100"}  # more queries than are read again in any case
 GIVE_ROWS = {"full", "topk", "streaming", "quest", "lfps"}  # they keep all rows as full does
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_another_method_takes_over_the_rows(sequence_of, name):
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, {}) for name in OTHERS] + [("lfps", QUERIED), ("snapkv", QUERIED)]
+)
+def test_another_method_takes_over_the_rows(sequence_of, name, options):
     """From full, and back: it decodes as after a prefill of its own."""
-    sequence, alone = sequence_of("full"), sequence_of(name, budget="16")
+    sequence, alone = sequence_of("full"), sequence_of(name, options, budget="16")
     method, full = alone.method, sequence.method
     sequence.prefill(tokens(N_PROMPT))
     sequence.change_method(sequence.model.attention_of(method))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_states import differing, state_of
-from kept_prompts import keep, keeping
+from kept_prompts import keep, keeping, n_cached
 from reference_records import LONG_CASES
-from tiny_sequences import CHUNK, decoded, open_tiny, tokens
+from tiny_sequences import CHUNK, SHAPE, decoded, open_tiny, tokens
 
 from sparsekv_cli.cache import kinds, row_sizes
 from sparsekv_cli.cache.state import StateCache
@@ -134,6 +134,20 @@ def test_a_place_that_was_left_is_another_place_later(shape, sequence_of):
     np.testing.assert_allclose(again, first, atol=2e-3)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, HYBRID, WINDOWS])
+@pytest.mark.parametrize("way", ["reset", "rewind", "keep_common"])
+def test_an_empty_sequence_is_a_new_one(way, shape, sequence_of):
+    """Nothing of its prompt is left for other tokens of the same number, which come by steps."""
+    model, ids = sequence_of("full", shape=shape).model, tokens(64, 7)
+    used, fresh = model.sequence(), model.sequence()
+    used.prefill(PROMPT[:64])
+    getattr(used, way)(*{"reset": (), "rewind": (0,), "keep_common": (WRONG,)}[way])
+    for each in (used, fresh):
+        decoded(each, ids)
+    assert_alike(used, fresh)
+    assert used.keep_common(ids) == fresh.keep_common(ids) == ids
+
+
 @pytest.mark.parametrize("who", ["given", "taken"])
 def test_rows_before_the_end_of_a_prefix_are_no_longer_shared(who, sequence_of):
     """After a rewind below the prefix, a few other rows, and more memory."""
@@ -192,6 +206,17 @@ def test_rows_of_other_products_have_another_name(tiny_model, tmp_path):
     names = [name(*each) for each in (*given, ("f32", "f32", 1))]
     assert len(set(names)) == 4 and None not in names
     opened.gguf.close()
+
+
+def test_rows_of_another_model_are_not_found(sequence_of, tmp_path):
+    """It has the same name, shape and vocabulary."""
+    shapes = [{**SHAPE, "seed": seed} for seed in range(2)]
+    one, other = (sequence_of("full", ctx_size=2048, chunk=128, shape=each) for each in shapes)
+    for each in (one, other):
+        each.model.gguf.content.wait()
+        keeping(each, tmp_path)
+    keep(one, tokens(600))
+    assert [n_cached(each, tokens(600)) for each in (one, other)] == [592, 0]
 
 
 def test_the_first_blocks_of_a_prompt_are_the_ones_used_last(sequence_of, tmp_path, monkeypatch):

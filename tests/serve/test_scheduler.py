@@ -276,6 +276,25 @@ def test_rows_of_another_type_are_not_shared(start: Callable[..., Scheduler]) ->
     assert isinstance(asked.end, Finished) and asked.end.n_cached == 0
 
 
+@pytest.mark.parametrize(("name", "window", "n"), [("full", {}, 144), ("lfps", "120", 128)])
+def test_which_rows_are_given(name: str, window: Any, n: int, start: Callable[..., Any]) -> None:
+    """Rows of the prompt, but none of its answer, nor those whose queries a method needs."""
+    scheduler, method = start(), build_method(name, window and {"window": window})
+    assert Asked(scheduler, tokens(150), 90).text
+    said = [*scheduler._parked[0].sequence.tokens, *tokens(9, 1)]
+    asked = Asked(scheduler, said, method=method)
+    assert asked.text == Asked(start(), said, method=method).text
+    assert asked.job.n_cached == n
+
+
+def test_a_sequence_that_is_sparse_elsewhere_is_not_taken(start: Callable[..., Scheduler]) -> None:
+    scheduler, ids, topk = start(), tokens(100), METHODS[1]
+    ends: list[Any] = [Asked(scheduler, ids, method=topk, sparse_from=n).end for n in (900, 0, 0)]
+    assert [end.n_cached for end in ends] == [0, 96, 100]
+    first, second, third = (end.ledger["rows_attended"] for end in ends)
+    assert first > second == third
+
+
 def test_a_sequence_whose_rows_are_being_written_waits(
     start: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
