@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,11 +195,13 @@ def load_model(
         draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
         weights = read_weights(file, hparams, architecture, n_ctx)
         n_threads = use_threads(config.threads)
-        tokenizer = cache(lambda: load_tokenizer(file.metadata))
-        engine = open_engine(
-            hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
-            lambda: tokenizer().eog_ids, draft_bytes, on_load,
-        )  # fmt: skip
+        # While kernels lay out the weights, a thread reads the tokenizer. Both take half a second.
+        with ThreadPoolExecutor(1) as reader:
+            tokenizer = reader.submit(load_tokenizer, file.metadata).result
+            engine = open_engine(
+                hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
+                lambda: tokenizer().eog_ids, draft_bytes, on_load,
+            )  # fmt: skip
         decoder: Any = engine.decoder
         calibrations = Calibrations(
             file,
