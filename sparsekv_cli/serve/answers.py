@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from sparsekv_cli.models.chat.calls import Part, Text, Thought
@@ -22,6 +23,8 @@ from sparsekv_cli.serve.requests import Service
 from sparsekv_cli.settings.config import dense_below
 
 PING_S = 10.0  # seconds without an event before a Ping
+# The finished answers of the request that this context belongs to, for the log.
+ENDS: ContextVar[list[Finished]] = ContextVar("ENDS")
 
 
 class Ping(NamedTuple):
@@ -98,6 +101,7 @@ class Answers:
             self._n_open -= 1
             parts += reader.flush()
             end = event
+            ENDS.get([]).append(end)
         rows, counts = None, (0, 0)
         if isinstance(event, NewToken):
             rows, counts = event.rows, (event.n_tokens, event.n_accepted)

@@ -30,6 +30,7 @@ from sparsekv_cli.errors import BusyError, LostModelError, SparseKVError
 from sparsekv_cli.generation.fields import MAX_SHOWN, FieldError, Fields, read_fields
 from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, llama, openai, page
+from sparsekv_cli.serve.answers import ENDS
 from sparsekv_cli.serve.forms.clients import without_unused
 from sparsekv_cli.serve.forms.openapi import BYTES, MAX_NAME, openapi
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
@@ -44,6 +45,7 @@ from sparsekv_cli.serve.forms.schema import (
 )
 from sparsekv_cli.serve.jobs import (
     ContextFullError,
+    Finished,
     QueueFullError,
     StoppingError,
     TimeLimitError,
@@ -357,7 +359,7 @@ class _Holds:
 
 
 class _Log:
-    """Logs each request when it has ended: method, path, status and time, but none of its text."""
+    """Logs each request when it has ended: method, path, status, time and tokens, but no text."""
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None], metrics: Metrics) -> None:
         self._app, self._log, self._metrics = app, log, metrics
@@ -366,7 +368,8 @@ class _Log:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.monotonic(), 0
+        started, status, ends = time.monotonic(), 0, list[Finished]()
+        ENDS.set(ends)
 
         async def remember(message: Message) -> None:
             nonlocal status
@@ -379,4 +382,14 @@ class _Log:
         finally:
             seconds = time.monotonic() - started
             self._metrics.add_request(scope["path"], status)
-            self._log(f"{scope['method']} {ascii(scope['path'])[1:-1]} {status} {seconds:.3f} s")
+            path = ascii(scope["path"])[1:-1]
+            self._log(f"{scope['method']} {path} {status} {seconds:.3f} s{_tokens(ends)}")
+
+
+def _tokens(ends: Sequence[Finished]) -> str:
+    """Returns the tokens of a request's answers for its line in the log."""
+    if not ends:
+        return ""
+    n_prompt, n_cached = sum(end.n_prompt for end in ends), sum(end.n_cached for end in ends)
+    n_generated = sum(end.n_generated for end in ends)
+    return f", prompt {n_prompt} tokens, {n_cached} cached, answer {n_generated} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -135,4 +136,12 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     assert float(values["sparsekv_rows_attended_total"]) > 0
     assert float(values['sparsekv_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
     assert any(line.startswith(f"POST {CHAT} 200 ") for line in server.log)
+    long = [{"role": "user", "content": "hello secret " * 20}]
+    for path in (CHAT, CHAT, "/v1/messages"):
+        asked = {**ASKED, "messages": long, "stream": True}
+        assert client.post(path, json=asked).status_code == 200
+        line = r"POST \S+ 200 \S+ s, prompt (\d+) tokens, (\d+) cached, answer 4 tokens"
+        found = re.fullmatch(line, server.log[-1])
+        assert found and int(found[2]) <= int(found[1])
+    assert int(found[2]) > 16
     assert not any("secret" in line for line in server.log)

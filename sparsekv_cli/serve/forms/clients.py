@@ -85,8 +85,8 @@ LEFT_OUT = tuple(dict.fromkeys(path for client in CLIENTS for path in client.lef
 # Tools that a hosted service runs, or whose form only its models know: beginnings of their types.
 HOSTED_TOOLS = (
     "web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "computer",
-    "image_generation", "mcp", "tool_search", "shell", "apply_patch", "bash_", "text_editor_",
-    "memory_", "advisor_", "programmatic_tool_calling",
+    "image_generation", "mcp", "tool_search", "shell", "apply_patch", "advisor_",
+    "programmatic_tool_calling",
 )  # fmt: skip
 
 

@@ -31,6 +31,44 @@ SHELL_INPUT = _object(
     "command", command=COMMAND, working_directory=TEXT, timeout_ms={"type": "integer"}
 )
 
+WHOLE = {"type": "integer"}
+EDITS = {
+    "path": TEXT, "file_text": TEXT, "old_str": TEXT, "new_str": TEXT, "insert_text": TEXT,
+    "insert_line": WHOLE, "view_range": {"type": "array", "items": WHOLE},
+}  # fmt: skip
+
+
+def _editor(*commands: str, **more: Any) -> dict[str, Any]:
+    return _object("command", command={"type": "string", "enum": [*commands]}, **EDITS, **more)
+
+
+# Tools that the client runs, by the beginning of their type: Anthropic's models know their form.
+KNOWN_TOOLS = {
+    "bash_": (
+        "Runs a command in a shell that stays open. restart: begins a new shell.",
+        {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
+    ),
+    "text_editor_": (
+        "Shows, creates and edits files.",
+        _editor("view", "create", "str_replace", "insert"),
+    ),
+    "memory_": (
+        "Shows, creates, edits, renames and deletes files below /memories.",
+        _editor("view", "create", "str_replace", "insert", "delete", "rename",
+                old_path=TEXT, new_path=TEXT),
+    ),
+}  # fmt: skip
+
+
+def as_function(tool: Any) -> Any:
+    """Returns a tool of KNOWN_TOOLS with its description and schema, and others as they are."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    known = KNOWN_TOOLS.items() if isinstance(kind, str) else ()
+    form = next((form for name, form in known if str(kind).startswith(name)), None)
+    if form is None:
+        return tool
+    return {**tool, "type": "custom", "description": form[0], "input_schema": form[1]}
+
 
 class FunctionFields(Fields):
     """A function that may be called. It keeps other fields, because a template may use them."""

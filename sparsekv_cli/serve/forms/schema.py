@@ -31,7 +31,7 @@ from sparsekv_cli.generation.fields import (
     names_of,
 )
 from sparsekv_cli.methods import METHODS
-from sparsekv_cli.serve.forms.offers import ChosenTool, ToolFields
+from sparsekv_cli.serve.forms.offers import ChosenTool, ToolFields, as_function
 from sparsekv_cli.settings.option import MAX_WHOLE
 
 MAX_CHOICES = 16
@@ -291,6 +291,11 @@ class MessageTool(Fields):
     name: Text
     description: str = ""
     input_schema: dict[str, Any] = Field({})
+
+    @check_model(mode="before")
+    @classmethod
+    def _check_known(cls, values: Any) -> Any:
+        return as_function(values)
 
 
 class MessageToolChoice(Fields):

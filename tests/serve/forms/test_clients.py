@@ -18,6 +18,7 @@ from sparsekv_cli.serve.forms.clients import CLIENTS, HOSTED_TOOLS, LEFT_OUT, wi
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.offers import ResponseTool, offers_of
 from sparsekv_cli.serve.forms.openapi import PATHS
+from sparsekv_cli.serve.forms.schema import MessageTool
 
 CHAT, COMPLETE, MESSAGE, COUNT, RESPOND = (path for path, _, _ in PATHS[:5])
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -226,6 +227,32 @@ def test_a_custom_tool_of_a_chat(serve: Callable[..., Any]) -> None:
     more = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
     again = {**asked, "messages": [*ASKED, *more, *ASKED], "tool_choice": "auto"}
     assert httpx.post(server.url + CHAT, json=again, timeout=60).status_code == 200
+
+
+KNOWN = [
+    ("bash_20250124", "bash", ()),
+    ("text_editor_20250728", "str_replace_based_edit_tool", ("view", "create", "insert")),
+    ("memory_20250818", "memory", ("delete", "rename")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "commands"), KNOWN)
+def test_tools_whose_form_anthropic_describes(
+    serve: Callable[..., Any], kind: str, name: str, commands: tuple[str, ...]
+) -> None:
+    """The model is told them, and its call comes back as that of a function."""
+    tool = read_fields(MessageTool, {"type": kind, "name": name, "max_characters": 9})
+    shown = json.dumps(tool.input_schema)
+    assert tool.description and "command" in shown and all(each in shown for each in commands)
+    asked = {**LEAST[COUNT], "tools": [{"type": kind, "name": name}]}
+    with httpx.Client(base_url=serve(template=PLAIN, ctx_size=2048).url, timeout=60) as client:
+        n = [client.post(COUNT, json=each).json()["input_tokens"] for each in (LEAST[COUNT], asked)]
+        assert n[1] > n[0] + 20
+        asked |= {"tool_choice": {"type": "tool", "name": name}, "max_tokens": 64}
+        answer = client.post(MESSAGE, json=asked)
+    assert answer.status_code == 200, answer.text
+    for block in answer.json()["content"]:  # max_tokens may cut the call
+        assert block["type"] == "text" or block["name"] == name
 
 
 def test_thoughts_of_earlier_messages_under_each_name(post: Any) -> None:
