@@ -34,8 +34,8 @@ class Message:
         """Raises RequestError for a request that cannot be answered."""
         self._service = service
         self.streams = fields.stream
-        tools = _tools(fields)
-        self._kind = service.format_for(bool(tools))
+        tools = _tools(service, fields)
+        self._kind = service.format_for(bool(tools) and not fields.forbids_calls)
         self._forced = _forced(service, fields, tools)
         messages = _conversation(fields)
         continues = continues_last(messages, None, None)
@@ -165,7 +165,7 @@ _KINDS: dict[type, str] = {Text: "text", Thought: "thinking", ToolCall: "tool_us
 
 def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """Returns how many tokens a request's prompt has."""
-    tools = _tools(fields)
+    tools = _tools(service, fields)
     is_forced = _forced(service, fields, tools) is not None
     ids = _prompt_ids(service, fields, _conversation(fields), tools, is_forced=is_forced)
     return {"input_tokens": len(ids)}
@@ -285,9 +285,9 @@ def _reference(where: str, block: Mapping[str, Any]) -> Mapping[str, Any]:
     return block
 
 
-def _tools(fields: CountFields) -> list[dict[str, Any]]:
-    """Returns the tools as templates take them, or none if tool_choice is none."""
-    if fields.tool_choice.type == "none":
+def _tools(service: Service, fields: CountFields) -> list[dict[str, Any]]:
+    """Returns the tools as templates take them, if the prompt has them."""
+    if not service.shows_tools(fields):
         return []
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}

@@ -40,10 +40,10 @@ class Completion:
         functions: Functions = {}
         self._custom: set[str] = set()  # the names of custom tools
         if isinstance(fields, ChatFields):
-            tools = _tools(fields)
+            tools = _tools(fields) if service.shows_tools(fields) else []
             self._forced = _forced(service, fields, tools)
             prompts = [self._chat_ids(fields, tools)]
-            self._kind = service.format_for(bool(tools))
+            self._kind = service.format_for(bool(tools) and not fields.forbids_calls)
             is_single, functions = not fields.parallel_tool_calls, functions_of(tools)
             self._custom = {tool.custom.name for tool in fields.tools if tool.custom is not None}
         else:
@@ -369,9 +369,7 @@ def _are_ids(values: Sequence[Any], n_vocab: int) -> bool:
 
 
 def _tools(fields: ChatFields) -> list[dict[str, Any]]:
-    """Returns the functions that the model may call; none with tool_choice none."""
-    if fields.tool_choice == "none":
-        return []
+    """Returns the functions as templates take them."""
     functions = [tool.as_function.model_dump(exclude_unset=True) for tool in fields.tools]
     return [  # templates ask for type and description
         {

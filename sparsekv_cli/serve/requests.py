@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,8 +20,15 @@ from sparsekv_cli.models.tokenizer.infill import infill_ids
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, marks_of
 from sparsekv_cli.sampling.grammar import Grammar
 from sparsekv_cli.sampling.params import MAX_SEED, params_from_metadata
-from sparsekv_cli.serve.forms.schema import CompletionFields, ServedFields
-from sparsekv_cli.serve.forms.tools import HARMONY, ForcedCall, ToolFormat, forced_call, format_of
+from sparsekv_cli.serve.forms.schema import CompletionFields, CountFields, ServedFields
+from sparsekv_cli.serve.forms.tools import (
+    HARMONY,
+    LLAMA3,
+    ForcedCall,
+    ToolFormat,
+    forced_call,
+    format_of,
+)
 from sparsekv_cli.serve.jobs import ContextFullError, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.option import options_of
@@ -77,6 +85,9 @@ class Service:
         self.marks: Marks = SPELLED  # of the format
         if self.tool_format is not None:
             self.marks = marks_of(self.tokenizer, self.tool_format.marks)
+        # The tokens of calls. gpt-oss needs them in all answers, and Llama 3 calls without them.
+        has_own = self.tool_format not in (HARMONY, LLAMA3)
+        self._call_tokens = tuple((self.marks.ids or {}).values()) if has_own else ()
         if sampling.think_budget is not None and self.thinking is None:
             raise SparseKVError(
                 "--think-budget: the chat template of this model has no markers of thinking"
@@ -165,6 +176,14 @@ class Service:
         self.grammars.close()
         self.model.close()
 
+    def shows_tools(self, fields: ServedFields | CountFields) -> bool:
+        """Returns whether the prompt has the request's tools.
+
+        Tools that must not be called are there too, so that a conversation keeps its beginning. The
+        answer cannot have the tokens of a call. If there are none, the tools are left out.
+        """
+        return not fields.forbids_calls or bool(self._call_tokens)
+
     def format_for(self, has_tools: bool) -> ToolFormat | None:
         """Returns the format of an answer. gpt-oss writes on channels even without tools."""
         kind = self.tool_format
@@ -204,6 +223,10 @@ class Service:
         method, sparse_from = self.method_of(fields)
         required = {} if schema is None else {FORMAT: schema}
         options = fields.sampling(self._sampling, required, self.grammars.read)
+        if fields.forbids_calls:
+            bans = dict.fromkeys(self._call_tokens, -math.inf)
+            biases = {**options.explicit.get("logit_bias", {}), **bans}
+            options = replace(options, explicit={**options.explicit, "logit_bias": biases})
         if forced is not None:
             options = replace(options, grammar=self._grammar_of(forced, options))
         if thinking is None and fields.think_budget is not None:

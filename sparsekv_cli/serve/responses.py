@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -43,6 +44,8 @@ class Kept:
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, bytes] = OrderedDict()
+        self._output: dict[str, list[str]] = {}  # the ids of a response's items
+        self._owners: dict[str, str] = {}  # the response of an item
         self._n_bytes, self._lock = 0, Lock()
 
     def add(self, items: list[Any], response: Mapping[str, Any]) -> None:
@@ -50,11 +53,18 @@ class Kept:
         text = json.dumps([items, response]).encode()
         if len(text) > MAX_ONE:
             return
+        name, ids = response["id"], [item["id"] for item in response.get("output", ())]
         with self._lock:
-            self._texts[response["id"]] = text
+            self._texts[name], self._output[name] = text, ids
+            self._owners |= dict.fromkeys(ids, name)
             self._n_bytes += len(text)
             while self._n_bytes > MAX_KEPT:
-                self._n_bytes -= len(self._texts.popitem(last=False)[1])
+                self._drop(next(iter(self._texts)))
+
+    def _drop(self, name: str) -> None:
+        self._n_bytes -= len(self._texts.pop(name))
+        for item in self._output.pop(name):
+            del self._owners[item]
 
     def find(self, name: str) -> tuple[list[Any], dict[str, Any]]:
         """Returns the items and the response. Raises RequestError if it is not kept."""
@@ -68,10 +78,25 @@ class Kept:
     def remove(self, name: str) -> None:
         """Removes a response. Raises RequestError if it was not kept."""
         with self._lock:
-            text = self._texts.pop(name, None)
-            self._n_bytes -= len(text or b"")
-        if text is None:
-            raise _missing(name)
+            if name not in self._texts:
+                raise _missing(name)
+            self._drop(name)
+
+    def resolved(self, items: list[Any]) -> list[Any]:
+        """Returns items of a request. Kept ones stand in the places of references to them."""
+        found: dict[str, Any] = {}
+        for item in items:
+            name = item["id"] if _is_reference(item) else ""
+            owner = self._owners.get(name)
+            if owner is not None and name not in found:
+                with contextlib.suppress(RequestError):  # it was dropped just now
+                    found |= {each["id"]: each for each in self.find(owner)[1]["output"]}
+        return [found.get(item["id"], item) if _is_reference(item) else item for item in items]
+
+
+def _is_reference(item: Any) -> bool:
+    is_one = isinstance(item, dict) and item.get("type") == "item_reference"
+    return is_one and isinstance(item.get("id"), str)
 
 
 def _missing(name: str) -> RequestError:
@@ -94,7 +119,7 @@ class ModelResponse:
         before = [] if fields.previous_response_id is None else self._before()
         text = fields.input
         given = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        self._items = [*before, *given]
+        self._items = [*before, *kept.resolved(given)]
         messages = read_items(self._items, len(before))
         if not messages:
             messages.append({"role": "user", "content": ""})

@@ -138,8 +138,9 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     assert any(line.startswith(f"POST {CHAT} 200 ") for line in server.log)
     long = [{"role": "user", "content": "hello secret " * 20}]
     for path in (CHAT, CHAT, "/v1/messages"):
-        asked = {**ASKED, "messages": long, "stream": True}
+        asked, n = {**ASKED, "messages": long, "stream": True}, len(server.log)
         assert client.post(path, json=asked).status_code == 200
+        wait_for(lambda n=n: len(server.log) > n)
         line = r"POST \S+ 200 \S+ s, prompt (\d+) tokens, (\d+) cached, answer 4 tokens"
         found = re.fullmatch(line, server.log[-1])
         assert found and int(found[2]) <= int(found[1])

@@ -119,6 +119,27 @@ def test_previous_responses(client: Any, openai: Any, server: Any) -> None:
         client.responses.retrieve(first.id, starting_after=3)
 
 
+def test_references_to_items(client: Any) -> None:
+    """Vercel's AI SDK sends the ids of a response's items instead of the items."""
+    free = {"regex": CALL, "think_budget": 0}
+    first = create(client, tools=[TOOL], extra_body=free, max_output_tokens=64)
+    (call,) = first.output
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "ok"}
+    asked = {"role": "user", "content": "hello there"}
+    reference = {"type": "item_reference", "id": call.id}
+    whole, short = (
+        create(client, tools=[TOOL], input=[asked, each, told])
+        for each in (call.model_dump(), reference)
+    )
+    assert short.usage.input_tokens == whole.usage.input_tokens
+    assert short.output_text == whole.output_text
+    more = [reference, {"type": "item_reference", "id": short.output[0].id}, asked]
+    assert create(client, tools=[TOOL], input=[asked, *more]).usage.input_tokens
+    client.responses.delete(first.id)
+    lost = create(client, tools=[TOOL], input=[asked, reference])
+    assert lost.usage.input_tokens != whole.usage.input_tokens  # a line in its place
+
+
 def test_formats_and_hidden_thoughts(client: Any) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"enum": [[1], [2]]}, "strict": True}
     told = create(client, text={"format": form}, max_output_tokens=90).output_text
@@ -209,11 +230,18 @@ def test_the_oldest_responses_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_ONE", 5_000)
     kept = responses.Kept()
     for i in range(50):
-        kept.add([{"content": "x" * 900}], {"id": str(i)})
+        output = [{"id": f"item{i}"}, {"id": f"last{i}"}]
+        kept.add([{"content": "x" * 900}], {"id": str(i), "output": output})
+    names = ("item30", "last49", "item49", "no", "")
+    references = [{"type": "item_reference", "id": name} for name in names]
+    found = kept.resolved([*references, {"type": "item_reference"}, 3])
+    assert found[0] == references[0] and found[1:3] == [{"id": "last49"}, {"id": "item49"}]
+    assert found[3:] == [*references[3:], {"type": "item_reference"}, 3]
     assert kept.find("49")[0] == [{"content": "x" * 900}] and kept.find("45")
     with pytest.raises(RequestError):
         kept.find("30")
     kept.remove("49")
+    assert kept.resolved(references) == references
     kept.add([{"content": "x" * 6_000}], {"id": "large"})
     with pytest.raises(RequestError):
         kept.find("large")

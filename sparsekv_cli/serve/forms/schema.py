@@ -106,6 +106,11 @@ class ServedFields(AnswerFields):
     sparse_from: Annotated[int, Field(ge=-1, le=MAX_WHOLE)] | None = None
     sparsekv_rows: Annotated[int, Field(ge=0, le=MAX_BINS)] = 0
 
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the answer must not call the request's tools."""
+        return False
+
     @check_model(mode="after")
     def _check_stream(self) -> ServedFields:
         if not self.stream and self.sparsekv_rows:
@@ -207,6 +212,10 @@ class ChatFields(OpenAIFields):
     def effort(self) -> str | None:
         """How much the model shall think."""
         return self.reasoning_effort
+
+    @property
+    def forbids_calls(self) -> bool:
+        return self.tool_choice == "none"
 
     @check_model(mode="after")
     def _check_chat(self) -> ChatFields:
@@ -343,6 +352,10 @@ class CountFields(Fields):
     def effort(self) -> str | None:
         """How much the model shall think."""
         return self.output_config.effort
+
+    @property
+    def forbids_calls(self) -> bool:
+        return self.tool_choice.type == "none"
 
     @check_model(mode="before")
     @classmethod

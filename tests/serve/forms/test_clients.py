@@ -10,6 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny_tokenizer
+from conftest import TEMPLATE
+from tiny_models import make_model
+from tiny_sequences import SHAPE
 
 from sparsekv_cli.generation.fields import FieldError, names_of, read_fields
 from sparsekv_cli.generation.messages import read_messages
@@ -19,6 +23,7 @@ from sparsekv_cli.serve.forms.items import OutputItems, read_items
 from sparsekv_cli.serve.forms.offers import ResponseTool, offers_of
 from sparsekv_cli.serve.forms.openapi import PATHS
 from sparsekv_cli.serve.forms.schema import MessageTool
+from sparsekv_cli.serve.forms.tools import HERMES_MARKS
 
 CHAT, COMPLETE, MESSAGE, COUNT, RESPOND = (path for path, _, _ in PATHS[:5])
 ASKED = [{"role": "user", "content": "hello there"}]
@@ -259,3 +264,34 @@ def test_thoughts_of_earlier_messages_under_each_name(post: Any) -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         (message,) = read_messages([{"role": "assistant", "content": "x", name: "hm"}])
         assert message["reasoning_content"] == "hm"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGE, RESPOND])
+def test_tools_that_must_not_be_called(
+    serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The tools stay in the prompt, whose rows are there, and the tokens of calls are banned."""
+    known = (*tiny_tokenizer.SPECIAL_TOKENS, *HERMES_MARKS)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_tokenizer, "SPECIAL_TOKENS", known)
+        file = make_model(tmp_path / "model.gguf", **SHAPE, chat_template=TEMPLATE)
+    bias = {str(known.index("<tool_call>")): 100}
+    tool: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    choices: list[Any] = ["auto", "none"]
+    if path == MESSAGE:
+        tool = {"name": "add", "input_schema": tool["parameters"]}
+        choices = [{"type": choice} for choice in choices]
+    elif path == CHAT:
+        tool = FUNCTION
+    for files in ([file], []):  # the other model has no such tokens
+        server, told, n = serve(files=files), list[str](), list[int]()
+        for choice in choices:
+            asked = {**LEAST[path], "tools": [tool], "tool_choice": choice}
+            asked |= {"logit_bias": bias} if files else {}
+            told.append(httpx.post(server.url + path, json=asked, timeout=60).text)
+            usage = json.loads(told[-1])["usage"]
+            keys = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+            n.append(sum(usage.get(key, 0) for key in keys))
+        texts = ["<tool_call>" in text for text in told]
+        assert texts == ([True, False] if files else [False, False])
+        assert n[0] == n[1] if files else n[0] > n[1]
