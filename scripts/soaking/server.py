@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPConnection
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from sparsekv_cli.errors import SparseKVError
 
@@ -27,10 +28,15 @@ class Server(NamedTuple):
 
     port: int
     pid: int
+    log: IO[str] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def said(self) -> str:
+        """Returns its log so far."""
+        return os.pread(self.log.fileno(), 1 << 30, 0).decode() if self.log else ""
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the numbers of /metrics; those with labels are added up."""
@@ -73,7 +79,7 @@ def serving(*options: str, program: Sequence[str] = OURS) -> Iterator[Server]:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise SparseKVError(f"the server does not start: {said[-300:].strip()}")
                 time.sleep(0.1)
-            yield Server(int(at[1]), process.pid)
+            yield Server(int(at[1]), process.pid, log)
             if process.poll() is not None:
                 raise SparseKVError(f"the server has ended with {process.returncode}")
         finally:
