@@ -214,7 +214,7 @@ def test_a_first_run_that_is_interrupted_ends_at_once(model, tmp_path):
     assert process.stderr is not None
     assert process.stderr.readline().startswith("compiling kernels")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130 and out == "" and err == ""
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nothing that it started is left

@@ -17,7 +17,7 @@ from sparsekv_cli.cpu.last_words import install
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HEADER + code]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240)
 
 
 def test_an_alarm_is_heard_while_a_thread_s_c_call_holds_the_gil():

@@ -41,7 +41,7 @@ def test_a_node_is_lost(tiny_model, tmp_path):
         wait_for(lambda: lines_of(many) >= 10 or running.poll() is not None)
         assert 10 <= lines_of(many) < N_LINES
         cluster.remove_node(node, allow_graceful=False)
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=240)
     finally:
         cluster.shutdown()
     assert running.returncode == 0 and f"{N_LINES} lines in" in said, said

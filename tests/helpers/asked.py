@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from waiting import PATIENCE
+
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.serve.jobs import Event, Failed, Finished, Job, NewToken, Request
@@ -20,7 +22,7 @@ class Asked:
     def __init__(self, scheduler: Scheduler, ids: list[int], n: int = 6, **options: Any) -> None:
         self.events: list[Event] = []
         self.began, self.ended = threading.Event(), threading.Event()
-        seconds = options.pop("seconds", 60.0)
+        seconds = options.pop("seconds", PATIENCE)
         method = options.pop("method", FULL)
         self._pause: Callable[[], Any] = options.pop("pause", lambda: None)  # after an event
         depth = options.pop("sparse_from", 0)
@@ -37,7 +39,7 @@ class Asked:
 
     @property
     def end(self) -> Event:
-        assert self.ended.wait(60)
+        assert self.ended.wait(PATIENCE)
         return self.events[-1]
 
     @property

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+PATIENCE = 240.0  # seconds: on a busy machine, kernels that are compiled take minutes
 
-def wait_for(condition: Callable[[], Any], seconds: float = 240) -> Any:
+
+def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """Returns the condition's value as soon as it is true."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):

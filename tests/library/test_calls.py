@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from interrupted import files_of, places_of, stopped_at
+from waiting import PATIENCE
 
 import sparsekv_cli
 from sparsekv_cli import Reply, load
@@ -164,10 +165,10 @@ def test_close_during_the_answer_of_another_thread(path):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert began.wait(60)
+        assert began.wait(PATIENCE)
         time.sleep(0.05)
         model.close()
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive() and len(found) == 1
         assert isinstance(found[0], list) or found[0] in (
             "interrupt",

@@ -22,6 +22,6 @@ with faults.explain_abort(), faults.explain_cut("a.gguf", "start "):
 )
 def test_a_fault_is_a_line(fault, words):
     program = [sys.executable, "-c", PROGRAM.format(fault)]
-    done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=240)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(words) and done.stderr.count("\n") == 1

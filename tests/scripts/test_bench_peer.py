@@ -225,6 +225,6 @@ def test_llama_cpps_deep_rows_are_copies(monkeypatch, n_past, depth, expected):
 def test_help_runs_without_a_model():
     done = subprocess.run(
         [sys.executable, str(FOLDER / "bench" / "peer"), "--help"],
-        capture_output=True, text=True, timeout=60, check=True, env=dict(os.environ),
+        capture_output=True, text=True, timeout=240, check=True, env=dict(os.environ),
     )  # fmt: skip
     assert "--depths" in done.stdout

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import uvicorn
 from tiny_sequences import SHAPE, open_tiny
-from waiting import wait_for
+from waiting import PATIENCE, wait_for
 
 from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.model import Model
@@ -53,7 +53,7 @@ def serve(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Running]]:
         *,
         access: Access | None = None,
         tokens: int = 64,
-        seconds: float = 60.0,
+        seconds: float = PATIENCE,
         body_bytes: int = 1 << 16,
         ctx_size: int = 512,
         connections: int = 64,

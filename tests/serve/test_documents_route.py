@@ -28,7 +28,7 @@ KIND = {"content-type": "application/octet-stream"}
 def client(serve: Callable[..., Any]) -> Iterator[httpx.Client]:
     url = serve(access=Access(api_key="sesame"), body_bytes=1 << 17).url
     headers = {"authorization": "Bearer sesame", **KIND}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with httpx.Client(base_url=url, timeout=240, headers=headers) as client:
         yield client
 
 

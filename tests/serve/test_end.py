@@ -27,8 +27,8 @@ def test_it_says_so_and_leaves(number: int, code: int, tiny_model: Callable[...,
     if sys.platform == "linux":  # the process that reads grammars, before the first request
         (reader,) = (Path(f"/proc/{pid}") for pid in children.read_text().split())
         assert b"grammar_trial" in (reader / "cmdline").read_bytes()
-    assert httpx.get(address + "health", timeout=60).status_code == 200  # it serves
+    assert httpx.get(address + "health", timeout=240).status_code == 200  # it serves
     server.send_signal(number)
-    _, err = server.communicate(timeout=60)
+    _, err = server.communicate(timeout=240)
     assert server.returncode == code and err.splitlines()[-1] == "the server ends"
     assert sys.platform != "linux" or not reader.exists()

@@ -19,7 +19,7 @@ def server(serve: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def client(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 

@@ -111,13 +111,13 @@ def test_a_method_of_its_own_and_its_rows(client: Any, server: Any) -> None:
     assert 0 < ledger["rows_attended"] < ledger["rows_total"] / 5
     body = {"messages": asked, "stream": True, "max_tokens": 4, "sparsekv_rows": 10, **ours}
     url = f"{server.url}/v1/chat/completions"
-    text = httpx.post(url, json=body, timeout=60).text
+    text = httpx.post(url, json=body, timeout=240).text
     events = [json.loads(e.split("data: ")[1]) for e in text.split("\n\n") if "sparsekv.rows" in e]
     rows = np.array(events[0]["rows"])
     assert rows.shape == (4, 10) and 0 < rows.mean() < 50 and len(events) == 3
     ends = {"regex": "yes!*", "logit_bias": {str(server.service.tokenizer.eos_id): 100}}
     body |= {"logprobs": True, "max_tokens": 20, "think_budget": 0, **ends}
-    told = [httpx.post(url, json=body | {"sparsekv_rows": n}, timeout=60).text for n in (0, 10)]
+    told = [httpx.post(url, json=body | {"sparsekv_rows": n}, timeout=240).text for n in (0, 10)]
     assert told[0].count("top_logprobs") == told[1].count("top_logprobs") > 0
 
 

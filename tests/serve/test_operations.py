@@ -32,7 +32,7 @@ def open_server(serve: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def client(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         client.headers["authorization"] = "Bearer sesame"
         yield client
 
@@ -85,9 +85,9 @@ def test_pages_of_other_origins_change_nothing(
     port = open_server.url.rpartition(":")[2]
     given = {name: value.replace("PORT", port) for name, value in headers.items()}
     path = f"{open_server.url}/props?model=any"
-    answer = httpx.request(method, path, headers=given, timeout=60)
+    answer = httpx.request(method, path, headers=given, timeout=240)
     assert (answer.status_code == 403) == is_foreign, answer.text
-    page = httpx.get(open_server.url, headers=given, timeout=60)
+    page = httpx.get(open_server.url, headers=given, timeout=240)
     assert page.status_code == 200, "a link to the page works"
 
 

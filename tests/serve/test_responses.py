@@ -65,7 +65,7 @@ def test_a_stream_has_its_events_in_order(client: Any, server: Any) -> None:
     assert last.output[0].content[0].text == "well" and last.usage.output_tokens > 1
     assert 0 < last.usage.output_tokens_details.reasoning_tokens < last.usage.output_tokens
     rows = {"input": "hello there", "stream": True, "max_output_tokens": 4, "sparsekv_rows": 5}
-    text = httpx.post(server.url + RESPOND, json=rows, timeout=60).text
+    text = httpx.post(server.url + RESPOND, json=rows, timeout=240).text
     assert text.count("event: sparsekv.rows\n") == 3
     with client.responses.stream(model="any", input="hello there", **options) as stream:
         assert stream.get_final_response().output_text == "yes"  # the helper checks the order
@@ -209,7 +209,7 @@ BAD = [
 def test_what_cannot_be_honoured_is_named(
     server: Any, fields: dict[str, Any], words: str, param: str | None
 ) -> None:
-    answer = httpx.post(server.url + RESPOND, json={"input": "hello", **fields}, timeout=60)
+    answer = httpx.post(server.url + RESPOND, json={"input": "hello", **fields}, timeout=240)
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"], error
     assert "\n" not in error["message"] and len(error["message"]) < 400

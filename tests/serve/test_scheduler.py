@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from asked import FULL, GREEDY, METHODS, Asked
 from tiny_sequences import tokens
+from waiting import PATIENCE
 
 from sparsekv_cli.cache import kinds
 from sparsekv_cli.cache.counters import held_bytes
@@ -73,7 +74,7 @@ def test_a_thousand_requests_with_aborts(
         if i % 3 == 0:
             asked[int(rng.randint(max(0, i - 8), i + 1))][1].job.abort()
         if i % 50 == 49:
-            each.ended.wait(60)
+            each.ended.wait(PATIENCE)
             most = max(most, held_bytes(c for s in scheduler._donors() for c in s.caches))
     for which, each in asked:
         if isinstance(each.end, Finished):
@@ -107,9 +108,9 @@ def test_others_decode_while_a_prompt_is_prefilled(start: Callable[..., Schedule
 
 def test_an_abort_frees_its_place_within_a_step(start: Callable[..., Scheduler]) -> None:
     scheduler, aborted = start(n_parallel=1, n_queue=1), threading.Event()
-    first = Asked(scheduler, tokens(30), 900, pause=lambda: aborted.wait(60))
+    first = Asked(scheduler, tokens(30), 900, pause=lambda: aborted.wait(PATIENCE))
     second = Asked(scheduler, tokens(5), 2)
-    assert first.began.wait(60)
+    assert first.began.wait(PATIENCE)
     with pytest.raises(QueueFullError, match="requests wait, at most 1 may"):
         Asked(scheduler, tokens(5), 2)
     assert not second.events
@@ -166,7 +167,7 @@ def test_requests_on_one_document_fit_together(
     waits = {"pause": lambda: gate.wait(0.02)}
     asked = [Asked(scheduler, [*document, *tokens(9, i)], 100, **waits) for i in range(2)]
     other = Asked(scheduler, tokens(800, 7), 3)
-    assert asked[1].began.wait(60) and not asked[0].ended.is_set() and not other.events
+    assert asked[1].began.wait(PATIENCE) and not asked[0].ended.is_set() and not other.events
     assert asked[1].job.n_cached >= 700
     gate.set()
     assert [each.text for each in asked] == alone and other.text
@@ -194,7 +195,7 @@ def test_a_method_that_is_compiled(
     """Whoever waits meanwhile is told."""
     scheduler = start()
     running = Asked(scheduler, tokens(30), 200)
-    assert running.began.wait(60)
+    assert running.began.wait(PATIENCE)
 
     of_model = Model.attention_of
 
@@ -283,8 +284,7 @@ def test_which_rows_are_given(name: str, window: Any, n: int, start: Callable[..
     assert Asked(scheduler, tokens(150), 90).text
     said = [*scheduler._parked[0].sequence.tokens, *tokens(9, 1)]
     asked = Asked(scheduler, said, method=method)
-    assert asked.text == Asked(start(), said, method=method).text
-    assert asked.job.n_cached == n
+    assert (asked.text, asked.job.n_cached) == (Asked(start(), said, method=method).text, n)
 
 
 def test_a_sequence_that_is_sparse_elsewhere_is_not_taken(start: Callable[..., Scheduler]) -> None:

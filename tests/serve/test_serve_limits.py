@@ -96,7 +96,7 @@ def test_every_whole_request_gets_a_status(
 
     def ask(path: str) -> list[int]:
         found = []
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=240) as client:
             ready.wait()
             for _ in range(4):
                 answer = client.post(path, json=ASKED)

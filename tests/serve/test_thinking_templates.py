@@ -37,7 +37,7 @@ def ask(serve: Callable[..., Any]) -> Callable[..., Any]:
     def post(path: str = "chat/completions", status: int = 200, **fields: Any) -> Any:
         most = {} if path.endswith("count_tokens") else {"max_tokens": 150}
         body = {"messages": ASKED, **most, **fields}
-        response = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+        response = httpx.post(f"{url}/v1/{path}", json=body, timeout=240)
         assert response.status_code == status, response.text
         return response.text if fields.get("stream") else response.json()
 

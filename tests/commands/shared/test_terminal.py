@@ -140,9 +140,9 @@ def test_the_answer_ends_a_line_where_a_remark_follows_in_the_same_file(tmp_path
         "shown = ShownAnswer(sys.stderr); shown.write('word'); shown.end_line(); say('decode')"
     )
     command = [sys.executable, "-c", program]
-    both = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    both = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240)
     assert both.stdout == b"word\ndecode\n"
-    apart = subprocess.run(command, capture_output=True, timeout=60)
+    apart = subprocess.run(command, capture_output=True, timeout=240)
     assert (apart.stdout, apart.stderr) == (b"word", b"decode\n")
 
 

@@ -198,7 +198,7 @@ def test_the_cache_is_where_the_library_has_it(variables):
         "print(constants.HF_HUB_CACHE); print(hub.cache_folder())"
     )
     command = [sys.executable, "-c", program]
-    told = subprocess.check_output(command, env={**kept, **variables}, text=True, timeout=60)
+    told = subprocess.check_output(command, env={**kept, **variables}, text=True, timeout=240)
     theirs, ours = told.splitlines()
     assert ours == theirs
 

@@ -73,7 +73,7 @@ def server(serve: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def post(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
 
         def send(path: str, **fields: Any) -> tuple[int, Any]:
             answer = client.post(path, json={**LEAST[path], **fields})
@@ -224,14 +224,14 @@ def test_a_custom_tool_of_a_chat(serve: Callable[..., Any]) -> None:
         "messages": ASKED, "tools": [tool], "max_tokens": 64,
         "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
     }  # fmt: skip
-    answer = httpx.post(server.url + CHAT, json=asked, timeout=60).json()
+    answer = httpx.post(server.url + CHAT, json=asked, timeout=240).json()
     (call,) = answer["choices"][0]["message"].get("tool_calls") or [{}]
     if call:  # a call that max_tokens cuts is text
         assert call["type"] == "custom" and isinstance(call["custom"]["input"], str)
     call = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": "x"}}
     more = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
     again = {**asked, "messages": [*ASKED, *more, *ASKED], "tool_choice": "auto"}
-    assert httpx.post(server.url + CHAT, json=again, timeout=60).status_code == 200
+    assert httpx.post(server.url + CHAT, json=again, timeout=240).status_code == 200
 
 
 KNOWN = [

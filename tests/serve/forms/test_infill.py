@@ -25,7 +25,7 @@ def server(serve: Callable[..., Any], tiny_model: Callable[..., Path]) -> Any:
 
 @pytest.fixture(scope="module")
 def client(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 
@@ -77,5 +77,5 @@ def test_a_gap_that_is_no_request(client: httpx.Client, serve: Callable[..., Any
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
     other = serve()  # whose vocabulary has no such tokens
     for path, fields in [("/infill", GAP), ("/v1/completions", {"prompt": "a", "suffix": "b"})]:
-        answer = httpx.post(other.url + path, json=fields, timeout=60)
+        answer = httpx.post(other.url + path, json=fields, timeout=240)
         assert answer.status_code == 400 and "cannot fill a gap" in answer.text

@@ -47,7 +47,7 @@ def server(serve: Callable[..., Any]) -> Any:
 @pytest.fixture(scope="module")
 def post(server: Any) -> Any:
     """Posts fields to a path, with those that it needs: the status and the answer."""
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
 
         def send(path: str, **fields: Any) -> tuple[int, Any]:
             answer = client.post(path, json={**LEAST[path], **fields})

@@ -52,7 +52,7 @@ def server(serve: Callable[..., Any], files: list[Path]) -> Any:
 
 @pytest.fixture
 def client(server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         yield client
 
 
@@ -184,7 +184,7 @@ def test_a_model_that_is_given_when_the_time_is_over() -> None:
 
 def test_two_models_at_once(serve: Callable[..., Any], files: list[Path]) -> None:
     server = serve(files=files[:2], most=1 << 40)
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         alone = [ask(client, name, 24).json()["choices"] for name in ("first", "second")]
         assert states(server.pool) == ["loaded", "loaded"]
         with ThreadPoolExecutor() as pool:
@@ -207,7 +207,7 @@ def test_a_gpu_without_room_loses_an_idle_model(
         return load(model)
 
     server.pool._load = lacks_room
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=240) as client:
         assert [ask(client, name).status_code for name in ("first", "second")] == [200, 200]
     assert states(server.pool) == ["unloaded", "loaded"]
     assert tried == [["loaded", "unloaded"], ["unloaded", "unloaded"]]

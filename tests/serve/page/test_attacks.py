@@ -165,5 +165,6 @@ def test_no_text_makes_the_page_wait(site: Any) -> None:
         done(performance.now() - began);
         into.remove();
     """
-    times = {text[:9]: site.markdown(script, text) for text in LONG}
+    # Of three times the least: other programs make a busy machine slow for a moment.
+    times = {text[:9]: min(site.markdown(script, text) for _ in range(3)) for text in LONG}
     assert max(times.values()) < 1000, times

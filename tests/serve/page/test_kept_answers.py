@@ -28,7 +28,7 @@ def running(serve: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def client(running: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=60, headers=KEY) as client:
+    with httpx.Client(base_url=running.url, timeout=240, headers=KEY) as client:
         yield client
 
 
