@@ -7,6 +7,7 @@ kernels that import it out of date.
 
 import hashlib
 import re
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,24 +20,32 @@ _NAME = re.compile(r"[\w.]+")
 class Sources:
     """The modules of one package and their texts, which are read once.
 
-    If a file is edited later, kernels are still kept under the text that this process imported.
+    If a file is edited before its kernels' key is made, this process may have imported either text.
     """
 
     def __init__(self, package: str, root: Path) -> None:
         """root: the package's folder."""
         self._texts: dict[str, bytes] = {}
+        self._files: dict[str, tuple[Path, object]] = {}  # with the time and size of its text
         for path in root.rglob("*.py"):
             parts = path.relative_to(root).with_suffix("").parts
             if parts[-1] == "__init__":
                 parts = parts[:-1]
-            self._texts[".".join((package, *parts))] = path.read_bytes()
+            name = ".".join((package, *parts))
+            self._files[name] = path, _state(path)
+            self._texts[name] = path.read_bytes()
         self._imports: dict[str, list[str]] = {}
         self._digests: dict[str, str] = {}
 
     def digest(self, module: str) -> str:
-        """Returns a hash of the text of ``module`` and of the package's modules that it imports."""
+        """Returns a hash of the text of ``module`` and of the package's modules that it imports.
+
+        If one of them was edited, it is a random number, so that no other process has it.
+        """
         if module not in self._digests:
-            self._digests[module] = self._hash(self.closure(module))
+            found = self.closure(module)
+            is_edited = any(_state(path) != of for path, of in map(self._files.__getitem__, found))
+            self._digests[module] = secrets.token_hex(32) if is_edited else self._hash(found)
         return self._digests[module]
 
     def digest_of_all(self) -> str:
@@ -72,3 +81,12 @@ class Sources:
                     names.update(_NAME.findall(plain))
             self._imports[module] = [name for name in names if name in self._texts]
         return self._imports[module]
+
+
+def _state(path: Path) -> object:
+    """Returns a file's time and size; None if it has gone."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size

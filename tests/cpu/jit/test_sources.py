@@ -50,6 +50,17 @@ def test_an_edit_changes_the_digest_of_what_imports_it(root, edited):
     assert before.digest("top.inner.rows") == after.digest("top.inner.rows") or "rows" in edited
 
 
+@pytest.mark.parametrize("edited", ["attend.py", "inner/rows.py", "late.py"])
+def test_a_process_that_may_have_imported_either_text_shares_no_kernels(root, edited):
+    """The file is edited between the start of the process and its import, or after it."""
+    started, text = Sources("top", root), (root / edited).read_text()
+    before = Sources("top", root).digest("top.attend")
+    (root / edited).write_text(f"{text}\n# edited")
+    after = Sources("top", root).digest("top.attend")
+    found = started.digest("top.attend")
+    assert found not in (before, after) and found == started.digest("top.attend")
+
+
 def test_an_edit_of_another_file_changes_nothing(root):
     before = Sources("top", root).digest("top.attend")
     (root / "other.py").write_text("import numpy")
