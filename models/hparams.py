@@ -16,6 +16,7 @@ from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, r
 from sparsekv_cli.models.layers.state_params import StateParams, read_states
 from sparsekv_cli.models.layers.window_params import read_sources, read_windows
 from sparsekv_cli.models.rope import RopeParams, read_rope
+from sparsekv_cli.settings.changes import ModelChanges
 
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
@@ -78,7 +79,7 @@ class HParams:
     """Sizes of a decoder."""
 
     architecture: str
-    n_ctx_train: int
+    n_ctx_train: int  # tokens of the training, or of the context that the user stretches
     n_embd: int
     layers: tuple[LayerParams, ...]
     norm_eps: float
@@ -145,8 +146,8 @@ class HParams:
     def n_ctx_fit(self) -> int:
         """The context length after training, or after RoPE scaling if that is longer (tokens)."""
         scale = self.rope.freq_scale
-        stretched = int(self.rope.n_ctx_original / scale) if scale < 1.0 else 0
-        return max(self.n_ctx_train, stretched)
+        stretched = int(self.rope.n_ctx_native / scale) if scale < 1.0 else 0
+        return max(self.n_ctx_train, min(stretched, MAX_TOKENS))
 
 
 def read_architecture(file: GGUFFile) -> str:
@@ -181,9 +182,15 @@ def read_hparams(file: GGUFFile) -> HParams:
     n_layer, n_ctx_train = n_blocks - n_skipped, keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
     scalars = _read_scalars(keys, architecture, n_embd)
-    rope = read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"])
+    of_file, rope = (
+        read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"], changes)
+        for changes in (ModelChanges(), file.changes)
+    )
+    if rope.freq_scale != of_file.freq_scale:
+        n_ctx_train = min(MAX_TOKENS, max(1, int(rope.n_ctx_native / rope.freq_scale)))
     layers = _read_layers(keys, architecture, n_blocks, n_layer, n_embd, scalars)
-    return HParams(
+    window_rope = _read_window_rope(keys, architecture, rope, of_file)
+    hparams = HParams(
         architecture=name,
         n_ctx_train=n_ctx_train,
         n_embd=n_embd,
@@ -196,24 +203,30 @@ def read_hparams(file: GGUFFile) -> HParams:
         logit_scale=scalars["logit_scale"] or 1.0,
         temperature_scale=scalars["attention.temperature_scale"],
         logit_softcap=scalars["final_logit_softcapping"],
-        window_rope=_read_window_rope(keys, architecture, rope),
+        window_rope=window_rope,
         n_layer_input=keys.integer("embedding_length_per_layer_input", 0, MAX_WIDTH, default=0)
         if architecture.layer_inputs
         else 0,
         n_skipped=n_skipped,
         next_block=layers[n_layer] if n_skipped else None,
     )
+    keys.check_changes()
+    return hparams
 
 
 def _read_window_rope(
-    keys: ModelKeys, architecture: Architecture, rope: RopeParams
+    keys: ModelKeys, architecture: Architecture, rope: RopeParams, of_file: RopeParams
 ) -> RopeParams | None:
-    """Returns the RoPE of the window layers, or None if it is ``rope``."""
+    """Returns the RoPE of the window layers, or None if it is ``rope``.
+
+    They keep the base and the factor of the file, ``of_file``. Source: llama.cpp.
+    """
     windows, name = architecture.windows, "rope.freq_base_swa"
     if windows is None:
         return None
-    own = rope if windows.freq_base == 0.0 else replace(rope, scaling="none")
-    base = keys.number(name, low=1.0, default=windows.freq_base or rope.freq_base)
+    scaling = "none" if windows.freq_base else of_file.scaling
+    own = replace(rope, scaling=scaling, factor=of_file.factor)
+    base = keys.number(name, low=1.0, default=windows.freq_base or of_file.freq_base)
     own = replace(own, freq_base=base)
     return None if own == rope and not windows.freq_base else own
 
@@ -355,11 +368,22 @@ def _read_n_vocab(keys: ModelKeys) -> int:
 
 
 def room_for(hparams: HParams, n: int) -> str:
-    """Returns what to do for a context of n tokens: a larger one, or that there is none."""
+    """Returns what to do for a context of n tokens: a larger one, or a stretched one."""
     fit = hparams.n_ctx_fit
     if n <= fit:
         return f"raise --ctx-size (the model was trained for {fit})"
     return (
         f"take a model for longer texts (this one was trained for {fit} tokens, so a larger "
-        "--ctx-size gives text without sense)"
+        f"--ctx-size gives text without sense){stretching(hparams, n, ', or stretch it: ')}"
     )
+
+
+def stretching(hparams: HParams, n: int, before: str = "") -> str:
+    """Returns the options that stretch the context to n tokens, after the text ``before``.
+
+    It is empty for models that cannot be stretched so: LongRoPE has factors for one length.
+    """
+    if not hparams.n_rot or hparams.rope.scaling == "longrope":
+        return ""
+    scale = -(-n // hparams.rope.n_ctx_native)
+    return f"{before}-c {n} --rope-scaling yarn --rope-scale {scale}"

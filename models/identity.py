@@ -18,6 +18,7 @@ from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import WeightsReader
+from sparsekv_cli.settings.changes import NOT_IN_ROWS, TOKENIZER
 
 DENSE: tuple[int, ...] = ()
 PAIRING = "half-split"  # RoPE pairs (i, i + n_rot/2), as the decoder gives q and k to the methods
@@ -33,11 +34,12 @@ class ModelIdentity:
     """The values on which q, k and v depend before they are rounded.
 
     rope: of the full and of the window layers, the angles' bytes in hex and the magnitude. Then the
-    temperature of the queries, and the tokens at which it begins.
+    temperature of the queries, and the tokens at which it begins. changes: of the metadata.
     """
 
     content: ModelContent
     rope: tuple[Any, ...]
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @cached_property
     def model_hash(self) -> str:
@@ -46,7 +48,7 @@ class ModelIdentity:
 
     def digest(self) -> str:
         """Returns the name of its calibrations, 32 hex digits. Raises as ``model_hash`` does."""
-        return _hash([self.model_hash, self.rope, PAIRING])
+        return _hash([self.model_hash, self.rope, self.changes, PAIRING])
 
 
 def identify(file: GGUFFile, hparams: HParams, ropes: RopeTables) -> ModelIdentity:
@@ -54,7 +56,12 @@ def identify(file: GGUFFile, hparams: HParams, ropes: RopeTables) -> ModelIdenti
     tables = [(each.theta.tobytes().hex(), float(each.magnitude)) for each in ropes.both]
     temperature = hparams.temperature_scale
     begins = hparams.rope.n_ctx_original if temperature else 0
-    return ModelIdentity(file.content, (*tables, temperature, begins))
+    changes = tuple(
+        (key, value)
+        for key, value in sorted(file.changed_values().items())
+        if not key.startswith(TOKENIZER) and not key.partition(".")[2].startswith(NOT_IN_ROWS)
+    )
+    return ModelIdentity(file.content, (*tables, temperature, begins), changes)
 
 
 def rope_tables(hparams: HParams, factors: np.ndarray | None) -> RopeTables:
@@ -112,5 +119,5 @@ class RowsIdentity:
         model = self.model.content.known()
         if model is None:
             return None
-        facts = {**vars(self), "model": model, "rope": self.model.rope}
-        return _hash(facts)
+        of_model = {"model": model, "rope": self.model.rope, "changes": self.model.changes}
+        return _hash({**vars(self), **of_model})

@@ -15,6 +15,7 @@ import numpy as np
 from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
+from sparsekv_cli.settings.changes import ModelChanges, as_float32
 
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 
@@ -29,7 +30,8 @@ class RopeParams:
     scaling: str = "linear"
     # ratio of the stretched context to the original one; see ``freq_scale``
     factor: float = 1.0
-    n_ctx_original: int = 0  # tokens of the original context; YaRN's ramp depends on it
+    n_ctx_original: int = 0  # tokens of the original context
+    n_ctx_ramp: int = 0  # the user's, which YaRN's ramp depends on; 0: ``n_ctx_original``
     # weight of YaRN's blend of stretched and original angles; by default 1 for yarn, else 0
     ext_factor: float = 0.0
     attn_factor: float = 1.0  # ``rope.scaling.attn_factor``
@@ -38,6 +40,11 @@ class RopeParams:
     beta_slow: float = 1.0  # rotations within n_ctx_original at the start of YaRN's ramp
     # ``rope.scaling.yarn_log_multiplier``, which reduces YaRN's magnitude
     log_multiplier: float = 0.0
+
+    @property
+    def n_ctx_native(self) -> int:
+        """The tokens of the context that is stretched."""
+        return self.n_ctx_ramp or self.n_ctx_original
 
     @property
     def freq_scale(self) -> float:
@@ -58,7 +65,13 @@ class RopeParams:
         return (1.0 + stretched) / (1.0 + self.log_multiplier * stretched) * self.attn_factor
 
 
-def read_rope(keys: ModelKeys, n_ctx_train: int, log_multiplier: float) -> RopeParams:
+def read_rope(
+    keys: ModelKeys, n_ctx_train: int, log_multiplier: float, changes: ModelChanges
+) -> RopeParams:
+    """Returns a file's parameters, with the user's changes.
+
+    They are put together as llama.cpp's constructor of llama_context does it.
+    """
     name = "rope.scaling.type"
     scaling = keys.get(name) if name in keys else "linear"
     if not isinstance(scaling, str):
@@ -72,22 +85,28 @@ def read_rope(keys: ModelKeys, n_ctx_train: int, log_multiplier: float) -> RopeP
     tiny = float(np.finfo(np.float32).tiny)
     if 0.0 < factor < tiny:
         raise keys.fail(name, f"is {factor:g}; it must be at least {tiny:g}")
-    ext_factor = 1.0 if scaling == "yarn" else 0.0
-    if "rope.scaling.yarn_ext_factor" in keys:
-        stated = keys.number("rope.scaling.yarn_ext_factor", low=-math.inf)
-        ext_factor = stated if stated >= 0.0 else ext_factor  # negative: not set
+    scaling = scaling if changes.rope_scaling == "auto" else changes.rope_scaling
+
+    def stated(value: float, name: str, low: float, default: float) -> float:
+        """Returns the user's number, else the file's; negative ones are not set."""
+        own = keys.number(f"rope.scaling.yarn_{name}", low=low, default=default)
+        return as_float32(value) if value >= 0 else own
+
+    ext_factor = stated(changes.yarn_ext_factor, "ext_factor", -math.inf, -1.0)
+    freq_base = keys.number("rope.freq_base", low=1.0, default=10000.0)
     rope = RopeParams(
-        freq_base=keys.number("rope.freq_base", low=1.0, default=10000.0),
+        freq_base=as_float32(changes.rope_freq_base) or freq_base,
         scaling=scaling,
-        factor=factor or 1.0,  # llama.cpp: 0 means not set
+        factor=as_float32(changes.scale) or factor or 1.0,  # llama.cpp: 0 means not set
         n_ctx_original=keys.integer(
             "rope.scaling.original_context_length", 1, MAX_TOKENS, default=n_ctx_train
         ),
-        ext_factor=ext_factor,
+        n_ctx_ramp=changes.yarn_orig_ctx,
+        ext_factor=ext_factor if ext_factor >= 0 else float(scaling == "yarn"),
         attn_factor=keys.number("rope.scaling.attn_factor", low=0.0, default=1.0),
-        yarn_attn_factor=keys.number("rope.scaling.yarn_attn_factor", low=0.0, default=1.0),
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", low=0.0, default=32.0),
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", low=0.0, default=1.0),
+        yarn_attn_factor=stated(changes.yarn_attn_factor, "attn_factor", 0.0, 1.0),
+        beta_fast=stated(changes.yarn_beta_fast, "beta_fast", 0.0, 32.0),
+        beta_slow=stated(changes.yarn_beta_slow, "beta_slow", 0.0, 1.0),
         log_multiplier=log_multiplier,
     )
     if rope.ext_factor and not (rope.freq_base > 1 and rope.beta_fast > 0 and rope.beta_slow > 0):
@@ -114,9 +133,7 @@ def inverse_frequencies(
     if rope.ext_factor == 0.0:
         return interpolated
     low, high = (
-        n_rot
-        * math.log(rope.n_ctx_original / (turns * 2 * math.pi))
-        / (2 * math.log(rope.freq_base))
+        n_rot * math.log(rope.n_ctx_native / (turns * 2 * math.pi)) / (2 * math.log(rope.freq_base))
         for turns in (rope.beta_fast, rope.beta_slow)
     )
     low, high = max(0.0, math.floor(low)), min(n_rot - 1.0, math.ceil(high))

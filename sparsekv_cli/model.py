@@ -179,9 +179,9 @@ def load_model(
 
         config = replace(config, chat_template=named_template(config.chat_template))
     file = open_gguf(path)
-    file.use_template(config.chat_template)
     draft: Model | None = None
     try:
+        file.change(config)
         architecture = architecture_of(read_architecture(file))
         hparams = read_hparams(file)
         if config.speculate == "mtp" and hparams.next_block is None:
@@ -223,6 +223,20 @@ def load_model(
         raise
 
 
+def changes_of_draft(file: GGUFFile, draft: GGUFFile) -> dict[str, Any]:
+    """Returns which of the user's changes a draft model takes not, with their defaults.
+
+    It is stretched by the same factor. Base and original context are of one model: the draft takes
+    them if both were trained alike. Keys are of one file.
+    """
+    own: dict[str, Any] = {"override_kv": ""}
+    metadata = [each.parts[0].metadata for each in (file, draft)]
+    for name, key in (("rope_freq_base", "rope.freq_base"), ("yarn_orig_ctx", "context_length")):
+        found = {of.get(f"{of.get('general.architecture')}.{key}") for of in metadata}
+        own |= {name: 0} if len(found) > 1 else {}
+    return own
+
+
 def _load_draft(
     file: GGUFFile,
     config: SessionConfig,
@@ -248,7 +262,10 @@ def _load_draft(
             raise SparseKVError(
                 f"{path}: has another vocabulary than {file.path}: a draft model needs the same"
             )
-        stated = min(config.ctx_size, read_hparams(other).n_ctx_train)
-    alone = replace(config, speculate="off", draft_model="", draft_method="")
-    alone = replace(alone, calibration="", ctx_size=stated, device="cpu")  # drafts run there only
+        alone = replace(
+            config, speculate="off", draft_model="", draft_method="", chat_template="",
+            calibration="", device="cpu", **changes_of_draft(file, other),
+        )  # fmt: skip
+        other.change(alone)
+        alone = replace(alone, ctx_size=min(config.ctx_size, read_hparams(other).n_ctx_train))
     return load_model(path, method, alone, on_compile, on_calibrate, most=n_ctx)

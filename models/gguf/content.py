@@ -37,6 +37,17 @@ class ModelContent:
         self._digest: str | None = None
         self._failure = ""
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both are of the same unchanged files."""
+        return isinstance(other, ModelContent) and self._marks == other._marks
+
+    def __hash__(self) -> int:
+        return hash(self._marks)
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        return tuple(part.mark for part in self._parts)
+
     def known(self) -> str | None:
         """Returns 32 hex digits, or None while they are not known. The first call starts to read.
 

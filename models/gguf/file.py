@@ -18,6 +18,7 @@ from sparsekv_cli.models.gguf.content import ModelContent
 from sparsekv_cli.models.gguf.header import StringArray, show
 from sparsekv_cli.models.gguf.part import GGUFPart, TensorInfo, open_part
 from sparsekv_cli.models.gguf.split import open_others, part_paths
+from sparsekv_cli.settings.changes import GGUF_TYPES, ModelChanges, type_of_key
 
 __all__ = ["DECODABLE_TYPES", "GGMLType", "GGUFFile", "StringArray", "TensorInfo", "open_gguf"]
 
@@ -41,6 +42,7 @@ class GGUFFile:
         """Makes the model of ``parts`` and takes ownership of them."""
         self.parts = tuple(parts)
         self.missing = missing
+        self.changes = ModelChanges()  # the user's, which ``change`` applies
         first = self.parts[0]
         self.path = first.path
         self.version = first.version
@@ -56,10 +58,20 @@ class GGUFFile:
                 }
             )
 
-    def use_template(self, template: str) -> None:
-        """Lets the model have another chat template than its own, unless ``template`` is empty."""
-        if template:
-            self.metadata = {**self.metadata, TEMPLATE_KEY: template}
+    def change(self, changes: ModelChanges) -> None:
+        """Lets the model be read with the user's changes. A second call replaces the first."""
+        first, self.changes = self.parts[0], changes
+        values = changes.overrides()
+        types = {key: GGUF_TYPES[type_of_key(key)] for key in values}
+        if changes.chat_template:
+            values[TEMPLATE_KEY], types[TEMPLATE_KEY] = changes.chat_template, "string"
+        self.metadata = {**first.metadata, **values}
+        self.value_types = {**first.value_types, **types}
+
+    def changed_values(self) -> dict[str, Any]:
+        """Returns the user's values by key, where the file has others."""
+        own, changed = self.parts[0].metadata, self.changes.overrides()
+        return {key: value for key, value in changed.items() if own.get(key) != value}
 
     @cached_property
     def content(self) -> ModelContent:

@@ -7,6 +7,7 @@ import numpy as np
 
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
+from sparsekv_cli.settings.changes import TOKENIZER
 
 MAX_TOKENS = 1 << 31  # limit of a context and of a vocabulary; llama.cpp counts both in i32
 
@@ -17,9 +18,20 @@ class ModelKeys:
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file = file
         self.architecture = architecture
+        self._asked: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
+        self._asked.add(f"{self.architecture}.{name}")
         return f"{self.architecture}.{name}" in self.file.metadata
+
+    def check_changes(self) -> None:
+        """Raises SparseKVError for a changed key that the model does not use."""
+        for key in self.file.changes.overrides():
+            if key not in self._asked and not key.startswith(TOKENIZER):
+                raise SparseKVError(
+                    f"{self.file.path}: --override-kv {key} has no effect: this "
+                    f"{self.architecture} model does not read it"
+                )
 
     def fail(self, name: str, message: str) -> SparseKVError:
         return SparseKVError(f"{self.file.path}: {self.architecture}.{name} {message}")
@@ -29,7 +41,7 @@ class ModelKeys:
 
     def get(self, name: str) -> Any:
         key = f"{self.architecture}.{name}"
-        if key not in self.file.metadata:
+        if name not in self:
             raise self.fail(name, "is missing, and the model cannot be run without it")
         return self.file.metadata[key]
 

@@ -15,12 +15,14 @@ from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
 from sparsekv_cli.commands.options.method_choice import measure_losses
 from sparsekv_cli.commands.options.model import (
+    CHANGE_OPTIONS,
     MACHINE_OPTIONS,
     MODEL_OPTION,
     apply_options,
     build_method,
     find_model,
     load_model,
+    session_config,
     verbose_option,
 )
 from sparsekv_cli.commands.options.numbers import WholeRange
@@ -29,7 +31,6 @@ from sparsekv_cli.commands.shared.header import model_header
 from sparsekv_cli.commands.shared.progress import CalibrationProgress
 from sparsekv_cli.commands.shared.prompt import read_prompt
 from sparsekv_cli.commands.shared.terminal import say, write_json
-from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import did_you_mean
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ ALL, AUTO = "all", "auto"
     "the user's cache directory if that folder cannot be written]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@partial(apply_options, options=MACHINE_OPTIONS)
+@partial(apply_options, options=[*MACHINE_OPTIONS, *CHANGE_OPTIONS])
 @verbose_option
 def command(
     model: str | None,
@@ -65,16 +66,14 @@ def command(
     n_tokens: int | None,
     output: str | None,
     as_json: bool,
-    threads: int,
-    device: str,
-    prefill_dtype: str,
+    **settings: Any,
 ) -> None:
     """Calibrate methods for a model and store the result in its sidecar, an npz file.
 
     A method that needs a calibration makes it by itself when it is first used. This command makes
     it again, beforehand, or on another text. Calibrations of other methods stay.
     """
-    config = SessionConfig(threads=threads, device=device, prefill_dtype=prefill_dtype)
+    config = session_config(settings)
     names = choose_methods(method)
     path = find_model(model)
     text = None if file is None else read_prompt(None, file, "text", "-f FILE")
@@ -88,7 +87,7 @@ def command(
 
     source = built_in_text() if text is None else CalibrationText(str(file), text)
     if text is not None:  # before kernels are compiled
-        with model_header(path) as header:
+        with model_header(path, config) as header:
             check_length(source, len(header.tokenizer.encode(text, parse_special=False)))
     opened = load_model(path, build_method("full", {}), config)
     calibrations = opened.calibrations

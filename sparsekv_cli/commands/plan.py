@@ -10,6 +10,7 @@ from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.commands.bench.bench import build_for_bench
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.long_context import warn_beyond_training
 from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     ModelOptions,
@@ -64,6 +65,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
     from sparsekv_cli.models.hparams import read_hparams
 
     with open_gguf(path, header_only=True) as file:
+        file.change(config)
         hparams = read_hparams(file)
         if all(layer.kind != FULL for layer in hparams.layers):
             raise SparseKVError(
@@ -71,11 +73,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
                 "nothing: use bench for its speed"
             )
         n_ctx = config.ctx_size or hparams.n_ctx_train
-        if n_ctx > hparams.n_ctx_fit:
-            say(
-                f"warning: a context of {n_ctx} tokens is more than the {hparams.n_ctx_fit} that "
-                "the model was trained for"
-            )
+        warn_beyond_training(hparams, config, "context", n_ctx)
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
             from sparsekv_cli.planning.kept import speeds_of
             from sparsekv_cli.planning.plan import make_plan

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
@@ -26,7 +27,6 @@ from sparsekv_cli.commands.options.model import (
     method_of,
     model_options,
     prepare_methods,
-    warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options, prefixes_maker
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from socket import socket as Socket
 
     from sparsekv_cli.serve.pool import HostedModel, ModelPool
+    from sparsekv_cli.settings.config import SessionConfig
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 KEY = "SPARSEKV_API_KEY"
@@ -169,7 +170,7 @@ def command(
     named = {name: text for name, text in options.named.items() if text is not None}
 
     def load(asked: Any) -> Service:
-        model = load_model(asked.path, method, options.config)
+        model = load_model(asked.path, method, asked.config)
         try:
             warn_of_long_context(model)
             model, chosen = choose_method(model, options)
@@ -229,15 +230,35 @@ def hosted_models(
         others = [stem] * (counts[stem] == 1) + [typed] * (Path(typed) != path)
         own = [*named[i], *(each for each in others if each not in chosen)]
         patterns = tuple(name for name in asked[i] if is_pattern(name))
-        hosted.append(HostedModel(tuple(dict.fromkeys(own)), path, patterns=patterns))
+        config = own_config(path, options.config, len(paths))
+        hosted.append(
+            HostedModel(tuple(dict.fromkeys(own)), path, patterns=patterns, config=config)
+        )
         describe(hosted[-1], options)
         if problem := hosted[-1].problem:
             if not path.exists():
                 raise SparseKVError(problem)
             if hosted[1:]:  # the first one is loaded at once
                 say(one_line(f"warning: {hosted[-1].name} cannot be loaded: {problem}"))
+    used = {key for each in hosted for key in each.config.overrides()}
+    if unused := [key for key in options.config.overrides() if key not in used]:
+        raise click.UsageError(f"--override-kv {unused[0]}: no model has this architecture")
     explain_faults(" or ".join(str(path) for path in paths))
     return hosted
+
+
+def own_config(path: Path, config: SessionConfig, n_models: int) -> SessionConfig:
+    """Returns the settings of one of several models, without keys of other architectures."""
+    if n_models == 1 or not config.override_kv:
+        return config
+    from sparsekv_cli.models.gguf.file import open_gguf
+
+    try:
+        with open_gguf(path, header_only=True) as file:
+            name = str(file.metadata.get("general.architecture"))
+    except SparseKVError:  # which ``describe`` reports
+        return config
+    return replace(config, override_kv=config.of_architecture(name))
 
 
 def describe(hosted: HostedModel, options: ModelOptions) -> None:
@@ -250,11 +271,11 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
     from sparsekv_cli.models.identity import identity_in
     from sparsekv_cli.serve.requests import usable_methods
 
-    config = options.config
+    config = hosted.config
     sidecar = Path(config.calibration) if config.calibration else None
     try:
         with open_gguf(hosted.path) as file:
-            file.use_template(config.chat_template)
+            file.change(config)
             hparams, hosted.n_bytes = read_hparams(file), file.size
             identity = identity_in(file, hparams, config.ctx_size)
             calibrations = Calibrations(file, hparams, identity, None, lambda text: [], sidecar)

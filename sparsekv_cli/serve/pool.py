@@ -28,6 +28,7 @@ from sparsekv_cli.serve.jobs import TimeLimitError
 from sparsekv_cli.serve.requests import RequestError, RequestLimits, Service
 from sparsekv_cli.serve.rows import default_limit, gib
 from sparsekv_cli.serve.running import Stats
+from sparsekv_cli.settings.config import SessionConfig
 
 LOOK_S = 1.0  # seconds between two checks whether anybody still waits
 
@@ -65,6 +66,7 @@ class HostedModel:
     n_loads: int = 0
     problem: str = ""  # why the last attempt to load it failed
     patterns: tuple[str, ...] = ()  # of further names, such as claude-*
+    config: SessionConfig = field(default_factory=SessionConfig)
 
     @property
     def name(self) -> str:

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from sparsekv_cli.settings.changes import ModelChanges
 from sparsekv_cli.settings.option import check_options, option
 
 WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` that use a draft model
 
 
 @dataclass(frozen=True)
-class SessionConfig:
+class SessionConfig(ModelChanges):
     """How a session runs, independent of the method; see each field's help.
 
     prefill_dtype: the type of the prefill's products. ``auto`` is bf16 on a GPU and on a CPU with
@@ -72,11 +73,6 @@ class SessionConfig:
         "KV-cache method of the draft model; empty: quest. See 'sparsekv-cli methods'.",
         metavar="NAME",
     )
-    chat_template: str = option(
-        "", "A chat template instead of the model's: a Jinja file, or one of chatml, gemma, "
-        "granite, llama2, llama3, mistral-v1, mistral-v3, mistral-v7, phi3, phi4, vicuna, zephyr.",
-        flags=("--chat-template", "--chat-template-file"), metavar="FILE|NAME",
-    )  # fmt: skip
     checkpoints: int = option(
         8, "Most states that a model with recurrent layers keeps. Another answer, or one to a "
         "changed message, continues from a state. Also most snapshots of a prompt on disk.",
@@ -85,6 +81,7 @@ class SessionConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        self.check_changes()
         if self.draft_model and self.speculate not in WITH_MODEL:
             raise ValueError(
                 f"speculate = {self.speculate!r} does not use draft_model (--draft-model): use "

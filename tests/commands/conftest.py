@@ -18,12 +18,12 @@ from sparsekv_cli.cache.counters import Timings
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.chat import chat as chat_module
-from sparsekv_cli.commands.chat import commands as chat_commands
 from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
 from sparsekv_cli.commands.run import task as task_module
 from sparsekv_cli.evaluation import roofline
 from sparsekv_cli.sequence import Checkpoint, Sequence
+from sparsekv_cli.settings.config import SessionConfig
 
 EOS_ID, BOS_ID = 256, 257
 
@@ -99,7 +99,7 @@ class FakeModel:
         )
         self.decoder = SimpleNamespace(weights=SimpleNamespace(bytes_a_step=lambda n_rows: 3000))
         self.tokenizer = ByteTokenizer()
-        self.config = SimpleNamespace(sparse_from=0, speculate="off")
+        self.config = SessionConfig(speculate="off")
         self.method: Any = SimpleNamespace(
             options=lambda: {"budget": "5%"}, n_queried=0, holds_all_rows=True
         )
@@ -209,7 +209,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
     model = FakeModel()
     for module in (run_module, chat_module):
         monkeypatch.setattr(module, "open_model", lambda options: model)
-    for module in (run_module, chat_module, chat_commands):
         monkeypatch.setattr(module, "open_prompt_rows", lambda *arguments: None)
     monkeypatch.setattr(task_module, "new_sampler", lambda *arguments: model.sample)
     monkeypatch.setattr(chat_conversation, "new_sampler", model.take_settings)

@@ -18,6 +18,7 @@ from sparsekv_cli.commands.advise.measure import (
     try_all,
 )
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     MAX_LOSS_OPTION,
@@ -28,7 +29,6 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     model_options,
     prepare_methods,
-    warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options
@@ -38,6 +38,7 @@ from sparsekv_cli.commands.shared.prompt import check_utf8
 from sparsekv_cli.commands.shared.terminal import say, write_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.conversation import prompt_ids
+from sparsekv_cli.settings.changes import CHANGES
 from sparsekv_cli.settings.config import SessionConfig
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def advised_line(
         rest += ["-o", f"{key}={text}"]
     if method.work_of_a_head:
         rest += ["--sparse-from", "0"]
-    for name in ("ctx_size", "threads", "prefill_dtype", "activations", "repack"):
+    for name in ("ctx_size", "threads", "prefill_dtype", "activations", "repack", *CHANGES):
         if (value := getattr(options.config, name)) != getattr(SessionConfig, name):
             rest += [f"--{name.replace('_', '-')}", str(value)]
     if prefix.directory is not None:

@@ -16,6 +16,7 @@ from sparsekv_cli.commands.bench.report import REPORTS, BenchModel, BenchResult,
 from sparsekv_cli.commands.bench.texts import check_text, decode_texts, draft_counts, tokens_of
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.long_context import warn_beyond_training
 from sparsekv_cli.commands.options.method_choice import choose_method
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
@@ -37,7 +38,7 @@ from sparsekv_cli.commands.options.numbers import (
 )
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
-from sparsekv_cli.commands.shared.terminal import say, write_text
+from sparsekv_cli.commands.shared.terminal import write_text
 from sparsekv_cli.evaluation.roofline import Roofline, decode_roofline, measure_bandwidth
 
 if TYPE_CHECKING:
@@ -147,11 +148,8 @@ def command(
     try:
         for name, method in built:
             model = load_model(path, method, config)
-            if method is built[0][1] and max(n_depths) > (fit := model.hparams.n_ctx_fit):
-                say(
-                    f"warning: a depth of {max(n_depths)} is more than the {fit} tokens that the "
-                    "model was trained for: its speed is that of no real use"
-                )
+            if method is built[0][1]:
+                warn_beyond_training(model.hparams, config, "depth", max(n_depths))
             if name == AUTO:
                 model, chosen = choose_method(model, auto, config.ctx_size)
                 name = chosen.method

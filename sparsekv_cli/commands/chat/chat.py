@@ -79,8 +79,9 @@ def command(
     )
     model = open_model(options)
     model, options = choose_method(model, options)
-    rows = open_prompt_rows(model, prefix, model.method)
-    conversation = Conversation(model, settings, system, rows)
+    conversation = Conversation(
+        model, settings, system, lambda of, method: open_prompt_rows(of, prefix, method)
+    )
     thinking_switch(conversation.template, settings.think)
     shows_stats = stats or context.ensure_object(Invocation).verbose
     chat = Chat(conversation, options, prefix, shows_stats)

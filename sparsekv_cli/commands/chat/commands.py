@@ -13,7 +13,7 @@ from sparsekv_cli.commands.chat.files import load_messages, read_text, save_mess
 from sparsekv_cli.commands.chat.screen import no_echo
 from sparsekv_cli.commands.chat.settings import change_setting, show_settings
 from sparsekv_cli.commands.options.model import ModelOptions, build_method
-from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
+from sparsekv_cli.commands.options.prefix import PrefixOptions
 from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
@@ -239,7 +239,7 @@ def _method(chat: Chat, argument: str) -> None:
     method = build_method(name, given, named)
     with progress.CompileProgress() as compiling, progress.CalibrationProgress() as calibrating:
         attention = model.attention_of(method, depth, compiling, calibrating)
-        prompt_rows = open_prompt_rows(model, chat.prefix, method)
+        prompt_rows = conversation.open_rows(model, method)
         try:
             sequence.change_method(attention)
         finally:

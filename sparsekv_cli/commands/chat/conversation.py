@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparsekv_cli.commands.chat.screen import word_wrap
+from sparsekv_cli.commands.options.model import load_model
 from sparsekv_cli.commands.shared.answer import Interrupt, stream_answer
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
@@ -25,9 +27,11 @@ from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new
 from sparsekv_cli.models.chat.thinking import without_thinking
 
 if TYPE_CHECKING:
+    from sparsekv_cli.methods.base import Method
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sample
+    from sparsekv_cli.settings.config import SessionConfig
 
 Messages = list[dict[str, str]]
 CHOICES = (
@@ -68,10 +72,11 @@ class Conversation:
         model: Model,
         settings: ChatSettings,
         system: str | None,
-        rows: PromptRows | None = None,
+        open_rows: Callable[[Model, Method], PromptRows | None] = lambda model, method: None,
     ) -> None:
-        """rows: finds and keeps the rows of prompts."""
-        self.model, self.rows = model, rows
+        """open_rows: returns what finds and keeps the rows of a method's prompts."""
+        self.model, self.open_rows = model, open_rows
+        self.rows = open_rows(model, model.method)
         self.sequence = model.sequence()
         self.settings = settings
         self.template = chat_template(model.gguf)
@@ -81,6 +86,37 @@ class Conversation:
         self.n_used = 0  # tokens of the context that the conversation uses
         self.renew_sampler()
         self.set_system(system)
+
+    def reopen(self, config: SessionConfig) -> None:
+        """Reads the model again with other settings, for the same way to attend.
+
+        The rows stay if they may serve there. Raises SparseKVError if that is not possible; the
+        conversation then goes on as it was.
+        """
+        old, sequence = self.model, self.sequence
+        if sequence.n_ctx != old.n_ctx:  # as /set ctx has it
+            config = replace(config, ctx_size=sequence.n_ctx)
+        sequence.settle()
+        model = load_model(old.gguf.path, sequence.method, config)
+        try:
+            if model.n_ctx <= self.n_used:
+                raise SparseKVError(
+                    f"the conversation has {self.n_used} tokens, and that context only "
+                    f"{model.n_ctx}: /clear it first"
+                )
+            model = model.using(model.attention_of(sequence.method, sequence.sparse_from))
+            rows, renewed = self.open_rows(model, model.method), model.sequence()
+        except BaseException:
+            model.close()
+            raise
+        own = old.engine.identity(sequence.method)
+        if own.serves(model.engine.identity(model.method)) and sequence.next_rows is None:
+            renewed.tokens, renewed.caches = sequence.tokens, sequence.caches
+            renewed.checkpoint = sequence.checkpoint
+        self.model, self.sequence, self.rows = model, renewed, rows
+        old.close()
+        self.renew_sampler()
+        self.replace(self.messages)
 
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""

@@ -15,7 +15,14 @@ from sparsekv_cli.sampling.params import (
     SamplingParams,
     params_from_metadata,
 )
-from sparsekv_cli.settings.option import TRUTH, did_you_mean, parse_number_or_word
+from sparsekv_cli.settings.changes import CHANGES, ModelChanges
+from sparsekv_cli.settings.option import (
+    TRUTH,
+    allowed_values,
+    did_you_mean,
+    options_of,
+    parse_number_or_word,
+)
 
 DEFAULT = "default"
 SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
@@ -167,8 +174,8 @@ def _change_context(conversation: Conversation, text: str) -> None:
         raise SparseKVError("/set ctx: a GPU's context cannot change: start again with -c N")
     if n > max(model.hparams.n_ctx_fit, sequence.n_ctx):
         raise SparseKVError(
-            f"/set ctx {n}: the model was trained for {model.hparams.n_ctx_fit} tokens; start "
-            f"again with -c {n} to go beyond them"
+            f"/set ctx {n}: the model was trained for {model.hparams.n_ctx_fit} tokens; /set "
+            f"rope_scale N stretches them, or start again with -c {n} to go beyond them"
         )
     n_short = model.hparams.rope.n_ctx_original
     if "rope_factors_long.weight" in model.gguf.tensors and (n > n_short) != (
@@ -186,6 +193,30 @@ def _change_context(conversation: Conversation, text: str) -> None:
     if n < len(sequence.tokens):
         sequence.reset()
     sequence.n_ctx = n
+
+
+def _change_of_model(name: str) -> Setting:
+    """Returns a setting of ModelChanges, with which the model is read again."""
+    declared = options_of(ModelChanges)[name]
+
+    def change(conversation: Conversation, text: str) -> None:
+        model = conversation.model
+        if not model.engine.shares_prefill:
+            flag = "--" + name.replace("_", "-")
+            raise SparseKVError(f"/set {name}: the model is on a GPU: start again with {flag}")
+        value: Any = declared.default
+        if text != DEFAULT:
+            value = parse_number_or_word(declared, text)
+        config = replace(model.config, **{name: value})
+        if config != model.config:
+            conversation.reopen(config)
+
+    def show(conversation: Conversation) -> str:
+        value = getattr(conversation.model.config, name)
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    choices = allowed_values(declared).choices
+    return Setting(declared.metadata["help"], show, change, (*choices, DEFAULT))
 
 
 SETTINGS: dict[str, Setting] = {
@@ -237,4 +268,5 @@ SETTINGS: dict[str, Setting] = {
         lambda c: str(c.settings.keep),
         _changing("keep", lambda name, text: _whole(name, text, 0)),
     ),
+    **{name: _change_of_model(name) for name in CHANGES},
 }

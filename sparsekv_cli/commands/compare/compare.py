@@ -13,6 +13,7 @@ from sparsekv_cli.commands.compare.report import about, check_outputs, print_rep
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.completers import files
 from sparsekv_cli.commands.options.help_page import GroupedCommand
+from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     ModelOptions,
@@ -20,7 +21,6 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     model_options,
     prepare_methods,
-    warn_of_long_context,
 )
 from sparsekv_cli.commands.options.numbers import WholeRange, number_list
 from sparsekv_cli.commands.options.prompt import file_option, prompt_option
@@ -122,7 +122,7 @@ def command(
     if continuation is not None:
         following = read_prompt(None, continuation, "continuation", "--continuation FILE")
     path = find_model(options.model)
-    with model_header(path) as header:
+    with model_header(path, options.config) as header:
         ids = prompt_ids(header, text, system=None, raw=raw, parse_special=False)
         tokens = None
         if following is not None:

@@ -108,7 +108,7 @@ def text_chunks(options: ModelOptions, given: ScoreOptions, text: str, ways: Way
     """
     from sparsekv_cli.evaluation.perplexity.chunks import split_chunks
 
-    with model_header(find_model(options.model)) as header:
+    with model_header(find_model(options.model), options.config) as header:
         size, least = given.n_ctx or DEFAULT_CONTEXT, 0
         if given.n_ctx is None and any(each and each.name != "full" for each in ways.values()):
             size, least = METHOD_CONTEXT, DEFAULT_CONTEXT

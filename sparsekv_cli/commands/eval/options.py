@@ -13,13 +13,13 @@ import click
 from sparsekv_cli.commands.compare.compare import parse
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.completers import files
+from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.model import (
     ModelOptions,
     build_method,
     find_model,
     load_model,
     prepare_methods,
-    warn_of_long_context,
     with_context,
 )
 from sparsekv_cli.commands.shared.progress import CompileProgress
@@ -102,10 +102,12 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
     """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
+    changes = model.config.stated()
     return {
         "model": model.gguf.path.name,
         "model_hash": model.calibrations.identity.model_hash,
         **others,
+        **({"changes": changes} if changes else {}),
         "device": model.config.device,
         "prefill_dtype": model.config.prefill_dtype,
         "activations": model.config.activations,

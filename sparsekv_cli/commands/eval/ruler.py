@@ -118,7 +118,7 @@ def ruler(
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
     with_context(options.config, max(lengths))  # refuses what no sample can be made for
-    with model_header(find_model(options.model)) as header:
+    with model_header(find_model(options.model), options.config) as header:
         plan.check(encoder(header, raw))
     model = open_eval(options, list(settings.values()), max(lengths))
     configuration = configuration_of(

@@ -6,13 +6,21 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparsekv_cli.commands.options import completers
 from sparsekv_cli.commands.options.help_page import ModelCommand
-from sparsekv_cli.commands.options.model import MODEL_OPTIONS, find_model, verbose_option
+from sparsekv_cli.commands.options.model import (
+    CHANGE_OPTIONS,
+    MODEL_OPTIONS,
+    apply_options,
+    find_model,
+    session_config,
+    verbose_option,
+)
 from sparsekv_cli.commands.shared.tables import count, print_pairs, print_table, size
 from sparsekv_cli.commands.shared.terminal import write_json
 from sparsekv_cli.errors import SparseKVError, UnsupportedModelError
@@ -35,6 +43,7 @@ SPECIAL_ID_SUFFIX = "_token_id"
     "--check-tensors", is_flag=True,
     help="Read all tensors and fail if a float or a block's scale is NaN or infinite.",
 )  # fmt: skip
+@partial(apply_options, options=CHANGE_OPTIONS)
 @verbose_option
 def command(
     file: str | None,
@@ -43,6 +52,7 @@ def command(
     list_tensors: bool,
     list_metadata: bool,
     check_tensors: bool,
+    **changes: Any,
 ) -> None:
     """Show what a GGUF file holds: sizes, types, hyper-parameters, tokenizer.
 
@@ -52,12 +62,14 @@ def command(
     """
     if file is not None and model is not None:
         raise click.UsageError("the file is given twice: as an argument and with -m")
+    config = session_config(changes)
     path = find_model(file if file is not None else model)
     from sparsekv_cli.models.gguf.check import check_tensors as scan
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.sources.listing import find_problem
 
     with open_gguf(path, vocab_only_ok=True) as gguf:
+        gguf.change(config)
         problem = find_problem(gguf)
         summary = summarise(gguf, problem)
         if list_tensors:

@@ -14,7 +14,6 @@ PLACEMENT = (
 )
 CORES = "threads are placed by the system: -t says how many, taskset on which cores"
 LOG = "there is no log: -v says more, 2>FILE keeps the remarks"
-ROPE = "the context is scaled as the model's file says"
 DRAFT = "drafts are set by --speculate, --draft-model and --draft-method"
 MIROSTAT = "this sampler is not here: use --temp, --top-p or --min-p"
 CHECKPOINTS = "see --checkpoints"
@@ -46,9 +45,6 @@ TABLE = {
     "--log-file --log-colors --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
     "--log-jsonl -lv --verbosity --log-verbosity --log-verbose --verbose-prompt "
     "--progress": LOG,
-    "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
-    "--yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast": ROPE,
-    "--override-kv": "metadata are read from the file: gguf-new-metadata writes another one",
     "--draft --draft-n --draft-max --draft-min --draft-p-min --draft-n-min -ngld -cd "
     "--ctx-size-draft -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft -td --threads-draft "
     "-hfd -hfrd --hf-repo-draft -lcs -lcd --lookup-cache-static --lookup-cache-dynamic "
@@ -83,8 +79,8 @@ TABLE = {
     "--in-prefix --in-suffix --in-prefix-bos -mli --multiline-input -if "
     "--interactive-first": "the chat template marks the turns: --chat-template FILE takes another",
     "--alias -a": "a model has the name of its file: rename the file, or link to it",
-    "--grp-attn-n -gan --grp-attn-w -gaw": "self-extend is not here: choose a model with a longer "
-    "context",
+    "--grp-attn-n -gan --grp-attn-w -gaw": "self-extend is not here: --rope-scaling yarn "
+    "--rope-scale N stretches the context",
     "-dt --defrag-thold": "the cache has no gaps to close",
     "--perf": "the line about speed goes to stderr",
     "-lm --load-mode -lzm --lazy-mode -dio --direct-io -ndio --no-direct-io -nr": "the file is "

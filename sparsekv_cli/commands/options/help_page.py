@@ -9,6 +9,7 @@ from click.parser import _ParsingState as ParsingState
 
 from sparsekv_cli.commands.options.elsewhere import ELSEWHERE
 from sparsekv_cli.commands.options.habits import add_aliases, apply_habits, habits_of
+from sparsekv_cli.settings.changes import CHANGES
 
 COMMON = "Common options"
 OWN = ""  # stands for a command's own parameters, which no group names
@@ -22,6 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Output": ("inline_thinking", "special", "logprobs", "jsonl", "output"),
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
                "calibration"),
+    "Longer contexts": CHANGES,
     "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
                  "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "repeat_penalty",
                  "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier",

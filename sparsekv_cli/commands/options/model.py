@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from sparsekv_cli.commands.options import completers
+from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.terminal import explain_faults, say
 from sparsekv_cli.errors import OptionError, SparseKVError
+from sparsekv_cli.settings.changes import CHANGES
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import MAX_WHOLE, allowed_values, options_of
 
@@ -113,10 +115,10 @@ def gathered(
     return decorate
 
 
-def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
+def session_option(name: str, default: Any = None, **given: Any) -> Callable[[Any], Any]:
     """Returns the click option of an option that SessionConfig declares.
 
-    default: the default of a command that has its own.
+    default: the default of a command that has its own. given: further arguments of click's.
     """
     declared = options_of(SessionConfig)[name]
     allowed, default = allowed_values(declared), declared.default if default is None else default
@@ -131,13 +133,12 @@ def session_option(name: str, default: Any = None) -> Callable[[Any], Any]:
     shown = default if isinstance(default, str) else f"{default:g}"
     return click.option(
         *(declared.metadata["flags"] or ("--" + name.replace("_", "-"),)), name, type=kind,
-        default=default, metavar=declared.metadata["metavar"],
-        help=declared.metadata["help"] + (f" [default: {shown}]" if shown else ""),
+        default=() if given.get("multiple") else default, metavar=declared.metadata["metavar"],
+        help=declared.metadata["help"] + (f" [default: {shown}]" if shown else ""), **given,
     )  # fmt: skip
 
 
 SESSION = set(options_of(SessionConfig)) - {"calibration", "chunk", "sparse_from"}
-Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
 
 MODEL_OPTION = click.option(
     "-m", "--model", metavar="FILE|NAME", shell_complete=completers.models,
@@ -150,8 +151,20 @@ MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefi
 ANSWERING = ("chat_template", "speculate", "draft_model", "draft_method", "checkpoints")
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
+
+def _joined(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> str:
+    return ",".join(values)
+
+
+# The user's changes of how a model is read. Every command that opens a model has them.
+CHANGE_OPTIONS = [
+    *(session_option(name) for name in CHANGES if name != "override_kv"),
+    session_option("override_kv", multiple=True, callback=_joined),
+]
+
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     MODEL_OPTION,
+    *CHANGE_OPTIONS,
     *MACHINE_OPTIONS,
     *map(session_option, CPU_AND_GPU_OPTIONS),
     click.option(
@@ -228,6 +241,14 @@ def model_options(
     return gathered("options", _gather_model_options, [models, *own, verbose_option])
 
 
+def session_config(settings: Mapping[str, Any]) -> SessionConfig:
+    """Returns the settings. Raises click.UsageError for impossible ones."""
+    try:
+        return SessionConfig(**settings)
+    except ValueError as error:
+        raise click.UsageError(str(error), click.get_current_context(silent=True)) from None
+
+
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
     """Removes the options above from ``values`` and returns them."""
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
@@ -239,14 +260,8 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
         from sparsekv_cli.models.chat.named import named_template  # which imports jinja2
 
         settings["chat_template"] = named_template(settings["chat_template"])
-    try:
-        config = SessionConfig(
-            **settings,
-            calibration=values.pop("calibration") or "",
-            sparse_from=-1 if sparse_from is None else sparse_from,
-        )
-    except ValueError as error:
-        raise click.UsageError(str(error), context) from None
+    settings["calibration"] = values.pop("calibration") or ""
+    config = session_config({**settings, "sparse_from": -1 if sparse_from is None else sparse_from})
     return ModelOptions(
         model=values.pop("model", None),
         config=config,
@@ -356,21 +371,6 @@ def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
     if config.sparse_from > 0 and not any(method.work_of_a_head for method in methods):
         names = " and ".join(dict.fromkeys(method.name for method in methods))
         raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
-
-
-def warn_of_long_context(model: Model) -> None:
-    """Warns if the context is longer than the model, or the type of its keys, is made for."""
-    asked, n_ctx, fit = model.config.ctx_size, model.n_ctx, model.hparams.n_ctx_fit
-    if asked > fit:
-        say(
-            f"warning: a context of {asked} tokens is more than the {fit} that the model was "
-            "trained for: text beyond them may make no sense"
-        )
-    if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
-        say(
-            f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
-            f"tokens ({n_ctx} fit) use --cache-type-k q8_0"
-        )
 
 
 def load_model(

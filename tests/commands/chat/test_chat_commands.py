@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plain_chat import TEMPLATE, lines, prompts_of
 
-from sparsekv_cli.commands.chat import chat, commands
+from sparsekv_cli.commands.chat import chat
 from sparsekv_cli.commands.chat.files import load_messages
 from sparsekv_cli.errors import SparseKVError
 
@@ -176,8 +176,7 @@ def test_a_change_that_is_stopped_late_has_the_rows_of_its_method(fake, invoke, 
 
     plain = type(fake).prefill
     monkeypatch.setattr(type(fake), "prefill", prefill)
-    for module in (chat, commands):
-        monkeypatch.setattr(module, "open_prompt_rows", rows_of)
+    monkeypatch.setattr(chat, "open_prompt_rows", rows_of)
     fake.script, fake.on_change = ["one<eos>", "two<eos>"], stop
     result = invoke("chat", stdin=lines("A", "/method snapkv", "B", "/stats"))
     assert "stopped" in result.err and "snapkv: " in result.err

@@ -56,8 +56,10 @@ def test_run_has_every_option_of_a_session():
     for name, option in options_of(SessionConfig).items():
         if name in ("chunk", "calibration", "sparse_from"):  # not there, or None: not given
             continue
-        assert declared[name].default == option.default, name
-        if not option.metadata["allowed"].choices and not isinstance(option.default, str):
-            spelling = declared[name].opts[-1]
-            result = CliRunner().invoke(cli, ["run", spelling, "-1", "-m", "none.gguf"])
+        many = getattr(declared[name], "multiple", False)
+        assert declared[name].default == (() if many else option.default), name
+        allowed = option.metadata["allowed"]
+        if not allowed.choices and not isinstance(option.default, str):
+            spelling, below = declared[name].opts[-1], str(allowed.at_least - 1)
+            result = CliRunner().invoke(cli, ["run", spelling, below, "-m", "none.gguf"])
             assert result.exit_code == 2 and spelling in result.output, name

@@ -1,0 +1,41 @@
+"""Warnings of contexts that are longer than a model is made for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparsekv_cli.commands.shared.terminal import say
+
+if TYPE_CHECKING:
+    from sparsekv_cli.model import Model
+    from sparsekv_cli.models.hparams import HParams
+    from sparsekv_cli.settings.config import SessionConfig
+
+Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
+
+
+def warn_beyond_training(hparams: HParams, config: SessionConfig, what: str, n: int) -> None:
+    """Warns of a context, or of what ``what`` says, that is longer than the model is made for.
+
+    The line has the options that stretch the context. With another base nobody knows its length.
+    """
+    fit = hparams.n_ctx_fit
+    if n > fit and not config.rope_freq_base:
+        from sparsekv_cli.models.hparams import stretching
+
+        say(
+            f"warning: a {what} of {n} tokens is more than the {fit} that the model was trained "
+            "for: text beyond them may make no sense"
+            f"{stretching(hparams, n, '; this stretches the context: ')}"
+        )
+
+
+def warn_of_long_context(model: Model) -> None:
+    """Warns if the context is longer than the model, or the type of its keys, is made for."""
+    n_ctx = model.n_ctx
+    warn_beyond_training(model.hparams, model.config, "context", model.config.ctx_size)
+    if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:
+        say(
+            f"warning: keys in q4_0 lose more as the context grows: for more than {Q4_KEYS_FIT} "
+            f"tokens ({n_ctx} fit) use --cache-type-k q8_0"
+        )

@@ -1,0 +1,66 @@
+"""``/set`` of what a model is read with: its rows stay, or the next message reads them again."""
+
+import pytest
+from tiny_models import make_model
+
+from sparsekv_cli.commands.chat.conversation import ChatSettings, Conversation
+from sparsekv_cli.commands.chat.settings import change_setting
+from sparsekv_cli.commands.options.prefix import PrefixOptions, open_prompt_rows
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.methods import build_method
+from sparsekv_cli.model import load_model
+from sparsekv_cli.settings.config import SessionConfig
+
+
+@pytest.fixture
+def talk(tmp_path):
+    path = make_model(tmp_path / "m.gguf", n_layer=2, n_embd=64, n_ff=64, n_ctx=900)
+    config = SessionConfig(threads=1, prefill_dtype="f32")
+    model = load_model(path, build_method("quest", {}, budget="64"), config)
+    prefix = PrefixOptions(tmp_path / "rows", 1.0, False, None)
+    settings = ChatSettings(SamplingOptions({"temp": 0.0}, ignore_eos=True), 0, n_predict=3)
+    model.gguf.content.wait()
+    yield Conversation(
+        model, settings, "x " * 300, lambda *of: open_prompt_rows(of[0], prefix, of[1])
+    )
+
+
+def said(talk: Conversation, text: str) -> int:
+    """The tokens of the prompt that the answer to ``text`` has computed."""
+    talk.send(text)
+    return talk.sequence.timings.prefill_tokens
+
+
+def test_rows_are_kept_or_read_again_by_their_identity(talk):
+    whole, after = said(talk, "a"), said(talk, "a")
+    assert whole > 600 > 100 > after
+    for text in ("rope_scale 1", "override_kv llama.context_length=int:950"):
+        old = talk.model
+        change_setting(talk, text)
+        assert talk.model is not old and len(talk.sequence.tokens) > 600
+        assert said(talk, "a") < 100
+    assert talk.sequence.n_ctx == 950
+    change_setting(talk, "rope_scale 4")
+    assert not talk.sequence.tokens and talk.sequence.n_ctx == 3800
+    assert said(talk, "a") > 600
+    assert talk.sequence.method.name == "quest" and talk.model.hparams.rope.freq_scale == 0.25
+    assert change_setting(talk, "rope_scale") == "rope_scale 4"
+    change_setting(talk, "rope_scale default")
+    assert talk.model.hparams.rope.freq_scale == 1 and said(talk, "a") < 600  # from the disk
+
+
+def test_a_change_that_fails_changes_nothing(talk):
+    said(talk, "a")
+    for text, reason in (
+        ("rope_scaling none", "does not scale"), ("rope_scale -1", "0 or more"),
+        ("override_kv llama.context_length=int:20", "/clear it first"),
+        ("override_kv qwen2.context_length=int:20", "has no effect"),
+    ):  # fmt: skip
+        if text == "rope_scaling none":
+            change_setting(talk, "rope_scale 1")
+        model, tokens = talk.model, list(talk.sequence.tokens)
+        with pytest.raises(SparseKVError, match=reason):
+            change_setting(talk, text)
+        assert talk.model is model and talk.sequence.tokens == tokens
+    assert said(talk, "a") < 100
