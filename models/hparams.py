@@ -18,6 +18,7 @@ from sparsekv_cli.models.layers.window_params import read_sources, read_windows
 from sparsekv_cli.models.rope import RopeParams, read_rope
 from sparsekv_cli.settings.changes import ModelChanges
 
+N_ANSWER = 1024  # tokens that a stretched context has for an answer
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_HEADS = 1 << 12
 MAX_WIDTH = 1 << 24  # limit of the elements of an embedding, a feed-forward or a head
@@ -374,7 +375,8 @@ def room_for(hparams: HParams, n: int) -> str:
         return f"raise --ctx-size (the model was trained for {fit})"
     return (
         f"take a model for longer texts (this one was trained for {fit} tokens, so a larger "
-        f"--ctx-size gives text without sense){stretching(hparams, n, ', or stretch it: ')}"
+        f"--ctx-size gives text without sense)"
+        f"{stretching(hparams, n + N_ANSWER, ', or stretch it: ')}"
     )
 
 

@@ -202,17 +202,20 @@ def test_a_context_beyond_the_training_is_a_warning(model, invoke):
         quiet = invoke(*arguments, "-c", "2048")
         assert quiet.code == 0 and "warning" not in quiet.err
         warned = invoke(*arguments, "-c", "2049")
-        assert (
-            warned.code == 0
-            and warned.err.count("a context of 2049 tokens is more than the 2048") == 1
-        )
+        assert warned.code == 0
+        assert warned.err.count("a context of 2049 tokens is more than the 2048") == 1
+        stretched = warned.err.splitlines()[0].rpartition(": ")[2].split()
+        assert stretched[:2] == ["-c", "2049"] and "--rope-scale" in stretched
+        found = invoke(*arguments, *stretched)
+        assert found.code == 0 and "warning" not in found.err
+    assert "warning" not in invoke(*arguments, "-c", "2049", "--rope-freq-base", "3e4").err
     few_bits = ["run", "-m", model, "-p", "x", "-n", "1", "-ctk", "q4_0", "-c"]
     assert "use --cache-type-k q8_0" in invoke(*few_bits, "32769").err
     assert "q8_0" not in invoke(*few_bits, "2048").err
     deep = ["bench", "-m", model, "-p", "0", "-n", "1", "-d", "2048", "-r", "1"]
     assert "warning" not in invoke(*deep, "--prefill-dtype", "f32").err  # random tokens
     deep[deep.index("2048")] = "2300"
-    assert "a depth of 2300 is more than the 2048 tokens" in invoke(*deep).err
+    assert "a depth of 2300 tokens is more than the 2048" in invoke(*deep).err
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from opened import open_sequence
 from tiny_models import make_model
 
 from sparsekv_cli import load
+from sparsekv_cli.commands.eval.options import configuration_of
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import changes_of_draft
 from sparsekv_cli.models.gguf.file import open_gguf
-from sparsekv_cli.models.hparams import read_hparams, room_for
+from sparsekv_cli.models.hparams import N_ANSWER, read_hparams, room_for, stretching
 from sparsekv_cli.models.identity import identity_in
 from sparsekv_cli.settings.changes import ModelChanges
 from sparsekv_cli.settings.config import SessionConfig
@@ -108,8 +109,10 @@ def test_the_context_is_as_long_as_it_is_stretched(plain, tmp_path):
     yarn = make_model(tmp_path / "yarn.gguf", **SIZES, rope_scaling=("yarn", 4.0, 32))
     assert read(yarn).n_ctx_train == 128 and read(yarn, rope_scaling="none").n_ctx_train == 32
     assert read(yarn, rope_scale=8).n_ctx_train == 256
-    assert "-c 513 --rope-scaling yarn --rope-scale 5" in room_for(read(plain), 513)
-    assert "-c 513 --rope-scaling yarn --rope-scale 17" in room_for(read(yarn), 513)
+    for file, n, scale in ((plain, 513, 5), (yarn, 513, 17), (plain, 512, 4)):
+        hparams, options = read(file), f"-c {n} --rope-scaling yarn --rope-scale {scale}"
+        assert stretching(hparams, n) == options
+        assert room_for(hparams, n).endswith(stretching(hparams, n + N_ANSWER))
     assert "yarn" not in room_for(read(plain, rope_scale=8), 513)
 
 
@@ -243,3 +246,9 @@ def test_several_architectures(plain):
         "llama.context_length", "tokenizer.ggml.add_bos_token"
     ]  # fmt: skip
     assert changes.stated() == {"override_kv": changes.override_kv}
+
+
+def test_records_of_an_evaluation_say_what_is_changed(plain):
+    with load(plain, threads=1, rope_scale=2) as changed, load(plain, threads=1) as model:
+        assert configuration_of(changed._model)["changes"] == {"rope_scale": 2}
+        assert "changes" not in configuration_of(model._model)
