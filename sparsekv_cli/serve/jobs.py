@@ -20,7 +20,7 @@ from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
 from sparsekv_cli.sequence import Sequence
-from sparsekv_cli.serve.rows import SharedRows
+from sparsekv_cli.serve.rows import SharedRows, gib
 
 
 class QueueFullError(SparseKVError):
@@ -201,6 +201,62 @@ class Prefilling:
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
     reported: float = 0.0  # time of the last progress event
+    n_before: int = 0  # rows that were there when it went on for another job
+
+
+class Paused:
+    """The prefill of a job whose client has left; none or one.
+
+    It goes on for a request with the same prompt, and ends before another prompt begins. So a
+    client with little patience that asks again does not begin anew each time.
+    """
+
+    def __init__(self, can_pause: bool) -> None:
+        self.all: list[Prefilling] = []
+        self._can_pause = can_pause
+
+    def add(self, now: Prefilling, n_done: int, *, is_alone: bool) -> None:
+        """Pauses a prefill that has n_done rows. It ends if others run, or none can pause."""
+        self.end()
+        now.n_before = n_done
+        self.all.append(now)
+        if not (is_alone and self._can_pause):
+            self.end()
+
+    def end(self) -> None:
+        """Frees the rows."""
+        while self.all:
+            self.all.pop().steps.close()
+
+    def bytes_for(self, request: Request) -> int:
+        """Returns the bytes that are reserved for a request. Ends the prefill of another prompt."""
+        for each in self.all:
+            old = each.job.request
+            alike = old.method == request.method and old.sparse_from == request.sparse_from
+            if alike and list(old.ids) == list(request.ids):
+                return each.job.n_bytes
+        self.end()
+        return 0
+
+    def resumed(self, job: Job) -> list[Prefilling]:
+        """Returns the prefill, which goes on for a job. ``bytes_for`` was called for the job."""
+        found, self.all = self.all, []
+        for now in found:
+            now.job, now.started, now.reported, job.n_cached = (
+                job,
+                time.monotonic(),
+                0,
+                now.n_before,
+            )
+        return found
+
+
+def does_not_fit(request: Request, n_bytes: int, most: int) -> ContextFullError:
+    """Returns the error of a request whose rows take n_bytes where ``most`` are there."""
+    n_prompt, n_answer = len(request.ids), request.n_predict
+    n_most = (n_prompt + n_answer) * most // n_bytes
+    hint = f"rows of {gib(n_bytes)} do not fit into {gib(most)}, or start the server with more "
+    return ContextFullError(n_prompt, n_answer, n_most, "messages", hint + "--kv-memory")
 
 
 def bins_of(attended: tuple[np.ndarray, np.ndarray] | None, n: int, n_bins: int) -> list[int]:

@@ -22,9 +22,9 @@ from sparsekv_cli.prefix.prefixes import Prefixes
 from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.serve.jobs import (
     Compiling,
-    ContextFullError,
     Failed,
     Job,
+    Paused,
     Prefilling,
     PromptProgress,
     QueueFullError,
@@ -32,6 +32,7 @@ from sparsekv_cli.serve.jobs import (
     StoppingError,
     TimeLimitError,
     TooLargeError,
+    does_not_fit,
 )
 from sparsekv_cli.serve.rows import (
     N_METHODS,
@@ -40,7 +41,6 @@ from sparsekv_cli.serve.rows import (
     SharedRows,
     best_parked,
     bytes_of_sequence,
-    gib,
     give_up,
     held_together,
     most_shared,
@@ -83,6 +83,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._starting: list[Job] = []  # at most one job, whose method is being prepared
         self._prefilling: list[Prefilling] = []  # a stack: the last one continues first
+        self._paused = Paused(model.engine.shares_prefill)
         self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
@@ -110,11 +111,7 @@ class Scheduler:
         for job in jobs:
             n_bytes, job.n_bytes = self.bytes_of(job.request)
             if n_bytes > self._kv_bytes:
-                n_prompt, n_answer = len(job.request.ids), job.request.n_predict
-                most = (n_prompt + n_answer) * self._kv_bytes // n_bytes
-                hint = f"rows of {gib(n_bytes)} do not fit into {gib(self._kv_bytes)}, or start "
-                hint += "the server with more --kv-memory"
-                raise ContextFullError(n_prompt, n_answer, most, "messages", hint)
+                raise does_not_fit(job.request, n_bytes, self._kv_bytes)
         with self._changed:
             if self._is_stopping or self.failure is not None:
                 raise StoppingError("the server is about to end")
@@ -201,8 +198,8 @@ class Scheduler:
             self._queue.clear()
         for job in left:
             job.emit(Failed(error))
-        self._running.jobs, self._prefilling, self._parked = [], [], []
-        self.stats.kv_bytes = 0
+        self._paused.end()
+        self._running.jobs, self._prefilling, self._parked, self.stats.kv_bytes = [], [], [], 0
         for rows in filter(None, (self._rows, self._short_rows)):
             rows.close()
 
@@ -232,7 +229,8 @@ class Scheduler:
                 return None
             for job in list(self._queue)[: 1 if most is None else None]:
                 is_short = most is None or len(job.request.ids) <= most
-                if is_short and self._makes_room(job.n_bytes, job.request):
+                n_bytes = job.n_bytes - self._paused.bytes_for(job.request)
+                if is_short and self._makes_room(n_bytes, job.request):
                     self._queue.remove(job)
                     return job
         return None
@@ -242,7 +240,7 @@ class Scheduler:
 
         request: needs less memory if it shares the rows of another sequence.
         """
-        taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling]
+        taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling + self._paused.all]
         for job in self._running.jobs:
             if job.generation is not None:
                 taken.append((job.n_bytes, job.generation.sequence))
@@ -282,6 +280,9 @@ class Scheduler:
 
     def _begin(self, job: Job, rows: SharedRows | None) -> None:
         """Starts the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
+        if going_on := self._paused.resumed(job):
+            self._prefilling += going_on
+            return
         ids, engine = job.request.ids, self.model.engine
         started, self._starting = time.monotonic(), [job]
         try:
@@ -358,10 +359,10 @@ class Scheduler:
     def _has_turn(self, now: Prefilling, at: Progress) -> bool:
         """Returns, after a chunk of a prefill, whether it is the others' turn."""
         job, n_prompt = now.job, len(now.job.request.ids)
-        job.n_cached = n_prompt - at.total
+        n_done, job.n_cached = n_prompt - at.total + at.done, max(n_prompt - at.total, now.n_before)
         if job.is_aborted or job.is_late:
             self._prefilling.remove(now)
-            now.steps.close()
+            self._paused.add(now, n_done, is_alone=not self._prefilling)
             self._give_up(job)
             return True
         moment = time.monotonic()
@@ -369,7 +370,7 @@ class Scheduler:
             return False
         if moment - now.reported > TELL_S:
             now.reported = moment
-            job.emit(PromptProgress(job.n_cached + at.done, n_prompt, job.n_cached))
+            job.emit(PromptProgress(n_done, n_prompt, job.n_cached))
         return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:
