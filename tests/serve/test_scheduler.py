@@ -142,40 +142,6 @@ def test_a_prompt_is_aborted_while_it_is_prefilled(start: Callable[..., Schedule
     assert Asked(scheduler, tokens(30), 3).text
 
 
-def test_a_client_that_asks_again_goes_on_with_its_prefill(start: Callable[..., Scheduler]) -> None:
-    """A client with little patience would otherwise begin anew each time, and never end."""
-    scheduler, prompt = start(kv_bytes=bytes_of_rows(start(), 1000)), tokens(800, 4)
-
-    def leave() -> None:
-        """Sends a request whose client leaves in the middle of the prefill."""
-        chunk = scheduler._has_turn
-
-        def has_turn(now: Any, at: Any) -> bool:
-            if at.done > at.total // 2:
-                now.job.abort()
-            return chunk(now, at)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "_has_turn", has_turn)
-            assert isinstance(Asked(scheduler, prompt, 3).end, Failed)
-
-    leave()
-    assert scheduler.n_running == 0 and scheduler._paused.all
-    again = Asked(scheduler, prompt, 3)
-    told = [event for event in again.events if isinstance(event, PromptProgress)]
-    assert again.text == Asked(start(), prompt, 3).text
-    assert 400 <= again.job.n_cached < 800 and not scheduler._paused.all
-    assert [each.cached for each in told] == [again.job.n_cached] * len(told)
-    prompt = tokens(801, 5)
-    leave()
-    assert Asked(scheduler, tokens(700, 6), 3).text and not scheduler._paused.all  # it needs room
-    again = Asked(scheduler, prompt, 3)
-    assert again.job.n_cached < 16 and again.text == Asked(start(), prompt, 3).text
-    leave()
-    scheduler.stop()
-    assert not scheduler._paused.all
-
-
 def test_memory_is_set_aside_ahead_of_a_prefill(start: Callable[..., Scheduler]) -> None:
     most = bytes_of_rows(start(), 120)
     scheduler = start(kv_bytes=most)

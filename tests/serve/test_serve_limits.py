@@ -1,4 +1,7 @@
-"""Connections, heads and bodies without an end; requests that ask for too much; an end in time."""
+"""Connections, heads and bodies without an end; requests that ask for too much; an end in time.
+
+And clients that leave before the end, and ask again.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from typing import Any
 
 import httpx
 import pytest
+from asked import FULL, Asked
+from tiny_sequences import tokens
 from waiting import wait_for
 
 from sparsekv_cli.errors import BusyError, SparseKVError
+from sparsekv_cli.serve.jobs import Failed, PromptProgress, Request
+from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.wire import bodies, connections
 
 CHAT = "/v1/chat/completions"
@@ -238,3 +245,38 @@ def test_an_end_in_the_protocols_shapes(server: Any, monkeypatch: pytest.MonkeyP
     assert [answer.status_code for answer in answers] == [503, 503]
     assert answers[0].json()["error"]["code"] == "stopping"
     assert answers[1].json()["type"] == "error"
+
+
+def test_a_client_that_asks_again_goes_on_with_its_prefill(start: Callable[..., Scheduler]) -> None:
+    """A client with little patience would otherwise begin anew each time, and never end."""
+    most, prompt = start().bytes_of(Request(tokens(900), FULL, 0, 100))[0], tokens(800, 4)
+    scheduler = start(kv_bytes=most)
+
+    def leave() -> None:
+        """Sends a request whose client leaves in the middle of the prefill."""
+        chunk = scheduler._has_turn
+
+        def has_turn(now: Any, at: Any) -> bool:
+            if at.done > at.total // 2:
+                now.job.abort()
+            return chunk(now, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "_has_turn", has_turn)
+            assert isinstance(Asked(scheduler, prompt, 3).end, Failed)
+
+    leave()
+    assert scheduler.n_running == 0 and scheduler._paused.all
+    again = Asked(scheduler, prompt, 3)
+    told = [event for event in again.events if isinstance(event, PromptProgress)]
+    assert again.text == Asked(start(), prompt, 3).text
+    assert 400 <= again.job.n_cached < 800 and not scheduler._paused.all
+    assert [each.cached for each in told] == [again.job.n_cached] * len(told)
+    prompt = tokens(801, 5)
+    leave()
+    assert Asked(scheduler, tokens(700, 6), 3).text and not scheduler._paused.all  # it needs room
+    again = Asked(scheduler, prompt, 3)
+    assert again.job.n_cached < 16 and again.text == Asked(start(), prompt, 3).text
+    leave()
+    scheduler.stop()
+    assert not scheduler._paused.all
