@@ -376,7 +376,7 @@ def room_for(hparams: HParams, n: int) -> str:
     return (
         f"take a model for longer texts (this one was trained for {fit} tokens, so a larger "
         f"--ctx-size gives text without sense)"
-        f"{stretching(hparams, n + N_ANSWER, ', or stretch it: ')}"
+        f"{stretching(hparams, n + N_ANSWER, f', or stretch it: -c {n + N_ANSWER} ')}"
     )
 
 
@@ -388,4 +388,4 @@ def stretching(hparams: HParams, n: int, before: str = "") -> str:
     if not hparams.n_rot or hparams.rope.scaling == "longrope":
         return ""
     scale = -(-n // hparams.rope.n_ctx_native)
-    return f"{before}-c {n} --rope-scaling yarn --rope-scale {scale}"
+    return f"{before}--rope-scaling yarn --rope-scale {scale}"

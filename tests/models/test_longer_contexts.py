@@ -110,9 +110,10 @@ def test_the_context_is_as_long_as_it_is_stretched(plain, tmp_path):
     assert read(yarn).n_ctx_train == 128 and read(yarn, rope_scaling="none").n_ctx_train == 32
     assert read(yarn, rope_scale=8).n_ctx_train == 256
     for file, n, scale in ((plain, 513, 5), (yarn, 513, 17), (plain, 512, 4)):
-        hparams, options = read(file), f"-c {n} --rope-scaling yarn --rope-scale {scale}"
-        assert stretching(hparams, n) == options
-        assert room_for(hparams, n).endswith(stretching(hparams, n + N_ANSWER))
+        hparams = read(file)
+        assert stretching(hparams, n) == f"--rope-scaling yarn --rope-scale {scale}"
+        n += N_ANSWER
+        assert room_for(hparams, n - N_ANSWER).endswith(f": -c {n} {stretching(hparams, n)}")
     assert "yarn" not in room_for(read(plain, rope_scale=8), 513)
 
 
