@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from scripts_as_modules import load_script
 from waiting import wait_for
 
 from sparsekv_cli.commands.serve import is_loopback
@@ -136,13 +136,19 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     assert float(values["sparsekv_rows_attended_total"]) > 0
     assert float(values['sparsekv_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
     assert any(line.startswith(f"POST {CHAT} 200 ") for line in server.log)
+    agents = load_script("references/agents")  # it reads these lines
     long = [{"role": "user", "content": "hello secret " * 20}]
     for path in (CHAT, CHAT, "/v1/messages"):
         asked, n = {**ASKED, "messages": long, "stream": True}, len(server.log)
         assert client.post(path, json=asked).status_code == 200
         wait_for(lambda n=n: len(server.log) > n)
-        line = r"POST \S+ 200 \S+ s, prompt (\d+) tokens, (\d+) cached, answer 4 tokens"
-        found = re.fullmatch(line, server.log[-1])
-        assert found and int(found[2]) <= int(found[1])
-    assert int(found[2]) > 16
+        (found,) = agents.requests_of(server.log[-1] + "\n", 1)
+        assert found["cached"] <= found["prompt"] and found["answer"] == 4
+    assert found["cached"] > 16
+    row = agents.row_of("x", "1.0", [{**found, "turn": 1, "cached": 0}, found | {"turn": 2}])
+    assert row["first"] == f"{found['prompt']} / 0" and row["last"].endswith(str(found["cached"]))
+    client.post(CHAT, json={**ASKED, "temprature": 1})
+    wait_for(lambda: f"POST {CHAT} 400 " in server.log[-1])
+    row = agents.row_of("x", "1.0", agents.requests_of(server.log[-1] + "\n", 1))
+    assert (row["n"], row["refused"], row["without"]) == (1, 1, 0) and row["first"] == "-"
     assert not any("secret" in line for line in server.log)
