@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "variant"),
     [*crossed(CASES, [*VARIANTS]), (CAPPED, "tuned"), *crossed([CAPPED], ["paper"], fast=-1)],

@@ -10,6 +10,7 @@ from tiny_sequences import decoded, tokens
 from sparsekv_cli.methods import METHODS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_caches_hold_what_they_say(name, sequence_of):
     """After a prompt and some steps: so many bytes are free when they are dropped."""

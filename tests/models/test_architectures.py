@@ -95,6 +95,7 @@ def test_logits_are_the_reference_decoders(case):
     assert error[: int(0.99 * len(error))].max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill_dtype", ["bf16", "int8"])
 def test_other_products_give_the_same_but_for_rounding(case, prefill_dtype, monkeypatch):
     if prefill_dtype == "bf16" and not bf16.is_available():

@@ -74,6 +74,7 @@ def skip_without(dtype: str) -> None:
         pytest.skip("needs byte products (AVX2)")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not tiles_int8.is_available(), reason="needs byte products (AVX2)")
 def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     """Products of every format, of plain floats as the rows are, in chunks of 7.
@@ -92,6 +93,7 @@ def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     sequence.model.gguf.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_few_rows_are_exact(tiny, dtype, monkeypatch):
     """And so are further ones behind more rows, which are not. Decode rounds to 8 bits."""
@@ -206,6 +208,7 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
     assert [cache[0].n for cache in caches] == [len(prompt) + 4 for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repack", "activations"), [("on", "8"), ("on", "16"), ("off", "16"), ("off", "8")]
 )

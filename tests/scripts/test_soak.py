@@ -14,20 +14,23 @@ from sparsekv_cli.errors import SparseKVError
 
 
 @pytest.mark.slow
-def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["serve", "chat", "folder"])
+def test_a_short_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script("soak")
     monkeypatch.setattr("numbers_of_runs.FOLDER", tmp_path)
     monkeypatch.setitem(script.chats.Curve.check.__globals__, "SLACK_MB", 96)  # it still warms up
     monkeypatch.delenv("SPARSEKV_NO_CACHE", raising=False)  # the server has a folder of its own
-    parts = ["chat", "serve", "folder", "-m", "tiny", "--seconds", "3", "--record"]
-    monkeypatch.setattr("sys.argv", ["soak", *parts])
+    monkeypatch.setattr("sys.argv", ["soak", part, "-m", "tiny", "--seconds", "3", "--record"])
     script.main()
-    told = json.loads((tmp_path / "soak.json").read_text("utf-8"))
-    (chat,), serve, folder = (told[part]["found"] for part in parts[:3])
-    assert chat["context_shifts"] > 0 and min(chat["tokens_past_the_context"].values()) > 0
-    assert serve["answers"] > 0 and serve["counted cached_tokens"] > 0
-    assert folder["hours"] >= 24 and folder["found"] > 0
-    assert all(len(each["pss_mb"]) > 1 for each in (chat, serve, folder))
+    found = json.loads((tmp_path / "soak.json").read_text("utf-8"))[part]["found"]
+    if part == "chat":
+        (found,) = found
+        assert found["context_shifts"] > 0 and min(found["tokens_past_the_context"].values()) > 0
+    elif part == "serve":
+        assert found["answers"] > 0 and found["counted cached_tokens"] > 0
+    else:
+        assert found["hours"] >= 24 and found["found"] > 0
+    assert len(found["pss_mb"]) > 1
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def answered(sequence: Sequence, prompt: list[int], n_steps: int = 20) -> np.nda
     return np.stack([at.logits, *decoded(sequence, ANSWER[:n_steps])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES | QUERIED)
 def test_every_method(case, sequence_of):
     name, options = (CASES | QUERIED)[case]

@@ -119,6 +119,7 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sum((found - expected) ** 2) / np.sum(expected**2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_planes", [1, 2])
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("n_columns", [256, 768])
