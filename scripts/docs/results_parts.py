@@ -254,6 +254,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": of_trained(peak_memory),
+    "near_ties": of_trained(partial(trained_script, "accuracy/near_ties", "near_ties")),
     "options": without_texts,
     "peer": peers,
     "peer_several": of_trained(partial(peer_records, "together")),
