@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from sparsekv_cli.cache import sparse_prefill
 from sparsekv_cli.cache.attend import attend_causal
-from sparsekv_cli.cache.layer import LayerCache, decode_caches
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache, decode_caches
 from sparsekv_cli.cache.spec import AttnInput, StateInput
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -32,7 +33,7 @@ from sparsekv_cli.models.decode_step import DecodeStep
 from sparsekv_cli.models.experts import prefill_experts
 from sparsekv_cli.models.forward import Forward, Product
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.identity import rope_tables
+from sparsekv_cli.models.identity import DENSE, rope_tables
 from sparsekv_cli.models.layers.input_steps import PromptInputs
 from sparsekv_cli.models.matmul import (
     BF16Products,
@@ -103,12 +104,14 @@ class Decoder(Forward):
         chunk: int,
         repack: str = "auto",
         n_planes: int = 2,
+        prefill_budget: int = 0,
         on_load: OnLoad | None = None,
     ) -> None:
         """prefill_dtype: type of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
-        weights. n_planes: bytes of an activation in decode. on_load: gets the progress of the copy.
+        weights. n_planes: bytes of an activation in decode. prefill_budget: past rows that a chunk
+        of a prompt attends to; 0: all. on_load: gets the progress of the copy.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -122,7 +125,7 @@ class Decoder(Forward):
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights, on_load) if repacks else weights
-        self.n_planes = n_planes
+        self.n_planes, self.prefill_budget = n_planes, prefill_budget
         self._few_products = FewRowsProducts(n_threads, FEW_PLANES)
         self._decode_products = FewRowsProducts(n_threads, n_planes)
         self._step = self._new_step(1)
@@ -289,6 +292,18 @@ class Decoder(Forward):
             return attend_causal(x.q, store, cache.spec)
         q = self._many[0].rounded(x.q.reshape(-1, x.q.shape[2])).reshape(x.q.shape)
         return as_f32(attend_causal(q, store, cache.spec))
+
+    @property
+    def reading(self) -> tuple[int, ...]:
+        budget = self.prefill_budget
+        return (budget, sparse_prefill.CHUNK, sparse_prefill.N_DENSE) if budget else DENSE
+
+    def attention_of(self, n: int) -> tuple[ChunkAttention | None, int]:
+        if not self.prefill_budget:
+            return None, 0
+        sparse = sparse_prefill.SparseAttention
+        attend = sparse(self.attend, self.prefill_budget, n, self.hparams.sources)
+        return attend, sparse_prefill.CHUNK
 
     def end_layer(self, i: int) -> None:
         decoded = self._decode_weights.layers[i].linears()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.chunk_steps import ChunkSteps
 from sparsekv_cli.models.hparams import HParams
-from sparsekv_cli.models.identity import ModelIdentity, RowsIdentity, identify
+from sparsekv_cli.models.identity import DENSE, ModelIdentity, RowsIdentity, identify
 from sparsekv_cli.models.rope import RopeTables
 from sparsekv_cli.models.weights import Weights
 
@@ -52,6 +53,11 @@ def drain(
                 return end.value
             if progress is not None and not at.ends_layer:
                 progress(at.done, at.total)
+
+
+def cuts_of(n: int, unit: int, pos: int = 0) -> list[int]:
+    """Returns the ends of pieces of n rows, from 0 on: ``unit`` rows, counted from row -pos on."""
+    return [0, *range(unit - pos % unit, n, unit), n]
 
 
 @dataclass
@@ -101,7 +107,17 @@ class Forward(ABC):
     def identity_of(self, types: tuple[str, str]) -> RowsIdentity:
         """Returns the identity of rows that it makes. types: of K and of V."""
         products = self.prefill_dtype, str(self.n_planes)
-        return RowsIdentity(self.model_identity, types, products, self.rows_dtype)
+        made = self.model_identity, types, products, self.rows_dtype, self.reading
+        return RowsIdentity(*made)
+
+    @property
+    def reading(self) -> tuple[int, ...]:
+        """Returns how prompts are read, as ``RowsIdentity`` has it."""
+        return DENSE
+
+    def attention_of(self, n: int) -> tuple[ChunkAttention | None, int]:
+        """Returns ``attend`` and ``grid`` of ``forward_steps`` for a prompt that ends at row n."""
+        return None, 0
 
     @abstractmethod
     def products(self, i: int) -> Mapping[str, Product]:
@@ -210,13 +226,14 @@ class Forward(ABC):
         progress: OnProgress | None = None,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        grid: int = 0,
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
     ) -> np.ndarray:
         """Runs ``forward_steps`` to its end and returns the logits."""
         steps = self.forward_steps(
-            ids, pos, caches,
-            all_logits=all_logits, attend=attend, copies=copies, vocabulary=vocabulary,
+            ids, pos, caches, all_logits=all_logits, attend=attend, grid=grid, copies=copies,
+            vocabulary=vocabulary,
         )  # fmt: skip
         return drain(steps, progress)
 
@@ -228,6 +245,7 @@ class Forward(ABC):
         *,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        grid: int = 0,
         on_rows: OnRows | None = None,
         on_hidden: OnHidden | None = None,
         copies: Copies | None = None,
@@ -237,7 +255,8 @@ class Forward(ABC):
 
         Returns logits f32 (n_vocab,) of the last row, or with ``all_logits`` (T, n_vocab) of all
         rows. Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks
-        attend, if not densely. on_rows: called before ``finish_prefill`` with each layer and its
+        attend, if not densely. grid: chunks end at multiples of it, instead of a chunk's size after
+        pos; 0: not. on_rows: called before ``finish_prefill`` with each layer and its
         cache, which has all rows. on_hidden: called with ascending positions, and the output head's
         inputs f32 (T, n_embd) from each position on. A long prompt goes through the layers in parts
         of ROWS_AT_ONCE rows, so its residual stream never exists as a whole. It is not cut if a
@@ -248,14 +267,15 @@ class Forward(ABC):
         n, n_layer = len(ids), self.hparams.n_layer
         self.prepare(n)
         self.rope.reserve(pos + n)
-        size = n
+        unit = grid or self.chunk
+        cuts = [0, n]
         if not all_logits and all(cache.can_prefill_in_parts for cache in caches):
-            size = max(1, ROWS_AT_ONCE // self.chunk) * self.chunk
-        for first in range(0, n, size):
-            x = self.embed(ids[first : first + size])  # (T, n_embd) f32
+            cuts = cuts_of(n, max(1, ROWS_AT_ONCE // unit) * unit, pos if grid else 0)
+        for first, last in pairwise(cuts):
+            x = self.embed(ids[first:last])  # (T, n_embd) f32
             if len(x) > self.chunk:  # frees pages of the table that the layers do not need
                 self.weights.file.release(self.weights.token_embd.data)
-            inputs, part = self.begin_part(ids[first : first + size], x, pos + first), Part()
+            inputs, part = self.begin_part(ids[first:last], x, pos + first), Part()
             if copies is not None:
                 assert all_logits
                 x = copies.begin(x)
@@ -264,10 +284,10 @@ class Forward(ABC):
                     x = copies.ahead(i, x, self.rows)
                 before = first * n_layer + i * len(x)  # rows times layers
                 for done in self._forward_layer(
-                    i, x, pos + first, cache, attend or self.attend, inputs, part
+                    i, x, pos + first, cache, attend or self.attend, grid, inputs, part
                 ):
                     yield Progress((before + done) // n_layer, n, False)
-                if first + size >= n:
+                if last == n:
                     if len(x) and not math.isfinite(float(x[-1].sum())):
                         raise SparseKVError(
                             f"layer {i} gives values that are not finite: the weights are damaged; "
@@ -294,6 +314,7 @@ class Forward(ABC):
         pos: int,
         cache: LayerCache,
         attend: ChunkAttention,
+        grid: int,
         inputs: Any,
         part: Part,
     ) -> Iterator[int]:
@@ -301,8 +322,7 @@ class Forward(ABC):
         if not len(x):  # copies join later
             return
         products = self.products(i)
-        for start in range(0, len(x), self.chunk):
-            stop = min(len(x), start + self.chunk)
+        for start, stop in pairwise(cuts_of(len(x), grid or self.chunk, pos if grid else 0)):
             rows = x[start:stop]
             self._forward_chunk(i, products, rows, pos + start, cache, attend, part)
             self.add_inputs(i, products, rows, inputs, pos + start)

@@ -95,6 +95,11 @@ class RowsIdentity:
     reading: tuple[int, ...] = DENSE
     program: str = __version__
 
+    @property
+    def grid(self) -> int:
+        """Rows of a chunk of a sparse prefill; 0: dense. Rows are found at multiples of it only."""
+        return self.reading[1] if self.reading else 0
+
     def serves(self, asked: "RowsIdentity") -> bool:
         """Returns whether rows that were made so may serve where those of ``asked`` are needed.
 

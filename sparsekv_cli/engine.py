@@ -135,9 +135,11 @@ class DecoderEngine(ABC):
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
                 rows.begin(ids, found, n_loaded, sequence.caches)
+            attend, grid = (None, 0) if all_logits else self.decoder.attention_of(n_past + n)
             logits = yield from self.decoder.forward_steps(
                 ids[n_loaded:], n_past + n_loaded, sequence.caches,
-                all_logits=all_logits, on_rows=None if rows is None else rows.take,
+                all_logits=all_logits, attend=attend, grid=grid,
+                on_rows=None if rows is None else rows.take,
                 on_hidden=None if block is None else partial(block.take_prompt, ids, n_past),
             )  # fmt: skip
             last = logits[-1] if all_logits else logits

@@ -66,6 +66,9 @@ def open_engine(
         if config.speculate not in ("auto", "off") or config.draft_model:
             what = "--draft-model" if config.draft_model else f"--speculate {config.speculate}"
             raise OptionError(f"{what} works on the CPU only so far: use --device cpu")
+        if config.prefill_attention == "sparse":
+            what = "--prefill-attention sparse"
+            raise OptionError(f"{what} works on the CPU only so far: use --device cpu")
         if device.type == "cuda" and not host_only:
             warmup.compile_for_gpus_host(weights.file.path, method, config.kv == "host")
         from sparsekv_cli.device.engine import open_device_engine
@@ -99,6 +102,7 @@ def open_engine(
         chunk=config.chunk,
         repack=config.repack,
         n_planes=n_planes,
+        prefill_budget=config.prefill_budget if config.prefill_attention == "sparse" else 0,
         on_load=on_load,
     )
     if not blocks:

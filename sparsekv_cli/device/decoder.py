@@ -108,6 +108,7 @@ class DeviceDecoder(Forward):
         *,
         all_logits: bool = False,
         attend: ChunkAttention | None = None,
+        grid: int = 0,
         on_rows: OnRows | None = None,
         on_hidden: OnHidden | None = None,
         copies: Copies | None = None,
@@ -118,8 +119,8 @@ class DeviceDecoder(Forward):
         mine = self._known(caches)
         logits = yield from super().forward_steps(
             ids, pos, mine, all_logits=all_logits,
-            attend=attend and (lambda cache, x: cache.attend(attend, x)), on_rows=on_rows,
-            on_hidden=on_hidden, copies=copies, vocabulary=vocabulary,
+            attend=attend and (lambda cache, x: cache.attend(attend, x)), grid=grid,
+            on_rows=on_rows, on_hidden=on_hidden, copies=copies, vocabulary=vocabulary,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):

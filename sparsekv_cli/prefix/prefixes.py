@@ -109,7 +109,8 @@ class Prefixes:
         self, headers: Sequence[BlockHeader], n: int, ids: Sequence[int], least: int
     ) -> Found:
         """Returns how many tokens to reuse of blocks that share n with ``ids``; adds a remark."""
-        n_reused = min(n, len(ids) - self._n_queried) // STEP * STEP
+        step = self.identity.grid or STEP
+        n_reused = min(n, len(ids) - self._n_queried) // step * step
         if self._is_bounded:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
         n_reused = n_reused if n_reused >= least else 0

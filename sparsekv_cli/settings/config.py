@@ -32,6 +32,14 @@ class SessionConfig(ModelChanges):
         "other CPUs with byte products (inputs are rounded to 8 bits), else f32.",
         choices=("auto", "f32", "bf16", "int8"),
     )  # fmt: skip
+    prefill_attention: str = option(
+        "dense", "How a long prompt attends. sparse: 512 tokens at a time attend to the best pages "
+        "of all earlier ones (--prefill-budget), which loses a little; the prompt's end is dense.",
+        choices=("dense", "sparse"),
+    )  # fmt: skip
+    prefill_budget: int = option(
+        8192, "Earlier rows that sparse reading attends to.", at_least=2048, metavar="N"
+    )
     chunk: int = option(512, "Prompt tokens a prefill chunk.", at_least=1)
     calibration: str = option("", "Calibration to read; empty: the model's own.")
     kv: str = option(

@@ -1,0 +1,162 @@
+"""Sparse attention of a prefill: a chunk attends to the past pages that fit it, and to itself.
+
+A page is PAGE rows. Its summary is the mean and the deviation of its keys, as in Quest
+(cpu/quest/pages.py). Some queries of the chunk score all past pages. The chosen rows are copied
+next to the chunk's rows, so the kernels of dense attention do the rest.
+
+    past pages      0 | 1 2 3 4 5 6 7 8 9 10 11 | 12 13 14 15        chunk
+    chosen          0 |     3     6 7           | 12 13 14 15
+    attended        0 3 6 7 12 13 14 15 chunk     one causal attention over these rows
+
+The first page and the last RECENT rows are always chosen. All rows stay in the cache: a method
+builds its index from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+
+from sparsekv_cli.cache.attend import attend_causal
+from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
+from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.jit.floats import as_f32
+from sparsekv_cli.cpu.jit.llvm import LANES
+from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.quest import pages
+from sparsekv_cli.cpu.quest.best_pages import best_pages
+
+PAGE = 8  # rows that are chosen together
+CHUNK = 512  # rows that share a choice; a chunk begins at a multiple of it
+RECENT = 1024  # last rows before a chunk, which are always attended
+N_QUERIES = 16  # rows of a chunk whose queries score the pages
+N_DENSE = 2  # first full layers, which stay dense
+LEAST = RECENT + 2 * PAGE  # the smallest budget
+
+
+class SparseAttention:
+    """How the chunks of one prefill attend: see ``forward_steps(attend=)``."""
+
+    def __init__(
+        self, dense: ChunkAttention, budget: int, n: int, sources: Container[int] = ()
+    ) -> None:
+        """dense: attends to all rows. budget: past rows that a chunk attends to, at least LEAST.
+
+        n: the rows of the sequence after the prefill. The last 512 to 1023 rows are dense, because
+        the question lies there. sources: layers whose rows later layers read.
+        """
+        self._dense, self._budget = dense, budget // PAGE * PAGE
+        self._end = (n // CHUNK - 1) * CHUNK
+        self._sources = sources
+        self._chosen: dict[tuple[int, int], np.ndarray] = {}  # by layer in ``sources``, position
+        self._summaries = Summaries()
+        self._rows: KVStore | None = None  # the attended rows of a chunk
+
+    def __call__(self, cache: LayerCache, x: AttnInput) -> Any:
+        """Adds a chunk's rows to a cache. Returns their attention (H, T, d_v), of x.q's type."""
+        spec = cache.spec
+        is_full = spec.kind == FULL and spec.full_place >= N_DENSE
+        if not is_full or not self._budget < x.pos < self._end:
+            return self._dense(cache, x)
+        store = cache.extend(x)
+        chosen = self._choose(store, x, spec)
+        return attend_causal(x.q, self._gathered(store, chosen, x.q.shape[1], spec), spec)
+
+    def _choose(self, store: KVStore, x: AttnInput, spec: LayerSpec) -> np.ndarray:
+        """Returns the pages that a chunk attends to, int32 (G, m), ascending.
+
+        A layer that reads an earlier layer's rows takes that layer's pages.
+        """
+        if spec.source >= 0:
+            return self._chosen[spec.source, x.pos]
+        n_page, n_rows = x.pos // PAGE, x.q.shape[1]
+        last = np.arange(1, N_QUERIES + 1) * n_rows // N_QUERIES - 1
+        hi, lo = self._summaries.of(store, n_page, spec)
+        chosen = choose_pages(
+            as_f32(np.ascontiguousarray(x.q[:, last])), hi, lo, n_page, self._budget // PAGE, spec
+        )
+        if spec.layer in self._sources:
+            self._chosen[spec.layer, x.pos] = chosen
+        return chosen
+
+    def _gathered(self, store: KVStore, chosen: np.ndarray, n_new: int, spec: LayerSpec) -> KVStore:
+        """Returns a store with the rows of the chosen pages and the last ``n_new`` rows."""
+        n_past, first = chosen.shape[1] * PAGE, store.n - n_new
+        if self._rows is None or self._rows.row_bytes != store.row_bytes:
+            self._rows = KVStore(spec)
+        rows = self._rows
+        rows.n = 0
+        rows.reserve(n_past + n_new)
+        for given, to in ((store.k, rows.k), (store.v, rows.v)):
+            for head, listed, of_head in zip(given, chosen, to, strict=True):
+                in_pages = head[:first].reshape(-1, PAGE, head.shape[1])
+                np.take(in_pages, listed, 0, of_head[:n_past].reshape(-1, PAGE, head.shape[1]))
+                of_head[n_past : n_past + n_new] = head[first : store.n]
+        rows.n = n_past + n_new
+        return rows
+
+
+class Summaries:
+    """The summaries of a layer's pages while its chunks are prefilled: f16 bits (G, pages, d)."""
+
+    def __init__(self) -> None:
+        self._layer, self._n_page = -1, 0
+        self._hi = self._lo = np.empty((0, 0, 0), np.uint16)
+
+    def of(self, store: KVStore, n_page: int, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ``hi`` and ``lo`` of at least n_page pages (cpu/quest/pages.py).
+
+        They are made anew for another layer than the last one.
+        """
+        if spec.layer != self._layer or n_page < self._n_page:
+            self._layer, self._n_page = spec.layer, 0
+        n_head, width, old = spec.n_head_kv, padded(spec.head_dim), (self._hi, self._lo)
+        if self._hi.shape[::2] != (n_head, width) or n_page > self._hi.shape[1]:
+            shape = n_head, n_page + n_page // 4, width
+            self._hi, self._lo = on_lines(shape, np.uint16), on_lines(shape, np.uint16)
+            if self._n_page:
+                self._hi[:, : self._n_page], self._lo[:, : self._n_page] = (
+                    each[:, : self._n_page] for each in old
+                )
+        first = self._n_page
+        keys = store.k[:, first * PAGE : n_page * PAGE]
+        if spec.cache_type_k != "f16":
+            keys = np.ascontiguousarray(store.k_type.read(keys).astype(np.float16))
+        at = address(keys) - first * PAGE * keys.strides[1]
+        pages.page_summaries(
+            at, keys.strides[0], keys.strides[1], first, n_page, PAGE, n_head, width,
+            True, self._hi, self._lo,
+        )  # fmt: skip
+        self._n_page = n_page
+        return self._hi, self._lo
+
+
+def choose_pages(
+    q: np.ndarray, hi: np.ndarray, lo: np.ndarray, n_page: int, n_best: int, spec: LayerSpec
+) -> np.ndarray:
+    """Returns the n_best pages of n_page for q f32 (H, R, d), int32 (G, n_best), ascending.
+
+    A page's score is the largest over the queries of a kv head, after each query's best score is
+    subtracted. Page 0 and those of the last RECENT rows come first, and earlier pages of a tie.
+    """
+    n_head, n_rows, d = q.shape
+    wide = np.zeros((n_head * n_rows, hi.shape[2]), np.float32)
+    wide[:, :d] = q.reshape(-1, d)
+    scores = np.empty((len(wide), n_page + LANES), np.float32)
+    pages.page_scores(wide, hi, lo, n_page, spec.n_head_kv, spec.scale, scores, spec.n_threads)
+    chosen = np.empty((spec.n_head_kv, n_best), np.int32)
+    best_pages(scores, n_page, RECENT // PAGE, chosen, spec.n_threads)
+    return chosen
+
+
+def choose_pages_ref(q, keys, n_best):
+    """numpy reference: q (H, R, d), keys (G, n_page PAGE, d) -> int (G, n_best)."""
+    hi, lo = pages.page_summaries_ref(keys, PAGE, True)
+    n_page, n_kv_head = hi.shape[1], len(hi)
+    scores = pages.page_scores_ref(q.reshape(-1, q.shape[2]), hi, lo, 1.0)
+    best = (scores - scores.max(1, keepdims=True)).reshape(n_kv_head, -1, n_page).max(1)
+    best[:, 0] = best[:, n_page - RECENT // PAGE :] = np.inf
+    return np.sort(np.argsort(-best, axis=1, kind="stable")[:, :n_best], axis=1)

@@ -1,0 +1,151 @@
+"""Sparse attention of a prefill: the rows that it chooses, and dense attention to these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsekv_cli.cache import sparse_prefill
+from sparsekv_cli.cache.layer import DenseCache
+from sparsekv_cli.cache.sparse_prefill import CHUNK, LEAST, PAGE, SparseAttention, choose_pages_ref
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cpu.attention.flash import attend_causal_ref
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods.quest import Quest
+from sparsekv_cli.model import load_model
+from sparsekv_cli.models import decoder
+from sparsekv_cli.settings.config import SessionConfig
+
+N, N_HEAD, N_KV, D, BUDGET = 4096, 4, 2, 32, 2048
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((heads, N, D)).astype(np.float32) for heads in (N_HEAD, N_KV, N_KV))
+PROMPT = RNG.integers(3, 300, 7 * CHUNK + 40).tolist()
+
+
+def spec_of(**changed: Any) -> LayerSpec:
+    sizes: dict[str, Any] = {"full_place": 2, "n_full": 3}
+    return LayerSpec(2, 3, N_HEAD, N_KV, D, D, 2, **(sizes | changed))
+
+
+def attend(cache: Any, x: AttnInput) -> np.ndarray:
+    return decoder.attend_causal(x.q, cache.extend(x), cache.spec)
+
+
+def rows_at(start: int, stop: int) -> AttnInput:
+    q, k, v = (np.ascontiguousarray(each[:, start:stop]) for each in (Q, K, V))
+    return AttnInput(q, k, v, q, k, start)
+
+
+def prefilled(spec: LayerSpec, n: int = N, budget: int = BUDGET) -> tuple[np.ndarray, Any]:
+    """The attention of all rows, in chunks, and their cache."""
+    cache, sparse = DenseCache(spec), SparseAttention(attend, budget, n)
+    parts = [sparse(cache, rows_at(at, min(n, at + CHUNK))) for at in range(0, n, CHUNK)]
+    return np.concatenate(parts, axis=1), cache
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q5_1", "q4_0"])
+def test_a_chunk_attends_to_the_chosen_rows_and_itself(cache_type: str) -> None:
+    found, cache = prefilled(spec_of(cache_type_k=cache_type, cache_type_v=cache_type))
+    k, v = cache.store.keys().astype(np.float32), cache.store.values().astype(np.float32)
+    at = 6 * CHUNK
+    last = np.arange(1, 17) * CHUNK // 16 - 1
+    pages = choose_pages_ref(Q[:, at:][:, last].reshape(N_HEAD, 16, D), k[:, :at], BUDGET // PAGE)
+    rows = (pages[:, :, None] * PAGE + np.arange(PAGE)).reshape(N_KV, -1)
+    chosen = [
+        np.concatenate(
+            [np.take_along_axis(x[:, :at], rows[:, :, None], 1), x[:, at : at + CHUNK]], 1
+        )
+        for x in (k, v)
+    ]
+    expected = attend_causal_ref(Q[:, at : at + CHUNK], *chosen, D**-0.5)
+    np.testing.assert_allclose(found[:, at : at + CHUNK], expected, atol=2e-3)
+    dense = attend_causal_ref(
+        Q[:, at : at + CHUNK], k[:, : at + CHUNK], v[:, : at + CHUNK], D**-0.5
+    )
+    assert np.abs(found[:, at : at + CHUNK] - dense).max() > 0.01, "it is sparse"
+
+
+def test_what_stays_dense() -> None:
+    dense, _ = prefilled(spec_of(), budget=2 * N)
+    for changed in ({"full_place": 1}, {"kind": "window", "window": N}):
+        np.testing.assert_array_equal(prefilled(spec_of(**changed))[0], dense)
+    n = N - 40  # the last chunk has 472 rows
+    found, _ = prefilled(spec_of(), n)
+    np.testing.assert_array_equal(found[:, : BUDGET + CHUNK], dense[:, : BUDGET + CHUNK])
+    np.testing.assert_array_equal(found[:, N - 2 * CHUNK :], dense[:, N - 2 * CHUNK : n])
+    middle = slice(BUDGET + CHUNK, N - 2 * CHUNK)
+    assert np.abs(found[:, middle] - dense[:, middle]).max(axis=(0, 2)).min() > 0
+
+
+def test_first_and_last_pages_and_ties() -> None:
+    keys = np.zeros((1, 3 * sparse_prefill.RECENT, D), np.float32)
+    pages = choose_pages_ref(np.ones((1, 1, D)), keys, LEAST // PAGE)
+    n_page, n_last = keys.shape[1] // PAGE, sparse_prefill.RECENT // PAGE
+    assert pages[0].tolist() == [0, 1, *range(n_page - n_last, n_page)]
+    hi = np.zeros((1, n_page, D), np.uint16)
+    spec = LayerSpec(0, 1, 1, 1, D, D, 1)
+    q = np.ones((1, 16, D), np.float32)
+    found = sparse_prefill.choose_pages(q, hi, hi, n_page, LEAST // PAGE, spec)
+    np.testing.assert_array_equal(found, pages)
+
+
+def test_a_layer_that_reads_other_rows_takes_their_choice() -> None:
+    own, reader = DenseCache(spec_of()), DenseCache(spec_of(source=2))
+    sparse = SparseAttention(attend, BUDGET, N, [2])
+    for at in range(0, N, CHUNK):
+        x = rows_at(at, at + CHUNK)
+        first = sparse(own, x)
+        np.testing.assert_array_equal(sparse(reader, x), first)
+
+
+# --- a model --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Opens a tiny model of four layers that reads sparsely, or densely."""
+    monkeypatch.setattr(sparse_prefill, "RECENT", 256)
+    path = tiny_model(n_layer=4, n_ctx=4096)
+
+    def open_one(reading: str, **options: Any) -> Any:
+        config = SessionConfig(prefill_attention=reading, prefill_budget=2048, **options)
+        return load_model(path, Quest(), config)
+
+    return open_one
+
+
+def test_chunks_begin_at_multiples_of_their_size(model: Any) -> None:
+    """Also those of a prompt that continues another one."""
+    sparse = model("sparse", chunk=100)
+    sequence, places = sparse.sequence(), []
+    real = sparse.decoder.attend
+    sparse.decoder.attend = lambda cache, x: (places.append((x.pos, x.q.shape[1])), real(cache, x))[
+        1
+    ]
+    sequence.prefill(PROMPT[:700])
+    sequence.prefill(PROMPT[:900])
+    assert set(places) == {(0, 512), (512, 188), (700, 324), (1024, 512), (1536, 64)}
+    sparse.close()
+
+
+def test_rows_are_not_those_of_a_dense_prompt(model: Any) -> None:
+    models = [model(reading) for reading in ("sparse", "dense")]
+    sparse, dense = (each.engine.identity(each.method) for each in models)
+    assert dense.serves(sparse) and not sparse.serves(dense)
+    rows = []
+    for each in models:
+        sequence = each.sequence()
+        sequence.prefill(PROMPT)
+        rows.append([cache.store.keys() for cache in sequence.caches])
+        each.close()
+    for i, (own, other) in enumerate(zip(*rows, strict=True)):
+        assert np.array_equal(own, other) == (i < 3), "layer 2 is the first sparse one"
+
+
+def test_a_small_budget_is_an_error() -> None:
+    with pytest.raises((SparseKVError, ValueError), match="prefill_budget"):
+        SessionConfig(prefill_attention="sparse", prefill_budget=1000)
