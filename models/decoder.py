@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache import sparse_prefill
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache, decode_caches
 from sparsekv_cli.cache.spec import AttnInput, StateInput
@@ -42,6 +41,7 @@ from sparsekv_cli.models.matmul import (
     IntegerProducts,
     stacks,
 )
+from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.repack import OnLoad, repack_weights, wants_repacking
 from sparsekv_cli.models.weights import ExpertWeights, Weights
 

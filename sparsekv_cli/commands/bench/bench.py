@@ -102,6 +102,8 @@ WARM_UP_TOKENS = 3  # decoded by the untimed run
 @session_option("speculate", default="off")
 @session_option("draft_model")
 @session_option("draft_method")
+@session_option("prefill_attention")
+@session_option("prefill_budget")
 @model_options(bench=True)
 def command(
     options: ModelOptions,

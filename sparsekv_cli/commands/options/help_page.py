@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Output": ("inline_thinking", "special", "logprobs", "jsonl", "output"),
     "Method": ("method_options", "dense_layers", "sparse_from", "cache_type_k", "cache_type_v",
                "calibration"),
-    "Longer contexts": CHANGES,
+    "Longer contexts": (*CHANGES, "prefill_attention", "prefill_budget"),
     "Sampling": ("top_k", "top_p", "min_p", "typ_p", "top_n_sigma", "xtc_probability",
                  "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "repeat_penalty",
                  "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier",

@@ -148,7 +148,8 @@ MODEL_OPTION = click.option(
 
 MACHINE_OPTIONS = [session_option(name) for name in ("threads", "device", "prefill_dtype")]
 # Options of commands that write answers.
-ANSWERING = ("chat_template", "speculate", "draft_model", "draft_method", "checkpoints")
+READING = ("prefill_attention", "prefill_budget")
+ANSWERING = ("chat_template", "speculate", "draft_model", "draft_method", "checkpoints", *READING)
 CPU_AND_GPU_OPTIONS = ("repack", "activations", "kv", "gpu_weights", "vram_limit")
 
 

@@ -9,15 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekv_cli.cache import sparse_prefill
 from sparsekv_cli.cache.layer import DenseCache
-from sparsekv_cli.cache.sparse_prefill import CHUNK, LEAST, PAGE, SparseAttention, choose_pages_ref
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models import decoder
+from sparsekv_cli.models.reading import sparse_prefill
+from sparsekv_cli.models.reading.sparse_prefill import (
+    CHUNK,
+    LEAST,
+    PAGE,
+    SparseAttention,
+    choose_pages_ref,
+)
 from sparsekv_cli.settings.config import SessionConfig
 
 N, N_HEAD, N_KV, D, BUDGET = 4096, 4, 2, 32, 2048

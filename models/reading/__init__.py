@@ -1,0 +1,1 @@
+"""How a long prompt is read: sparsely."""
