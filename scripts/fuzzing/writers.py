@@ -57,6 +57,14 @@ def layers(n: int) -> list[Any]:
     return caches
 
 
+def identity() -> Any:
+    """Returns the identity of rows of no model."""
+    from sparsekv_cli.models.identity import ModelIdentity, RowsIdentity
+
+    content: Any = SimpleNamespace(known=lambda: "0" * 32, wait=lambda: "0" * 32)
+    return RowsIdentity(ModelIdentity(content, ()), ("f16", "f16"), (), "f32")
+
+
 class Prefix(Writer):
     """The prefix folder."""
 
@@ -64,9 +72,8 @@ class Prefix(Writer):
         from sparsekv_cli.prefix.folder import PrefixFolder
         from sparsekv_cli.prefix.prefixes import Prefixes
 
-        root: Any = SimpleNamespace(known=lambda: "f" * 32)
         place = PrefixFolder(folder, 1 << 30, say)
-        return Prefixes(place, "m", root, ("f16", "f16"), 1, lambda text: None)
+        return Prefixes(place, "m", identity(), ("f16", "f16"), 1, lambda text: None)
 
     def write(self, folder: Path) -> None:
         rows, caches = self.rows(folder), layers(len(IDS))
@@ -90,9 +97,8 @@ class Session(Prefix):
     def rows(self, folder: Path) -> Any:
         from sparsekv_cli.prefix.session_file import SessionFile
 
-        root: Any = SimpleNamespace(known=lambda: "f" * 32)
         path = folder / "a.session"
-        return SessionFile(path, "m", root, ("f16", "f16"), 1, say, lambda text: None)
+        return SessionFile(path, "m", identity(), ("f16", "f16"), 1, say, lambda text: None)
 
 
 class Kernels(Writer):
@@ -127,18 +133,14 @@ class Calibration(Writer):
         from sparsekv_cli.calibration.sidecar import Entry, write_entry
 
         entry = Entry({"a": np.full((2, 4000), value, np.float32)}, 300, "a text", "0" * 64)
-        write_entry(folder / "a.npz", name, self.identity(), entry)
-
-    def identity(self) -> Any:
-        from sparsekv_cli.models.identity import ModelIdentity
-
-        content: Any = SimpleNamespace(wait=lambda: "0" * 32)
-        return ModelIdentity(content, ())
+        write_entry(folder / "a.npz", name, identity().model, entry)
 
     def read(self, folder: Path) -> Any:
         from sparsekv_cli.calibration.sidecar import read_entry
 
-        entries = [read_entry(folder / "a.npz", name, self.identity()) for name in ("sals", "fasa")]
+        entries = [
+            read_entry(folder / "a.npz", name, identity().model) for name in ("sals", "fasa")
+        ]
         return [each and float(each.tensors["a"].sum()) for each in entries]
 
 
