@@ -212,6 +212,10 @@ def read_hparams(file: GGUFFile) -> HParams:
         next_block=layers[n_layer] if n_skipped else None,
     )
     keys.check_changes()
+    if rope != of_file and not hparams.n_rot:
+        raise SparseKVError(
+            f"{file.path}: options of RoPE have no effect, because no layer is rotated"
+        )
     return hparams
 
 

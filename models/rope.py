@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.settings.changes import ModelChanges, as_float32
 
@@ -115,6 +116,12 @@ def read_rope(
             f"is {rope.freq_base:g} with yarn betas {rope.beta_fast:g} and {rope.beta_slow:g}; "
             "YaRN needs a base above 1 and betas above 0",
         )
+    unused, why = ["yarn_attn_factor"], "YaRN sets it, unless --yarn-ext-factor is 0"
+    if not rope.ext_factor:
+        unused, why = ["yarn_beta_slow", "yarn_beta_fast"], "YaRN is off: use --rope-scaling yarn"
+    for name in unused:
+        if getattr(changes, name) != getattr(ModelChanges, name):
+            raise SparseKVError(f"{keys.file.path}: {name} has no effect, because {why}")
     return rope
 
 

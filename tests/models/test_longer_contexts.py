@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from opened import open_sequence
+from reference_records import LONG_CASES
 from tiny_models import make_model
 
 from sparsekv_cli import load
@@ -231,6 +232,8 @@ def test_changes_that_no_model_can_have(changes, reason):
         ({"override_kv": "llama.rope.freq_base=float:0.5"}, "it must be at least 1"),
         ({"override_kv": "llama.rope.scaling.type=str:x"}, "supported are none, linear"),
         ({"rope_scaling": "yarn", "yarn_beta_fast": 0.0}, "betas above 0"),
+        ({"rope_scale": 2.0, "yarn_beta_fast": 8.0}, "has no effect, because YaRN is off"),
+        ({"rope_scaling": "yarn", "yarn_attn_factor": 2.0}, "has no effect, because YaRN sets"),
         ({"rope_scaling": "yarn", "rope_freq_base": 1.0}, "a base above 1"),
     ],
 )
@@ -238,6 +241,13 @@ def test_changes_that_this_model_cannot_have(changes, reason, plain):
     with pytest.raises(SparseKVError) as error:
         read(plain, **changes)
     assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_without_rope_cannot_be_stretched(tmp_path):
+    path = make_model(tmp_path / "m.gguf", **LONG_CASES["granite_without_rope"])
+    with pytest.raises(SparseKVError, match="no layer is rotated"):
+        read(path, rope_scale=2.0)
+    assert stretching(read(path), 10**6) == ""
 
 
 def test_several_architectures(plain):
