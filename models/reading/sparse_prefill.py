@@ -59,7 +59,7 @@ class SparseAttention:
         """Adds a chunk's rows to a cache. Returns their attention (H, T, d_v), of x.q's type."""
         spec = cache.spec
         is_full = spec.kind == FULL and spec.full_place >= N_DENSE
-        if not is_full or not self._budget < x.pos < self._end:
+        if not is_full or not self._budget < x.pos < self._end or x.pos % CHUNK:
             return self._dense(cache, x)
         store = cache.extend(x)
         chosen = self._choose(store, x, spec)

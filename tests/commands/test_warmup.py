@@ -52,6 +52,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
+@pytest.fixture
+def no_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of weight formats are not compiled: their two hundred take a minute."""
+    monkeypatch.setattr(warmup, "compile_common_kernels", lambda progress: 0)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_embd=128, n_ff=128)
@@ -149,6 +155,7 @@ def test_without_a_model(markers, compiled, invoke, monkeypatch):
     assert len(compiled) > 2 * len(FORMAT_OF_CODE)
 
 
+@pytest.mark.usefixtures("no_formats")
 def test_without_a_name_the_small_model_is_tried(markers, model, invoke, monkeypatch):
     monkeypatch.delenv("SPARSEKV_MODEL", raising=False)
     monkeypatch.setattr(locate, "packaged_model", lambda name: model)
@@ -156,6 +163,7 @@ def test_without_a_name_the_small_model_is_tried(markers, model, invoke, monkeyp
     assert result.code == 0 and f"tried on {model.name}" in result.err
 
 
+@pytest.mark.usefixtures("no_formats")
 def test_methods_are_tried_on_the_cpu_where_there_is_a_gpu(markers, model, invoke, monkeypatch):
     """On a GPU a trial of lfps would start another warm-up for the host, and that one the next."""
     devices = []

@@ -1,7 +1,10 @@
 """The process that reads grammars: limits of its work, and what ends or stops it."""
 
+import fcntl
 import os
 import signal
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 
@@ -69,6 +72,12 @@ def test_a_busy_machine_is_no_fault_of_a_grammar(trial):
     assert process_of(trial) == process
 
 
+def n_unread(trial) -> int:
+    """Bytes that were written to the process and that it has not read."""
+    found = fcntl.ioctl(trial._process.stdin.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
+
+
 def test_a_process_that_is_killed_starts_again(trial):
     os.kill(process_of(trial), signal.SIGKILL)
     trial._process.wait()
@@ -84,7 +93,7 @@ def test_a_process_that_is_killed_starts_again(trial):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not trial._n_waiting:
+    while not n_unread(trial):
         pass
     os.kill(process_of(trial), signal.SIGKILL)
     thread.join()

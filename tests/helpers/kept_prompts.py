@@ -23,6 +23,7 @@ class KnownRoot:
     """In the place of a RowsIdentity, without a model."""
 
     name: str | None
+    grid = 0
 
     def known(self) -> str | None:
         return self.name

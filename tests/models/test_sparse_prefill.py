@@ -79,6 +79,10 @@ def test_what_stays_dense() -> None:
     dense, _ = prefilled(spec_of(), budget=2 * N)
     for changed in ({"full_place": 1}, {"kind": "window", "window": N}):
         np.testing.assert_array_equal(prefilled(spec_of(**changed))[0], dense)
+    cache = DenseCache(spec_of())
+    SparseAttention(attend, N, N)(cache, rows_at(0, 2500))
+    odd = SparseAttention(attend, BUDGET, N)(cache, rows_at(2500, 2560))  # it continues a prompt
+    np.testing.assert_array_equal(odd, dense[:, 2500:2560])
     n = N - 40  # the last chunk has 472 rows
     found, _ = prefilled(spec_of(), n)
     np.testing.assert_array_equal(found[:, : BUDGET + CHUNK], dense[:, : BUDGET + CHUNK])

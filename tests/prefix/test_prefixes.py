@@ -48,6 +48,7 @@ def kept_by_full(tiny_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARING)
 def test_an_answer_has_the_bits_of_one_without_the_cache(name, sequence_of, kept_by_full, tmp_path):
     """The rows are kept by another process' sequence, of the method itself and of ``full``."""

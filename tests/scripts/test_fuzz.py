@@ -25,6 +25,7 @@ def ran(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -232,6 +232,7 @@ GREEDY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", GREEDY.values(), ids=GREEDY)
 def test_greedy_templates_are_stopped(template, monkeypatch):
     """Each ends in one line, ahead of the watchdog, having taken little memory on the way."""
