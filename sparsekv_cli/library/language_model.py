@@ -54,8 +54,10 @@ class LanguageModel:
     that of a model that has just been loaded.
     """
 
-    def __init__(self, model: Model, folder: Path | None = None, limit: float = 2.0) -> None:
-        """folder: keeps the rows of prompts, up to ``limit`` GiB."""
+    def __init__(
+        self, model: Model, folder: Path | None = None, limit: float | None = None
+    ) -> None:
+        """folder: keeps the rows of prompts, up to ``limit`` GiB; None: see ``limit_of``."""
         self._model = model
         self._sequence = model.sequence()
         self._attention = cache(model.attention_of)

@@ -43,7 +43,7 @@ def load(
     threads: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     cache_dir: str | Path | None = None,
-    cache_limit: float = 2.0,
+    cache_limit: float | None = None,
     **settings: Any,
 ) -> LanguageModel:
     """Opens a model. The result is a context manager, which closes the model at its end.
@@ -51,9 +51,10 @@ def load(
     name_or_path: what ``-m`` takes on the command line. method, budget, method_options: how calls
     attend by default. n_ctx: the most tokens of prompt and answer; 0 takes the length that the
     model was trained for. threads: 0 takes one thread for each physical core. cache_dir: a folder
-    that keeps the rows of prompts, as ``run --cache-dir`` does, up to cache_limit GiB. settings:
-    other fields of SessionConfig, such as ``prefill_dtype``. Raises SparseKVError for a model that
-    cannot be opened, ValueError for a method, an option or a setting that does not exist.
+    that keeps the rows of prompts, as ``run --cache-dir`` does, up to cache_limit GiB. None
+    takes a tenth of the free disk, at most 16 GiB. settings: other fields of SessionConfig, such as
+    ``prefill_dtype``. Raises SparseKVError for a model that cannot be opened, ValueError for a
+    method, an option or a setting that does not exist.
     """
     _check(settings)
     chosen = built(method, budget, method_options)

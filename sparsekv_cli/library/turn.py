@@ -21,7 +21,7 @@ from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new
 from sparsekv_cli.library.replies import Reply
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
-from sparsekv_cli.prefix.folder import PrefixFolder
+from sparsekv_cli.prefix.folder import PrefixFolder, limit_of
 from sparsekv_cli.prefix.prefixes import Prefixes, prompts_in
 from sparsekv_cli.sequence import Attention, Sequence
 from sparsekv_cli.settings.option import MAX_WHOLE
@@ -140,10 +140,13 @@ def use_threads(model: Model) -> None:
 
 
 def rows_on_disk(
-    model: Model, folder: Path | None, limit: float, method: Method
+    model: Model, folder: Path | None, limit: float | None, method: Method
 ) -> Prefixes | None:
-    """Returns the prompts of a method in a folder, up to ``limit`` GiB; None if it keeps none."""
+    """Returns the prompts of a method in a folder, or None if it keeps none.
+
+    limit: see ``limit_of``.
+    """
     if folder is None or not model.engine.shares_prefill or method.n_queried is None:
         return None
-    kept = PrefixFolder(folder, int(limit * 2**30), LOG.warning)
+    kept = PrefixFolder(folder, limit_of(folder, limit), LOG.warning)
     return prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)

@@ -6,6 +6,7 @@ and never stops a run. Files of other programs in the folder are neither read no
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,11 +26,26 @@ from sparsekv_cli.prefix.blocks import (
 from sparsekv_cli.system.files import is_private, open_regular, user_cache
 
 HOUR = 3600  # seconds
+MOST_BY_DEFAULT = 16 << 30  # bytes of a folder without a limit of the user's
 
 
 def default_prefix_folder() -> Path | None:
     """Returns the folder of the user's prompts; None: there is no home folder."""
     return user_cache("prefixes")
+
+
+def default_limit(path: Path) -> int:
+    """Returns a tenth of the bytes that are free or taken by the folder, at most 16 GiB."""
+    kept = 0
+    with contextlib.suppress(OSError), os.scandir(path) as found:
+        kept = sum(each.stat().st_size for each in found if BLOCK_NAME.fullmatch(each.name))
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return min(MOST_BY_DEFAULT, (shutil.disk_usage(place).free + kept) // 10)
+
+
+def limit_of(path: Path, gib: float | None) -> int:
+    """Returns the bytes of a limit in GiB. None: ``default_limit``."""
+    return default_limit(path) if gib is None else int(gib * 2**30)
 
 
 def check_folder(path: Path) -> None:

@@ -115,6 +115,8 @@ class Prefixes:
             n_reused = latest_snapshot(self.folder, headers, n_reused)
         n_reused = n_reused if n_reused >= least else 0
         said = f"{n_reused} of {len(ids)} tokens are reused"
+        if any(each.first < n_reused and each.types != self.types for each in headers):
+            said += " from rows of another type"
         if headers and n < min(len(ids), _end(headers[-1])):
             said += f"; the prompt differs from the kept one at token {n}"
         self._tell(f"prefix cache: {said}")
@@ -209,8 +211,11 @@ class Prefixes:
         self.finish()
         self._begun, types = self.identity.known() or UNKNOWN, self.types
         row_bytes = sum(heads * (k + v) for heads, k, v in block_layers(caches, types))
-        if BLOCK * row_bytes > Q8_FROM:
-            k, v = ("q8_0" if each == "f16" else each for each in types)
+        is_over_half = self._is_over_half(len(ids) * row_bytes)
+        k, v = ("q8_0" if each == "f16" else each for each in types)
+        # Rows that follow rows from q8_0 are as far from exact ones, so their type says so too.
+        follows = any(each.first < n_loaded and each.types == (k, v) for each in found.headers)
+        if is_over_half or follows or BLOCK * row_bytes > Q8_FROM:
             types = k, v
         n_kept, n_known = n_loaded, n_loaded
         if self._is_bounded:  # without a missing snapshot, rows computed again are not new
@@ -230,6 +235,8 @@ class Prefixes:
                     self._storing = RowsWriter(
                         ids, headers, snapshots, caches, self._path, self._not_kept
                     )
+                    if is_over_half and types != self.types:
+                        self._say_over_half(len(ids) * row_bytes)
             except OSError as error:
                 self._not_kept(error)
 
@@ -253,18 +260,35 @@ class Prefixes:
             parent = block_hash(parent, tokens)
         return headers
 
+    def _is_over_half(self, n_bytes: int) -> bool:
+        """Returns whether a prompt's rows are more than half of what the folder may hold."""
+        return 2 * n_bytes > self.folder.limit
+
+    def _say_over_half(self, n_bytes: int) -> None:
+        self.folder.warn(
+            f"the prompt's rows take {n_bytes / 2**30:.3g} GiB, more than half of the "
+            f"{self._limit} for kept prompts: they are kept in q8_0, so later answers may differ "
+            "a little; a larger --cache-limit keeps them as they are"
+        )
+
+    @property
+    def _limit(self) -> str:
+        return f"{self.folder.limit / 2**30:.3g} GiB"
+
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
         """Returns whether the folder can keep the blocks. Raises OSError if it cannot be made."""
         folder, size = self.folder, sum(each.n_packed + sum(each.piece_bytes) for each in headers)
-        limit = f"{folder.limit / 2**30:g} GiB"
         if size > folder.limit:
-            self._tell(f"prefix cache: not kept, {size / 2**30:.2f} GiB, the limit is {limit}")
+            folder.warn(
+                f"the prompt is not kept: its rows take {size / 2**30:.3g} GiB, --cache-limit is "
+                f"{self._limit}"
+            )
             return False
         if folder.make():
             folder.warn(
-                f"prompts of {LEAST} tokens and more are kept in {folder.path}, at most {limit}, "
-                "for later ones that begin alike; --no-cache or SPARSEKV_NO_CACHE=1 switches that "
-                "off, 'sparsekv-cli cache clear' removes them"
+                f"prompts of {LEAST} tokens and more are kept in {folder.path}, at most "
+                f"{self._limit}, for later ones that begin alike; --no-cache or "
+                "SPARSEKV_NO_CACHE=1 switches that off, 'sparsekv-cli cache clear' removes them"
             )
         return folder.is_usable()
 

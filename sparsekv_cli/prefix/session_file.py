@@ -89,6 +89,9 @@ class SessionFile(Prefixes):
         tokens = tuple(int(token) for token in ids)
         return [BlockHeader(self.model, self._begun, 0, tokens, types, layers)]
 
+    def _is_over_half(self, n_bytes: int) -> bool:
+        return False
+
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
         return True
 

@@ -1,6 +1,7 @@
 """The folder of the prefix cache: whose files it touches, and who may make it."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from sparsekv_cli.cli import main
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.prefix.blocks import MAGIC
-from sparsekv_cli.prefix.folder import PrefixFolder, check_folder
+from sparsekv_cli.prefix.folder import MOST_BY_DEFAULT, PrefixFolder, check_folder, limit_of
 
 LONG_AGO = 10**9  # seconds
 OWN = f"{'a' * 32}-{'b' * 32}"
@@ -109,6 +110,20 @@ def test_two_first_runs_make_the_folder(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         PrefixFolder(tmp_path / "file", 1 << 30, print).make()
+
+
+def test_the_default_limit_is_a_tenth_of_the_free_disk(tmp_path, monkeypatch):
+    """What the folder holds counts as free, so that the limit does not shrink as it fills."""
+    free = 1 << 30
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    assert limit_of(tmp_path / "none" / "yet", None) == free // 10
+    (tmp_path / f"{OWN}.rows").write_bytes(bytes(1 << 20))
+    (tmp_path / "thesis.rows").write_bytes(bytes(1 << 20))
+    assert limit_of(tmp_path, None) == (free + (1 << 20)) // 10
+    assert limit_of(tmp_path, 0.5) == 1 << 29
+    free = 1 << 40
+    assert limit_of(tmp_path, None) == MOST_BY_DEFAULT == 16 << 30
 
 
 def test_files_of_the_future_go_first(tmp_path: Path) -> None:

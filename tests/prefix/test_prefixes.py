@@ -100,6 +100,31 @@ def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
     assert not any(installed)  # steps read rows of f16 (0) alone
 
 
+def test_a_prompt_over_half_of_the_limit_is_kept_in_eight_bits(sequence_of, tmp_path):
+    """So are the rows that follow its rows. Nothing of a session file is."""
+    sequence, _, said = open_pair(sequence_of, tmp_path)
+    row_bytes = sum(cache.spec.n_head_kv for cache in sequence.caches) * 64 * 2 * 2
+    sequence.rows.folder.limit = 2 * len(FIRST) * row_bytes
+
+    def kept_types():
+        return sorted(read_header(path.open("rb")).types[0] for path in tmp_path.iterdir())
+
+    keep(sequence, FIRST)
+    assert kept_types() == ["f16"] * 3 and not any("q8_0" in line for line in said)
+    sequence.rows.folder.clear()
+    sequence.rows.folder.limit -= 2
+    sequence.reset()
+    keep(sequence, FIRST)
+    assert kept_types() == ["q8_0"] * 3
+    assert sum("more than half of the" in line and "q8_0" in line for line in said) == 1
+    sequence.rows.folder.limit *= 8
+    longer = FIRST + tokens(1000, 4)
+    assert n_cached(sequence, longer, keep) == 1136
+    assert kept_types() == ["q8_0"] * 5
+    assert any("1136 of 2140 tokens are reused from rows of another type" in x for x in said)
+    assert sum("more than half" in line for line in said) == 1
+
+
 def test_the_same_prompt_again_and_a_longer_one(sequence_of, tmp_path):
     sequence, alone, _ = open_pair(sequence_of, tmp_path)
     keep(sequence, FIRST)

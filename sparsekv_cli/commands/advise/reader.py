@@ -13,7 +13,7 @@ from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
 from sparsekv_cli.commands.shared.progress import PrefillProgress
 from sparsekv_cli.commands.shared.terminal import say
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder, limit_of
 from sparsekv_cli.prefix.prefixes import LEAST
 from sparsekv_cli.sequence import Attention
 
@@ -41,7 +41,7 @@ class Reader:
         if reason:
             self._temporary = tempfile.TemporaryDirectory(prefix="sparsekv-cli-")
             say(f"{reason}: rows are kept in a temporary folder until the end")
-            limit = max(prefix.limit, 2 * n_bytes / 2**30)
+            limit = max(prefix.limit or 2.0, 3 * n_bytes / 2**30)
             path = Path(self._temporary.name)
             prefix = replace(prefix, directory=path, is_off=False, limit=limit)
         self.keeps_rows = not reason
@@ -115,8 +115,8 @@ def _reason_against(prefix: PrefixOptions, n_bytes: int) -> str:
         return "the prefix cache is switched off"
     if path is None:
         return "there is no home folder and no XDG_CACHE_HOME"
-    if n_bytes > prefix.limit * 2**30:
-        return f"the rows take {n_bytes / 2**30:.1f} GiB, more than --cache-limit"
+    if 2 * n_bytes > limit_of(path, prefix.limit):  # rows in q8_0 would change the comparison
+        return f"the rows take {n_bytes / 2**30:.1f} GiB, more than half of --cache-limit"
     place = next(each for each in (path, *path.parents) if each.exists())
     is_usable = place != path or PrefixFolder(path, 0, say).is_usable()
     if not (place.is_dir() and os.access(place, os.W_OK) and is_usable):

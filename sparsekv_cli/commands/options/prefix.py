@@ -32,8 +32,9 @@ DIRECTORY_OPTION = click.option(
 OPTIONS: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
-        "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True), default=2.0,
-        help="Largest size of the folder; the least recently used files are removed. [default: 2]",
+        "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True),
+        help="Largest size of the folder; the least recently used files are removed. [default: a "
+        "tenth of the free disk, at most 16]",
     ),
     click.option(
         "--no-cache", is_flag=True,
@@ -52,7 +53,7 @@ class PrefixOptions:
     """Where prompts are kept on disk."""
 
     directory: Path | None  # None: the user's folder
-    limit: float  # GiB
+    limit: float | None  # GiB; None: a tenth of the free disk, at most 16
     is_off: bool
     session: Path | None  # a file to use instead
 
@@ -128,7 +129,7 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
     """Returns a function that returns a method's prompts on disk, or None if impossible."""
-    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder
+    from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder, limit_of
     from sparsekv_cli.prefix.prefixes import prompts_in
 
     tell = _teller()
@@ -143,7 +144,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
         if reason or n_queried is None or directory is None:
             (tell if options.directory is None else _warn)(f"prefix cache: off, {reason}")
             return None
-        folder = PrefixFolder(directory, int(options.limit * 2**30), _warn)
+        folder = PrefixFolder(directory, limit_of(directory, options.limit), _warn)
         return prompts_in(folder, model.decoder, method.kv_types, n_queried, tell)
 
     return make
