@@ -62,15 +62,17 @@ class SparseAttention:
         if not is_full or not self._budget < x.pos < self._end or x.pos % CHUNK:
             return self._dense(cache, x)
         store = cache.extend(x)
+        if store.n != x.pos + x.q.shape[1]:  # a method has dropped rows of an earlier prompt
+            return attend_causal(x.q, store, spec)
         chosen = self._choose(store, x, spec)
         return attend_causal(x.q, self._gathered(store, chosen, x.q.shape[1], spec), spec)
 
     def _choose(self, store: KVStore, x: AttnInput, spec: LayerSpec) -> np.ndarray:
         """Returns the pages that a chunk attends to, int32 (G, m), ascending.
 
-        A layer that reads an earlier layer's rows takes that layer's pages.
+        A layer that reads an earlier layer's rows takes that layer's pages, unless that is dense.
         """
-        if spec.source >= 0:
+        if (spec.source, x.pos) in self._chosen:
             return self._chosen[spec.source, x.pos]
         n_page, n_rows = x.pos // PAGE, x.q.shape[1]
         last = np.arange(1, N_QUERIES + 1) * n_rows // N_QUERIES - 1
@@ -85,7 +87,7 @@ class SparseAttention:
     def _gathered(self, store: KVStore, chosen: np.ndarray, n_new: int, spec: LayerSpec) -> KVStore:
         """Returns a store with the rows of the chosen pages and the last ``n_new`` rows."""
         n_past, first = chosen.shape[1] * PAGE, store.n - n_new
-        if self._rows is None or self._rows.row_bytes != store.row_bytes:
+        if self._rows is None or _sizes(self._rows) != _sizes(store):
             self._rows = KVStore(spec)
         rows = self._rows
         rows.n = 0
@@ -97,6 +99,11 @@ class SparseAttention:
                 of_head[n_past : n_past + n_new] = head[first : store.n]
         rows.n = n_past + n_new
         return rows
+
+
+def _sizes(store: KVStore) -> tuple[int, ...]:
+    """Returns the kv heads of a store, and the items of a row of K and of V."""
+    return len(store.k), store.k.shape[2], store.v.shape[2]
 
 
 class Summaries:

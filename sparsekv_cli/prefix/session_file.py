@@ -58,8 +58,8 @@ class SessionFile(Prefixes):
         if header.parent not in roots:
             self._is_foreign = True
             self.folder.warn(
-                f"{self._file}: is of another model, version or RoPE scaling ({header.model}) "
-                "and is left as it is; the prompt is computed"
+                f"{self._file}: is of another model, version, RoPE scaling or reading "
+                f"({header.model}) and is left as it is; the prompt is computed"
             )
             return Found()
         return self._found([header], n_common(header.tokens, ids), ids, STEP)

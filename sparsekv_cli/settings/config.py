@@ -97,6 +97,12 @@ class SessionConfig(ModelChanges):
             )
         if self.speculate == "draft-model" and not self.draft_model:
             raise ValueError("speculate = 'draft-model' needs draft_model (--draft-model FILE)")
+        is_dense = self.prefill_attention == "dense"
+        if is_dense and self.prefill_budget != SessionConfig.prefill_budget:
+            raise ValueError(
+                f"prefill_budget = {self.prefill_budget} (--prefill-budget) needs "
+                "prefill_attention = 'sparse' (--prefill-attention sparse)"
+            )
         if self.draft_method and not self.draft_model:
             raise ValueError("draft_method (--draft-method) needs draft_model (--draft-model FILE)")
 

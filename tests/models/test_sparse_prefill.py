@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
-from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.model import load_model
 from sparsekv_cli.models import decoder
@@ -112,6 +112,42 @@ def test_a_layer_that_reads_other_rows_takes_their_choice() -> None:
         np.testing.assert_array_equal(sparse(reader, x), first)
 
 
+def test_a_reader_of_a_dense_layer_chooses_its_own_rows() -> None:
+    sparse, own, reader = (
+        SparseAttention(attend, BUDGET, N, [2]),
+        *map(DenseCache, (spec_of(full_place=1), spec_of(source=2))),
+    )
+    for at in range(0, 7 * CHUNK, CHUNK):
+        dense, found = (sparse(cache, rows_at(at, at + CHUNK)) for cache in (own, reader))
+    np.testing.assert_array_equal(found, prefilled(spec_of())[0][:, at : at + CHUNK])
+    assert np.abs(found - dense).max() > 0.01
+
+
+def test_layers_with_other_numbers_of_heads() -> None:
+    """The rows of a chunk are gathered anew for each."""
+    sparse, at = SparseAttention(attend, BUDGET, N), 6 * CHUNK
+    for layer, n_head_kv in enumerate((2, 1, 2)):
+        cache = DenseCache(replace(spec_of(), layer=layer, n_head_kv=n_head_kv))
+        past, x = (
+            each._replace(k=each.k[:n_head_kv], v=each.v[:n_head_kv])
+            for each in (rows_at(0, at), rows_at(at, at + CHUNK))
+        )
+        other = DenseCache(cache.spec)
+        cache.extend(past)
+        other.extend(past)
+        alone = SparseAttention(attend, BUDGET, N)(other, x)
+        np.testing.assert_array_equal(sparse(cache, x), alone)
+
+
+def test_a_cache_that_has_dropped_rows_is_dense() -> None:
+    """A method that evicts has fewer rows than tokens when a second prompt comes."""
+    caches, x = [DenseCache(spec_of()) for _ in range(2)], rows_at(6 * CHUNK, 7 * CHUNK)
+    for cache in caches:
+        cache.extend(rows_at(0, 1003))
+    found = SparseAttention(attend, BUDGET, N)(caches[0], x)
+    np.testing.assert_array_equal(found, attend(caches[1], x))
+
+
 # --- a model --------------------------------------------------------------------------------------
 
 
@@ -122,7 +158,9 @@ def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> A
     path = tiny_model(n_layer=4, n_ctx=4096)
 
     def open_one(reading: str, **options: Any) -> Any:
-        config = SessionConfig(prefill_attention=reading, prefill_budget=2048, **options)
+        if reading == "sparse":
+            options["prefill_budget"] = 2048
+        config = SessionConfig(prefill_attention=reading, **options)
         return load_model(path, Quest(), config)
 
     return open_one
@@ -156,6 +194,7 @@ def test_rows_are_not_those_of_a_dense_prompt(model: Any) -> None:
         assert np.array_equal(own, other) == (i < 3), "layer 2 is the first sparse one"
 
 
-def test_a_small_budget_is_an_error() -> None:
-    with pytest.raises((SparseKVError, ValueError), match="prefill_budget"):
-        SessionConfig(prefill_attention="sparse", prefill_budget=1000)
+@pytest.mark.parametrize(("reading", "budget"), [("sparse", 1000), ("dense", 4096)])
+def test_a_budget_that_is_small_or_not_used_is_an_error(reading: str, budget: int) -> None:
+    with pytest.raises(ValueError, match=f"prefill_budget = {budget}"):
+        SessionConfig(prefill_attention=reading, prefill_budget=budget)
