@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # --- the naive form -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "variant"), crossed(GEOMETRIES, [*VARIANTS]), ids=str)
 def test_freekv_equals_its_naive_form(case, variant):
     _, n_prefill = case

@@ -129,6 +129,7 @@ def test_the_sparse_path_over_all_rows_is_full(name, case, sequence_of, tiny_mod
     sparse.model.gguf.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), pairs(sorted(NEARER)))
 def test_most_rows_are_nearer_to_full_than_few(name, case, sequence_of):
     text, errors = tokens(N_STEPS, 1), []

@@ -46,6 +46,7 @@ def make_cache(geometry: Geometry = PLAIN, n_threads: int = 1, **options: Any) -
     return make_layer(make_method(**options), geometry, n_threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("geometry", "n_prefill", "options"), sweep(CASES, fast=1), ids=str)
 def test_sals_equals_its_naive_form(geometry, n_prefill, options):
     """Through the first compression, tiles of 16, chunks of 512, a second turn."""

@@ -85,6 +85,7 @@ def test_options_replace_what_the_file_says(plain, tmp_path):
     np.testing.assert_array_equal(logits(path, **options), logits(plain, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda"])
 def test_a_device_scales_in_the_same_way(device, plain):
     options = {"rope_scaling": "yarn", "rope_scale": 4, "yarn_orig_ctx": 32}

@@ -51,6 +51,7 @@ def test_every_method(case, sequence_of):
         answered(used, FIRST, len(ANSWER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*METHODS, *QUERIED])
 def test_after_another_method(case, sequence_of):
     model = sequence_of("topk", budget="12").model
