@@ -188,7 +188,7 @@ def share_types(block: Any, tensor: Any) -> None:
 
 
 INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
-SLOW_SHARE = 6
+SLOW_SHARE = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,6 +16,7 @@ class HubServer(ThreadingHTTPServer):
     """Repositories by name, each a dict of files; use it as a context manager.
 
     refused: repository -> (HTTP status, its X-Error-Code).  requests: method and path of each.
+    starts: the first byte of each file that was sent.
     on_chunk: called before each piece of a file is sent.  sha, etag, lfs, names: what a hub that
     lies tells of the revision, of bytes, of their checksum and of names.  sent: what
     it sends instead of a file.
@@ -29,6 +30,7 @@ class HubServer(ThreadingHTTPServer):
         self.refused: dict[str, tuple[int, str]] = {}
         self.gated: set[str] = set()
         self.requests: list[str] = []
+        self.starts: list[int] = []
         self.on_chunk: Callable[[], None] = lambda: None
         self.be_honest()
 
@@ -93,6 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         if with_body:
+            self.server.starts.append(start)
             step = 1 << 14
             for at in range(start, len(data), step):
                 self.server.on_chunk()
