@@ -19,6 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import lookup_environment
 
 ENVIRONMENT = "_ZN08NumbaEnv"  # prefix of the names of environments in a module
+NAMES = "names"  # the source file of modules that define names only
 
 
 class _Progress:
@@ -26,6 +27,7 @@ class _Progress:
 
     n_functions = 0  # functions in compilation: a kernel, its callee, a callee of that, ...
     n_lowered = 0  # functions, and bodies of parallel loops, whose IR is being written
+    n_without_ir = 0  # kernels that are being kept without their IR
     interrupted = False
 
 
@@ -127,7 +129,14 @@ def _serialize(self: Any) -> tuple[Any, ...]:
     if is_callee():
         return self.serialize_using_bitcode()
     _make_machine_code(self)
+    if not _now.n_without_ir:
+        return _numba_serialize(self)
     return (self.name, "object", (self._get_compiled_object(), _names_of(self._final_module)))
+
+
+def without_ir() -> contextlib.AbstractContextManager[None]:
+    """Keeps kernels without their IR. Then they can be called, but no function can copy them."""
+    return _one_more("n_without_ir")
 
 
 def _names_of(module: Any) -> bytes:
@@ -138,8 +147,16 @@ def _names_of(module: Any) -> bytes:
     """
     values = (*module.functions, *module.global_variables)
     names = [value.name for value in values if not value.is_declaration]
-    lines = [f'@"{name}" = global i8 0' for name in names]
+    lines = [f'source_filename = "{NAMES}"', *(f'@"{name}" = global i8 0' for name in names)]
     return binding.parse_assembly("\n".join(lines)).as_bitcode()
+
+
+def _module_for_linking(self: Any) -> Any:
+    """Raises RuntimeError for a kernel that was loaded without its IR."""
+    module = _numba_module_for_linking(self)
+    if module.source_file == NAMES:
+        raise RuntimeError(f"{self.name} is called by a function that is no numba.njit function")
+    return module
 
 
 def _set_environment(self: Any, name: str, environment: Any) -> None:
@@ -227,6 +244,8 @@ def _compile_callback(self: Any) -> None:
 
 
 _numba_pointer_to_function = codegen.JITCodeLibrary.get_pointer_to_function
+_numba_serialize = codegen.JITCodeLibrary.serialize_using_object_code
+_numba_module_for_linking = codegen.JITCodeLibrary._get_module_for_linking
 _numba_set_environment = codegen.JITCPUCodegen.set_env
 _numba_run_lowering = typed_passes.BaseNativeLowering.run_pass
 _numba_get_executable = cpu.CPUContext.get_executable
@@ -241,6 +260,7 @@ def install() -> None:
     codegen.JITCodeLibrary._optimize_final_module = _optimize_lightly
     codegen.JITCodeLibrary.get_pointer_to_function = _pointer_to_function
     codegen.JITCodeLibrary.serialize_using_object_code = _serialize
+    codegen.JITCodeLibrary._get_module_for_linking = _module_for_linking
     codegen.JITCPUCodegen.set_env = _set_environment
     typed_passes.BaseNativeLowering.run_pass = _run_lowering
     cpu.CPUContext.get_executable = _get_executable

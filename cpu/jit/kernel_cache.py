@@ -22,7 +22,7 @@ from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from sparsekv_cli.cpu.jit.compiling import is_callee
+from sparsekv_cli.cpu.jit.compiling import is_callee, without_ir
 from sparsekv_cli.cpu.jit.sources import Sources
 from sparsekv_cli.cpu.jit.store import KernelStore, default_folder
 
@@ -30,6 +30,20 @@ PACKAGE = "sparsekv_cli.cpu"
 VERSIONS = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__)
 STORE = KernelStore(default_folder())
 SOURCES = Sources(PACKAGE, Path(__file__).parents[1])
+
+
+def _kind() -> str:
+    return "callee" if is_callee() else "kernel"
+
+
+class OtherCache(caching.FunctionCache):
+    """numba's cache of a function of another package, as ``compiling`` fills it.
+
+    Only processes that import this package find its entries: numba alone would run callees.
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return (*super()._index_key(sig, codegen), PACKAGE, _kind())
 
 
 class KernelCache(caching._Cache):
@@ -66,8 +80,7 @@ class KernelCache(caching._Cache):
 
     def name(self, signature: Any, codegen: Any) -> str:
         """Returns the name of the file of one signature."""
-        kind = "callee" if is_callee() else "kernel"
-        key = repr((self._function_key, str(signature), kind, codegen.magic_tuple()))
+        key = repr((self._function_key, str(signature), _kind(), codegen.magic_tuple()))
         function = f"{self._function.__module__}.{self._function.__qualname__}"
         readable = function.removeprefix(PACKAGE + ".").replace("<", "").replace(">", "")
         return f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -91,7 +104,9 @@ class KernelCache(caching._Cache):
         """Keeps a compiled signature, unless its code holds addresses of this process."""
         if not self._is_enabled or data.library.has_dynamic_globals:
             return
-        self._store.write(self.name(sig, data.codegen), dumps(data._reduce()))
+        with without_ir():
+            payload = data._reduce()
+        self._store.write(self.name(sig, data.codegen), dumps(payload))
 
     def lock(self, sig: Any, target_context: Any) -> contextlib.AbstractContextManager[None]:
         """Lets one process at a time compile a signature that is not on disk."""
@@ -122,10 +137,10 @@ def mark(name: str) -> None:
 def _cache_of(py_func: Any) -> Any:
     if py_func.__module__.startswith(PACKAGE + "."):
         return KernelCache(py_func, STORE, SOURCES)
-    return caching.FunctionCache(py_func)
+    return OtherCache(py_func)
 
 
 def install() -> None:
-    """Makes kernels of this package with ``cache=True`` use KernelCache; others keep numba's."""
+    """Makes kernels of this package with ``cache=True`` use KernelCache; others get OtherCache."""
     dispatcher.FunctionCache = _cache_of
     ccallback.FunctionCache = _cache_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit
+from numba import njit, types
 from sweeps import sweep
 from tiny_models import make_model
 
@@ -101,6 +101,51 @@ def flipped(data: bytes) -> bytes:
 def test_another_process_loads_what_the_first_has_compiled(cache, run):
     assert finished(start(cache)) == ("loaded", "")
     assert run(cache) == ("loaded", "")
+
+
+def test_a_loaded_kernel_has_no_ir_to_copy(cache, monkeypatch):
+    """Without an error LLVM would let a function call the place of the kernel's name."""
+    monkeypatch.setattr(kernel_cache, "STORE", KernelStore(cache / "sparsekv-cli" / "kernels"))
+    kernel = njit(cache=True, nogil=True)(llvm.sum_squares.py_func)
+    kernel.compile((types.float32[::1],))
+    (loaded,) = kernel.overloads.values()
+    with pytest.raises(RuntimeError, match="sum_squares is called by a function that is no"):
+        loaded.library._get_module_for_linking()
+
+
+OTHERS = """
+from numba import njit, vectorize
+
+@njit(cache=True)
+def f(x):
+    return max(x, 2.0) ** 2
+
+@njit(cache=True)
+def g(x):
+    return f(x) + 1
+
+@vectorize
+def u(x):
+    return f(x) + 1
+"""
+
+
+def test_functions_of_other_packages_are_kept_apart(tmp_path):
+    """A process without this package would call a callee, which has no code."""
+    (tmp_path / "others.py").write_text(OTHERS)
+    ours = "import sparsekv_cli.cpu.jit.llvm\n"
+    for first, call in (
+        (ours, "g(3.0)"),
+        ("", "f(3.0) + 1"),
+        (ours, "f(3.0) + 1"),
+        (ours, "u(3.0)"),
+    ):
+        run = subprocess.run(
+            [sys.executable, "-c", f"{first}from others import *\nprint({call})"],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, cwd=tmp_path,
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert (run.returncode, run.stdout) == (0, "10.0\n"), run.stderr
 
 
 STEP = """
