@@ -116,11 +116,16 @@ def read_rope(
             f"is {rope.freq_base:g} with yarn betas {rope.beta_fast:g} and {rope.beta_slow:g}; "
             "YaRN needs a base above 1 and betas above 0",
         )
-    unused, why = ["yarn_attn_factor"], "YaRN sets it, unless --yarn-ext-factor is 0"
+    unused = {"yarn_attn_factor": "YaRN sets it, unless --yarn-ext-factor is 0"}
     if not rope.ext_factor:
-        unused, why = ["yarn_beta_slow", "yarn_beta_fast"], "YaRN is off: use --rope-scaling yarn"
-    for name in unused:
-        if getattr(changes, name) != getattr(ModelChanges, name):
+        why = "YaRN is off: use --rope-scaling yarn"
+        unused = dict.fromkeys(("yarn_beta_slow", "yarn_beta_fast"), why)
+    if rope.freq_scale == 1.0:
+        names = ["rope_scaling", "yarn_orig_ctx", "yarn_beta_slow", "yarn_beta_fast"]
+        names += ["yarn_ext_factor"] * (rope.yarn_attn_factor == 1.0)
+        unused |= dict.fromkeys(names, "nothing is stretched: use --rope-scale")
+    for name, why in unused.items():
+        if getattr(changes, name) not in (getattr(ModelChanges, name), "none"):
             raise SparseKVError(f"{keys.file.path}: {name} has no effect, because {why}")
     return rope
 

@@ -223,6 +223,12 @@ def test_changes_that_no_model_can_have(changes, reason):
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
+UNUSED_ALONE = (
+    {"rope_scaling": "yarn"}, {"yarn_orig_ctx": 99}, {"yarn_ext_factor": 0.5},
+    {"yarn_beta_slow": 2.0},
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -236,6 +242,7 @@ def test_changes_that_no_model_can_have(changes, reason):
         ({"rope_scale": 2.0, "yarn_beta_fast": 8.0}, "has no effect, because YaRN is off"),
         ({"rope_scaling": "yarn", "yarn_attn_factor": 2.0}, "has no effect, because YaRN sets"),
         ({"rope_scaling": "yarn", "rope_freq_base": 1.0}, "a base above 1"),
+        *((alone, "nothing is stretched: use --rope-scale") for alone in UNUSED_ALONE),
     ],
 )
 def test_changes_that_this_model_cannot_have(changes, reason, plain):
