@@ -112,7 +112,8 @@ class Conversation:
         own = old.engine.identity(sequence.method)
         if own.serves(model.engine.identity(model.method)) and sequence.next_rows is None:
             renewed.tokens, renewed.caches = sequence.tokens, sequence.caches
-            renewed.checkpoint = sequence.checkpoint
+            if model.gguf.changed_values() == old.gguf.changed_values():  # the logits are alike
+                renewed.checkpoint = sequence.checkpoint
         self.model, self.sequence, self.rows = model, renewed, rows
         old.close()
         self.renew_sampler()

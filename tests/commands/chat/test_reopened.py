@@ -1,5 +1,6 @@
 """``/set`` of what a model is read with: its rows stay, or the next message reads them again."""
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
@@ -14,8 +15,9 @@ from sparsekv_cli.settings.config import SessionConfig
 
 
 @pytest.fixture
-def talk(tmp_path):
-    path = make_model(tmp_path / "m.gguf", n_layer=2, n_embd=64, n_ff=64, n_ctx=900)
+def talk(tmp_path, request):
+    arch = getattr(request, "param", "llama")
+    path = make_model(tmp_path / "m.gguf", arch=arch, n_layer=2, n_embd=64, n_ff=64, n_ctx=900)
     config = SessionConfig(threads=1, prefill_dtype="f32")
     model = load_model(path, build_method("quest", {}, budget="64"), config)
     prefix = PrefixOptions(tmp_path / "rows", 1.0, False, None)
@@ -48,6 +50,20 @@ def test_rows_are_kept_or_read_again_by_their_identity(talk):
     assert change_setting(talk, "rope_scale") == "rope_scale 4"
     change_setting(talk, "rope_scale default")
     assert talk.model.hparams.rope.freq_scale == 1 and said(talk, "a") < 600  # from the disk
+
+
+@pytest.mark.parametrize("talk", ["granite"], indirect=True)
+def test_another_answer_has_the_new_logits(talk):
+    """The rows stay, but not the logits at the prompt's end."""
+    said(talk, "a")
+    before = talk.sequence.checkpoint.logits
+    change_setting(talk, "override_kv granite.logit_scale=float:3")
+    assert len(talk.sequence.tokens) > 600
+    talk.regenerate()
+    after = talk.sequence.checkpoint.logits
+    assert talk.sequence.timings.prefill_tokens < 100
+    np.testing.assert_allclose(after / after.max(), before / before.max(), atol=0.05)
+    assert abs(after.max() / before.max() - 1) > 0.5
 
 
 def test_a_change_that_fails_changes_nothing(talk):
