@@ -114,19 +114,21 @@ def dequantize_rows_ref(rows: np.ndarray, width: int, kind: int = Q8_0) -> np.nd
     """Returns rows of a quantised kind, uint8 (..., bytes), as f32 (..., width), rounded once."""
     n, lead = n_blocks(width), rows.shape[:-1]
     if kind == Q8_0:
-        quants = rows[..., :width].view(np.int8).astype(np.float32)
+        values = rows[..., :width].view(np.int8).astype(np.float32)
         scales = np.ascontiguousarray(rows[..., width:]).view(np.float16).astype(np.float32)
-        return quants * np.repeat(scales, QUANT_BLOCK, axis=-1)[..., :width]
+        for block in range(n):
+            values[..., QUANT_BLOCK * block : QUANT_BLOCK * (block + 1)] *= scales[..., block, None]
+        return values
     packed = rows[..., : NIBBLES * n].reshape(*lead, n, NIBBLES)
-    q = np.concatenate([packed & 15, packed >> 4], -1).astype(np.float64)
+    q = np.concatenate([packed & 15, packed >> 4], -1).astype(np.float32)  # products are exact
     if kind == Q4_0:
         scales = np.ascontiguousarray(rows[..., NIBBLES * n :]).view(np.float16)
-        values = (q - 8) * scales[..., None].astype(np.float64)
+        values = (q - 8) * scales[..., None].astype(np.float32)
     else:
         at = (NIBBLES + HIGH_BITS) * n
         fifth = rows[..., NIBBLES * n : at].reshape(*lead, n, HIGH_BITS)
         q += 16 * np.unpackbits(fifth, axis=-1, bitorder="little")
-        pairs = np.ascontiguousarray(rows[..., at:]).view(np.float16).astype(np.float64)
+        pairs = np.ascontiguousarray(rows[..., at:]).view(np.float16).astype(np.float32)
         pairs = pairs.reshape(*lead, n, 2)
         values = q * pairs[..., :1] + pairs[..., 1:]
-    return values.astype(np.float32).reshape(*lead, -1)[..., :width]
+    return values.reshape(*lead, -1)[..., :width]

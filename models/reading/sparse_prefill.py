@@ -34,6 +34,7 @@ CHUNK = 512  # rows that share a choice; a chunk begins at a multiple of it
 RECENT = 1024  # last rows before a chunk, which are always attended
 N_QUERIES = 16  # rows of a chunk whose queries score the pages
 N_DENSE = 2  # first full layers, which stay dense
+PAGES_AT_ONCE = 256  # pages whose keys are f16 at a time
 LEAST = RECENT + 2 * PAGE  # the smallest budget
 
 
@@ -128,15 +129,16 @@ class Summaries:
                 self._hi[:, : self._n_page], self._lo[:, : self._n_page] = (
                     each[:, : self._n_page] for each in old
                 )
-        first = self._n_page
-        keys = store.k[:, first * PAGE : n_page * PAGE]
-        if spec.cache_type_k != "f16":
-            keys = np.ascontiguousarray(store.k_type.read(keys).astype(np.float16))
-        at = address(keys) - first * PAGE * keys.strides[1]
-        pages.page_summaries(
-            at, keys.strides[0], keys.strides[1], first, n_page, PAGE, n_head, width,
-            True, self._hi, self._lo,
-        )  # fmt: skip
+        for first in range(self._n_page, n_page, PAGES_AT_ONCE):
+            last = min(n_page, first + PAGES_AT_ONCE)
+            keys = store.k[:, first * PAGE : last * PAGE]
+            if spec.cache_type_k != "f16":
+                keys = np.ascontiguousarray(store.k_type.read(keys).astype(np.float16))
+            at = address(keys) - first * PAGE * keys.strides[1]
+            pages.page_summaries(
+                at, keys.strides[0], keys.strides[1], first, last, PAGE, n_head, width,
+                True, self._hi, self._lo,
+            )  # fmt: skip
         self._n_page = n_page
         return self._hi, self._lo
 
