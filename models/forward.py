@@ -27,6 +27,7 @@ from sparsekv_cli.models.weights import Weights
 
 OnProgress = Callable[[int, int], None]  # called with finished rows and all rows
 OnRows = Callable[[int, LayerCache], None]
+OnPart = Callable[[int], None]
 OnHidden = Callable[[int, np.ndarray], None]
 Product = Callable[[Any], Any]
 Part = dict[tuple[int, int], AttnInput]  # by layer and position: rows that later layers read
@@ -247,6 +248,7 @@ class Forward(ABC):
         attend: ChunkAttention | None = None,
         grid: int = 0,
         on_rows: OnRows | None = None,
+        on_part: OnPart | None = None,
         on_hidden: OnHidden | None = None,
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
@@ -257,7 +259,8 @@ class Forward(ABC):
         rows. Every cache gets the rows in chunks, then ``finish_prefill``. attend: how chunks
         attend, if not densely. grid: chunks end at multiples of it, instead of a chunk's size after
         pos; 0: not. on_rows: called before ``finish_prefill`` with each layer and its
-        cache, which has all rows. on_hidden: called with ascending positions, and the output head's
+        cache, which has all rows. on_part: called after each part but the last, with the rows that
+        all caches hold then. on_hidden: called with ascending positions, and the output head's
         inputs f32 (T, n_embd) from each position on. A long prompt goes through the layers in parts
         of ROWS_AT_ONCE rows, so its residual stream never exists as a whole. It is not cut if a
         cache forbids that (``can_prefill_in_parts``), or with ``all_logits``. copies: with
@@ -302,6 +305,8 @@ class Forward(ABC):
                 for at in range(0, len(x), ROWS_AT_ONCE):
                     hidden = self.rows.last_norm(x[at : at + ROWS_AT_ONCE], self.output_norm)
                     on_hidden(pos + first + at, hidden)
+            if on_part is not None and last < n:
+                on_part(pos + last)
             normed = self.rows.last_norm(x if all_logits else x[-1:], self.output_norm)
             del x  # before the next part comes
         logits = self.cap(self.output(normed, vocabulary))

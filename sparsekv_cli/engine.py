@@ -140,6 +140,7 @@ class DecoderEngine(ABC):
                 ids[n_loaded:], n_past + n_loaded, sequence.caches,
                 all_logits=all_logits, attend=attend, grid=grid,
                 on_rows=None if rows is None else rows.take,
+                on_part=None if rows is None else rows.take_part,
                 on_hidden=None if block is None else partial(block.take_prompt, ids, n_past),
             )  # fmt: skip
             last = logits[-1] if all_logits else logits

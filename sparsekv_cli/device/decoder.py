@@ -29,7 +29,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.kernels.attention.decode import Attended
 from sparsekv_cli.kernels.layer import decode as kernels
 from sparsekv_cli.models.architectures import Architecture
-from sparsekv_cli.models.forward import Copies, Forward, OnHidden, OnRows, Product, Progress
+from sparsekv_cli.models.forward import Copies, Forward, OnHidden, OnPart, OnRows, Product, Progress
 from sparsekv_cli.models.hparams import HParams
 from sparsekv_cli.models.rope import RopeTable, RopeTables
 from sparsekv_cli.models.weights import Weights
@@ -110,6 +110,7 @@ class DeviceDecoder(Forward):
         attend: ChunkAttention | None = None,
         grid: int = 0,
         on_rows: OnRows | None = None,
+        on_part: OnPart | None = None,
         on_hidden: OnHidden | None = None,
         copies: Copies | None = None,
         vocabulary: np.ndarray | None = None,
@@ -120,7 +121,8 @@ class DeviceDecoder(Forward):
         logits = yield from super().forward_steps(
             ids, pos, mine, all_logits=all_logits,
             attend=attend and (lambda cache, x: cache.attend(attend, x)), grid=grid,
-            on_rows=on_rows, on_hidden=on_hidden, copies=copies, vocabulary=vocabulary,
+            on_rows=on_rows, on_part=on_part, on_hidden=on_hidden, copies=copies,
+            vocabulary=vocabulary,
         )  # fmt: skip
         for cache in mine:
             if isinstance(cache, HostCache):

@@ -300,6 +300,15 @@ class Prefixes:
             except OSError as error:
                 self._not_kept(error)
 
+    def take_part(self, n: int) -> None:
+        """See PromptRows."""
+        root = self.identity.known()
+        if self._storing is not None and root is not None and self._begun in (root, UNKNOWN):
+            try:
+                self._storing.take_part(n, self._begun, root)
+            except OSError as error:
+                self._not_kept(error)
+
     def finish(self) -> None:
         """Writes the rest of the prompt's rows. Called when the answer is finished."""
         if self._storing is None:
@@ -309,7 +318,7 @@ class Prefixes:
             self.abandon()
             return
         try:
-            first, n = self._storing.finish(self._begun, root)
+            first, n, parts = self._storing.finish(self._begun, root)
         except OSError as error:
             self._not_kept(error)
             return
@@ -317,6 +326,7 @@ class Prefixes:
             self.abandon()
             raise
         self._settle(first)
+        self.folder.touch(parts)
         self._storing = None
         self._tell(f"prefix cache: {n} tokens are kept in {self._place}")
 
@@ -335,8 +345,15 @@ class Prefixes:
     def abandon(self) -> None:
         """See PromptRows."""
         if self._storing is not None:
-            self._storing.abandon()
+            kept = self._storing.abandon()
             self._storing = None
+            if kept is not None:
+                first, n = kept
+                self._settle(first)
+                self.folder.warn(
+                    f"{n} tokens of the prompt are kept in {self._place}: the same prompt goes on "
+                    "from there"
+                )
 
     def _not_kept(self, error: OSError) -> None:
         self.abandon()

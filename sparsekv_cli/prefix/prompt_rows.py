@@ -32,8 +32,11 @@ class PromptRows(Protocol):
     def take(self, layer: int, cache: LayerCache) -> None:
         """Called when a layer has all rows of the prefill. The method has not changed them yet."""
 
+    def take_part(self, n: int) -> None:
+        """Called when all caches hold the first n rows of a longer prefill, and will keep them."""
+
     def abandon(self) -> None:
-        """Called when the prefill has failed."""
+        """Called when the prefill has failed. The parts that it has taken may serve later ones."""
 
     def finish(self) -> None:
         """Called when the answer is finished."""

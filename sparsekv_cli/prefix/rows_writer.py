@@ -1,5 +1,6 @@
 """The new files of a prompt on their way to disk."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache, Snapshot
 from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, block_hash
 from sparsekv_cli.prefix.pieces import converted, row_types
+from sparsekv_cli.prefix.snapshots import snapshot_of
 
 N_PENDING = 2  # layers with rows that wait for the disk
 
@@ -16,9 +18,10 @@ N_PENDING = 2  # layers with rows that wait for the disk
 class RowsWriter:
     """The new blocks of one prompt on their way to disk, and its snapshots.
 
-    A cache that keeps its rows is read after the answer. If a cache drops or moves rows, a thread
-    writes a copy of them while the next layers are computed. A layer's snapshot is written as soon
-    as it exists.
+    A cache that keeps its rows is read after the answer, and after each part of a long prompt. If a
+    cache drops or moves rows, a thread writes a copy of them while the next layers are computed. A
+    layer's snapshot is written as soon as it exists. After a part there is one more snapshot, until
+    the next one comes.
 
     ids: of the whole prompt. path_of: a header's file. failed: called with the error of a snapshot.
     """
@@ -34,6 +37,9 @@ class RowsWriter:
     ) -> None:
         """Raises OSError if the folder cannot be written."""
         self._ids, self._path_of, self._failed = ids, path_of, failed
+        self._caches = caches
+        self._n_finished = 0  # blocks that have their names
+        self._part_snapshot: Path | None = None  # goes when there is a later one
         self._writers: list[BlockWriter] = []
         self._snapshots: dict[int, BlockWriter] = {}  # by the tokens before their ends
         self._keeping: list[tuple[int, LayerCache]] = []
@@ -65,14 +71,57 @@ class RowsWriter:
         while len(self._pending) > N_PENDING:
             self._pending.pop(0).result()
 
+    def take_part(self, n: int, begun: str, root: str) -> None:
+        """Finishes the blocks of the first n rows, which all caches hold. See ``finish``."""
+        parents = self._parents(begun, root)
+        for writer in self._writers[self._n_finished :]:
+            if writer.rows.stop > n:
+                break
+            for layer, cache in enumerate(self._caches):
+                if writer.header.layers[layer][0]:
+                    self._write_block(writer, layer, (cache.store.k, cache.store.v), 0, cache)
+            self._name(writer, parents)
+            self._n_finished += 1
+            if writer.rows.stop == n and any(
+                isinstance(each, BoundedCache) for each in self._caches
+            ):
+                self._take_part_snapshot(snapshot_of(writer.header, self._caches), n)
+
+    def _take_part_snapshot(self, header: BlockHeader, n: int) -> None:
+        """Writes the snapshot of length n, which all caches have, and removes the one before."""
+        path = self._path_of(header)
+        writer = BlockWriter(path.parent, header)
+        try:
+            for layer, cache in enumerate(self._caches):
+                if header.layers[layer][0] and isinstance(cache, BoundedCache):
+                    writer.write(layer, cache.snapshot(n))
+            writer.finish(path)
+        except BaseException:
+            writer.abandon()
+            raise
+        self._drop_part_snapshot()
+        self._part_snapshot = path
+
+    def _drop_part_snapshot(self) -> None:
+        if self._part_snapshot is not None:
+            with contextlib.suppress(OSError):
+                self._part_snapshot.unlink()
+            self._part_snapshot = None
+
     def _write(self, layer: int, rows: Piece, first: int, cache: LayerCache) -> None:
-        """Writes one layer's rows, which begin at position ``first``, to all blocks."""
-        for writer in self._writers:
-            at = slice(writer.rows.start - first, writer.rows.stop - first)
-            own = cache.store.k_type, cache.store.v_type
-            kept = row_types(cache, writer.header.types)
-            k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
-            writer.write(layer, (k, v))
+        """Writes one layer's rows, which begin at position ``first``, to all open blocks."""
+        for writer in self._writers[self._n_finished :]:
+            self._write_block(writer, layer, rows, first, cache)
+
+    def _write_block(
+        self, writer: BlockWriter, layer: int, rows: Piece, first: int, cache: LayerCache
+    ) -> None:
+        """Writes one layer's rows to a block. first: position of the first of ``rows``."""
+        at = slice(writer.rows.start - first, writer.rows.stop - first)
+        own = cache.store.k_type, cache.store.v_type
+        kept = row_types(cache, writer.header.types)
+        k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
+        writer.write(layer, (k, v))
 
     def _write_snapshot(self, layer: int, n: int, held: Snapshot) -> None:
         if n not in self._snapshots:
@@ -82,8 +131,9 @@ class RowsWriter:
         except OSError as error:
             self._failed(error)
 
-    def finish(self, begun: str, root: str) -> tuple[BlockHeader, int]:
-        """Finishes the files. Returns the first one's header, and how many tokens they hold.
+    def finish(self, begun: str, root: str) -> tuple[BlockHeader, int, list[str]]:
+        """Finishes the files. Returns the first one's header, how many tokens they hold, and the
+        names of those that were finished in parts.
 
         begun: the root that their names have now. root: the right one.
         """
@@ -92,22 +142,36 @@ class RowsWriter:
         for future in self._pending:
             future.result()
         self._close()
+        parents = self._parents(begun, root)
+        # The first blocks are the ones used last.
+        self._drop_part_snapshot()
+        open_ones = self._writers[self._n_finished :]
+        for writer in (*reversed(open_ones), *self._snapshots.values()):
+            self._name(writer, parents)
+        parts = [writer.header.name for writer in self._writers[: self._n_finished]]
+        return self._writers[0].header, self._writers[-1].rows.stop, parts
+
+    def _parents(self, begun: str, root: str) -> dict[str, str]:
+        """Returns the right parent of each block by the one that it was given."""
         parents = {}
         for first in range(0, len(self._ids), BLOCK):
             tokens = self._ids[first : first + BLOCK]
             parents[begun] = root
             begun, root = block_hash(begun, tokens), block_hash(root, tokens)
-        # The first blocks are the ones used last.
-        for writer in (*reversed(self._writers), *self._snapshots.values()):
-            writer.header = replace(writer.header, parent=parents[writer.header.parent])
-            writer.finish(self._path_of(writer.header))
-        return self._writers[0].header, self._writers[-1].rows.stop
+        return parents
 
-    def abandon(self) -> None:
+    def _name(self, writer: BlockWriter, parents: dict[str, str]) -> None:
+        writer.header = replace(writer.header, parent=parents[writer.header.parent])
+        writer.finish(self._path_of(writer.header))
+
+    def abandon(self) -> tuple[BlockHeader, int] | None:
+        """Removes unfinished files. Returns the first header and the tokens of the others."""
         self._close()
-        for writer in (*self._writers, *self._snapshots.values()):
+        finished = self._writers[: self._n_finished]
+        for writer in (*self._writers[self._n_finished :], *self._snapshots.values()):
             writer.abandon()
         self._snapshots = {}
+        return (finished[0].header, finished[-1].rows.stop) if finished else None
 
     def _close(self) -> None:
         if self._thread is not None:

@@ -6,6 +6,7 @@ the bits of a whole prefill. The last block has a snapshot. The distances grow t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,16 @@ def snapshot_headers(
         tokens = tuple(int(token) for token in ids[first : first + BLOCK])
         stop = first + BLOCK
         if stop in lengths and stop > n_loaded:
-            layers, rows = _sizes(caches, stop)
-            headers.append(BlockHeader(model, parent, first, tokens, types, layers, rows))
+            block = BlockHeader(model, parent, first, tokens, types, ())
+            headers.append(snapshot_of(block, caches))
         parent = block_hash(parent, tokens)
     return headers
+
+
+def snapshot_of(block: BlockHeader, caches: Sequence[LayerCache]) -> BlockHeader:
+    """Returns the header of the snapshot at a whole block's end."""
+    layers, rows = _sizes(caches, block.first + BLOCK)
+    return replace(block, layers=layers, rows=rows, sums="")
 
 
 def latest_snapshot(folder: PrefixFolder, headers: Sequence[BlockHeader], n: int) -> int:

@@ -114,6 +114,10 @@ class SharedRows:
         if self._disk is not None:
             self._disk.take(layer, cache)
 
+    def take_part(self, n: int) -> None:
+        if self._disk is not None:
+            self._disk.take_part(n)
+
     def abandon(self) -> None:
         if self._disk is not None:
             self._disk.abandon()
