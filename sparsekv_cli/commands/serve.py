@@ -182,6 +182,7 @@ def command(
                 kv_bytes=share_of_rows(model.engine.room, len(hosted), rows, kv_bytes),
                 disk_of=prefixes_maker(model, prefix),
                 stats=asked.stats,
+                tell=say,
             )
             given = {**chosen.method_options, **named}
             service = Service(

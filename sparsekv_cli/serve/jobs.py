@@ -22,6 +22,9 @@ from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.rows import SharedRows, gib
 
+TELL_S = 0.25  # seconds between two progress events of a prefill
+LINE_S = 30.0  # seconds between two lines about it
+
 
 class QueueFullError(SparseKVError):
     """The queue is full: as many requests wait as may wait."""
@@ -201,7 +204,19 @@ class Prefilling:
     rows: SharedRows | None  # finds and keeps the prompt's rows
     started: float
     reported: float = 0.0  # time of the last progress event
+    told: float = 0.0  # time of the last line about it
     n_before: int = 0  # rows that were there when it went on for another job
+
+    def report(self, n_done: int, moment: float, tell: Callable[[str], None]) -> None:
+        """Sends an event after TELL_S seconds, and a line to ``tell`` after LINE_S seconds."""
+        job, n = self.job, len(self.job.request.ids)
+        if moment - self.reported > TELL_S:
+            self.reported = moment
+            job.emit(PromptProgress(n_done, n, job.n_cached))
+        if moment - max(self.told, self.started) > LINE_S:
+            self.told, rate = moment, (n_done - job.n_cached) / (moment - self.started)
+            left = f", {rate:.0f} t/s, {(n - n_done) / rate:.0f} s left" if rate else ""
+            tell(f"prefill: {n_done} of {n} tokens{left}")
 
 
 class Paused:

@@ -53,7 +53,6 @@ from sparsekv_cli.serve.running import Running, Stats
 # A prefill computes at least as long as the last decode step, and at least so many seconds.
 LEAST_PREFILL_S = 0.02
 SHORTER = 4  # a prompt that is so many times shorter is prefilled first
-TELL_S = 0.25  # seconds between two progress events of a prefill
 WATCH_S = 1.0  # seconds between two measurements of the used memory
 
 
@@ -61,7 +60,8 @@ class Scheduler:
     """Answers jobs with a model, which only the scheduler uses while it runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: see SharedRows. stats: counts that it continues.
+    for the rows of all sequences. disk_of: see SharedRows. stats: counts that it continues. tell:
+    gets lines about long prefills.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class Scheduler:
         kv_bytes: int,
         disk_of: Callable[[Method], Prefixes | None] = lambda method: None,
         stats: Stats | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.model, self.n_parallel, self._n_queue = model, n_parallel, n_queue
-        self.stats = stats or Stats()
+        self.stats, self._tell = stats or Stats(), tell
         self._kv_bytes = self.stats.kv_limit = kv_bytes
         self._queue: deque[Job] = deque()
         self._running = Running(model, self.stats, self._park)
@@ -368,9 +369,7 @@ class Scheduler:
         moment = time.monotonic()
         if moment - self._step_ended < max(LEAST_PREFILL_S, self._step_s):
             return False
-        if moment - now.reported > TELL_S:
-            now.reported = moment
-            job.emit(PromptProgress(n_done, n_prompt, job.n_cached))
+        now.report(n_done, moment, self._tell)
         return self.model.engine.shares_prefill  # otherwise steps need the prefill's buffers
 
     def _let_shorter_go_first(self, n: int) -> None:

@@ -6,6 +6,7 @@ And clients that leave before the end, and ask again.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 import time
@@ -280,3 +281,13 @@ def test_a_client_that_asks_again_goes_on_with_its_prefill(start: Callable[..., 
     leave()
     scheduler.stop()
     assert not scheduler._paused.all
+
+
+def test_a_long_prefill_says_now_and_then_how_far_it_is(start, monkeypatch) -> None:
+    said: list[str] = []
+    scheduler = start(tell=said.append)
+    assert Asked(scheduler, tokens(700), 2).text and not said
+    monkeypatch.setattr("sparsekv_cli.serve.jobs.LINE_S", 0.0)
+    assert Asked(scheduler, tokens(900, 5), 2).text
+    line = re.fullmatch(r"prefill: (\d+) of 900 tokens, \d+ t/s, \d+ s left", said[-1])
+    assert line and 0 < int(line[1]) < 900

@@ -314,7 +314,8 @@ def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: 
     begin = time.perf_counter_ns()
     if test.n_prompt:
         for sequence, row in zip(sequences, ids, strict=False):
-            sequence.prefill(row[start:first])
+            with PrefillProgress(f"pp {test.n_prompt}", draws=False) as lines:
+                sequence.prefill(row[start:first], lines)
     decode_texts(model.engine, sequences, ids, first + test.n_gen)
     return time.perf_counter_ns() - begin
 

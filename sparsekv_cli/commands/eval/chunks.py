@@ -158,7 +158,8 @@ def score(
         n_done += n
         progress(n_done, n_all)
 
-    with records, PrefillProgress("score") as progress, opened or nullcontext() as write:
+    reading = PrefillProgress(draws=False)
+    with records, reading, PrefillProgress("score") as progress, opened or nullcontext() as write:
         if ray is not None:
             keeps = write is not None
             for new, rows in score_on_cluster(ray, model, ways, chunks, parts, base, keeps):
@@ -174,7 +175,7 @@ def score(
                 write(encode(logits))
 
         for i, some in parts:
-            records.add_all(score_chunk(model, some, chunks.chunk(i), base, see))
+            records.add_all(score_chunk(model, some, chunks.chunk(i), base, see, reading))
 
 
 def sizes(chunks: Chunks) -> dict[str, int]:

@@ -60,13 +60,14 @@ class PrefillProgress(_Bar):
     a line every PREFILL_LINE_S seconds instead.
 
     Call it with (done tokens, total tokens), or in another unit. Use it as a context manager: the
-    bar then leaves the screen when an exception ends the prefill.
+    bar then leaves the screen when an exception ends the prefill. draws: False where a bar would
+    disturb, so that a terminal gets lines, too.
     """
 
-    def __init__(self, label: str = "prefill", unit: str = "tokens") -> None:
+    def __init__(self, label: str = "prefill", unit: str = "tokens", *, draws: bool = True) -> None:
         super().__init__()
         self.label, self.unit = label, unit
-        self._is_bar = sys.stderr.isatty()
+        self._is_bar = draws and sys.stderr.isatty()
         self._said_at = 0.0
         self._start: float | None = None
         self._n_start = 0  # tokens done when the bar appeared

@@ -22,6 +22,7 @@ from sparsekv_cli.methods.base import Method
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
+    from sparsekv_cli.models.forward import OnProgress
 
 PREFILL = "prefill"  # the name of scoring without a method: a dense prefill of the whole chunk
 PIECE = 256  # rows of logits at once
@@ -38,7 +39,12 @@ def setting_of(method: Method | None) -> dict[str, Any]:
 
 
 def score_chunk(
-    model: Model, ways: Ways, chunk: Chunk, base: str = "", see: See | None = None
+    model: Model,
+    ways: Ways,
+    chunk: Chunk,
+    base: str = "",
+    see: See | None = None,
+    on_prefill: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the records of a chunk, one a way: prefills first, then ``full``, then the others.
 
@@ -79,13 +85,14 @@ def score_chunk(
     methods = {name: method for name, method in ways.items() if method is not None}
     for name in ways.keys() - methods.keys():
         sequence = model.sequence()
-        sequence.prefill(ids[:first])
+        sequence.prefill(ids[:first], on_prefill)
         starts = range(first, len(ids), PIECE)
         add(name, (sequence.prefill(ids[i : i + PIECE], all_logits=True) for i in starts))
         del sequence
     if methods:
         n_steps = len(ids) - first
-        for name, (_, sequence, _) in prefill_each(model, methods, ids[:first], n_steps=n_steps):
+        started = prefill_each(model, methods, ids[:first], n_steps=n_steps, progress=on_prefill)
+        for name, (_, sequence, _) in started:
             steps = (sequence.decode(token)[None] for token in ids[first:])
             add(name, steps, partial(rows_read, sequence.caches, n_steps))
             del steps, sequence  # frees it before the next method
