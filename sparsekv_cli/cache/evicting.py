@@ -36,6 +36,13 @@ class EvictingCache(LayerCache):
     def positions(self) -> np.ndarray:
         """Returns the absolute positions of the held rows, int32 (G, store.n)."""
 
+    @abstractmethod
+    def most_held(self, n: int) -> int:
+        """Returns the most rows that it holds after a prefill that ends at n rows."""
+
+    def held_bytes(self, n: int) -> int:
+        return super().held_bytes(min(n, self.most_held(n)))
+
     def keep_slots(self, slots: np.ndarray, n_room: int) -> None:
         """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
 

@@ -4,12 +4,11 @@ A layer of any kind may read the rows of an earlier layer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import LayerCache
-from sparsekv_cli.cache.row_sizes import check_memory, token_bytes
+from sparsekv_cli.cache.layer import BoundedCache, DenseCache, LayerCache
+from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
 from sparsekv_cli.cache.state import StateCache
 from sparsekv_cli.cache.store import KVStore, Prefix
@@ -151,7 +150,9 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_byte
     """
     if is_checked:
         n_bytes = bytes_to_come(caches, n) + more_bytes
-        check_memory(f"K and V of {n} tokens", n_bytes, "shorten the prompt")
+        is_plain = all(isinstance(cache, DenseCache | BoundedCache) for cache in caches)
+        what = f"K and V of {n} tokens" + ("" if is_plain else " and their index")
+        check_memory(what, n_bytes, "shorten the prompt")
     for cache in caches:
         cache.reserve(n)
 
@@ -159,16 +160,14 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_byte
 def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
     """Returns the further bytes that caches on the host will take to hold n rows.
 
-    The rows of all layers that keep them count. Only the largest of the other layers counts,
-    because each is finished before the next.
+    These are all layers' rows and indexes, in the form in which a method keeps them. If a method
+    moves or drops rows, all rows of one layer are there besides: each is finished before the next.
     """
     kept, largest = 0, 0
     for cache in caches:
-        spec = cache.spec if cache.store.is_shared else replace(cache.spec, source=-1)
-        n_bytes = n * token_bytes([spec], spec.cache_type_k, spec.cache_type_v)
-        n_bytes -= cache.store.nbytes + cache.n_spared
-        if cache.can_prefill_in_parts:
-            kept += max(0, n_bytes)
-        else:
-            largest = max(largest, n_bytes)
+        now = cache.memory()
+        has = now.host + now.device + now.index + cache.n_spared
+        kept += max(0, cache.held_bytes(n) - has)
+        if not cache.can_prefill_in_parts:
+            largest = max(largest, LayerCache.held_bytes(cache, n))
     return kept + largest

@@ -15,7 +15,8 @@ import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense, attend_rows
 from sparsekv_cli.cache.counters import Ledger
-from sparsekv_cli.cache.spec import AttnInput, LayerSpec, Memory
+from sparsekv_cli.cache.row_sizes import layer_bytes
+from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
 
 # Attention of a chunk of a prefill: (cache, input) -> (H, T, d_v), of the type of the input's q.
@@ -174,6 +175,13 @@ class LayerCache(ABC):
     def reserve(self, n: int) -> None:
         """Announces that the cache will hold ``n`` rows."""
         self.store.reserve(n)
+
+    def held_bytes(self, n: int) -> int:
+        """Returns the estimated bytes of rows and index after a prefill that ends at n rows."""
+        spec = self.spec
+        if spec.kind != FULL or self.store.is_shared:
+            return 0
+        return n * layer_bytes(spec, spec.cache_type_k, spec.cache_type_v)
 
     def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
         """Announces the lengths at which messages end in the next prefill."""

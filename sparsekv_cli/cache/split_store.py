@@ -24,6 +24,11 @@ class SplitStore(KVStore):
     def nbytes(self) -> int:
         return super().nbytes + (0 if self.dom is None else self.dom.nbytes)
 
+    @property
+    def split_width(self) -> int:
+        """The elements of a key in two parts."""
+        return self._n_dom + padded(self.k_type.d - self._n_dom)
+
     def reserve(self, n: int) -> None:
         if self.dom is not None and self.dom.shape[1] * chunks.BLOCK < n:
             dom = self._blocks(n + n // 8 + 256)

@@ -313,6 +313,13 @@ class FAEDKVCache(LayerCache):
             self.spectrum.go_back(mark)
         self._start = self._start._replace(rows=None, mark=None)
 
+    def held_bytes(self, n: int) -> int:
+        share = self._share or (self.method.budget.tokens or n) / n
+        if share >= 1:
+            return super().held_bytes(n)
+        exact = super().held_bytes(self._most_exact_rows())
+        return exact + super().held_bytes(int(share * n))  # coefficients are f16, too
+
     def memory(self) -> Memory:
         spectrum, mark = self.spectrum, self._start.mark
         index = 0 if spectrum is None else spectrum.nbytes

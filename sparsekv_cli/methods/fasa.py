@@ -32,6 +32,7 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.split_store import SplitStore
+from sparsekv_cli.cache.store import padded
 from sparsekv_cli.calibration.allocation import layer_count
 from sparsekv_cli.calibration.fasa import (
     METRICS,
@@ -169,6 +170,13 @@ class FASACache(LayerCache):
 
     def most_rows(self, n: int) -> int:
         return rows_alike(self.method.is_dense_at, self.store.n + 1, n)
+
+    def held_bytes(self, n: int) -> int:
+        rows = super().held_bytes(n)
+        if self.method.is_dense_at(n):
+            return rows
+        more = self.store.split_width - padded(self.spec.head_dim)
+        return rows + 2 * self.spec.n_head_kv * n * more
 
     def memory(self) -> Memory:
         """With variant m, Kdom counts as device memory, and Krest and V count as host memory.

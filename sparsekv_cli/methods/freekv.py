@@ -44,6 +44,7 @@ from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     CORRECTED,
+    GROUPED,
     HIT,
     N_STATISTICS,
     OFFLOADED,
@@ -336,6 +337,20 @@ class FreeKVCache(LayerCache):
             elif n < self._start[1]:
                 self._start = self._start[0], 0
         return self.n
+
+    def held_bytes(self, n: int) -> int:
+        plan, method, spec = self.method.plan(n), self.method, self.spec
+        rows = super().held_bytes(n)
+        if plan is None:
+            return rows
+        n_resident = (plan.n_sink + method.slots(plan)) * method.page + method.window
+        share = 1 + 1 / GROUPED if method.groups else 1
+        summaries = 2 * 2 * padded(spec.head_dim) * share + 4  # f16, and a place in ``slot_of``
+        return (
+            rows
+            + super().held_bytes(n_resident)
+            + int(spec.n_head_kv * (n // method.page) * summaries)
+        )
 
     def memory(self) -> Memory:
         host, cache = self.store.nbytes, self._cache

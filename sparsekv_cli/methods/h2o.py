@@ -90,6 +90,9 @@ class H2OCache(EvictingCache):
     def positions(self) -> np.ndarray:
         return self._positions[:, : self.store.n]
 
+    def most_held(self, n: int) -> int:
+        return self.method.limits(n)[0] + 1
+
     def extend(self, x: AttnInput) -> Any:
         rows = super().extend(x)
         if self.method.window:

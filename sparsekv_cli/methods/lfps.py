@@ -359,6 +359,13 @@ class LFPSCache(LayerCache):
         if of.method.sigma == self.method.sigma:
             self._sums.copy(of._sums, n)
 
+    def held_bytes(self, n: int) -> int:
+        spec, covariance = self.spec, self._constants.covariance
+        codes = scout.n_directions(spec.head_dim) * 9 // 8 if self._scout else 0
+        index = n * (8 * spec.n_head + codes * spec.n_head_kv)  # with ver and dist
+        index += 5 * covariance.nbytes  # f32, and f64 now and at an earlier length
+        return super().held_bytes(n) + (0 if self._is_dense_at(n) else index)
+
     def memory(self) -> Memory:
         arrays = (*self._tables, *self._constants, self._queries, self._sums)
         index = sum(each.nbytes for each in arrays) + (self._scout.nbytes if self._scout else 0)

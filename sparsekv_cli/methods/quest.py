@@ -128,6 +128,11 @@ class QuestCache(SelectingCache):
         n_page = (n - 1) // self.method.page
         return self.spec.n_head_kv * n_page * (self._hi.strides[1] + self._lo.strides[1])
 
+    def held_bytes(self, n: int) -> int:
+        n_page = 0 if self.is_dense_at(n) else n // self.method.page
+        heads, _, width = self._hi.shape
+        return super().held_bytes(n) + 2 * self._hi.itemsize * heads * n_page * width
+
     def save(self) -> Any:
         return super().save(), self._n_page
 

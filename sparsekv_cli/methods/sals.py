@@ -372,6 +372,15 @@ class SALSCache(LayerCache):
         self._latents.n = min(self._latents.n, n)
         self._kept[self._kept >= n] = -1
 
+    def held_bytes(self, n: int) -> int:
+        if self.method.is_dense_at(n):
+            return super().held_bytes(n)
+        empty = latent.LatentStore(
+            self._rank, self._score_rank, self.method.bits, self._first, self._basis
+        )
+        exact = 2 * super().held_bytes(self._first + self._ring)  # and a copy of the prefill's end
+        return exact + n * empty.row_bytes + self._basis_bytes
+
     def memory(self) -> Memory:
         """Counts rows in every form; ``index`` is E and D."""
         host = self.store.nbytes + self._exact.nbytes + self._rows.nbytes

@@ -76,6 +76,9 @@ class SnapKVCache(EvictingCache):
         since = np.arange(self._n_settled, self.n, dtype=np.int32)
         return np.hstack([self._kept, np.tile(since, (self.spec.n_head_kv, 1))])
 
+    def most_held(self, n: int) -> int:
+        return N_SINKS + self.method.budget.rows(n) + self.method.window + N_ROOM
+
     def extend(self, x: AttnInput) -> Any:
         self._queries.add(x.q)
         return super().extend(x)

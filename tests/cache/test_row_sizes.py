@@ -71,3 +71,16 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     assert sequence.checkpoint is not None
     np.testing.assert_array_equal(sequence.checkpoint.logits, logits)
     sequence.model.gguf.close()
+
+
+@pytest.mark.parametrize("name", ["quest", "lfps", "freekv"])
+def test_a_prompt_needs_memory_for_the_index_too(name, sequence_of, monkeypatch):
+    """The rows of all layers would fit."""
+    sequence, ids = sequence_of(name, budget="64", ctx_size=2000), [3 + i % 200 for i in range(600)]
+    n_bytes = 1112 * token_bytes(sequence.model.hparams.layers, "f16", "f16")
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: n_bytes)
+    with pytest.raises(SparseKVError, match=r"^K and V of 1112 tokens and their index take"):
+        sequence.prefill(ids)
+    assert not sequence.tokens
+    monkeypatch.setattr(row_sizes, "available_memory", lambda: 2 * n_bytes)
+    sequence.prefill(ids)

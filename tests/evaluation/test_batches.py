@@ -29,5 +29,5 @@ def test_little_memory_means_more_prefills(sequence_of, monkeypatch):
         assert (row.kld_mean, row.recall) == (other.kld_mean, other.recall)
     of_logits = 4 * 8 * sequence.model.hparams.n_vocab
     monkeypatch.setattr(row_sizes, "available_memory", lambda: of_logits)
-    with pytest.raises(LacksMemoryError, match="K and V of 108 tokens take"):
+    with pytest.raises(LacksMemoryError, match="K and V of 108 tokens and their index take"):
         list(compare(sequence.model, methods, ids, 8, following))
