@@ -79,7 +79,8 @@ class Answers:
         """Yields the news for the client. Raises the error of an answer that fails."""
         while self._n_open:
             try:
-                index, event = await asyncio.wait_for(self._events.get(), PING_S)
+                async with asyncio.timeout(PING_S):  # wait_for loses a cancellation beside an event
+                    index, event = await self._events.get()
             except TimeoutError:
                 yield Ping()
                 continue

@@ -252,7 +252,8 @@ class ModelPool:
             self._released.clear()
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._released.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await self._released.wait()
             finally:
                 self._lacks_memory = False
 

@@ -139,7 +139,8 @@ class WholeBodies:
             if message["type"] == "http.response.start" and not is_read:
                 if not any(name == b"expect" for name, _ in scope["headers"]):
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(discard(), DISCARD_S)
+                        async with asyncio.timeout(DISCARD_S):
+                            await discard()
                 if not is_read:
                     message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)

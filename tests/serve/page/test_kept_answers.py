@@ -13,7 +13,9 @@ import httpx
 import pytest
 from waiting import wait_for
 
+from sparsekv_cli.serve.answers import Answers
 from sparsekv_cli.serve.app import Access
+from sparsekv_cli.serve.jobs import PromptProgress
 from sparsekv_cli.serve.wire import kept
 
 KEY = {"authorization": "Bearer sesame"}
@@ -119,6 +121,22 @@ def test_it_ends_when_nobody_reads_it(
     wait_for(lambda: scheduler.n_waiting + scheduler.n_running == 0)
     assert scheduler.stats.n_answers == before, "it was not written to its end"
     assert error(client.get(at), 404)
+
+
+def test_an_event_beside_its_end_keeps_no_answer_alive(running: Any) -> None:
+    """asyncio.wait_for would lose the cancellation, and the answer would be written to its end."""
+
+    async def use() -> None:
+        answers = Answers(running.service, [], [])
+        answers._n_open = 1
+        reading = asyncio.ensure_future(anext(answers.parts()))
+        await asyncio.sleep(0.01)
+        answers._events.put_nowait((0, PromptProgress(1, 2, 0)))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(use())
 
 
 @pytest.mark.parametrize(
