@@ -185,7 +185,7 @@ def test_several_models(site: Any) -> None:
     site.send("One")
     assert site.server.asked[0]["model"] == "b" and site.server.asked[0]["method"] == "full"
     site.all("#method option")[2].click()
-    site.server.slow = 0.5
+    site.server.slow = 2.0
     site.browser.get(site.server.url)
     site.wait("#chats .open").click()
     fill(site, seed="7")
