@@ -11,6 +11,16 @@ from waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
+# Holds the database: what is written waits.
+SLOW_DISK = """
+    indexedDB.open('sparsekv-cli', 1).onsuccess = ({ target }) => {
+      const chats = target.result.transaction('chats', 'readwrite').objectStore('chats');
+      const hold = () => { if (window.isHeld) chats.get('none').onsuccess = hold; };
+      window.isHeld = true;
+      hold();
+    };
+"""
+
 
 def test_reload_comes_back_to_the_chat(site: Any) -> None:
     site.send("One", "First")
@@ -28,12 +38,17 @@ def test_reload_comes_back_to_the_chat(site: Any) -> None:
     wait_for(lambda: site.texts(".text") == ["First"])
     site.browser.forward()
     wait_for(lambda: site.texts(".text") == ["Second"])
+    site.js(SLOW_DISK)
+    wait_for(lambda: site.js("return window.isHeld"))
     site.press("Delete")
     site.press("Delete", "#confirm")
     wait_for(lambda: site.texts(".message") == [])
     site.browser.get(address)
     said = "return document.getElementById('status').textContent"
     wait_for(lambda: "no such conversation" in site.js(said))
+    site.js("window.isHeld = false")
+    time.sleep(0.5)
+    assert "no such conversation" in site.js(said)
     assert site.browser.current_url == site.server.url + "/"
 
 

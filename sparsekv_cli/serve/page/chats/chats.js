@@ -102,9 +102,9 @@ function titleOf({ content, files }) {
 async function remove(chat) {
   if (!(await confirmed(`Delete “${chat.title}”? It cannot be brought back.`))) return;
   drop(chat);
-  await store.remove(chat.id);
-  say("The conversation is deleted.");
   $("prompt").focus();
+  say("The conversation is deleted.");  // now: on a slow disk, later words stand here by then
+  await store.remove(chat.id);
 }
 
 function drop(chat) {
