@@ -199,13 +199,22 @@ def advice(run: Runner, sizes: Sizes, model: str) -> Records:
     return [{"output": done.stdout.replace(model, Path(model).name).rstrip()}]
 
 
-def peers(run: Runner, sizes: Sizes, records: Records) -> Records:
-    """Returns the records of the trained models, then of larger ones by ``peer_large``."""
-    records = of_trained(partial(peer_records, "peer"))(run, sizes, records)
-    if sizes["large"]:
-        larger = {**sizes, "trained": sizes["large"]}
-        records = of_trained(partial(peer_records, "peer_large"))(run, larger, records)
-    return records
+def with_larger(
+    measure: Callable[[str, Runner, Sizes, str], Records],
+    size: str,
+    files: str,
+    size_of_larger: str,
+) -> Callable[..., Records]:
+    """The records of trained models by a size, then of larger files by another size."""
+
+    def measured(run: Runner, sizes: Sizes, records: Records) -> Records:
+        records = of_trained(partial(measure, size))(run, sizes, records)
+        if sizes[files]:
+            larger = {**sizes, "trained": sizes[files]}
+            records = of_trained(partial(measure, size_of_larger))(run, larger, records)
+        return records
+
+    return measured
 
 
 def trained_speed(size: str, n_runs: int, run: Runner, sizes: Sizes, model: str) -> Records:
@@ -220,7 +229,8 @@ def trained_prefill(run: Runner, sizes: Sizes, model: str) -> Records:
 def trained_script(
     script: str, size: str, run: Runner, sizes: Sizes, model: str, may_end_with: int = 0
 ) -> Records:
-    return run.script(script, "-m", model, *sizes[size].split(), may_end_with=may_end_with)
+    words = expand_arguments(sizes[size], sizes)
+    return run.script(script, "-m", model, *words, may_end_with=may_end_with)
 
 
 def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
@@ -251,12 +261,15 @@ def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
 MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "advise": of_trained(advice),
     "cache_types": cache_types,
+    "depth": with_larger(
+        partial(trained_script, "bench/depth"), "depth", "depth_large", "depth_of_large"
+    ),
     "documents": of_trained(partial(trained_script, "bench/serve", "documents")),
     "greedy": of_trained(partial(trained_script, TRUTH, "greedy", may_end_with=1)),
     "memory": of_trained(peak_memory),
     "near_ties": of_trained(partial(trained_script, "accuracy/near_ties", "near_ties")),
     "options": without_texts,
-    "peer": peers,
+    "peer": with_larger(peer_records, "peer", "large", "peer_large"),
     "peer_several": of_trained(partial(peer_records, "together")),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),

@@ -48,10 +48,13 @@ def test_figures(script, path, tmp_path):
     told = tmp_path / "told.json"
     arguments = ["-m", str(path), "--methods", "full,lfps", "--depths", "150,300", "--tokens", "3"]
     arguments += ["--budget", "32", "--rows", "100", "--json", str(told)]
+    arguments += ["--rounds", "2"]
     assert script.main(arguments) == 0
     rows = json.loads(told.read_text("utf-8"))
     found = {(row["method"], row["depth"]): row for row in rows}
     assert set(found) == {(name, depth) for name in ("full", "lfps") for depth in (150, 300)}
     assert all(row["token_ms"] > 0 and row["attention_ms"] > 0 for row in rows)
     full, lfps = found["full", 300], found["lfps", 300]
+    assert full["of_full"] == full["mb_of_full"] == 1 and lfps["mb_of_full"] > 1
+    assert all(row["least"] <= row["tokens_per_s"] <= row["most"] for row in rows)
     assert full["rows_attended"] >= 2 * 4 * 300 > lfps["rows_attended"] > 4 * 300
