@@ -130,11 +130,15 @@ def results(data: Data) -> str:
     told = data["real_speed"]
     model, where = told["rows"][-1]["model"], told["machine"]
     speeds: dict[str, dict[int, Row]] = {}
-    for row in results_plots.of_last_model(told):
-        speeds.setdefault(row["method"], {})[row["depth"]] = row
-    depths = sorted({d for rows in speeds.values() for d in rows if d})
+    far = data.get("depth", {"rows": []})["rows"]
+    for row in (*told["rows"], *far):
+        if row["model"] == model:
+            speeds.setdefault(row["method"], {})[row["depth"]] = row
+    depths = [d for d in sorted({d for rows in speeds.values() for d in rows if d}) if d != 65536]
     about = f"""`{model}` on {where["cores"]} cores of {where["cpu"]}. Every method is sparse from \
 the first row (`--sparse-from 0`). In brackets is the speed as times that of `full`."""
+    if far:
+        about += " From 32768 on the rows of a shorter text are laid end to end."
     measured = data.get("real_accuracy", {"rows": []})["rows"]
     scores = [row for row in measured if row["model"] == model]
     length = min((row["length"] for row in scores), default=0)
@@ -182,7 +186,8 @@ def gains(data: Data) -> str:
 
     kept = next(row for row in data["prefix"]["rows"] if row["method"] == "full")
     speeds = results_plots.of_last_model(data["real_speed"])
-    of_full = {row["depth"]: row["of_full"] for row in speeds if row["method"] == "lfps"}
+    far = (r for r in data.get("depth", {"rows": []})["rows"] if r["model"] == speeds[-1]["model"])
+    of_full = {r["depth"]: r["of_full"] for r in (*speeds, *far) if r["method"] == "lfps"}
     eight = {
         row["test"].rpartition(", ")[2]: row["ratio"]
         for row in data["peer_several"]["rows"]
@@ -196,7 +201,10 @@ def gains(data: Data) -> str:
         ("decoding with `full`, at the start", times("tg16 @ d0, full"), faster),
         ("the same after 8192 tokens", times("tg16 @ d8192, full"), faster),
         ("a sparse method (`lfps`) after 8192 tokens", f"{of_full[8192]:.1f} times", "our `full`"),
-        ("the same after 32768 tokens", f"{of_full[32768]:.1f} times", "our `full`"),
+        *(
+            (f"the same after {depth} tokens", f"{of_full[depth]:.1f} times", "our `full`")
+            for depth in (32768, 131072) if depth in of_full
+        ),
         ("8 sequences of 8192 tokens", f"{eight['full']:.1f} times, with `lfps` "
          f"{eight['lfps']:.1f}", "llama.cpp"),
     ]  # fmt: skip
