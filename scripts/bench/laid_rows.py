@@ -51,12 +51,14 @@ def sequence_at(
     model.decoder.rope.reserve(depth + 1)
     sequence = model.sequence(Attention(method, model.prepare(method), 0))
     for cache, parts in zip(sequence.caches, recorded, strict=True):
-        copies = -(-depth // parts[0].shape[1])
-        q, k, v = (np.tile(part, (1, copies, 1))[:, :depth] for part in parts)
-        table = model.decoder.rope.of(cache.spec.kind)
-        turned = [rotate_heads(part, table.cos[:depth], table.sin[:depth]) for part in (q, k)]
         cache.reserve(depth + n_steps)
-        cache.extend(AttnInput(*turned, v, q, k, 0))
+        table, n_rows = model.decoder.rope.of(cache.spec.kind), parts[0].shape[1]
+        for first in range(0, depth, n_rows):  # a copy of all rows at a time
+            stop = min(depth, first + n_rows)
+            q, k, v = (part[:, : stop - first] for part in parts)
+            at = table.cos[first:stop], table.sin[first:stop]
+            turned = [rotate_heads(part, *at) for part in (q, k)]
+            cache.extend(AttnInput(*turned, v, q, k, first))
         cache.finish_prefill()
     sequence.tokens = [0] * depth
     return sequence
