@@ -14,12 +14,15 @@ from numba import njit, prange
 
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K, V
 from sparsekv_cli.cpu.attention.tile import tile_values
-from sparsekv_cli.cpu.jit.llvm import keep
+from sparsekv_cli.cpu.jit.llvm import LANES, keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS
 
 BLOCK = 256  # rows
 STEP = 4  # rows that one pass adds to the products
+# From this row on, every fourth row is added to the products, four times.
+SAMPLED_FROM, EVERY = 16384, 4
+BACK = 1024  # last rows that the first sums of a sequence leave out: the question lies there
 
 
 class Moments(NamedTuple):
@@ -28,7 +31,9 @@ class Moments(NamedTuple):
     n: np.ndarray  # int64 (1,): rows in the sums; if it is 0, the next call starts from no rows
     centre: np.ndarray  # f32 (G, d): mean of the first block; sums around it lose few digits
     rows: np.ndarray  # f64 (G, d): sum of the rows
-    products: np.ndarray  # f32 (G, d, d): sum of (row - centre)(row - centre)', or (G, 0, 0)
+    # f32 (G, d, d), or (G, 0, 0): sum of (row - centre)(row - centre)'; only from the tile of the
+    # diagonal on
+    products: np.ndarray
 
     def copy(self) -> Moments:
         return Moments(*(array.copy() for array in self))
@@ -74,24 +79,30 @@ def _one_head(at, row_bytes, kind, n, n_known, centre, rows, products, mean, cov
         rows[:] = 0
         products[:] = 0
         count = min(n, BLOCK)
-        _add(at, row_bytes, kind, count, centre, rows, covariance[:0])
+        _add(at, row_bytes, kind, 0, count, centre, rows, covariance[:0])
         centre[:] = rows / count
         rows[:] = 0
     for start in range(n_known, whole, BLOCK):
-        _add(at + start * row_bytes, row_bytes, kind, BLOCK, centre, rows, products)
+        _add(at, row_bytes, kind, start, BLOCK, centre, rows, products)
     total = rows.copy()
     covariance[:] = products
-    _add(at + whole * row_bytes, row_bytes, kind, n - whole, centre, total, covariance)
+    _add(at, row_bytes, kind, whole, n - whole, centre, total, covariance)
     mean[:] = total / n
     for i in range(covariance.shape[0]):
-        for j in range(covariance.shape[0]):
+        for j in range(i, covariance.shape[0]):
             off = (mean[i] - centre[i]) * (mean[j] - centre[j])
             covariance[i, j] = covariance[i, j] / np.float32(n) - off
+            covariance[j, i] = covariance[i, j]
 
 
 @njit(cache=True, nogil=True, fastmath={"contract"})
-def _add(at, row_bytes, kind, count, centre, total, products):
-    """Adds at most BLOCK rows to total f64 (d,), and to products f32 (d, d) unless it is empty."""
+def _add(at, row_bytes, kind, first, count, centre, total, products):
+    """Adds at most BLOCK rows from row ``first`` on to total f64 (d,), and to products f32 (d, d)
+    unless it is empty.
+    """
+    at += first * row_bytes
+    every = EVERY if first >= SAMPLED_FROM else 1
+    weight = np.float32(np.sqrt(every))
     d = centre.shape[0]
     one, part = np.ones(BLOCK, np.float32), np.zeros(d, np.float32)
     tile_values(
@@ -102,24 +113,26 @@ def _add(at, row_bytes, kind, count, centre, total, products):
         keep(one)
         return
     rows = np.empty((STEP, d), np.float32)
-    a, b, c, e = rows[0], rows[1], rows[2], rows[3]
-    for start in range(0, count, STEP):
+    for start in range(0, count, STEP * every):
         rows[:] = 0
-        for i in range(min(STEP, count - start)):
-            row = at + (start + i) * row_bytes
+        for i in range(min(STEP, (count - start + every - 1) // every)):
+            row = at + (start + i * every) * row_bytes
             tile_values(1, kind, one.ctypes.data, 0, row, row_bytes, 0, 1, d, rows[i].ctypes.data)
-            rows[i] -= centre
-        for i in range(d):
-            out = products[i]
-            for j in range(d):
-                out[j] += a[i] * a[j] + b[i] * b[j] + c[i] * c[j] + e[i] * e[j]
+            rows[i] = weight * (rows[i] - centre)
+        for tile in range(0, d, LANES):  # what lies left of the diagonal's tile is not needed
+            a, b, c, e = rows[0, tile:], rows[1, tile:], rows[2, tile:], rows[3, tile:]
+            for i in range(LANES):
+                out = products[tile + i, tile:]
+                for j in range(d - tile):
+                    out[j] += a[i] * a[j] + b[i] * b[j] + c[i] * c[j] + e[i] * e[j]
     keep(one)
 
 
 class RowSums:
-    """The sums over a layer's rows of K and V after the sinks, for the last two prefills.
+    """The sums over a layer's rows of K and V after the sinks, now and at an earlier length.
 
-    After a rewind to the end of the earlier prefill no row has to be read again.
+    The earlier length is the end of the earlier prefill. For the first prefill it is BACK rows
+    before its end. After a rewind to it, or to a later length, only later rows are read again.
     """
 
     def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:
@@ -140,14 +153,24 @@ class RowSums:
     ) -> None:
         """Computes means f32 (G, d) and the covariance f32 (G, d, d), or (G, 0, 0), of n rows."""
         n -= SINKS
+        if self._now[0].n[0] == 0 and n - BACK >= BLOCK:
+            self._add(layout, (n - BACK) // BLOCK * BLOCK, means, covariance, n_threads)
         if 0 < self._now[0].n[0] < n // BLOCK * BLOCK:
             self._earlier = self._now[0].copy(), self._now[1].copy()
-        mean_and_covariance(
-            layout, K, SINKS, n, self._now[0], means[0], covariance, n_threads
-        )  # fmt: skip
-        mean_and_covariance(
-            layout, V, SINKS, n, self._now[1], means[1], self._no_covariance, n_threads
-        )  # fmt: skip
+        self._add(layout, n, means, covariance, n_threads)
+
+    def _add(
+        self,
+        layout: np.ndarray,
+        n: int,
+        means: tuple[np.ndarray, np.ndarray],
+        covariance: np.ndarray,
+        n_threads: int,
+    ) -> None:
+        for of, moments, mean, to in zip(
+            (K, V), self._now, means, (covariance, self._no_covariance), strict=True
+        ):
+            mean_and_covariance(layout, of, SINKS, n, moments, mean, to, n_threads)
 
     def truncate(self, n: int) -> None:
         """Drops the sums if they include rows after the first n."""
@@ -177,6 +200,9 @@ class RowSums:
 def mean_and_covariance_ref(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean (G, d) and covariance (G, d, d) of rows (G, n, d), in f64."""
     rows = rows.astype(np.float64)
-    mean = rows.mean(1)
-    centred = rows - mean[:, None]
-    return mean, np.einsum("gni,gnj->gij", centred, centred) / rows.shape[1]
+    mean, centre = rows.mean(1), rows[:, :BLOCK].mean(1)
+    later = rows[:, SAMPLED_FROM::EVERY] - centre[:, None]
+    centred = np.concatenate([rows[:, :SAMPLED_FROM] - centre[:, None], 2 * later], axis=1)
+    off = mean - centre
+    covariance = np.einsum("gni,gnj->gij", centred, centred) / rows.shape[1]
+    return mean, covariance - off[:, :, None] * off[:, None]

@@ -325,19 +325,15 @@ def _replace_powers(sums, old, new, n):
 @njit(cache=True, nogil=True)
 def rescale(table, bounds, sums, gain, n):
     """Multiplies the lazy scale g into the entries and recomputes their sums and bounds."""
+    gain, none = np.float32(gain), np.zeros(BLOCK, np.float32)
     sums[:] = 0
     for block in range((n + BLOCK - 1) // BLOCK):
-        start = block * BLOCK
+        entries = table[block * BLOCK : min(n, (block + 1) * BLOCK)]
         peak = np.float32(-np.inf)
-        for i in range(start, min(n, start + BLOCK)):
-            table[i] *= np.float32(gain)
-            peak = max(peak, table[i])
-            value = np.float64(table[i])
-            square = value * value
-            sums[0] += value
-            sums[1] += square
-            sums[2] += square * value
-            sums[3] += square * square
+        for i in range(len(entries)):
+            entries[i] *= gain
+            peak = max(peak, entries[i])
+        _replace_powers(sums, none, entries, len(entries))
         bounds[block] = peak
 
 

@@ -20,7 +20,7 @@ from sparsekv_cli.cpu.attention.byte_scores import LINE
 from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
-from sparsekv_cli.cpu.jit.llvm import I32, I64, LANES, VI, const, keep
+from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.lfps.history import SINKS
@@ -160,14 +160,45 @@ def _code_part(kv_head, part, layout, encode, zero, codes):
             tile, layout[K_KIND], encode[kv_head, first:].ctypes.data, at, k_row, 0, PART, d,
             scores.ctypes.data, scores.shape[1],
         )  # fmt: skip
-        for j in range(tile):
-            word, byte = (first + j) // 4, (first + j) % 4
-            if part == 0:
+        if part == 0:
+            for j in range(tile):
                 scores[j, :SINKS] = scores[j, SINKS]
-            for row in range(PART):
-                code = np.rint(scores[j, row] - zero[kv_head, first + j])
-                code = min(max(code, np.float32(1 - ZERO)), np.float32(ZERO - 1))
-                of_part[row // LANES, word, row % LANES, byte] = np.uint8(np.int32(code) + ZERO)
+        for j in range(0, tile, 4):
+            _pack_word(
+                scores[j:].ctypes.data, scores.strides[0], zero[kv_head, first + j :].ctypes.data,
+                of_part[0, (first + j) // 4].ctypes.data, of_part.strides[0],
+            )  # fmt: skip
+    keep(scores)
+
+
+@intrinsic
+def _pack_word(typingctx, scores, score_bytes, zeros, out, tile_bytes):
+    """Writes a word's codes of a part, from scores f32 (4, PART) and zeros f32 (4,); addresses.
+
+    score_bytes: from a direction's scores to the next one's. tile_bytes: from a tile to the next.
+    """
+
+    def codegen(context, b, signature, args):
+        scores, score_bytes, zeros, out, tile_bytes = args
+        of_zero = [llvm.splat(b, load(b, F32, b.add(zeros, I64(4 * i)))) for i in range(4)]
+
+        def tile(j, carried):
+            word = const(I32, 0)
+            for i, zero in enumerate(of_zero):
+                at = b.add(scores, b.add(b.mul(score_bytes, I64(i)), b.mul(j, I64(4 * LANES))))
+                code = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fsub(load(b, VF, at), zero))
+                low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
+                code = llvm.call_named(b, "llvm.maxnum.v16f32", VF, code, low)
+                code = llvm.call_named(b, "llvm.minnum.v16f32", VF, code, high)
+                code = b.add(b.fptosi(code, VI), const(I32, ZERO))
+                word = b.or_(word, b.shl(code, const(I32, 8 * i)))
+            llvm.store(b, word, b.add(out, b.mul(j, tile_bytes)))
+            return []
+
+        llvm.loop(b, I64(0), I64(PART // LANES), 1, [], tile)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:

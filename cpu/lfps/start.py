@@ -9,23 +9,35 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
-from sparsekv_cli.cpu.lfps.history import SINKS, rescale_tables
+from sparsekv_cli.cpu.lfps.history import SINKS, Tables, rescale_tables
+from sparsekv_cli.cpu.lfps.search import Rules
+
+FEW_FROM, FEW = 32768, 8  # rows from which every eighth of the last queries starts the tables
+
+
+def start_tables(
+    q: np.ndarray, layout: np.ndarray, n: int, rules: Rules, tables: Tables, n_threads: int
+) -> None:
+    """Fills tables from the queries f32 (H, s, d) of the last s of n rows, or of some of them."""
+    every = FEW if n >= FEW_FROM else 1
+    few = np.ascontiguousarray(q[:, (q.shape[1] - 1) % every :: every])
+    lfps_init(few, every, layout, n, rules, tables, n_threads)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def lfps_init(q, layout, n, rules, tables, n_threads):
-    """Fills tables from the last s prefill queries (eq 4), q f32 (H, s, d), of rows n - s to n - 1.
+def lfps_init(q, every, layout, n, rules, tables, n_threads):
+    """Fills tables from prefill queries (eq 4), q f32 (H, s, d), of s rows up to row n - 1.
 
-    Each query's weights are its causal softmax without the sinks. The sum of a table is
-    1 / (2 (1 - decay)).
+    every: the distance of two of these rows. Each query's weights are its causal softmax without
+    the sinks. The sum of a table is 1 / (2 (1 - decay)).
     """
     for part in prange(n_threads):
         for h in range(part, q.shape[0], n_threads):
-            _init_head(h, q, layout, n, rules, tables)
+            _init_head(h, q, every, layout, n, rules, tables)
 
 
 @njit(cache=True, nogil=True)
-def _init_head(h, q, layout, n, rules, tables):
+def _init_head(h, q, every, layout, n, rules, tables):
     """Does ``lfps_init`` for one head."""
     n_head, s, d = q.shape
     ver, dist = tables.ver[h], tables.dist[h]
@@ -38,7 +50,8 @@ def _init_head(h, q, layout, n, rules, tables):
     share = np.float32(1.0 / (2 * s * (1 - rules.decay)))
     for first in range(0, s, MAX_TILE):
         tile = min(MAX_TILE, s - first)
-        n_rows = n - s + first + tile - SINKS  # rows that the last query of the tile sees
+        # Rows that the last query of the tile sees.
+        n_rows = n - (s - first - tile) * every - SINKS
         if n_rows < 1:
             continue
         tile_scores(
@@ -46,7 +59,7 @@ def _init_head(h, q, layout, n, rules, tables):
             scores.ctypes.data, scores.shape[1],
         )  # fmt: skip
         for t in range(tile):
-            count = n_rows - (tile - 1 - t)
+            count = n_rows - (tile - 1 - t) * every
             if count > 0:
                 _add_weights(scores[t], count, np.float32(rules.softcap), share, ver[SINKS:], dist)
     keep(scaled)

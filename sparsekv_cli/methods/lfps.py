@@ -6,7 +6,7 @@ scores only these exactly. It attends to the best ones, and adds their weights t
 
 | paper | here |
 |---|---|
-| eq 4, initial tables from the last s prefill queries | cpu/lfps/start.py lfps_init |
+| eq 4, initial tables from the last s prefill queries | cpu/lfps/start.py start_tables |
 | eq 5, 6, high-sparsity test (sink, global, local mass) | cpu/lfps/bypass.py bypass |
 | eq 7, 8, candidates C0 above tau = a mean / kappa | cpu/lfps/history.py threshold, mark_* |
 | eq 9, expansion by {-1, 0, 1, 2} to C1 | cpu/lfps/history.py expand, filter_expansion |
@@ -41,7 +41,7 @@ from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.saved import SavedTables
-from sparsekv_cli.cpu.lfps.start import lfps_init
+from sparsekv_cli.cpu.lfps.start import start_tables
 from sparsekv_cli.cpu.lfps.step import LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import DenseThenPages, Quest
@@ -244,7 +244,7 @@ class LFPSCache(LayerCache):
         if self._scout:
             self._scout.aim(q, constants.mean_k, constants.covariance)
             self._code_rows()
-        lfps_init(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
+        start_tables(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
         self._n_indexed = self._n_start = store.n
 

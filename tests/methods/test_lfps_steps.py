@@ -13,7 +13,9 @@ from sweeps import crossed
 
 from sparsekv_cli.cache.spec import N_SINKS
 from sparsekv_cli.cpu.jit.pointers import address
+from sparsekv_cli.cpu.lfps import start
 from sparsekv_cli.methods import lfps
+from sparsekv_cli.methods.naive import lfps as naive_lfps
 
 CASES = [
     Case(Geometry(4, 4, 64), 150),
@@ -78,6 +80,13 @@ def test_groups_share_candidates_from_some_depth_on(monkeypatch):
     heads = make_cache(replace(method, scored_by="head"), geometry)
     assert heads._scores_by_group(10**6) is False
     assert auto._scores_by_group(271) is True and not auto._scores_by_group(270)
+
+
+def test_fewer_queries_start_the_tables_of_a_long_context(monkeypatch):
+    for module in (start, naive_lfps):
+        monkeypatch.setattr(module, "FEW_FROM", 200)
+    pair = followed(Geometry(6, 2, 64), 200, make_method(40), seed=6, n_steps=40)
+    assert pair.seen["ties"] <= 2
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.95])

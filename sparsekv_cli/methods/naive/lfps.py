@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 N_LOCAL = 6
 GROUP_ROWS = 8192  # rows beyond which the heads of a kv group share their candidates
+FEW_FROM, FEW = 32768, 8  # rows from which every eighth query starts the tables
 
 
 class NaiveLFPS(Naive):
@@ -72,10 +73,12 @@ class NaiveLFPS(Naive):
 
     def start(self, n: int, queries: list[np.ndarray]) -> None:
         """Steps 2 and 3: makes tables and constants of n rows."""
-        c, k = 1 / (2 * len(queries) * (1 - self.method.decay)), self.k[:, N_SINKS:n]
+        every = FEW if n >= FEW_FROM else 1
+        starting = list(enumerate(queries))[::every]
+        c, k = 1 / (2 * len(starting) * (1 - self.method.decay)), self.k[:, N_SINKS:n]
         self.ver, self.dist = np.zeros((2, self.n_head, n))
         for h in range(self.n_head):
-            for j, q in enumerate(queries):
+            for j, q in starting:
                 rows = np.arange(N_SINKS, n - j)
                 if len(rows):
                     w = softmax(self.scores(h, q, self.k, rows))

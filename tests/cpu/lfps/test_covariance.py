@@ -9,7 +9,9 @@ from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.rows import K
 from sparsekv_cli.cpu.lfps.covariance import (
+    BACK,
     BLOCK,
+    RowSums,
     make_moments,
     mean_and_covariance,
     mean_and_covariance_ref,
@@ -78,3 +80,22 @@ def test_rows_of_whole_blocks_are_not_read_again():
     assert moments.n[0] == 2 * BLOCK
     for first, second in zip(*results, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_a_rewind_by_a_question_reads_only_the_last_rows():
+    n = 2 * BLOCK + BACK + 100
+    store = stored(n, "f16")
+    means = np.empty((3, 80), np.float32), np.empty((3, 32), np.float32)
+    results = []
+    for is_rewound in (False, True):
+        sums = RowSums(3, 80, 32, covariance=True)
+        covariance = np.empty((3, 80, 80), np.float32)
+        if is_rewound:
+            sums.extend(store.layout, n, means, covariance, 1)
+            sums.truncate(n - BACK // 2)
+            store.k[:, :BLOCK] = store.v[:, :BLOCK] = np.nan
+        sums.extend(store.layout, n - 50, means, covariance, 1)
+        results.append((*(each.copy() for each in means), covariance))
+    for fresh, rewound in zip(*results, strict=True):
+        assert np.isfinite(rewound).all()
+        np.testing.assert_array_equal(fresh, rewound)

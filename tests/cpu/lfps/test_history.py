@@ -188,9 +188,10 @@ class Layer:
         self.counts = np.zeros(n_head, np.int64)
         self.out = np.empty_like(self.q)
 
-    def init(self, q: np.ndarray, decay: float = 0.95) -> None:
+    def init(self, q: np.ndarray, decay: float = 0.95, every: int = 1) -> None:
         """q f32 (H, s, d)."""
-        lfps_init(q, layout(*self.stored), self.n, self.rules(0.2, 1.0, decay), self.tables, 2)
+        rules = self.rules(0.2, 1.0, decay)
+        lfps_init(q, every, layout(*self.stored), self.n, rules, self.tables, 2)
 
     def rules(self, a: float, epsilon: float, decay: float = 0.95) -> search.Rules:
         return search.Rules(
@@ -263,6 +264,22 @@ def test_init_sums_to_ten(s):
         assert (table >= 0).all() and not table[:, 150:].any()
         assert not table[:, :SINKS].any() or which == 1
     assert not layer.tables[1][:, 150 - SINKS :].any()  # no distance reaches a sink
+
+
+@pytest.mark.parametrize(("s", "every"), [(32, 1), (8, 4), (12, 4), (5, 40)])
+def test_init_takes_queries_of_rows_at_a_distance(s, every):
+    """Those whose rows would lie before the text add nothing."""
+    layer = Layer(6, 2, 64, 150)
+    q = np.random.default_rng(s).standard_normal((6, s, 64)).astype(np.float32)
+    layer.init(q, every=every)
+    ver, dist = np.zeros((2, 6, 190))
+    for h, t in np.ndindex(6, s):
+        rows = np.arange(SINKS, 150 - (s - 1 - t) * every)
+        weights = np.exp(layer.scale * layer.k[h // 3, rows].astype(np.float64) @ q[h, t])
+        ver[h, rows] += weights / weights.sum() * 10 / s
+        dist[h, rows[::-1] - SINKS] += weights / weights.sum() * 10 / s
+    np.testing.assert_allclose(layer.tables.ver, ver, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(layer.tables.dist, dist, rtol=1e-4, atol=1e-6)
 
 
 def test_huge_scores_stay_finite():
