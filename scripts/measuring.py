@@ -105,6 +105,14 @@ def number(value: object) -> str:
     return three(value) if value is None or isinstance(value, float) else str(value)
 
 
+def difference(row: Mapping[str, Any], name: str) -> str:
+    """``-4.2 (-9 to 1)``: a mean and the ends of its interval, if it has one; else nothing."""
+    if f"{name}_mean" not in row:
+        return ""
+    ends = [f"{row[f'{name}_{end}']:.0f}" for end in ("low", "high") if f"{name}_{end}" in row]
+    return f"{row[f'{name}_mean']:+.1f}" + (f" ({' to '.join(ends)})" if ends else "")
+
+
 def line(cells: Iterable[object]) -> str:
     """A line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"

@@ -6,12 +6,12 @@ Texts and facts are ours. A needle prompt is a text with one fact put between tw
 followed by a question about it, all as one user message.
 """
 
-import re
+import ast
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,14 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import ROOT
 
 from sparsekv_cli.errors import SparseKVError
-from sparsekv_cli.evaluation.ruler.functions import functions
-from sparsekv_cli.evaluation.ruler.samples import Encode, RulerPrompt, message
 from sparsekv_cli.generation.conversation import chat_template, encode_messages, messages_of
 from sparsekv_cli.model import Model
 
 FOLDER = Path(__file__).resolve().parent
 HELD_OUT = tomllib.loads((FOLDER / "held_out.toml").read_text(encoding="utf-8"))
 CHARACTERS = 6  # of a text, a token of its length
+OWN_TEXTS = 40_000  # tokens of a text of our own at most
+PACKAGES = (
+    "asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging",
+    "multiprocessing", "unittest", "urllib", "wsgiref", "xml", "xmlrpc",
+)  # fmt: skip
 TEXT_FILES = tuple(
     FOLDER / "texts" / f"{name}.txt" for name in ("prose", "mixed", "hearing", "manual")
 )
@@ -71,36 +74,42 @@ def read_texts() -> list[str]:
 
 
 def text_of(half: str, kind: str, n_tokens: int) -> str:
-    """Returns the beginning of a half's ``code`` or ``prose``: text for ``n_tokens``."""
-    paths = [ROOT / name for name in HELD_OUT[half][kind]]
-    files = [each for p in paths for each in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
-    whole = "\n\n".join(path.read_text(encoding="utf-8") for path in files)
-    return whole[: CHARACTERS * n_tokens]
+    """Returns the beginning of a half's ``code`` or ``prose``: text for ``n_tokens``.
 
-
-def asked_again(prompt: RulerPrompt, which: int, encode: Encode) -> RulerPrompt:
-    """Returns the prompt with another question: number ``which`` about its text, from 1 on.
-
-    Raises SparseKVError if the text has too few facts or functions.
+    A long text is of Python's library: every second file of it, or its docstrings.
     """
-    sample, text = prompt.sample, prompt.sample.context
-    # A fact is a key, its value and its place. A function is its body, its name and its place.
-    found = [(m[1], m[2], m.start()) for m in re.finditer(r"for (\S+) is: (\S+)\.", text)]
-    for each in () if found else functions():
-        place = text.find(f"{each.head}\n{each.body}\n")
-        if place >= 0:
-            found.append((each.body, text[:place].rpartition("def ")[2], place))
-    old = next(asked for asked, answer, _ in found if answer == sample.references[0])
-    others = [known for known in found if known[0] != old]
-    Random(old).shuffle(others)
-    if which > len(others):
-        raise SparseKVError(f"--questions: a text answers {len(found)}, give no more")
-    new, answer, place = others[which - 1]
-    changed = sample._replace(
-        question=sample.question.replace(old, new), answer=sample.answer.replace(old, new),
-        references=[answer], depths=[place / len(text)],
-    )  # fmt: skip
-    return prompt._replace(sample=changed, ids=encode(message(changed), changed.answer))
+    if n_tokens > OWN_TEXTS:
+        files = library_files()[list(HELD_OUT).index(half) :: 2]
+    else:
+        paths = [ROOT / name for name in HELD_OUT[half][kind]]
+        files = [each for p in paths for each in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
+    texts = (path.read_text(encoding="utf-8") for path in files)
+    if n_tokens > OWN_TEXTS and kind == "prose":
+        texts = map(docstrings, texts)
+    return "\n\n".join(texts)[: CHARACTERS * n_tokens]
+
+
+def library_files() -> list[Path]:
+    """Returns files that Python's library has on all systems: modules, then packages, by name."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    modules = [folder / f"{name}.py" for name in sorted(sys.stdlib_module_names)]
+    inner = (path for name in PACKAGES for path in sorted((folder / name).rglob("*.py")))
+    found = [path for path in modules if path.is_file()]
+    return found + [path for path in inner if "test" not in path.parts]
+
+
+def docstrings(source: str) -> str:
+    """Returns the docstrings of a file, in the order of ``ast.walk``."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    found = (
+        ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)
+    )
+    return "\n\n".join(filter(None, found))
+
+
+def library(n_tokens: int) -> dict[str, str]:
+    """Returns the version of the library that a text is of; nothing for texts of our own."""
+    return {"library": f"Python {sys.version.split()[0]}"} if n_tokens > OWN_TEXTS else {}
 
 
 def counter(model: Model) -> Callable[[str], int]:

@@ -53,6 +53,12 @@ def cell(row: Row, key: str, shown: str) -> str:
     if shown == "samples":  # the fewest and the most of a task
         counts = sorted({n for name, n in row.items() if name.endswith("_n")})
         return " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
+    if shown == "difference":
+        return measuring.difference(row, key)
+    if shown == "kept":  # a score and its difference to full, or a task that says nothing
+        points = f" ({row[f'{key}_mean']:+.0f})" if f"{key}_mean" in row else ""
+        more = ", dropped" if key in row.get("dropped", ()) else points
+        return "" if value is None else f"{value:.0f}{more}"
     if shown.startswith("of "):
         return f"{value} of {row[shown[3:]]}" if key in row else ""
     return str(row[key]) if shown == "text" else three(value)

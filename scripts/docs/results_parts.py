@@ -239,13 +239,14 @@ def trained_choice(run: Runner, sizes: Sizes, model: str) -> Records:
 
 
 def trained_accuracy(run: Runner, sizes: Sizes, model: str) -> Records:
-    """First what takes many samples, then all methods."""
-    records: Records = []
-    runs = ("real_methods", "real_choice"), ("real_methods", "real_deep"), ("methods", "real_all")
-    for methods, size in runs:
-        words = ["--half", "held", "--methods", sizes[methods], *sizes[size].split()]
-        records += run.script("accuracy/real", "-m", model, *words)
-    return records
+    """All methods, then some of them at a greater depth."""
+    sizes_of = ("methods", "real_all"), ("real_methods", "real_deep")
+    return [row for names in sizes_of for row in held_out(*names, run, sizes, model)]
+
+
+def held_out(methods: str, size: str, run: Runner, sizes: Sizes, model: str) -> Records:
+    words = ["--half", "held", "--methods", sizes[methods], *sizes[size].split()]
+    return run.script("accuracy/real", "-m", model, *words)
 
 
 def without_texts(run: Runner, sizes: Sizes, records: Records) -> Records:
@@ -273,6 +274,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "peer_several": of_trained(partial(peer_records, "together")),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "real_accuracy": of_trained(trained_accuracy),
+    "real_at_depth": of_trained(partial(held_out, "depth_methods", "real_at_depth")),
     "real_choice": of_trained(trained_choice),
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(partial(trained_speed, "real_speed", SAMPLES)),
