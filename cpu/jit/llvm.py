@@ -117,6 +117,12 @@ def add_in_order(b: ir.IRBuilder, total: ir.Value, part: ir.Value) -> ir.Value:
     return b.bitcast(fenced, total.type)
 
 
+def memory_fence(b: ir.IRBuilder) -> None:
+    """Keeps LLVM from moving a load or store past this place. It emits no instruction."""
+    type_ = ir.FunctionType(ir.VoidType(), [])
+    b.call(ir.InlineAsm(type_, "", "~{memory}", side_effect=True), [])
+
+
 def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
     """Returns the vectors unchanged. LLVM computes all of them first, and moves no load past it."""
     n = len(values)

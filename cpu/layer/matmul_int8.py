@@ -17,7 +17,6 @@ from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import (
-    F32,
     I8,
     I32,
     I64,
@@ -73,7 +72,8 @@ def _format_traits(code: int) -> Traits:
     if not vnni.is_available():
         while room * 2 * format_.largest * LARGEST_INPUT > np.iinfo(np.int16).max:
             room //= 2
-    return Traits(span, room)
+    has_offsets = block.offsets is not None
+    return Traits(span, room, 0 if vnni.takes_signed() else format_.zero, int(has_offsets))
 
 
 # --- panels ---------------------------------------------------------------------------------------
@@ -98,13 +98,10 @@ def _decode_row(typingctx, code, w, n_blocks, values, scales, offsets):
             n = block.q[0].type.count
             for j, q in enumerate(block.q):
                 llvm.store(b, b.add(q, const(I8, zero, n)), at, n * j)
-            n_scales = block.scales.type.count
-            step = b.mul(i, I64(4 * n_scales))
+            step = b.mul(i, I64(4 * block.scales.type.count))
             llvm.store(b, block.scales, b.add(scales, step))
-            known = block.offsets
-            if known is None:
-                known = b.fmul(block.scales, const(F32, -float(zero), n_scales))
-            llvm.store(b, known, b.add(offsets, step))
+            if block.offsets is not None:
+                llvm.store(b, block.offsets, b.add(offsets, step))
             return []
 
         llvm.loop(b, I64(0), n_blocks, 1, [], body)
@@ -128,7 +125,7 @@ def _decode_rows(code, w, row_bytes, n_rows, n_blocks, values, row, scales, smal
 def kernel_addresses(code: int) -> tuple[int, int]:
     """Returns the addresses of ``_decode_rows`` and of a product, compiled for a format."""
     decoder = function_address(_decode_rows, (types.literal(code),) + (types.int64,) * 8)
-    return decoder, product_address(*_format_traits(code))
+    return decoder, product_address(_format_traits(code))
 
 
 @intrinsic

@@ -1,18 +1,23 @@
 """The inner part of a prefill's integer products: a tile of inputs times a panel of weights.
 
 A tile of TILE inputs is i8 [columns / 4][TILE][4], then f32 scales [columns / 32][TILE]. Sums of
-the scaled integers follow: f32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows
-of weights is bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale. Each
-span has f32 scales (GROUP,) and offsets (GROUP,). The TILE x GROUP sums of a span fill the
-registers. vpdpbusd (VNNI) or sdot (ARM) adds four products to an i32. On other CPUs vpmaddubsw adds
-two products to an i16, and as many i16 are added as fit.
+the integers follow: i32 [columns / 32][TILE] and [columns / 16][TILE]. A panel of GROUP rows of
+weights is bytes [columns / 4][GROUP][4]. A span is the 16 or 32 columns under one scale. Each span
+has f32 scales (GROUP,) and offsets (GROUP,). vpdpbusd (VNNI) or sdot (ARM) adds four products to an
+i32. On other CPUs vpmaddubsw adds two products to an i16, and as many i16 are added as fit. With
+weights q and inputs x, a block of 32 columns adds to a result, span by span:
+
+    scale of x * (scale of q * sum of q x + offset * sum of x)      formats with offsets
+    scale of x * scale of q * (sum of bytes x - zero * sum of x)    the others, bytes = q + zero
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
@@ -24,7 +29,8 @@ from sparsekv_cli.cpu.weights.integer import BLOCK, byte_products, pair_products
 IS_WIDE = llvm.has_feature("avx512vnni")
 WIDTH = LANES if IS_WIDE else 8  # lanes of a vector
 GROUP = 2 * WIDTH  # weight rows of a panel, in two vectors
-TILE = 12 if IS_WIDE else 6  # inputs of a tile: 24 sums in 32 registers, or 12 in 16
+TILE = 12 if IS_WIDE else 6  # inputs of a tile; the sums of half of them are in registers
+VECTORS = range(GROUP // WIDTH)
 SCALES_BYTES = 2 * 4 * GROUP  # bytes of the scales and offsets of a span
 LARGEST_INPUT = 127
 
@@ -35,10 +41,15 @@ def is_available() -> bool:
 
 
 class Traits(NamedTuple):
-    """span: columns under one scale. room: sums of four products that are added as integers."""
+    """span: columns under one scale. room: sums of four products that are added as i16.
+
+    zero: what the bytes of a panel have more than the weights. has_offsets: 0 or 1.
+    """
 
     span: int
     room: int
+    zero: int
+    has_offsets: int
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -84,9 +95,10 @@ def round_input(typingctx, rows, x, tile, n):
                     llvm.store(b, b.extract_element(words, I32(w)), to, row * (4 * h + w))
             number = b.sdiv(i, I64(BLOCK))
             at = b.mul(number, I64(row))
+            totals = [b.fptosi(llvm.sum_lanes(b, half), I32) for half in block.halves]
             llvm.store(b, block.scale, b.add(scales, at))
-            llvm.store(b, b.fadd(*block.sums), b.add(sums32, at))
-            for h, total in enumerate(block.sums):
+            llvm.store(b, b.add(*totals), b.add(sums32, at))
+            for h, total in enumerate(totals):
                 llvm.store(b, total, b.add(sums16, b.mul(at, I64(2))), row * h)
             return []
 
@@ -99,108 +111,157 @@ def round_input(typingctx, rows, x, tile, n):
 # --- products -------------------------------------------------------------------------------------
 
 
+def _operands(
+    b: ir.IRBuilder, w: ir.Value, x: ir.Value, step: ir.Value, inputs: Sequence[int]
+) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields (weights, an input's four values) of four columns, for each input and vector."""
+    bytes_ = vec(I8, 4 * WIDTH)
+    w, x = b.add(w, b.mul(step, I64(4 * GROUP))), b.add(x, b.mul(step, I64(4 * TILE)))
+    weights = [load(b, bytes_, w, 4 * WIDTH * v) for v in VECTORS]
+    for t in inputs:
+        four = splat(b, load(b, I32, x, 4 * t), WIDTH)
+        for weight in weights:
+            yield weight, b.bitcast(four, bytes_)
+
+
+def _dots(
+    b: ir.IRBuilder,
+    traits: Traits,
+    w: ir.Value,
+    x: ir.Value,
+    inputs: Sequence[int],
+    totals: list[ir.Value],
+) -> list[ir.Value]:
+    """Returns totals + the sums over a span, <WIDTH x i32>, for each input and vector."""
+
+    def add(step: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        pairs = zip(sums, _operands(b, w, x, step, inputs), strict=True)
+        if vnni.is_available():
+            return [vnni.add_dots(b, total, *pair) for total, pair in pairs]
+        return [llvm.add_in_order(b, total, byte_products(b, *pair)) for total, pair in pairs]
+
+    n_steps = traits.span // 4
+    if vnni.is_available():
+        return llvm.loop(b, I64(0), I64(n_steps), 1, totals, add)
+    none, ones = const(I16, 0, 2 * WIDTH), const(I16, 1, 2 * WIDTH)
+    for first in range(0, n_steps, traits.room):
+        last = I64(first + traits.room)
+        sums = llvm.loop(b, I64(first), last, 1, [none] * len(totals), add)
+        wide = [pair_products(b, each, ones) for each in sums]
+        totals = [b.add(*pair) for pair in zip(totals, wide, strict=True)]
+    return totals
+
+
+class _Span(NamedTuple):
+    """Addresses of a span's parts: of weights, of inputs, and of the block's results."""
+
+    w: ir.Value  # u8 [span / 4][GROUP][4]
+    scales: ir.Value  # f32 (GROUP,), then offsets
+    x: ir.Value  # i8 [span / 4][TILE][4]
+    x_scales: ir.Value  # f32 (TILE,)
+    x_sums: ir.Value  # i32 (TILE,)
+    before: ir.Value | None  # f32 (TILE, GROUP): of the block's earlier span
+    out: ir.Value  # f32 (TILE, GROUP)
+    ends_block: bool
+
+
+def _add_span(b: ir.IRBuilder, traits: Traits, span: _Span, inputs: Sequence[int]) -> None:
+    """Adds a block's products to the results, or stores those of its first span.
+
+    The sums of ``inputs`` fill half of the registers. So the CPU scales them while it adds the next
+    ones.
+    """
+    floats = vec(F32, WIDTH)
+    known = [load(b, I32, span.x_sums, 4 * t) for t in inputs]
+    starts = [splat(b, b.mul(each, I32(-traits.zero)), WIDTH) for each in known for _ in VECTORS]
+    dots = iter(_dots(b, traits, span.w, span.x, inputs, starts))
+    scales, offsets = (
+        [load(b, floats, span.scales, 4 * (first + WIDTH * v)) for v in VECTORS]
+        for first in (0, GROUP)
+    )
+    for t, total in zip(inputs, known, strict=True):
+        x_sum = splat(b, b.sitofp(total, F32), WIDTH)
+        x_scale = splat(b, load(b, F32, span.x_scales, 4 * t), WIDTH)
+        for v in VECTORS:
+            place = 4 * (GROUP * t + WIDTH * v)
+            terms = [(b.sitofp(next(dots), floats), scales[v])]
+            if traits.has_offsets:
+                terms.append((x_sum, offsets[v]))
+            value = load(b, floats, span.before, place) if span.before else b.fmul(*terms.pop())
+            for term in terms:
+                value = llvm.fma(b, *term, value)
+            if span.ends_block:
+                value = llvm.fma(b, value, x_scale, load(b, floats, span.out, place))
+            llvm.store(b, value, span.out, place)
+    llvm.memory_fence(b)
+
+
 @intrinsic
-def _multiply_tile(typingctx, span, room, panel, scales, n_spans, tile, n, column, sums):
+def _multiply_tile(
+    typingctx, span, room, zero, has_offsets, panel, scales, n_spans, tile, n, column, sums
+):  # fmt: skip
     """sums f32 (TILE, GROUP) += n_spans of a panel times inputs from ``column`` on; addresses.
 
-    span, room: literals (see Traits). tile: inputs of n values.
+    span, room, zero, has_offsets: literals (see Traits). tile: inputs of n values. The spans are
+    whole blocks of inputs.
     """
-    if not all(isinstance(literal, types.IntegerLiteral) for literal in (span, room)):
+    literals = (span, room, zero, has_offsets)
+    if not all(isinstance(literal, types.IntegerLiteral) for literal in literals):
         return None
 
     def codegen(context, b, signature, args):
-        span_, room_ = (type_.literal_value for type_ in signature.args[:2])
-        panel, scales, n_spans, tile, n, column, sums = args[2:]
-        vectors = range(GROUP // WIDTH)
-        floats, bytes_ = vec(F32, WIDTH), vec(I8, 4 * WIDTH)
-        places = [4 * WIDTH * i for i in range(TILE * len(vectors))]
+        traits = Traits(*(type_.literal_value for type_ in signature.args[:4]))
+        panel, scales, n_spans, tile, n, column, sums = args[4:]
+        n_parts = BLOCK // traits.span
         small = b.mul(b.sdiv(n, I64(BLOCK)), I64(4 * TILE))
         x_scales = b.add(tile, b.mul(n, I64(TILE)))
-        x_sums = b.add(x_scales, b.mul(small, I64(1 if span_ == BLOCK else 2)))
+        x_sums = b.add(x_scales, b.mul(small, I64(n_parts)))  # of spans of this size
+        kept = b.ptrtoint(alloca_once(b, vec(F32, WIDTH), TILE * len(VECTORS)), I64)
 
-        def operands(w, x, step):
-            """Yields (weights, four values of an input) for each input and vector."""
-            weights = [load(b, bytes_, w, 4 * (GROUP * step + WIDTH * v)) for v in vectors]
-            for t in range(TILE):
-                four = splat(b, load(b, I32, x, 4 * (TILE * step + t)), WIDTH)
-                for weight in weights:
-                    yield weight, b.bitcast(four, bytes_)
-
-        def dots(w, x):
-            """Returns the sums, i32, over 4 room columns for each input and vector."""
-            totals: list[ir.Value] = []
-            if vnni.is_available():
-                totals = [const(I32, 0, WIDTH)] * len(places)
-                for step in range(room_):
-                    pairs = zip(totals, operands(w, x, step), strict=True)
-                    totals = [vnni.add_dots(b, total, *pair) for total, pair in pairs]
-                return totals
-            for step in range(room_):
-                products = [byte_products(b, *pair) for pair in operands(w, x, step)]
-                totals = (
-                    [llvm.add_in_order(b, *pair) for pair in zip(totals, products, strict=True)]
-                    if totals
-                    else products
+        def add_block(i, carried):
+            start = b.add(column, b.mul(i, I64(BLOCK)))
+            number = b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE))
+            for j in range(n_parts):
+                s, ends_block = b.add(b.mul(i, I64(n_parts)), I64(j)), j + 1 == n_parts
+                each = _Span(
+                    w=b.add(panel, b.mul(s, I64(GROUP * traits.span))),
+                    scales=b.add(scales, b.mul(s, I64(SCALES_BYTES))),
+                    x=b.add(tile, b.mul(b.add(start, I64(j * traits.span)), I64(TILE))),
+                    x_scales=b.add(x_scales, number),
+                    x_sums=b.add(b.add(x_sums, b.mul(number, I64(n_parts))), I64(4 * TILE * j)),
+                    before=kept if j else None,
+                    out=sums if ends_block else kept,
+                    ends_block=ends_block,
                 )
-            return [pair_products(b, total, const(I16, 1, 2 * WIDTH)) for total in totals]
-
-        def add_span(s, carried):
-            start = b.add(column, b.mul(s, I64(span_)))
-            w = b.add(panel, b.mul(s, I64(GROUP * span_)))
-            x = b.add(tile, b.mul(start, I64(TILE)))
-            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
-            block = b.add(x_scales, b.mul(b.sdiv(start, I64(BLOCK)), I64(4 * TILE)))
-            for part in range(0, span_, 4 * room_):
-                found = dots(b.add(w, I64(GROUP * part)), b.add(x, I64(TILE * part)))
-                w_scales = [load(b, floats, span_at, 4 * WIDTH * v) for v in vectors]
-                for t in range(TILE):
-                    scale = splat(b, load(b, F32, block, 4 * t), WIDTH)
-                    for v in vectors:
-                        i = len(vectors) * t + v
-                        old = load(b, floats, sums, places[i])
-                        dot = b.sitofp(found[i], floats)
-                        new = llvm.fma(b, dot, b.fmul(w_scales[v], scale), old)
-                        llvm.store(b, new, sums, places[i])
+                for inputs in (range(TILE // 2), range(TILE // 2, TILE)):
+                    _add_span(b, traits, each, inputs)
             return []
 
-        def add_offsets(s, totals):
-            span_at = b.add(scales, b.mul(s, I64(SCALES_BYTES)))
-            offsets = [load(b, floats, span_at, 4 * (GROUP + WIDTH * v)) for v in vectors]
-            number = b.add(b.sdiv(column, I64(span_)), s)
-            at = b.add(x_sums, b.mul(number, I64(4 * TILE)))
-            new = []
-            for t in range(TILE):
-                known = splat(b, load(b, F32, at, 4 * t), WIDTH)
-                for v in vectors:
-                    new.append(llvm.fma(b, offsets[v], known, totals[len(vectors) * t + v]))
-            return new
-
-        llvm.loop(b, I64(0), n_spans, 1, [], add_span)
-        totals = [load(b, floats, sums, at) for at in places]
-        totals = llvm.loop(b, I64(0), n_spans, 1, totals, add_offsets)
-        for at, total in zip(places, totals, strict=True):
-            llvm.store(b, total, sums, at)
+        n_blocks = b.sdiv(n_spans, I64(n_parts))
+        llvm.loop(b, I64(0), n_blocks, 1, [], add_block)
         return context.get_dummy_value()
 
-    return types.void(span, room, *[types.int64] * 7), codegen
+    return types.void(*literals, *[types.int64] * 7), codegen
 
 
 @njit(cache=True, nogil=True)
-def _multiply_panel(span, room, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums):
+def _multiply_panel(
+    span, room, zero, has_offsets, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums
+):  # fmt: skip
     """``_multiply_tile`` over n_tiles of inputs, tile_row bytes apart."""
     for tile in range(n_tiles):
         at, to = tiles + tile * tile_row, sums + tile * 4 * TILE * GROUP
-        _multiply_tile(span, room, panel, scales, n_spans, at, n, column, to)
+        _multiply_tile(span, room, zero, has_offsets, panel, scales, n_spans, at, n, column, to)
 
 
 @cache
-def product_address(span: int, room: int) -> int:
+def product_address(traits: Traits) -> int:
     """Returns the address of ``_multiply_panel`` compiled for Traits.
 
     It is compiled separately. Inside a larger function LLVM optimises it a second time. Then LLVM
     merges the loads of inputs and runs out of registers, which halves the speed.
     """
-    literals = (types.literal(span), types.literal(room))
+    literals = tuple(map(types.literal, traits))
     return function_address(_multiply_panel, literals + (types.int64,) * 9)
 
 
@@ -208,4 +269,4 @@ def product_address(span: int, room: int) -> int:
 def call_product(
     typingctx, kernel, panel, scales, n_spans, tiles, tile_row, n, column, n_tiles, sums
 ):  # fmt: skip
-    return call_through(9, n_literals=2)
+    return call_through(9, n_literals=4)
