@@ -105,13 +105,15 @@ class Decoder(Forward):
         repack: str = "auto",
         n_planes: int = 2,
         prefill_budget: int = 0,
+        sparse_prompt: int = 0,
         on_load: OnLoad | None = None,
     ) -> None:
         """prefill_dtype: type of the products: ``f32``, ``bf16`` (see FEW_ROWS) or ``int8``.
 
         repack: ``auto``, ``on`` or ``off``: whether ``decode`` reads a repacked copy of the
         weights. n_planes: bytes of an activation in decode. prefill_budget: past rows that a chunk
-        of a prompt attends to; 0: all. on_load: gets the progress of the copy.
+        of a prompt attends to; 0: all. sparse_prompt: rows after the shortest prompt for which that
+        holds. on_load: gets the progress of the copy.
         """
         self.hparams = hparams
         self.architecture = architecture
@@ -125,7 +127,8 @@ class Decoder(Forward):
         self.layers, self.output_norm = weights.layers, weights.output_norm
         repacks = wants_repacking(weights, repack)
         self._decode_weights = repack_weights(weights, on_load) if repacks else weights
-        self.n_planes, self.prefill_budget = n_planes, prefill_budget
+        self.n_planes = n_planes
+        self.prefill_budget, self.sparse_prompt = prefill_budget, sparse_prompt
         self._few_products = FewRowsProducts(n_threads, FEW_PLANES)
         self._decode_products = FewRowsProducts(n_threads, n_planes)
         self._step = self._new_step(1)
@@ -299,7 +302,7 @@ class Decoder(Forward):
         return (budget, sparse_prefill.CHUNK, sparse_prefill.N_DENSE) if budget else DENSE
 
     def attention_of(self, n: int) -> tuple[ChunkAttention | None, int]:
-        if not self.prefill_budget:
+        if not self.prefill_budget or n < self.sparse_prompt:
             return None, 0
         sparse = sparse_prefill.SparseAttention
         attend = sparse(self.attend, self.prefill_budget, n, self.hparams.sources)

@@ -34,8 +34,9 @@ class SessionConfig(ModelChanges):
     )  # fmt: skip
     prefill_attention: str = option(
         "dense", "How a long prompt attends. sparse: 512 tokens at a time attend to the best pages "
-        "of all earlier ones (--prefill-budget), which loses a little; the prompt's end is dense.",
-        choices=("dense", "sparse"),
+        "of all earlier ones (--prefill-budget), which loses a little; the prompt's end is dense. "
+        "auto: sparse on the CPU from the length on from which that is faster.",
+        choices=("dense", "sparse", "auto"),
     )  # fmt: skip
     prefill_budget: int = option(
         8192, "Earlier rows that sparse reading attends to.", at_least=2048, metavar="N"
@@ -101,7 +102,7 @@ class SessionConfig(ModelChanges):
         if is_dense and self.prefill_budget != SessionConfig.prefill_budget:
             raise ValueError(
                 f"prefill_budget = {self.prefill_budget} (--prefill-budget) needs "
-                "prefill_attention = 'sparse' (--prefill-attention sparse)"
+                "prefill_attention = 'sparse' or 'auto' (--prefill-attention)"
             )
         if self.draft_method and not self.draft_model:
             raise ValueError("draft_method (--draft-method) needs draft_model (--draft-model FILE)")

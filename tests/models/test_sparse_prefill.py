@@ -158,7 +158,7 @@ def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> A
     path = tiny_model(n_layer=4, n_ctx=4096)
 
     def open_one(reading: str, **options: Any) -> Any:
-        if reading == "sparse":
+        if reading != "dense":
             options["prefill_budget"] = 2048
         config = SessionConfig(prefill_attention=reading, **options)
         return load_model(path, Quest(), config)
@@ -192,6 +192,24 @@ def test_rows_are_not_those_of_a_dense_prompt(model: Any) -> None:
         each.close()
     for i, (own, other) in enumerate(zip(*rows, strict=True)):
         assert np.array_equal(own, other) == (i < 3), "layer 2 is the first sparse one"
+
+
+def test_auto_is_sparse_from_some_length_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    n = len(PROMPT)
+    monkeypatch.setattr(sparse_prefill, "PAYS_FROM", {True: n, False: n})
+    models = {reading: model(reading) for reading in ("auto", "sparse", "dense")}
+    for ids, same in ((PROMPT, "sparse"), (PROMPT[:-1], "dense")):
+        keys = {}
+        for reading, each in models.items():
+            sequence = each.sequence()
+            sequence.prefill(ids)
+            keys[reading] = sequence.caches[3].store.keys()
+        assert not np.array_equal(keys["sparse"], keys["dense"])
+        assert np.array_equal(keys["auto"], keys[same])
+    sparse, auto = (models[r].engine.identity(models[r].method) for r in ("sparse", "auto"))
+    assert auto == sparse
+    for each in models.values():
+        each.close()
 
 
 @pytest.mark.parametrize(("reading", "budget"), [("sparse", 1000), ("dense", 4096)])
