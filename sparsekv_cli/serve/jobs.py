@@ -24,6 +24,7 @@ from sparsekv_cli.serve.rows import SharedRows, gib
 
 TELL_S = 0.25  # seconds between two progress events of a prefill
 LINE_S = 30.0  # seconds between two lines about it
+PAUSE_S = 120.0  # seconds for which the rows of a paused prefill are kept
 
 
 class QueueFullError(SparseKVError):
@@ -223,19 +224,30 @@ class Paused:
     """The prefill of a job whose client has left; none or one.
 
     It goes on for a request with the same prompt, and ends before another prompt begins. So a
-    client with little patience that asks again does not begin anew each time.
+    client with little patience that asks again does not begin anew each time. It also ends after
+    PAUSE_S seconds.
     """
 
     def __init__(self, can_pause: bool) -> None:
         self.all: list[Prefilling] = []
-        self._can_pause = can_pause
+        self._can_pause, self._since = can_pause, 0.0
 
     def add(self, now: Prefilling, n_done: int, *, is_alone: bool) -> None:
         """Pauses a prefill that has n_done rows. It ends if others run, or none can pause."""
         self.end()
-        now.n_before = n_done
+        now.n_before, self._since = n_done, time.monotonic()
         self.all.append(now)
         if not (is_alone and self._can_pause):
+            self.end()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds until the prefill ends by itself; None if there is none."""
+        return max(0.0, self._since + PAUSE_S - time.monotonic()) if self.all else None
+
+    def end_late(self) -> None:
+        """Ends a prefill that has been paused for too long."""
+        if self.seconds_left == 0:
             self.end()
 
     def end(self) -> None:

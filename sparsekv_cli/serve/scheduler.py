@@ -168,8 +168,8 @@ class Scheduler:
         return max(0, self.n_parallel - self.n_running)
 
     def _all_jobs(self) -> list[Job]:
-        prefilling = [each.job for each in self._prefilling]
-        return [*self._starting, *prefilling, *self._running.jobs, *list(self._queue)]
+        read = (each.job for each in self._prefilling)
+        return [*self._starting, *read, *self._running.jobs, *list(self._queue)]
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -179,6 +179,7 @@ class Scheduler:
         numba.set_num_threads(self.model.n_threads)  # which numba keeps for each thread
         try:
             while self._waits_for_work():
+                self._paused.end_late()
                 self._drop_aborted()
                 job = None if self._prefilling else self._next(None)
                 if job is not None:
@@ -205,12 +206,13 @@ class Scheduler:
             rows.close()
 
     def _waits_for_work(self) -> bool:
-        """Waits for a job. Returns False when the scheduler stops."""
+        """Waits for a job, or the end of a pause. Returns False when the scheduler stops."""
         with self._changed:
             while not self._queue and not self._running.jobs and not self._prefilling:
                 if self._is_stopping:
                     return False
-                self._changed.wait()
+                if not self._changed.wait(self._paused.seconds_left):
+                    break
         return True
 
     def _donors(self) -> Iterable[Sequence]:
@@ -242,9 +244,7 @@ class Scheduler:
         request: needs less memory if it shares the rows of another sequence.
         """
         taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling + self._paused.all]
-        for job in self._running.jobs:
-            if job.generation is not None:
-                taken.append((job.n_bytes, job.generation.sequence))
+        taken += [(j.n_bytes, j.generation.sequence) for j in self._running.jobs if j.generation]
         left = self._kv_bytes - held_together(taken)
         ids, method = ((), Full()) if request is None else (request.ids, request.method)
         shared = most_shared((of for _, of in taken), ids, method) if n_bytes > left else 0
@@ -342,8 +342,7 @@ class Scheduler:
     def _run(self, now: Prefilling) -> None:
         """Moves a job with a finished prefill to the running ones."""
         job, sequence, request = now.job, now.sequence, now.job.request
-        n_prompt = len(request.ids)
-        job.prefill_s = time.monotonic() - now.started
+        n_prompt, job.prefill_s = len(request.ids), time.monotonic() - now.started
         try:
             self._running.begin(job, sequence)
         except Exception as error:
@@ -387,9 +386,10 @@ class Scheduler:
         self._running.step()
         self._step_ended = time.monotonic()
         self._step_s = self._step_ended - started
-        if started - self._watched > WATCH_S:
+        if started - self._watched > WATCH_S or not self._running.jobs:
             self._watched = started
-            self.stats.kv_bytes = sum(map(bytes_of_sequence, self._donors()))
+            read = (each.sequence for each in self._prefilling + self._paused.all)
+            self.stats.kv_bytes = sum(map(bytes_of_sequence, [*self._donors(), *read]))
 
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, instead of those that it replaces."""

@@ -23,6 +23,7 @@ from waiting import wait_for
 
 from sparsekv_cli.errors import BusyError, SparseKVError
 from sparsekv_cli.serve.jobs import Failed, PromptProgress, Request
+from sparsekv_cli.serve.rows import bytes_of_sequence
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.serve.wire import bodies, connections
 
@@ -248,25 +249,25 @@ def test_an_end_in_the_protocols_shapes(server: Any, monkeypatch: pytest.MonkeyP
     assert answers[1].json()["type"] == "error"
 
 
+def leave(scheduler: Scheduler, prompt: list[int]) -> None:
+    """Sends a request whose client leaves in the middle of the prefill."""
+    chunk = scheduler._has_turn
+
+    def has_turn(now: Any, at: Any) -> bool:
+        if at.done > at.total // 2:
+            now.job.abort()
+        return chunk(now, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_has_turn", has_turn)
+        assert isinstance(Asked(scheduler, prompt, 3).end, Failed)
+
+
 def test_a_client_that_asks_again_goes_on_with_its_prefill(start: Callable[..., Scheduler]) -> None:
     """A client with little patience would otherwise begin anew each time, and never end."""
     most, prompt = start().bytes_of(Request(tokens(900), FULL, 0, 100))[0], tokens(800, 4)
     scheduler = start(kv_bytes=most)
-
-    def leave() -> None:
-        """Sends a request whose client leaves in the middle of the prefill."""
-        chunk = scheduler._has_turn
-
-        def has_turn(now: Any, at: Any) -> bool:
-            if at.done > at.total // 2:
-                now.job.abort()
-            return chunk(now, at)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "_has_turn", has_turn)
-            assert isinstance(Asked(scheduler, prompt, 3).end, Failed)
-
-    leave()
+    leave(scheduler, prompt)
     assert scheduler.n_running == 0 and scheduler._paused.all
     again = Asked(scheduler, prompt, 3)
     told = [event for event in again.events if isinstance(event, PromptProgress)]
@@ -274,13 +275,25 @@ def test_a_client_that_asks_again_goes_on_with_its_prefill(start: Callable[..., 
     assert 400 <= again.job.n_cached < 800 and not scheduler._paused.all
     assert [each.cached for each in told] == [again.job.n_cached] * len(told)
     prompt = tokens(801, 5)
-    leave()
+    leave(scheduler, prompt)
     assert Asked(scheduler, tokens(700, 6), 3).text and not scheduler._paused.all  # it needs room
     again = Asked(scheduler, prompt, 3)
     assert again.job.n_cached < 16 and again.text == Asked(start(), prompt, 3).text
-    leave()
+    leave(scheduler, prompt)
     scheduler.stop()
     assert not scheduler._paused.all
+
+
+def test_a_paused_prefill_is_counted_and_ends_after_a_time(start, monkeypatch) -> None:
+    scheduler, prompt = start(), tokens(800, 4)
+    leave(scheduler, prompt)
+    paused = scheduler._paused
+    n_bytes = bytes_of_sequence(paused.all[0].sequence)
+    wait_for(lambda: scheduler.stats.kv_bytes == n_bytes > 0)
+    monkeypatch.setattr("sparsekv_cli.serve.jobs.PAUSE_S", 0.05)
+    leave(scheduler, prompt)  # the same prompt goes on, and pauses again
+    wait_for(lambda: not paused.all and scheduler.stats.kv_bytes == 0)
+    assert Asked(scheduler, prompt, 3).job.n_cached < 16
 
 
 def test_a_long_prefill_says_now_and_then_how_far_it_is(start, monkeypatch) -> None:
