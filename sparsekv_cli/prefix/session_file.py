@@ -21,7 +21,8 @@ class SessionFile(Prefixes):
     """One block with all tokens of a prompt, under a name of the user's.
 
     It is written if it is missing or damaged. It is also written if the prompt has LEAST tokens
-    that are not in it. The file of another model is left as it is.
+    that are not in it. The file of another model is left as it is, and so is one of dense rows
+    where the session reads sparsely.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class SessionFile(Prefixes):
         folder, identity = PrefixFolder(path.parent, 0, warn), identity.of_any_products()
         super().__init__(folder, model, identity, types, n_queried, tell)
         self._file = path
-        self._is_new = self._is_foreign = False
+        self._is_new = self._is_foreign = self._is_dense = False
 
     def find(self, ids: Sequence[int]) -> Found:
-        self._is_new = self._is_foreign = False
+        self._is_new = self._is_foreign = self._is_dense = False
         roots = self.known_roots()
         if not roots:
             return Found()
@@ -62,6 +63,7 @@ class SessionFile(Prefixes):
                 f"({header.model}) and is left as it is; the prompt is computed"
             )
             return Found()
+        self._is_dense = header.parent != roots[0]
         return self._found([header], n_common(header.tokens, ids), ids, STEP)
 
     def _drop(self, header: BlockHeader | None, error: Exception) -> None:
@@ -85,6 +87,12 @@ class SessionFile(Prefixes):
         layers: tuple[tuple[int, int, int], ...],
     ) -> list[BlockHeader]:
         if self._is_foreign or not (self._is_new or len(ids) - n_known >= LEAST):
+            return []
+        if self._is_dense:
+            self.folder.warn(
+                f"{self._file}: its rows were read densely, so it is left as it is, without the "
+                f"{len(ids) - n_known} tokens that are read sparsely; another --session keeps them"
+            )
             return []
         tokens = tuple(int(token) for token in ids)
         return [BlockHeader(self.model, self._begun, 0, tokens, types, layers)]

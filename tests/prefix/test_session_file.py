@@ -1,5 +1,6 @@
 """``--session FILE``: a prompt's rows under a name of the user's."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +125,16 @@ def test_another_model_s_file_is_one_line_and_left_as_it_is(sequence_of, tmp_pat
     keep(sequence, SECOND)
     assert sequence.timings.cached_tokens == 0
     assert len(said) == 1 and "another model" in said[0] and path.read_bytes() == before
+
+
+def test_a_file_of_dense_rows_is_not_lost_to_sparse_ones(sequence_of, tmp_path):
+    path = tmp_path / "a.session"
+    keep(open_with(sequence_of, path)[0], FIRST)
+    dense, longer = path.read_bytes(), FIRST + tokens(600, 3)
+    sparse, said = open_with(sequence_of, path)
+    sparse.rows.identity = replace(sparse.rows.identity, reading=(2048, 512, 2))
+    keep(sparse, longer)
+    assert sparse.timings.cached_tokens == 512 and path.read_bytes() == dense
+    assert len(said) == 1 and "read densely" in said[0] and "828 tokens" in said[0]
+    keep(again := open_with(sequence_of, path)[0], longer)  # densely, it goes on
+    assert again.timings.cached_tokens == 736 and path.read_bytes() != dense
