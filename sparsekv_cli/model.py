@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,13 +163,14 @@ def load_model(
     *,
     most: int = 0,
     on_load: OnLoad | None = None,
+    drafts: bool = False,
 ) -> Model:
     """Opens and checks a model whose sequences attend with ``method`` by default.
 
     on_compile, on_calibrate: as Model.prepare takes them. most: tokens of a sequence if ``config``
     does not state them. 0, or more than the model was trained for, takes the trained length.
-    on_load: called with the bytes of weights that are read, on the CPU. Raises SparseKVError, which
-    says what is wrong.
+    on_load: called with the bytes of weights that are read, on the CPU. drafts: it only drafts, so
+    its tokenizer is not read before it is needed. Raises SparseKVError, which says what is wrong.
     """
     from sparsekv_cli.cpu.jit.threads import use_threads
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
@@ -197,7 +199,8 @@ def load_model(
         n_threads = use_threads(config.threads)
         # While kernels lay out the weights, a thread reads the tokenizer. Both take half a second.
         with ThreadPoolExecutor(1) as reader:
-            tokenizer = reader.submit(load_tokenizer, file.metadata).result
+            read = partial(load_tokenizer, file.metadata)
+            tokenizer = cache(read) if drafts else reader.submit(read).result
             engine = open_engine(
                 hparams, architecture, weights, method, config, n_threads, n_ctx, on_compile,
                 lambda: tokenizer().eog_ids, draft_bytes, on_load,
@@ -268,4 +271,4 @@ def _load_draft(
         )  # fmt: skip
         other.change(alone)
         alone = replace(alone, ctx_size=min(config.ctx_size, read_hparams(other).n_ctx_train))
-    return load_model(path, method, alone, on_compile, on_calibrate, most=n_ctx)
+    return load_model(path, method, alone, on_compile, on_calibrate, most=n_ctx, drafts=True)

@@ -15,6 +15,7 @@ from sparsekv_cli.drafts.draft_model import LONG, MOST, PIECE, ModelDrafts
 from sparsekv_cli.errors import OptionError, SparseKVError
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import Model, load_model
+from sparsekv_cli.models.tokenizer import tokenizer
 from sparsekv_cli.settings.config import SessionConfig
 
 TOKENS = [3 + i * i % 400 for i in range(150)]
@@ -159,6 +160,14 @@ def test_logits_that_are_no_numbers(bad, path, monkeypatch):
     assert len(draft_of(drafts, [*TOKENS, 7], MOST)) == 2  # those ahead of the bad logits
     assert draft_of(drafts, [*TOKENS, 7, 8], MOST) == []
     model.close()
+
+
+def test_the_draft_models_tokenizer_is_not_read(path, other, monkeypatch):
+    read, tokenizer_of = [], tokenizer.load_tokenizer
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda of: read.append(of) or tokenizer_of(of))
+    with load(path, n_ctx=400, speculate="draft-model", draft_model=str(other)) as model:
+        assert model.generate("a b c a b c", max_tokens=8).tokens
+    assert len(read) == 1
 
 
 def test_another_vocabulary_is_refused(path, default_model):
