@@ -214,6 +214,9 @@ def test_rows_tell_how_a_text_was_read(path, tmp_path, capsys, computed):
     [
         (["--questions", "9"], "a text of 4500 tokens answers 2, give no more"),
         (["--lengths", "1500"], "--lengths 1500: too short for the facts of all tasks"),
+        (["--keep", "0.001"], "--keep 0.001: must be at least 0.0"),
+        (["--keep", "nan"], "--keep nan: must be at least"),
+        (["--keep", "inf"], "--keep inf: must be at least"),
         (["--tasks", "kld_code", "--steps", "4500"], "--steps 4500 do not fit"),
     ],
 )

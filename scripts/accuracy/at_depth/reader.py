@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.prefill import greedy_answer, new_sequence
 from sparsekv_cli.evaluation.ruler.tasks import score
 from sparsekv_cli.generation.conversation import chat_template, encode_messages
@@ -21,6 +22,7 @@ from sparsekv_cli.prefix.prefixes import BLOCK, LEAST, Prefixes
 from sparsekv_cli.sequence import Sequence as Tokens
 
 FULL = build_method("full", {})
+MOST_GIB = 1 << 20  # of a folder
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -81,8 +83,13 @@ class Reader:
     def read(self, ids: Sequence[int]) -> None:
         """Reads a text, unless its rows are on disk. Each part of 4096 tokens is kept at once.
 
-        All methods then take the same rows from the disk. NoTimeError: the deadline.
+        All methods then take the same rows from the disk. NoTimeError: the deadline. SparseKVError
+        if the folder is so small that rows would be rounded to 8 bits, or not kept.
         """
+        least = 2 * self.model.row_bytes(len(ids)) / 2**30
+        if not least <= self.gib < MOST_GIB:
+            needed = f"at least {least:.2g} for {len(ids)} tokens, less than {MOST_GIB}"
+            raise SparseKVError(f"--keep {self.gib:g}: must be {needed}")
         rows = self.rows(FULL)
         if rows is not None and rows.find(ids).n < len(ids) - LEAST - BLOCK:
             new_sequence(self.model, FULL).prefill(ids, self.check, rows=rows)
