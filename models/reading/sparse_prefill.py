@@ -111,6 +111,14 @@ class SparseAttention:
         return rows
 
 
+def rows_attended(n: int, budget: int) -> float:
+    """Returns how many rows all n rows of a prompt attend to in a sparse layer, together."""
+    starts = np.arange(0, n, CHUNK)
+    sizes = np.minimum(CHUNK, n - starts)
+    is_sparse = (starts > budget) & (starts < (n // CHUNK - 1) * CHUNK)
+    return float((sizes * (np.where(is_sparse, budget, starts) + sizes / 2)).sum())
+
+
 def _sizes(store: KVStore) -> tuple[int, ...]:
     """Returns the kv heads of a store, and the items of a row of K and of V."""
     return len(store.k), store.k.shape[2], store.v.shape[2]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sparsekv_cli.cache.spec import FULL
 from sparsekv_cli.calibration.calibrations import layer_products
+from sparsekv_cli.models.reading.sparse_prefill import N_DENSE, rows_attended
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.planning.auto import N_HALF, loss_task
 
@@ -38,11 +39,18 @@ END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
 SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
 
 
-def prefill_work(file: GGUFFile, hparams: HParams, n: int) -> float:
-    """Returns the products of a prefill of n tokens: of weights, and of attention (n²)."""
+def prefill_work(file: GGUFFile, hparams: HParams, n: int, budget: int | None = None) -> float:
+    """Returns the products of a prefill of n tokens: of weights, and of attention.
+
+    budget: of a sparse reading; None: it is dense.
+    """
     full = [layer for layer in hparams.layers if layer.kind == FULL]
-    row = sum(layer.n_head * (layer.head_dim + layer.value_dim) for layer in full)
-    return n * layer_products(file, hparams) + n * n / 2 * row
+    rows = [layer.n_head * (layer.head_dim + layer.value_dim) for layer in full]
+    n_dense = len(full) if budget is None else N_DENSE
+    attended = n * n / 2 * sum(rows[:n_dense])
+    if budget is not None:
+        attended += rows_attended(n, budget) * sum(rows[n_dense:])
+    return n * layer_products(file, hparams) + attended
 
 
 def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:

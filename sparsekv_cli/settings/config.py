@@ -107,6 +107,11 @@ class SessionConfig(ModelChanges):
         if self.draft_method and not self.draft_model:
             raise ValueError("draft_method (--draft-method) needs draft_model (--draft-model FILE)")
 
+    @property
+    def sparse_budget(self) -> int | None:
+        """Returns the rows that sparse reading attends to; None: prompts are read densely."""
+        return None if self.prefill_attention == "dense" else self.prefill_budget
+
 
 def dense_below(n: int) -> str:
     """Returns the words for a method that attends to all of up to n rows (``sparse_from``)."""

@@ -23,6 +23,7 @@ from sparsekv_cli.models.reading.sparse_prefill import (
     PAGE,
     SparseAttention,
     choose_pages_ref,
+    rows_attended,
 )
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -216,3 +217,13 @@ def test_auto_is_sparse_from_some_length_on(model: Any, monkeypatch: pytest.Monk
 def test_a_budget_that_is_small_or_not_used_is_an_error(reading: str, budget: int) -> None:
     with pytest.raises(ValueError, match=f"prefill_budget = {budget}"):
         SessionConfig(prefill_attention=reading, prefill_budget=budget)
+
+
+@pytest.mark.parametrize(("n", "budget"), [(700, 2048), (6000, 2048), (9000, 8192), (5120, 2048)])
+def test_rows_attended_are_those_of_a_prompt(n, budget):
+    def past(start: int) -> int:
+        is_sparse = budget < start < (n // CHUNK - 1) * CHUNK
+        return budget if is_sparse else start
+
+    expected = sum(past(row // CHUNK * CHUNK) + row % CHUNK + 0.5 for row in range(n))
+    assert rows_attended(n, budget) == expected

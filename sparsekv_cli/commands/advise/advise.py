@@ -22,6 +22,7 @@ from sparsekv_cli.commands.options.long_context import warn_of_long_context
 from sparsekv_cli.commands.options.model import (
     CONTEXT_OPTION,
     MAX_LOSS_OPTION,
+    READING,
     ModelOptions,
     build_method,
     check_calibration,
@@ -29,6 +30,7 @@ from sparsekv_cli.commands.options.model import (
     load_model,
     model_options,
     prepare_methods,
+    session_option,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange
 from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options
@@ -68,6 +70,8 @@ CACHE_TYPES = ("cache_type_k", "cache_type_v")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a report.")
 @CONTEXT_OPTION
 @folder_options
+@session_option("prefill_attention")
+@session_option("prefill_budget")
 @model_options(bench=True, sparse_from=False, seed=False)
 def command(
     options: ModelOptions,
@@ -206,7 +210,8 @@ def advised_line(
         rest += ["-o", f"{key}={text}"]
     if method.work_of_a_head:
         rest += ["--sparse-from", "0"]
-    for name in ("ctx_size", "threads", "prefill_dtype", "activations", "repack", *CHANGES):
+    machine = "threads", "prefill_dtype", "activations", "repack"
+    for name in ("ctx_size", *machine, *READING, *CHANGES):
         if (value := getattr(options.config, name)) != getattr(SessionConfig, name):
             rest += [f"--{name.replace('_', '-')}", str(value)]
     if prefix.directory is not None:

@@ -181,6 +181,8 @@ def command(
                         ledger=ledger,
                         roofline=roofline_of(model, test, repetitions, ledger, bandwidth),
                         sparse_from=model.sparse_from,
+                        prefill_attention=config.prefill_attention,
+                        prefill_budget=config.sparse_budget,
                     )
                 )
             del model  # frees its memory before the next method

@@ -76,6 +76,7 @@ class BenchResult:
     """One row: a test with a method and the nanoseconds that each repetition took.
 
     roofline: the bounds of a test that only decodes; None for others. sparse_from: see Attention.
+    prefill_attention, prefill_budget: how prompts are read (SessionConfig); no budget: densely.
     """
 
     model: BenchModel
@@ -87,6 +88,8 @@ class BenchResult:
     ledger: Mapping[str, Any]
     roofline: Roofline | None = None
     sparse_from: int = 0
+    prefill_attention: str = "dense"
+    prefill_budget: int | None = None
     test_time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     @property
@@ -138,11 +141,13 @@ class BenchResult:
             "fraction": roofline and roofline.fraction(statistics.fmean(rates)),
             "n_seqs": self.test.n_seqs,
             "sparse_from": self.sparse_from,
+            "prefill_attention": self.prefill_attention,
+            "prefill_budget": self.prefill_budget,
         }
 
     def columns(self) -> dict[str, str]:
         """Returns the cells of the markdown table."""
-        rates = self.samples_ts
+        rates, reading = self.samples_ts, self.prefill_attention
         budget = None if self.budget is None else self.budget.partition(" (")[0]  # no limits
         cells = {
             "model": self.model.type,
@@ -151,6 +156,7 @@ class BenchResult:
             "backend": "CUDA" if self.model.gpu else "CPU",
             "threads": str(self.model.n_threads),
             **{key: name for key, name in self.cache_types.items() if name != "f16"},
+            **({"prefill": f"{reading} {self.prefill_budget}"} if self.prefill_budget else {}),
             "method": self.method if budget is None else f"{self.method} {budget}",
             "test": self.test.label,
             "t/s": f"{statistics.fmean(rates):.2f} ± {deviation(rates):.2f}",

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 from tiny_models import make_model
@@ -9,6 +10,7 @@ from tiny_models import make_model
 from sparsekv_cli.commands.advise import measure
 from sparsekv_cli.commands.advise.reader import Reader
 from sparsekv_cli.commands.shared import progress
+from sparsekv_cli.models.decoder import Decoder
 
 DOCUMENT = "The fox number {} jumps over {} lazy dogs.\n"
 
@@ -40,6 +42,21 @@ def advise(invoke, *arguments, code=0):
     result = invoke("advise", *map(str, arguments))
     assert result.code == code, result.err
     return result
+
+
+def test_sparse_reading_is_read_so_and_named(models, document, few, invoke, monkeypatch):
+    read = []
+    attention_of = Decoder.attention_of
+
+    def counted(decoder: Decoder, n: int) -> Any:
+        read.append(decoder.prefill_budget)
+        return attention_of(decoder, n)
+
+    monkeypatch.setattr(Decoder, "attention_of", counted)
+    given = ("-m", models["llama"], "-f", document, "-t", 1, "--prefill-attention", "sparse")
+    result = advise(invoke, *given, "--prefill-budget", 2048)
+    assert set(read) == {2048}
+    assert "--prefill-attention sparse --prefill-budget 2048" in result.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2", "gemma3"])  # recurrent layers, windows

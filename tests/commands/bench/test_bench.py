@@ -23,7 +23,7 @@ test_time avg_ns stddev_ns avg_ts stddev_ts samples_ns samples_ts
 LLAMA_BENCH_ORDER = LLAMA_BENCH_TEXT.split()
 OURS = ["method", "method_options", "budget", "ledger"]
 ROOFLINE = ["roofline_bytes", "bandwidth", "bound_ts", "fraction"]
-OURS += [*ROOFLINE, "n_seqs", "sparse_from"]
+OURS += [*ROOFLINE, "n_seqs", "sparse_from", "prefill_attention", "prefill_budget"]
 BANDWIDTH = 6.2e6  # bytes a second; the fake model has 3000 bytes and reads 100 of KV a token
 
 
@@ -265,6 +265,20 @@ def test_mean_of_rates():
     columns = result.columns()
     assert columns["t/s"] == "15.00 ± 7.07"
     assert (columns["size"], columns["params"]) == ("3.00 GiB", "2.50 B")
+
+
+def test_records_name_the_way_of_reading(models, invoke):
+    """So figures of sparse and of dense reading are never taken for the same."""
+    given = ["bench", "-p", "8", "-n", "0", "-r", "1", "--device", "cpu"]
+    for options, named in (
+        ([], ("dense", None)),
+        (["--prefill-attention", "sparse"], ("sparse", 8192)),
+        (["--prefill-attention", "auto", "--prefill-budget", "4096"], ("auto", 4096)),
+    ):
+        (row,) = json.loads(invoke(*given, *options, "-O", "json").out)
+        assert (row["prefill_attention"], row["prefill_budget"]) == named
+        shown = invoke(*given, *options).out
+        assert (f"{named[0]} {named[1]}" in shown) == (named[1] is not None)
 
 
 def test_order_of_batches_and_their_rates(models, invoke):
