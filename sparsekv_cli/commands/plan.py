@@ -18,6 +18,7 @@ from sparsekv_cli.commands.options.model import (
     check_sparse_from,
     find_model,
     model_options,
+    session_option,
 )
 from sparsekv_cli.commands.shared.garbage import collecting_no_garbage
 from sparsekv_cli.commands.shared.progress import CompileProgress, MeasureProgress
@@ -42,6 +43,8 @@ ALL = "all"
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @CONTEXT_OPTION
+@session_option("prefill_attention")
+@session_option("prefill_budget")
 @model_options(bench=True, seed=False, auto=False)
 def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -> None:
     """Forecast the memory and the speed of a model with each method.
@@ -49,7 +52,8 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
     The header of a model file is enough: the file may end after the table of its tensors. The time
     of a step is measured once for a model's shape, with zeros for its weights. It is kept in the
     user's cache. The measurement takes some seconds. --measure takes minutes, and is more exact.
-    Methods that need a calibration are measured if the model has one. The forecast is for the CPU.
+    Methods that need a calibration are measured if the model has one. The time to read a prompt is
+    that of the whole context. The forecast is for the CPU.
     """
     from sparsekv_cli.methods import METHODS
 
@@ -75,6 +79,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
         n_ctx = config.ctx_size or hparams.n_ctx_train
         warn_beyond_training(hparams, config, "context", n_ctx)
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
+            from sparsekv_cli.models.reading.sparse_prefill import pays_from
             from sparsekv_cli.planning.kept import speeds_of
             from sparsekv_cli.planning.plan import make_plan
 
@@ -82,7 +87,9 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
                 file, config, chosen, again=measure, is_quick=not measure,
                 on_measure=progress, on_compile=compiling,
             )  # fmt: skip
-        plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from)
+        is_short = config.prefill_attention == "auto" and n_ctx < pays_from()
+        budget = None if is_short else config.sparse_budget
+        plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from, budget)
     if as_json:
         write_json(plan.as_dict())
     else:
@@ -92,6 +99,8 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
 def show(plan: Plan) -> None:
     """Prints the plan for people, on stdout."""
     free = "" if plan.memory_available is None else size(plan.memory_available)
+    budget = plan.prefill_budget
+    how = "densely" if budget is None else f"sparsely (--prefill-budget {budget})"
     print_pairs(
         "",
         [
@@ -100,6 +109,7 @@ def show(plan: Plan) -> None:
             ("machine", f"{plan.machine}, {plan.threads} threads, measured {plan.date}"),
             ("memory", f"{plan.bandwidth / 1e9:.1f} GB/s, {free} available"),
             ("weights", f"read at {plan.weights_bandwidth / 1e9:.1f} GB/s in a step"),
+            ("reading", f"{plan.reading_s:.1f} s for the whole context, {how}"),
         ],
     )
     columns = ["method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from"]

@@ -30,7 +30,7 @@ from sparsekv_cli.system.work import load_beyond_cores, usable_cores
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 7  # increased when the measurement changes
+FORMAT = 8  # increased when the measurement changes
 # Each method is measured so many times, in turn with the others. Medians count.
 N_PASSES = 3
 OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
@@ -46,7 +46,8 @@ def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: in
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
     ]
     architecture = file.metadata.get("general.architecture")
-    settings = config.activations, config.repack, machine, n_threads, __version__, FORMAT
+    decoding = config.activations, config.repack
+    settings = *decoding, config.prefill_dtype, machine, n_threads, __version__, FORMAT
     text = repr((shapes, metadata, architecture, settings))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -18,13 +18,14 @@ from sparsekv_cli.cache.kinds import share_rows
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import padded, token_bytes
 from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
+from sparsekv_cli.calibration.calibrations import layer_products
 from sparsekv_cli.evaluation.roofline import measure_bandwidth
 from sparsekv_cli.machine import open_engine
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.gguf.file import GGUFFile
 from sparsekv_cli.planning.speeds import DepthPoint, LayerPoint, MethodCurve, Speeds
-from sparsekv_cli.planning.stand_in import read_stand_in
+from sparsekv_cli.planning.stand_in import StandInFile, read_stand_in
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.system.memory import available_memory
 from sparsekv_cli.warmup import OnCompile
@@ -91,7 +92,7 @@ class Measurement:
     ) -> None:
         from sparsekv_cli.cpu.jit.threads import use_threads
 
-        self.n_threads = use_threads(config.threads)
+        self._file, self.n_threads = file, use_threads(config.threads)
         self._depths = QUICK_DEPTHS if is_quick else DEPTHS
         self._n_warm = QUICK_WARM if is_quick else N_WARM
         self._n_steps = QUICK_STEPS if is_quick else N_STEPS
@@ -194,10 +195,35 @@ class Measurement:
         finally:
             tracemalloc.stop()
 
+    def reading(self) -> tuple[float, float]:
+        """Returns the seconds of a prefill, for a product of weights and for one of attention.
+
+        The first layers read some chunks at the start of a prompt, and as many at a depth.
+        """
+        depth, n = self._depths[0], 2 * CHUNK
+        deep, _ = self._filled(self._full, self.specs, depth)
+        fresh = [self._full.layer(cache.spec) for cache in deep]
+        share_rows(fresh)
+        seconds = [np.inf, np.inf]
+        for _ in range(2):  # the first passes are slower
+            for i, (caches, pos) in enumerate(((fresh, 0), (deep, depth))):
+                started = time.perf_counter()
+                self.decoder.forward([0] * n, pos, caches)
+                seconds[i] = min(seconds[i], time.perf_counter() - started)
+                for cache in caches:
+                    cache.truncate(pos)
+        full = [cache.spec for cache in deep if cache.spec.kind == FULL]
+        row = sum(spec.n_head * (spec.head_dim + spec.value_dim) for spec in full)
+        attention = max(0.0, seconds[1] - seconds[0]) / (n * depth * row)
+        first: Any = StandInFile(self._file, len(deep), None, has_room=False)
+        products = n * layer_products(first, self.whole.hparams)
+        return (seconds[0] - n * n / 2 * row * attention) / products, attention
+
     def speeds(self, machine: str) -> Speeds:
         """Returns the speeds without curves of methods. ``pace`` is the mean of two results."""
         pace = self.pace()
         seconds, n_bytes, other_bytes = self.step()
+        scratch_bytes, reading = self.scratch(), self.reading()
         return Speeds(
             machine=machine,
             threads=self.n_threads,
@@ -207,8 +233,10 @@ class Measurement:
             step_seconds=seconds,
             step_bytes=n_bytes,
             other_bytes=other_bytes,
-            scratch_bytes=self.scratch(),
+            scratch_bytes=scratch_bytes,
             methods={},
+            product_seconds=reading[0],
+            attention_seconds=reading[1],
         )
 
     def curve(self, method: Method, calibration: Mapping[str, np.ndarray]) -> MethodCurve:

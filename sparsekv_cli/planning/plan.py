@@ -12,6 +12,7 @@ from typing import Any
 
 from sparsekv_cli.cache.row_sizes import FITTING, token_bytes
 from sparsekv_cli.cache.spec import FULL
+from sparsekv_cli.calibration.calibrations import layer_products
 from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
@@ -20,6 +21,7 @@ from sparsekv_cli.planning.kept import NOT_CALIBRATED, method_key
 from sparsekv_cli.planning.measure import CHUNK
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds
 from sparsekv_cli.planning.stand_in import read_stand_in
+from sparsekv_cli.planning.work import attention_work
 from sparsekv_cli.system.memory import available_memory
 
 SEARCHED = 1 << 18  # the largest depth that is searched for where a method pays
@@ -67,6 +69,8 @@ class Plan:
     methods: Sequence[PlannedMethod]
     is_quick: bool = False  # see ``Speeds``, as below
     is_busy: bool = False
+    reading_s: float = 0.0  # seconds to read a prompt as long as the context
+    prefill_budget: int | None = None  # of sparse reading; None: it is dense
 
     @property
     def doubt(self) -> str:
@@ -98,7 +102,7 @@ class Forecast:
 
     def __init__(self, file: GGUFFile, speeds: Speeds, sparse_from: int = -1) -> None:
         """sparse_from: as SessionConfig has ``sparse_from``."""
-        self.speeds, self._sparse_from = speeds, sparse_from
+        self._file, self.speeds, self._sparse_from = file, speeds, sparse_from
         self.hparams, _, weights = read_stand_in(file)
         self._step_bytes = weights.bytes_a_step(1)
         tied = weights.output is weights.token_embd
@@ -137,6 +141,12 @@ class Forecast:
                 found = n
         return found
 
+    def reading(self, n: int, budget: int | None) -> float:
+        """Returns the seconds of a prefill of n tokens. budget: of sparse reading; None: dense."""
+        products = n * layer_products(self._file, self.hparams)
+        attended = attention_work(self.hparams, n, budget)
+        return products * self.speeds.product_seconds + attended * self.speeds.attention_seconds
+
     def kv_bytes(self, method: Method, n: int) -> int:
         """Returns the bytes of n tokens. Shared rows count once if the method keeps them."""
         n_bytes = self.curve(method).host(n)
@@ -171,9 +181,17 @@ class Forecast:
 
 
 def make_plan(
-    file: GGUFFile, speeds: Speeds, methods: Sequence[Method], n_ctx: int, sparse_from: int = -1
+    file: GGUFFile,
+    speeds: Speeds,
+    methods: Sequence[Method],
+    n_ctx: int,
+    sparse_from: int = -1,
+    prefill_budget: int | None = None,
 ) -> Plan:
-    """Returns the plan of ``methods`` at a context of n_ctx tokens."""
+    """Returns the plan of ``methods`` at a context of n_ctx tokens.
+
+    prefill_budget: of sparse reading; None: it is dense.
+    """
     forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers
     return Plan(
@@ -185,6 +203,8 @@ def make_plan(
         layers=len(layers),
         ceiling=forecast.ceiling(n_ctx),
         methods=[_planned(each, forecast, n_ctx, available) for each in methods],
+        reading_s=forecast.reading(n_ctx, prefill_budget),
+        prefill_budget=prefill_budget,
         **{name: getattr(speeds, name) for name in OF_SPEEDS},
     )
 

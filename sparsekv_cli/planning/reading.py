@@ -1,4 +1,4 @@
-"""The time to read a document, and a task that measures the loss of methods on its rows.
+"""The part of a document that is read, and a task that measures the loss of methods on its rows.
 
 The task is the document with some facts planted in it. Methods then decode given tokens. They
 repeat a passage of the document, continue its end, and name each fact. All of it is text of the
@@ -11,17 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
-from sparsekv_cli.cache.spec import FULL
-from sparsekv_cli.calibration.calibrations import layer_products
-from sparsekv_cli.models.reading.sparse_prefill import N_DENSE, rows_attended
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.planning.auto import N_HALF, loss_task
-
-if TYPE_CHECKING:
-    from sparsekv_cli.models.gguf.file import GGUFFile
-    from sparsekv_cli.models.hparams import HParams
 
 FACTS = (  # a number follows each; no two start with the same words
     "The secret code of the harbour master is",
@@ -37,20 +29,6 @@ N_WORDS = 2 * N_HALF  # steps that count how often a method chooses the word tha
 PART = 512  # tokens; a reading's length is a multiple of this
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
 SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
-
-
-def prefill_work(file: GGUFFile, hparams: HParams, n: int, budget: int | None = None) -> float:
-    """Returns the products of a prefill of n tokens: of weights, and of attention.
-
-    budget: of a sparse reading; None: it is dense.
-    """
-    full = [layer for layer in hparams.layers if layer.kind == FULL]
-    rows = [layer.n_head * (layer.head_dim + layer.value_dim) for layer in full]
-    n_dense = len(full) if budget is None else N_DENSE
-    attended = n * n / 2 * sum(rows[:n_dense])
-    if budget is not None:
-        attended += rows_attended(n, budget) * sum(rows[n_dense:])
-    return n * layer_products(file, hparams) + attended
 
 
 def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:

@@ -120,6 +120,9 @@ class Speeds:
     methods: Mapping[str, MethodCurve]  # by ``method_key``, ``full`` among them
     is_quick: bool = False  # measured in seconds, less exactly
     is_busy: bool = False  # measured while the machine had more work than cores
+    # Seconds of a prefill, for a product of weights and for a product of attention.
+    product_seconds: float = 0.0
+    attention_seconds: float = 0.0
 
     @property
     def byte_seconds(self) -> float:

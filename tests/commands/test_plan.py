@@ -10,6 +10,7 @@ from sparsekv_cli.cli import main
 from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.models.gguf.file import open_gguf
 from sparsekv_cli.planning import kept, measure
+from sparsekv_cli.settings.config import SessionConfig
 
 KEYS = {"name", "weights_bytes", "kv_bytes", "index_bytes", "scratch_bytes", "fits"}
 KEYS |= {"decode_tps", "pays_from"}
@@ -54,6 +55,30 @@ def test_a_plan_as_json_and_as_a_table(header, capsys):
     assert code == 0 and "measuring" not in err and "times as fast as full" in err
     assert plan["is_believable"] and not any(each["is_dense"] for each in plan["methods"])
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["full", "streaming", "fasa"]
+
+
+def test_the_time_to_read_is_that_of_the_way_of_reading(header, capsys, monkeypatch):
+    """Both have the same speeds, which are measured once."""
+    monkeypatch.setattr(measure.Measurement, "reading", lambda measurement: (1e-12, 1e-12))
+    given = ("-m", header, "-t", 1, "-c", 60_000, "--methods", "full")
+    plans = []
+    for options in ([], ["--prefill-attention", "sparse", "--prefill-budget", 2048]):
+        code, out, err = call(capsys, *given, *options, "--json")
+        assert code == 0, err
+        plans.append(json.loads(out))
+        code, out, err = call(capsys, *given, *options)
+        how = "sparsely (--prefill-budget 2048)" if options else "densely"
+        assert f"{plans[-1]['reading_s']:.1f} s for the whole context, {how}" in out
+    dense, sparse = plans
+    assert (dense["prefill_budget"], sparse["prefill_budget"]) == (None, 2048)
+    assert 0 < sparse["reading_s"] < 0.8 * dense["reading_s"]
+
+
+def test_what_reading_takes_is_measured(header):
+    with open_gguf(header, header_only=True) as file:
+        config = SessionConfig(device="cpu", threads=1)
+        products, attention = measure.Measurement(file, config, is_quick=True).reading()
+    assert 0 < products < 1e-8 and 0 <= attention < 1e-8
 
 
 def test_a_busy_machine_is_told(header, capsys, monkeypatch):

@@ -33,7 +33,7 @@ class Reader:
 
     def __init__(self, model: Model, prefix: PrefixOptions, n_bytes: int) -> None:
         """n_bytes: the bytes that the rows will take."""
-        from sparsekv_cli.planning.reading import prefill_work
+        from sparsekv_cli.planning.work import prefill_work
 
         self._model = model
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
