@@ -39,7 +39,6 @@ N_DENSE = 2  # first full layers, which stay dense
 # is a fifth of reading 16384 tokens, without them half of it.
 PAYS_FROM = {True: 65536, False: 16384}
 PAGES_AT_ONCE = 256  # pages whose keys are f16 at a time
-LEAST = RECENT + 2 * PAGE  # the smallest budget
 
 
 def pays_from() -> int:
@@ -53,7 +52,7 @@ class SparseAttention:
     def __init__(
         self, dense: ChunkAttention, budget: int, n: int, sources: Container[int] = ()
     ) -> None:
-        """dense: attends to all rows. budget: past rows that a chunk attends to, at least LEAST.
+        """dense: attends to all rows. budget: past rows that a chunk attends to, more than RECENT.
 
         n: the rows of the sequence after the prefill. The last 512 to 1023 rows are dense, because
         the question lies there. sources: layers whose rows later layers read.

@@ -19,7 +19,6 @@ from sparsekv_cli.models import decoder
 from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.reading.sparse_prefill import (
     CHUNK,
-    LEAST,
     PAGE,
     SparseAttention,
     choose_pages_ref,
@@ -28,6 +27,7 @@ from sparsekv_cli.models.reading.sparse_prefill import (
 from sparsekv_cli.settings.config import SessionConfig
 
 N, N_HEAD, N_KV, D, BUDGET = 4096, 4, 2, 32, 2048
+N_FORCED = 1 + sparse_prefill.RECENT // PAGE  # pages that are always chosen
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((heads, N, D)).astype(np.float32) for heads in (N_HEAD, N_KV, N_KV))
 PROMPT = RNG.integers(3, 300, 7 * CHUNK + 40).tolist()
@@ -94,13 +94,13 @@ def test_what_stays_dense() -> None:
 
 def test_first_and_last_pages_and_ties() -> None:
     keys = np.zeros((1, 3 * sparse_prefill.RECENT, D), np.float32)
-    pages = choose_pages_ref(np.ones((1, 1, D)), keys, LEAST // PAGE)
+    pages = choose_pages_ref(np.ones((1, 1, D)), keys, N_FORCED + 1)
     n_page, n_last = keys.shape[1] // PAGE, sparse_prefill.RECENT // PAGE
     assert pages[0].tolist() == [0, 1, *range(n_page - n_last, n_page)]
     hi = np.zeros((1, n_page, D), np.uint16)
     spec = LayerSpec(0, 1, 1, 1, D, D, 1)
     q = np.ones((1, 16, D), np.float32)
-    found = sparse_prefill.choose_pages(q, hi, hi, n_page, LEAST // PAGE, spec)
+    found = sparse_prefill.choose_pages(q, hi, hi, n_page, N_FORCED + 1, spec)
     np.testing.assert_array_equal(found, pages)
 
 

@@ -1,0 +1,42 @@
+"""scripts/reading/profile: what a prefill's time is spent on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsekv_cli.cpu.jit import llvm
+
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "reading" / "profile"
+
+
+def profile(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(PROGRAM), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not llvm.has_feature("avx2"), reason="stands for a CPU with AVX2")
+def test_the_parts_of_a_row(tiny_model, tmp_path):
+    path = tmp_path / "rows.json"
+    done = profile("-m", tiny_model(n_ctx=512), "--lengths", "64,128", "--layers", 1,
+                   "--rounds", 1, "--cpus", "avx2", "-t", 1, "--json", path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text("utf-8"))
+    assert [row["tokens"] for row in rows] == [64, 128]
+    for row in rows:
+        products = sum(row[name] for name in ("qkv", "o", "gate_up", "down"))
+        assert row["products_ms"] == pytest.approx(products) and row["other_ms"] > 0
+        parts = sum(row[f"{name}_ms"] for name in ("q.k", "exponentials", "p.v", "rest"))
+        assert row["attention_ms"] == pytest.approx(parts)
+        assert 0 < row["products_of_plain"] < 1 and 0 < row["attention_of_plain"] < 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--cpus", "abacus"], ["--lengths", "8,0"], ["--rounds", "-1"], ["--layers", "x"]]
+)
+def test_wrong_options_are_named(wrong):
+    done = profile("-m", "none.gguf", *wrong)
+    assert done.returncode == 2 and wrong[0] in done.stderr.splitlines()[-1]
