@@ -34,75 +34,55 @@ def _looped(b: ir.IRBuilder, data: ir.Value, sums: list[ir.Value], step: Callabl
         llvm.store(b, total, data, 64 * i)
 
 
-@intrinsic
-def _multiply_bf16(typingctx, data):
-    """vdpbf16ps on vectors from address ``data``."""
+def _loop(emit: Callable[[ir.IRBuilder, ir.Value], None]) -> Callable:
+    """A kernel that runs a loop in each thread, on a row of its argument. emit: writes the loop."""
 
-    def codegen(context, b, signature, args):
-        pairs = vec(bf16.BF16, 2 * LANES)
-        x, y = load(b, pairs, args[0]), load(b, pairs, args[0], 64)
-        sums = [load(b, VF, args[0], 64 * i) for i in range(SUMS[True])]
-        _looped(b, args[0], sums, lambda i, j, s: llvm.call_named(b, bf16.DOT, VF, s, x, y))
-        return context.get_dummy_value()
+    @intrinsic
+    def multiply(typingctx, data):
+        def codegen(context, b, signature, args):
+            emit(b, args[0])
+            return context.get_dummy_value()
 
-    return types.void(types.int64), codegen
+        return types.void(types.int64), codegen
 
+    @njit(nogil=True, parallel=PRANGE_ONLY)
+    def run(data):
+        for thread in prange(len(data)):
+            multiply(data[thread].ctypes.data)
 
-@intrinsic
-def _multiply_f32(typingctx, data):
-    """The multiplication and addition of floats on vectors from address ``data``."""
-
-    def codegen(context, b, signature, args):
-        lanes = vec(F32, LANES_OF[IS_WIDE])
-        x, y = load(b, lanes, args[0]), load(b, lanes, args[0], 64)
-        sums = [load(b, lanes, args[0], 64 * i) for i in range(SUMS[IS_WIDE])]
-        _looped(b, args[0], sums, lambda i, j, s: llvm.fma(b, x, y, s))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    return run
 
 
-@intrinsic
-def _multiply_bytes(typingctx, data):
-    """vpdpbusd, or without it vpmaddubsw and an addition, on vectors from address ``data``."""
-
-    def codegen(context, b, signature, args):
-        wide = llvm.has_feature("avx512vnni")
-        n = LANES_OF[wide]
-        bytes_ = vec(I8, 4 * n)
-        x, same = load(b, bytes_, args[0]), load(b, bytes_, args[0], 64)
-        type_ = vec(I32, n) if vnni.is_available() else vec(I16, 2 * n)
-        sums = [load(b, type_, args[0], 64 * i) for i in range(SUMS[wide])]
-
-        def step(i, j, total):
-            if vnni.is_available():
-                return vnni.add_dots(b, total, x, same)
-            # Loaded for each sum and step, so that no product leaves the loop.
-            y = load(b, bytes_, args[0], b.add(b.and_(i, I64(960)), I64(64 * j)))
-            return llvm.add_in_order(b, total, byte_products(b, x, y))
-
-        _looped(b, args[0], sums, step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+def _bf16(b: ir.IRBuilder, data: ir.Value) -> None:
+    """vdpbf16ps."""
+    x, y = (load(b, vec(bf16.BF16, 2 * LANES), data, at) for at in (0, 64))
+    sums = [load(b, VF, data, 64 * i) for i in range(SUMS[True])]
+    _looped(b, data, sums, lambda i, j, s: llvm.call_named(b, bf16.DOT, VF, s, x, y))
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _run_bf16(data):
-    for thread in prange(len(data)):
-        _multiply_bf16(data[thread].ctypes.data)
+def _f32(b: ir.IRBuilder, data: ir.Value) -> None:
+    """The multiplication and addition of floats."""
+    lanes = vec(F32, LANES_OF[IS_WIDE])
+    x, y = (load(b, lanes, data, at) for at in (0, 64))
+    sums = [load(b, lanes, data, 64 * i) for i in range(SUMS[IS_WIDE])]
+    _looped(b, data, sums, lambda i, j, s: llvm.fma(b, x, y, s))
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _run_f32(data):
-    for thread in prange(len(data)):
-        _multiply_f32(data[thread].ctypes.data)
+def _bytes(b: ir.IRBuilder, data: ir.Value) -> None:
+    """vpdpbusd; without it vpmaddubsw and an addition."""
+    wide, has_dots = llvm.has_feature("avx512vnni"), vnni.is_available()
+    n = LANES_OF[wide]
+    x, same = (load(b, vec(I8, 4 * n), data, at) for at in (0, 64))
+    type_ = vec(I32, n) if has_dots else vec(I16, 2 * n)
 
+    def step(i, j, total):
+        if has_dots:
+            return vnni.add_dots(b, total, x, same)
+        # Loaded for each sum and step, so that no product leaves the loop.
+        y = load(b, vec(I8, 4 * n), data, b.add(b.and_(i, I64(960)), I64(64 * j)))
+        return llvm.add_in_order(b, total, byte_products(b, x, y))
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _run_bytes(data):
-    for thread in prange(len(data)):
-        _multiply_bytes(data[thread].ctypes.data)
+    _looped(b, data, [load(b, type_, data, 64 * i) for i in range(SUMS[wide])], step)
 
 
 def _rate(run: Callable, n_operations: int, n_threads: int) -> float:
@@ -123,11 +103,11 @@ def rates(n_threads: int) -> dict[str, float]:
     A multiplication and an addition are two operations.
     """
     if bf16.is_available():
-        attention = _rate(_run_bf16, SUMS[True] * 4 * LANES, n_threads)
+        attention = _rate(_loop(_bf16), SUMS[True] * 4 * LANES, n_threads)
     else:
-        attention = _rate(_run_f32, SUMS[IS_WIDE] * 2 * LANES_OF[IS_WIDE], n_threads)
+        attention = _rate(_loop(_f32), SUMS[IS_WIDE] * 2 * LANES_OF[IS_WIDE], n_threads)
     wide = llvm.has_feature("avx512vnni")
     return {
         "attention": attention,
-        "products": _rate(_run_bytes, SUMS[wide] * 8 * LANES_OF[wide], n_threads),
+        "products": _rate(_loop(_bytes), SUMS[wide] * 8 * LANES_OF[wide], n_threads),
     }
