@@ -139,12 +139,12 @@ def results(data: Data) -> str:
     far = data.get("depth", {"rows": []})["rows"]
     for row in (*told["rows"], *far):
         if row["model"] == model:
-            speeds.setdefault(row["method"], {})[row["depth"]] = row
+            speeds.setdefault(row["method"], {}).setdefault(row["depth"], row)
     depths = [d for d in sorted({d for rows in speeds.values() for d in rows if d}) if d != 65536]
     about = f"""`{model}` on {where["cores"]} cores of {where["cpu"]}. Every method is sparse from \
 the first row (`--sparse-from 0`). In brackets is the speed as times that of `full`."""
     if far:
-        about += " From 32768 on the rows of a shorter text are laid end to end."
+        about += " At 131072 the rows of a shorter text are laid end to end."
     measured = data.get("real_accuracy", {"rows": []})["rows"]
     scores = [row for row in measured if row["model"] == model]
     length = min((row["length"] for row in scores), default=0)
