@@ -280,6 +280,9 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(partial(trained_speed, "real_speed", SAMPLES)),
     "several": of_trained(partial(trained_speed, "several", 1)),
+    "second_question": of_trained(
+        partial(trained_script, "bench/second_question", "second_question")
+    ),
     "speculation": of_trained(partial(trained_script, "accuracy/speculation", "speculation")),
     "terminal": terminal_session,
 }
