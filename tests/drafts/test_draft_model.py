@@ -231,7 +231,7 @@ def test_the_context_of_a_draft_model(tmp_path, monkeypatch):
 
 def test_a_model_that_is_closed_holds_no_draft_model(path, other):
     model = load(path, n_ctx=300, threads=1, speculate="draft-model", draft_model=str(other))
-    stream = model.generate("a b c", max_tokens=9, stream=True)
+    stream = model.generate("a b c", max_tokens=9, seed=3, stream=True)
     next(stream)
     assert model._model.draft is not None and model._sequence.draft_caches
     file, held = model._model.draft.gguf, weakref.ref(model._model.draft.decoder)
