@@ -90,8 +90,8 @@ def test_conversations_go_from_one_browser_to_another(site: Any, tmp_path: Path)
     edit(site, 0, "!", "Second")
     site.press("Export all")
     file = site.browser.downloads / "conversations.json"
-    wait_for(file.exists)
-    text = file.read_text("utf-8")
+    # The browser first reserves the name with an empty file.
+    text = wait_for(lambda: file.exists() and file.read_text("utf-8"))
     file.unlink()
     path = tmp_path / "kept.json"
     assert give(site, path, text) == "0 imported, 1 were here already."
