@@ -153,24 +153,13 @@ class RowSums:
     ) -> None:
         """Computes means f32 (G, d) and the covariance f32 (G, d, d), or (G, 0, 0), of n rows."""
         n -= SINKS
-        if self._now[0].n[0] == 0 and n - BACK >= BLOCK:
-            self._add(layout, (n - BACK) // BLOCK * BLOCK, means, covariance, n_threads)
-        if 0 < self._now[0].n[0] < n // BLOCK * BLOCK:
-            self._earlier = self._now[0].copy(), self._now[1].copy()
-        self._add(layout, n, means, covariance, n_threads)
-
-    def _add(
-        self,
-        layout: np.ndarray,
-        n: int,
-        means: tuple[np.ndarray, np.ndarray],
-        covariance: np.ndarray,
-        n_threads: int,
-    ) -> None:
-        for of, moments, mean, to in zip(
-            (K, V), self._now, means, (covariance, self._no_covariance), strict=True
-        ):
-            mean_and_covariance(layout, of, SINKS, n, moments, mean, to, n_threads)
+        is_first = self._now[0].n[0] == 0 and n - BACK >= BLOCK
+        covariances = covariance, self._no_covariance
+        for length in [(n - BACK) // BLOCK * BLOCK, n] if is_first else [n]:
+            if 0 < self._now[0].n[0] < length // BLOCK * BLOCK:
+                self._earlier = self._now[0].copy(), self._now[1].copy()
+            for of, *parts in zip((K, V), self._now, means, covariances, strict=True):
+                mean_and_covariance(layout, of, SINKS, length, *parts, n_threads)
 
     def truncate(self, n: int) -> None:
         """Drops the sums if they include rows after the first n."""
