@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from sparsekv_cli.cpu.jit import llvm
+from scripts_as_modules import load_script
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "reading" / "profile"
 
@@ -18,12 +17,11 @@ def profile(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 # This CPU's own kind has kernels that other tests have compiled.
-KINDS = {"amx": "amx-bf16", "bf16": "avx512bf16", "avx512": "avx512f", "avx2": "avx2"}
-OWN = [kind for kind, feature in KINDS.items() if llvm.has_feature(feature)]
+OWN = load_script("reading/profile").kinds_here()[:1]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not OWN, reason="stands for a CPU with AVX2")
+@pytest.mark.skipif(not OWN, reason="needs a CPU with AVX2")
 def test_the_parts_of_a_row(tiny_model, tmp_path):
     path = tmp_path / "rows.json"
     done = profile("-m", tiny_model(n_ctx=512), "--lengths", "64,128", "--layers", 1,
