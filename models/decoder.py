@@ -301,11 +301,14 @@ class Decoder(Forward):
         budget = self.prefill_budget
         return (budget, sparse_prefill.CHUNK, sparse_prefill.N_DENSE) if budget else DENSE
 
+    def sparse_budget(self, n: int) -> int | None:
+        return self.prefill_budget or None if n >= self.sparse_prompt else None
+
     def attention_of(self, n: int) -> tuple[ChunkAttention | None, int]:
-        if not self.prefill_budget or n < self.sparse_prompt:
+        budget = self.sparse_budget(n)
+        if budget is None:
             return None, 0
-        sparse = sparse_prefill.SparseAttention
-        attend = sparse(self.attend, self.prefill_budget, n, self.hparams.sources)
+        attend = sparse_prefill.SparseAttention(self.attend, budget, n, self.hparams.sources)
         return attend, sparse_prefill.CHUNK
 
     def end_layer(self, i: int) -> None:

@@ -116,6 +116,10 @@ class Forward(ABC):
         """Returns how prompts are read, as ``RowsIdentity`` has it."""
         return DENSE
 
+    def sparse_budget(self, n: int) -> int | None:
+        """Returns the past rows that a prompt of n rows attends to; None: it is dense."""
+        return None
+
     def attention_of(self, n: int) -> tuple[ChunkAttention | None, int]:
         """Returns ``attend`` and ``grid`` of ``forward_steps`` for a prompt that ends at row n."""
         return None, 0

@@ -87,7 +87,7 @@ def open_engine(
         more = token_bytes(blocks, "f16", "f16") + -(-draft_bytes // config.ctx_size)
         _check_context(hparams, method, config.ctx_size, more)
     from sparsekv_cli.models.decoder import Decoder, cpu_prefill_dtype
-    from sparsekv_cli.models.reading.sparse_prefill import pays_from
+    from sparsekv_cli.models.reading.sparse_prefill import shortest_prompt
     from sparsekv_cli.models.repack import wants_repacking
 
     dtype = cpu_prefill_dtype(config.prefill_dtype, hparams.head_dim)
@@ -103,8 +103,8 @@ def open_engine(
         chunk=config.chunk,
         repack=config.repack,
         n_planes=n_planes,
-        prefill_budget=0 if config.prefill_attention == "dense" else config.prefill_budget,
-        sparse_prompt=pays_from() if config.prefill_attention == "auto" else 0,
+        prefill_budget=config.sparse_budget or 0,
+        sparse_prompt=shortest_prompt(config.prefill_attention),
         on_load=on_load,
     )
     if not blocks:

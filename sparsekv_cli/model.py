@@ -96,10 +96,6 @@ class Model:
         """Returns the bytes of K and V of n tokens, at most those of the context."""
         return min(n, self.n_ctx) * token_bytes(self.hparams.layers, *self.method.kv_types)
 
-    def sparse_budget(self, n: int) -> int | None:
-        """Returns the rows to which sparse reading of n tokens attends; None: it is dense."""
-        return self.config.sparse_budget if n >= self.decoder.sparse_prompt else None
-
     def close(self) -> None:
         """Closes the files of the model and of its draft model."""
         self.gguf.close()

@@ -35,15 +35,20 @@ CHUNK = 512  # rows that share a choice; a chunk begins at a multiple of it
 RECENT = 1024  # last rows before a chunk, which are always attended
 N_QUERIES = 16  # rows of a chunk whose queries score the pages
 N_DENSE = 2  # first full layers, which stay dense
-# Rows from which sparse reading is faster, by whether the CPU has tiles (AMX). With them attention
-# is a fifth of reading 16384 tokens, without them half of it.
-PAYS_FROM = {True: 65536, False: 16384}
+# Rows of the shortest prompt that ``auto`` reads sparsely, by whether the CPU has tiles (AMX). With
+# them attention is a fifth of reading 16384 tokens, without them half of it.
+SHORTEST = {True: 65536, False: 16384}
 PAGES_AT_ONCE = 256  # pages whose keys are f16 at a time
 
 
-def pays_from() -> int:
-    """Returns the rows from which a prompt is read sparsely by ``auto`` on this CPU."""
-    return PAYS_FROM[bf16.HAS_TILES]
+def shortest_prompt(attention: str) -> int:
+    """Returns the rows of the shortest prompt that is sparse by a value of --prefill-attention."""
+    return SHORTEST[bf16.HAS_TILES] if attention == "auto" else 0
+
+
+def first_dense(n: int) -> int:
+    """Returns the position of the last rows of a prompt of n, which stay dense."""
+    return (n // CHUNK - 1) * CHUNK
 
 
 class SparseAttention:
@@ -58,7 +63,7 @@ class SparseAttention:
         the question lies there. sources: layers whose rows later layers read.
         """
         self._dense, self._budget = dense, budget // PAGE * PAGE
-        self._end = (n // CHUNK - 1) * CHUNK
+        self._end = first_dense(n)
         self._sources = sources
         self._chosen: dict[tuple[int, int], np.ndarray] = {}  # by layer in ``sources``, position
         self._summaries = Summaries()
@@ -114,7 +119,7 @@ def rows_attended(n: int, budget: int) -> float:
     """Returns how many rows all n rows of a prompt attend to in a sparse layer, together."""
     starts = np.arange(0, n, CHUNK)
     sizes = np.minimum(CHUNK, n - starts)
-    is_sparse = (starts > budget) & (starts < (n // CHUNK - 1) * CHUNK)
+    is_sparse = (starts > budget) & (starts < first_dense(n))
     return float((sizes * (np.where(is_sparse, budget, starts) + sizes / 2)).sum())
 
 

@@ -79,7 +79,7 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
         n_ctx = config.ctx_size or hparams.n_ctx_train
         warn_beyond_training(hparams, config, "context", n_ctx)
         with collecting_no_garbage(), CompileProgress() as compiling, MeasureProgress() as progress:
-            from sparsekv_cli.models.reading.sparse_prefill import pays_from
+            from sparsekv_cli.models.reading.sparse_prefill import shortest_prompt
             from sparsekv_cli.planning.kept import speeds_of
             from sparsekv_cli.planning.plan import make_plan
 
@@ -87,8 +87,8 @@ def command(options: ModelOptions, methods: str, measure: bool, as_json: bool) -
                 file, config, chosen, again=measure, is_quick=not measure,
                 on_measure=progress, on_compile=compiling,
             )  # fmt: skip
-        is_short = config.prefill_attention == "auto" and n_ctx < pays_from()
-        budget = None if is_short else config.sparse_budget
+        is_long = n_ctx >= shortest_prompt(config.prefill_attention)
+        budget = config.sparse_budget if is_long else None
         plan = make_plan(file, speeds, chosen, n_ctx, config.sparse_from, budget)
     if as_json:
         write_json(plan.as_dict())

@@ -197,7 +197,7 @@ def test_rows_are_not_those_of_a_dense_prompt(model: Any) -> None:
 
 def test_auto_is_sparse_from_some_length_on(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     n = len(PROMPT)
-    monkeypatch.setattr(sparse_prefill, "PAYS_FROM", {True: n, False: n})
+    monkeypatch.setattr(sparse_prefill, "SHORTEST", {True: n, False: n})
     models = {reading: model(reading) for reading in ("auto", "sparse", "dense")}
     for ids, same in ((PROMPT, "sparse"), (PROMPT[:-1], "dense")):
         keys = {}

@@ -47,7 +47,8 @@ class Reader:
         self.keeps_rows = not reason
         self._rows = prefixes_maker(model, prefix)
         self._seconds = 0.0  # of a product of a prefill
-        self._work = lambda n: prefill_work(model.gguf, model.hparams, n, model.sparse_budget(n))
+        budget = model.decoder.sparse_budget
+        self._work = lambda n: prefill_work(model.gguf, model.hparams, n, budget(n))
         model.gguf.content.wait()  # rows belong to a model by its hash
 
     def __enter__(self) -> Self:
