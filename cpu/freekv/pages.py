@@ -1,13 +1,12 @@
-"""FreeKV's arrays: a layer's K and V in pages. Attention reads resident pages; a pool has the rest.
+"""FreeKV's arrays: a layer's K and V in pages. Attention reads resident pages, a pool has all.
 
     resident   sinks' pages, the window's ring, slots   NHD (page, p, kv head, d), K and V apart
-    pool       all pages between sinks and window       HND (page, kv head, K and V, p, d)
+    pool       all rows, the layer's KVStore            HND (kv head, page, p, d), K and V apart
 
-Only pages in slots are stored twice. The kernels are in freekv/choice.py and
-freekv/recall.py.
+A prompt is extended in the pool. The kernels are in freekv/choice.py and freekv/recall.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +33,8 @@ N_STATISTICS = 7
 class HostPages(NamedTuple):
     """The kernels' arrays; f16 rows as uint64 words of four. G kv heads, pages of p rows."""
 
-    pool: np.ndarray  # uint64 (n_pool, G, p (d + d_v) / 4): page n_sink + i at i
+    pool_k: np.ndarray  # uint64 (G, room): row i from i d / 4 on
+    pool_v: np.ndarray  # uint64 (G, room): row i from i d_v / 4 on
     k: np.ndarray  # uint64 (n_resident, p, G, d / 4)
     v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
     hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
@@ -64,10 +64,24 @@ class SavedPages(NamedTuple):
     tables: tuple[np.ndarray, ...]  # copies of ``pages`` from TABLES on
 
 
-class PageCache:
-    """One layer's pages, made from the rows of a KVStore.
+class Summaries(NamedTuple):
+    """The summaries of a layer's first n pages, as in HostPages."""
 
-    ``offloaded``: pages n_sink..offloaded - 1 are in the pool, later ones in the ring. n: rows.
+    hi: np.ndarray
+    lo: np.ndarray
+    group_hi: np.ndarray
+    group_lo: np.ndarray
+    n: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.hi.nbytes + self.lo.nbytes + self.group_hi.nbytes + self.group_lo.nbytes
+
+
+class PageCache:
+    """One layer's pages. The pool is the memory of a KVStore, which has every row at once.
+
+    ``offloaded``: pages n_sink..offloaded - 1 are summarised, later ones are in the ring.
     """
 
     def __init__(
@@ -82,64 +96,74 @@ class PageCache:
         window: int,
         meanstd: bool,
         groups: bool = False,
+        known: Summaries | None = None,
     ) -> None:
         """n_sink, n_ring, n_slot: numbers of pages; window: the first page of the window.
 
-        groups: whether groups of pages are summarised, too.
+        groups: whether groups of pages are summarised, too. known: summaries that serve again.
         """
         n_kv_head, _, d = store.k.shape
         d_v = store.v.shape[2]
+        self.store, self._layout = store, store.layout
         self.page, self.n_sink, self.n_ring, self.meanstd = page, n_sink, n_ring, meanstd
-        self.offloaded, self.n = window, store.n
-        n_page = max(window, -(-store.capacity // page))
+        self.offloaded = window
         n_resident = n_sink + n_ring + n_slot
+        if known is None:
+            n_page = max(window, -(-store.capacity // page))
+            n_groups = n_page // GROUPED if groups else 0
+            known = Summaries(
+                hi=_zeros((n_kv_head, n_page, d), np.uint16),
+                lo=_zeros((n_kv_head, n_page, d), np.uint16),
+                group_hi=_zeros((n_kv_head, n_groups, d), np.uint16),
+                group_lo=_zeros((n_kv_head, n_groups, d), np.uint16),
+                n=0,
+            )
         self.pages = HostPages(
-            pool=on_lines((n_page - n_sink, n_kv_head, page * (d + d_v) // ELEMENTS), np.uint64),
+            pool_k=_words(store.k),
+            pool_v=_words(store.v),
             k=_zeros((n_resident, page, n_kv_head, d // ELEMENTS), np.uint64),
             v=_zeros((n_resident, page, n_kv_head, d_v // ELEMENTS), np.uint64),
-            hi=_zeros((n_kv_head, n_page, d), np.uint16),
-            lo=_zeros((n_kv_head, n_page, d), np.uint16),
-            group_hi=_zeros((n_kv_head, n_page // GROUPED if groups else 0, d), np.uint16),
-            group_lo=_zeros((n_kv_head, n_page // GROUPED if groups else 0, d), np.uint16),
-            slot_of=np.full((n_kv_head, n_page), -1, np.int32),
+            hi=known.hi,
+            lo=known.lo,
+            group_hi=known.group_hi,
+            group_lo=known.group_lo,
+            slot_of=np.full((n_kv_head, known.hi.shape[1]), -1, np.int32),
             page_in=np.full((n_kv_head, n_slot), -1, np.int32),
             stamps=np.zeros((n_kv_head, n_slot), np.int64),
             chosen=np.zeros((n_kv_head, n_slot), np.int32),
             state=np.zeros((n_kv_head, N_STATE), np.int64),
             statistics=statistics,
         )
-        place = store.layout[[K, K_HEAD, K_ROW]].tolist()
-        page_summaries(*place, 0, window, page, n_kv_head, d, meanstd, self.pages.hi, self.pages.lo)
+        self.make_room(window, n_slot)
+        pages, place = self.pages, store.layout[[K, K_HEAD, K_ROW]].tolist()
+        first = min(known.n, window)
+        page_summaries(*place, first, window, page, n_kv_head, d, meanstd, pages.hi, pages.lo)
         if groups:
-            group_summaries(self.pages, 0, window // GROUPED, meanstd)
-        for theirs, ours in self._places(store):
-            ours[...] = theirs
+            group_summaries(pages, first // GROUPED, window // GROUPED, meanstd)
+        self._fill_residents()
 
-    def to_store(self, store: Any) -> None:
-        """Writes all rows into an empty store, bit for bit as they came."""
-        store.reserve(self.n)
-        for theirs, ours in self._places(store):
-            theirs[...] = ours
-        store.n = self.n
-
-    def _places(self, store: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields pairs of views of the same rows: in the store and in the pages."""
-        p, n_sink = self.page, self.n_sink
-        n_pool = self.offloaded - n_sink
-        blocks = [(0, n_sink * p, 0)]  # first row, rows, first resident row
-        for j in range(self.offloaded, -(-self.n // p)):
-            blocks.append((j * p, p, (n_sink + j % self.n_ring) * p))
-        of_unit = 0
-        for rows, resident in ((store.k, self.pages.k), (store.v, self.pages.v)):
-            n_kv_head, _, d = rows.shape
-            nhd = resident.view(np.float16).reshape(-1, n_kv_head, d)
+    def _fill_residents(self) -> None:
+        """Copies the rows of the sinks and of the window."""
+        p, n = self.page, self.n
+        blocks = [(0, self.n_sink * p, 0)]  # first row, rows, first resident row
+        for j in range(self.offloaded, -(-n // p)):
+            blocks.append((j * p, p, (self.n_sink + j % self.n_ring) * p))
+        of_k, of_v = (self.store.k, self.pages.k), (self.store.v, self.pages.v)
+        for rows, resident in (of_k, of_v):
+            nhd = resident.view(np.float16).reshape(-1, len(rows), rows.shape[2])
             for start, size, at in blocks:
-                size = min(size, self.n - start)
-                yield rows[:, start : start + size].transpose(1, 0, 2), nhd[at : at + size]
-            in_pool = rows[:, n_sink * p : self.offloaded * p].reshape(n_kv_head, n_pool, p, d)
-            hnd = self.pages.pool.view(np.float16)[:n_pool, :, of_unit : of_unit + p * d]
-            yield in_pool.transpose(1, 0, 2, 3), hnd.reshape(n_pool, n_kv_head, p, d)
-            of_unit += p * d
+                size = min(size, n - start)
+                nhd[at : at + size] = rows[:, start : start + size].transpose(1, 0, 2)
+
+    @property
+    def n(self) -> int:
+        """Rows of the sequence."""
+        return self.store.n
+
+    @property
+    def summaries(self) -> Summaries:
+        pages = self.pages
+        return Summaries(pages.hi, pages.lo, pages.group_hi, pages.group_lo, self.offloaded)
 
     def save(self) -> SavedPages:
         """Returns copies of all that the next step changes."""
@@ -150,16 +174,20 @@ class PageCache:
         )
 
     def take_back(self, saved: SavedPages) -> None:
-        """Restores the pages. Pages that have left their slots are copied from the pool."""
-        self.offloaded, self.n, pages, k, v, tables = saved
-        row, first_slot = self._row(self.n), self.n_sink + self.n_ring
+        """Restores the pages of a store with as many rows as then.
+
+        Pages that have left their slots are copied from the pool.
+        """
+        self.offloaded, n, pages, k, v, tables = saved
+        pages = pages._replace(pool_k=self.pages.pool_k, pool_v=self.pages.pool_v)
+        row, first_slot = self._row(n), self.n_sink + self.n_ring
         pages.k[row], pages.v[row] = k, v
         before, now = tables[HostPages._fields.index("page_in") - TABLES], pages.page_in
         for g, slot in np.argwhere((before != now) & (before >= 0)):
-            unit, at = pages.pool[before[g, slot] - self.n_sink, g], first_slot + slot
-            of_keys = pages.k[at, :, g].size
-            pages.k[at, :, g] = unit[:of_keys].reshape(self.page, -1)
-            pages.v[at, :, g] = unit[of_keys:].reshape(self.page, -1)
+            at, j = first_slot + slot, before[g, slot]
+            for pool, resident in ((pages.pool_k, pages.k), (pages.pool_v, pages.v)):
+                size = resident[at, :, g].size
+                resident[at, :, g] = pool[g, j * size : (j + 1) * size].reshape(self.page, -1)
         for table, held in zip(pages[TABLES:], tables, strict=True):
             table[:] = held
         self.pages = pages
@@ -169,16 +197,19 @@ class PageCache:
         return self.n_sink + n // self.page % self.n_ring, n % self.page
 
     def make_room(self, n_page: int, n_slot: int) -> None:
-        """Makes room for pages below ``n_page`` in the pool, and for n_slot cached pages a kv head.
+        """Makes room for summaries below ``n_page``, and for n_slot cached pages a kv head.
 
-        A pool that grows becomes at least an eighth larger.
+        Arrays of summaries that grow become at least an eighth larger. The store may have moved.
         """
+        if self.store.layout is not self._layout:
+            self._layout = self.store.layout
+            pool_k, pool_v = _words(self.store.k), _words(self.store.v)
+            self.pages = self.pages._replace(pool_k=pool_k, pool_v=pool_v)
         pages = self.pages
         have = pages.hi.shape[1]
         if n_page > have:
             n_page = max(n_page, have + have // 8 + 16)
             self.pages = pages = pages._replace(
-                pool=_grown(pages.pool, 0, n_page - self.n_sink),
                 hi=_grown(pages.hi, 1, n_page),
                 lo=_grown(pages.lo, 1, n_page),
                 group_hi=_grown(pages.group_hi, 1, self._n_group(n_page)),
@@ -198,15 +229,6 @@ class PageCache:
     def _n_group(self, n_page: int) -> int:
         """Returns the number of groups to make room for, next to ``n_page`` pages."""
         return n_page // GROUPED if self.pages.group_hi.shape[1] else 0
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of a page's K and V in one kv head: what one recall copies."""
-        return self.pages.pool.strides[1]
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.pages.pool.nbytes
 
     @property
     def resident_bytes(self) -> int:
@@ -259,6 +281,13 @@ def group_summaries_ref(hi, lo, meanstd):
     middle = mean.mean(2)
     spread = np.sqrt(np.maximum((mean**2 + std**2).mean(2) - middle**2, 0))
     return middle + spread, middle - spread
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    """Returns K or V of a store as uint64 (G, room): each head's rows lie end to end."""
+    words = rows.view(np.uint64)
+    of_head = words.strides[0]
+    return np.lib.stride_tricks.as_strided(words, (len(words), of_head // 8), (of_head, 8))
 
 
 def _zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:

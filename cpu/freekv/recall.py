@@ -1,13 +1,12 @@
-"""Copies FreeKV's pages on the host: from the window to the pool, and chosen pages to slots.
+"""Copies chosen pages of FreeKV to slots on the host, and summarises pages that leave the window.
 
 The step in freekv/step.py calls these kernels.
 
 A layer's K and V lie in pages of p rows on two tiers (arrays: freekv/pages.py). Attention reads
 resident pages, NHD (page, p, kv head, d). These are the sinks' pages, a ring of window pages, and
-slots. The slots are an LRU cache of pages for each kv head. All pages between sinks and window lie
-in the pool as HND (page, kv head, K and V, p, d). There a kv head's part of a page is contiguous.
-Copies between the tiers change the layout. f16 rows are passed as uint64, four elements in one,
-because numba has no f16 arrays.
+slots. The slots are an LRU cache of pages for each kv head. The pool has all rows as HND (kv head,
+page, p, d). There a kv head's part of a page is contiguous. Copies between the tiers change the
+layout. f16 rows are passed as uint64, four elements in one, because numba has no f16 arrays.
 """
 
 import numpy as np
@@ -35,21 +34,13 @@ VISITED = 2  # groups whose pages are scored, for each page that is chosen
 
 @njit(cache=True, nogil=True)
 def offload_pages(pages, first, last, n_sink, n_ring, meanstd):
-    """Copies the pages first..last - 1 from the window's ring into the pool and summarises them."""
+    """Summarises the pages first..last - 1, which leave the window's ring. The pool has them."""
     page, n_kv_head, width = pages.k.shape[1:]
-    width_v = pages.v.shape[3]
     row_bytes = 8 * n_kv_head * width
     for j in range(first, last):
-        at = n_sink + j % n_ring
         for g in range(n_kv_head):
-            unit = pages.pool[j - n_sink, g]
-            for r in range(page):
-                for c in range(width):
-                    unit[r * width + c] = pages.k[at, r, g, c]
-                for c in range(width_v):
-                    unit[page * width + r * width_v + c] = pages.v[at, r, g, c]
             pages.statistics[g, OFFLOADED] += 1
-        ring = np.int64(pages.k.ctypes.data) + (at - j) * page * row_bytes
+        ring = np.int64(pages.k.ctypes.data) + (n_sink + j % n_ring - j) * page * row_bytes
         page_summaries(
             ring, 8 * width, row_bytes, j, j + 1, page, n_kv_head, 4 * width, meanstd, pages.hi,
             pages.lo,
@@ -58,34 +49,21 @@ def offload_pages(pages, first, last, n_sink, n_ring, meanstd):
             group_summaries(pages, j // GROUPED, j // GROUPED + 1, meanstd)
 
 
-def offload_pages_ref(pages, first, last, n_sink, n_ring):
-    """Returns the units that ``offload_pages`` writes: uint64 (last - first, G, unit)."""
-    at = [n_sink + j % n_ring for j in range(first, last)]
-    parts = [x[at].transpose(0, 2, 1, 3).reshape(len(at), x.shape[2], -1) for x in pages[1:3]]
-    return np.concatenate(parts, axis=2)
-
-
 @njit(cache=True, nogil=True)
-def _recall_unit(pages, g, unit, at):
-    """Writes one (page, kv head) unit of the pool into resident page ``at``, HND to NHD."""
+def _recall_page(pages, g, j, at):
+    """Copies kv head g's page j of the pool into resident page ``at``, HND to NHD."""
     page, _, width = pages.k.shape[1:]
     width_v = pages.v.shape[3]
-    for r in range(page):
+    for i in range(page):
+        row = j * page + i
         for c in range(width):
-            pages.k[at, r, g, c] = unit[r * width + c]
+            pages.k[at, i, g, c] = pages.pool_k[g, row * width + c]
         for c in range(width_v):
-            pages.v[at, r, g, c] = unit[page * width + r * width_v + c]
-
-
-def recall_unit_ref(pages, g, i):
-    """Returns K f16 (p, d) and V (p, d_v) of kv head g's page i of the pool."""
-    page, _, width = pages.k.shape[1:]
-    k, v = np.split(pages.pool[i, g].view(np.float16), [4 * page * width])
-    return k.reshape(page, -1), v.reshape(page, -1)
+            pages.v[at, i, g, c] = pages.pool_v[g, row * width_v + c]
 
 
 @njit(cache=True, nogil=True)
-def recall_pages(pages, g, n_chosen, n_sink, first_slot):
+def recall_pages(pages, g, n_chosen, first_slot):
     """Makes the chosen pages of kv head g resident, in place of the least recently used ones.
 
     There are at least as many slots as chosen pages. Hits get their time stamp first, so that no
@@ -118,7 +96,7 @@ def recall_pages(pages, g, n_chosen, n_sink, first_slot):
         page_in[slot] = j
         slot_of[j] = slot
         stamps[slot] = now
-        _recall_unit(pages, g, pages.pool[j - n_sink, g], first_slot + slot)
+        _recall_page(pages, g, j, first_slot + slot)
 
 
 @njit(cache=True, nogil=True)
@@ -139,7 +117,7 @@ def select_pages(pages, g, queries, query, end, n_best, scale, softcap, n_sink, 
         n_chosen = choose_pages(
             queries, hi, lo, n_sink, end, n_best, scale, softcap, pages.chosen[g]
         )
-    recall_pages(pages, g, n_chosen, n_sink, first_slot)
+    recall_pages(pages, g, n_chosen, first_slot)
     state = pages.state[g]
     state[N_CHOSEN], state[QUERY], state[END], state[BEST] = n_chosen, query, end, n_best
     if end - n_sink > n_best:

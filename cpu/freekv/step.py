@@ -56,7 +56,8 @@ FREEKV = np.dtype(
                 *("n_head", "n_kv"),
                 *("d", "d_v"),  # padded
                 "page",  # rows of a page
-                *("n_pool", "n_resident", "n_page", "n_group", "n_slot"),  # room in the arrays
+                *("pool_k", "pool_v"),  # words of a kv head in the pool
+                *("n_resident", "n_page", "n_group", "n_slot"),  # room in the arrays
                 *("n_sink", "n_ring"),  # pages
                 "meanstd",  # whether summaries are mean + std and mean - std
                 "sinks",  # f32 (n_scored_sinks,): scores without values, in the attention only
@@ -64,7 +65,7 @@ FREEKV = np.dtype(
                 "n_threads",
                 "n",  # rows of the step, the new one included
                 "window",  # the first page of the step's window
-                "offloaded",  # pages from this one to the window go to the pool before the step
+                "offloaded",  # pages from this one to the window are summarised before the step
                 "n_best",  # most pages that are chosen
                 "current",  # whether all kv heads choose with the step's own query
                 "n_listed",  # columns of ``attended``; 0: rows are not listed
@@ -84,7 +85,8 @@ def _host_pages(this):
     at, n_kv, page, d, d_v = this.pages, this.n_kv, this.page, this.d // 4, this.d_v // 4
     summaries, groups = (n_kv, this.n_page, this.d), (n_kv, this.n_group, this.d)
     return HostPages(
-        carray(bits_pointer(at.pool), (this.n_pool, n_kv, page * (d + d_v))),
+        carray(bits_pointer(at.pool_k), (n_kv, this.pool_k)),
+        carray(bits_pointer(at.pool_v), (n_kv, this.pool_v)),
         carray(bits_pointer(at.k), (this.n_resident, page, n_kv, d)),
         carray(bits_pointer(at.v), (this.n_resident, page, n_kv, d_v)),
         carray(half_pointer(at.hi), summaries),
@@ -121,7 +123,7 @@ def recall_ahead(at, previous):
     """Retrieves pages speculatively for a step of n rows, with the query of the previous step.
 
     Arguments are addresses: of a record of ``FREEKV``; of previous f32 (H, d), current at n - 1
-    rows. Pages that have left the window go to the pool first. Kv heads that have already chosen
+    rows. Pages that have left the window are summarised first. Kv heads that have already chosen
     with that query are skipped.
     """
     this = _record(at)
@@ -152,6 +154,10 @@ def _step_heads(counter, at, q, previous, k_new, v_new, attended, counts, out):
         statistics = pages.statistics[g]
         store_halves(k_new[g].ctypes.data, k_row + g * 8 * width, 4 * width)
         store_halves(v_new[g].ctypes.data, v_row + g * 8 * width_v, 4 * width_v)
+        for c in range(width):
+            pages.pool_k[g, (n - 1) * width + c] = pages.k[resident, (n - 1) % page, g, c]
+        for c in range(width_v):
+            pages.pool_v[g, (n - 1) * width_v + c] = pages.v[resident, (n - 1) % page, g, c]
         first, last = g * group, (g + 1) * group
         corrected = not current and mean_cosine(q[first:last], previous[first:last]) < this.tau
         if current or corrected:
@@ -175,7 +181,7 @@ def recall_step(at, q, previous, k, v, attended, counts, out):
     """Runs one decode step of a layer: attends to the sinks' pages, chosen pages and the window.
 
     Arguments are addresses: of a record of ``FREEKV``; of q, previous f32 (H, d), k (G, d), v (G,
-    d_v). Pages that have left the window go to the pool first. A kv head chooses with q if
+    d_v). Pages that have left the window are summarised first. A kv head chooses with q if
     ``current``, or if its queries' mean cosine is below tau. Otherwise it chooses with
     ``previous``, unless ``recall_ahead`` did so. attended int32 (G, n_listed): rows attended to;
     counts int64 (G,). out f32 (H, d_v).
@@ -227,7 +233,8 @@ class FreeKVStep:
         record["pages"] = addresses_of(pages)
         record["n_resident"], record["page"], record["n_kv"] = pages.k.shape[:3]
         record["d"], record["d_v"] = 4 * pages.k.shape[3], 4 * pages.v.shape[3]
-        record["n_pool"], record["n_page"] = len(pages.pool), pages.hi.shape[1]
+        record["pool_k"], record["pool_v"] = pages.pool_k.shape[1], pages.pool_v.shape[1]
+        record["n_page"] = pages.hi.shape[1]
         record["n_group"], record["n_slot"] = pages.group_hi.shape[1], pages.stamps.shape[1]
         record["n_sink"], record["n_ring"] = cache.n_sink, cache.n_ring
         record["meanstd"] = cache.meanstd
@@ -235,7 +242,8 @@ class FreeKVStep:
     def at(self, cache: PageCache, n: int, window: int, n_best: int) -> None:
         """Sets up ``run`` or ``ahead`` for a step of n rows, the new one included.
 
-        window: the first page of the step's window; n_best: most pages that are chosen.
+        The pool has room for n rows. window: the first page of the step's window; n_best: most
+        pages that are chosen.
         """
         if cache.pages is not self._pages:
             self._use(cache)

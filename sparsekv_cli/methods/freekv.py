@@ -2,7 +2,7 @@
 
 Attention reads sinks, a window and a few pages between them. The query of the previous step chooses
 the pages, so that they are fetched a step ahead. If a query differs much from the previous one, its
-kv head chooses again with the new query. All other pages are in a pool.
+kv head chooses again with the new query. A pool has all pages.
 
 | paper | here |
 |---|---|
@@ -10,7 +10,7 @@ kv head chooses again with the new query. All other pages are in a pool.
 | 3.2 group-consistent selection, mean of softmax(P) | cpu/freekv/choice.py choose_pages |
 | 3.2 speculative retrieval for the next step | cpu/freekv/step.py recall_ahead, on a thread |
 | 3.3 query-based identification, C_i < tau; head-wise correction | mean_cosine, recall_step |
-| 4.2 hybrid layouts, NHD and HND; offloading | cpu/freekv/pages.py, offload_pages |
+| 4.2 hybrid layouts, NHD and HND | cpu/freekv/pages.py |
 | 4.2 streamed recall | recall_pages |
 
 Departures; docs/methods.md has their reasons and figures:
@@ -19,7 +19,8 @@ Departures; docs/methods.md has their reasons and figures:
 (2) The window starts at a page, so it holds W to W + p - 1 rows. A choice made a step ahead counts
     the pages that leave the window by then.
 (3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
-(4) A recall converts as it copies, without the paper's two buffers.
+(4) A recall converts as it copies, without the paper's two buffers. On a CPU the pool is the store
+    of all rows. A step writes its row there, and a prompt is extended where it lies.
 (5) Without a core to spare (``overlap``) nothing is done ahead; the results are the same.
 (6) On a CPU, pages are summarised again in groups of 8. If the best groups hold less than half of
     the pages, only their pages are scored (``groups``).
@@ -40,7 +41,7 @@ import numpy as np
 
 from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
-from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.freekv.pages import (
     ATTENDED,
     CORRECTED,
@@ -52,6 +53,7 @@ from sparsekv_cli.cpu.freekv.pages import (
     SCORED,
     STEPPED,
     PageCache,
+    Summaries,
 )
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.jit.floats import as_f32
@@ -164,18 +166,19 @@ class FreeKV(Method):
 
 
 class FreeKVCache(LayerCache):
-    """One layer: a KVStore in prefill and while attention is dense, otherwise a PageCache."""
+    """One layer: a KVStore with all rows, and a PageCache while attention is sparse."""
 
+    can_prefill_in_parts = True
     queries_read = 1
 
     def __init__(self, spec: LayerSpec, method: FreeKV) -> None:
         super().__init__(spec)
         self.method = method
         self._cache: PageCache | None = None
+        self._known: Summaries | None = None  # of pages that the sequence still has
         self._overlaps = method.overlaps(spec.n_threads)
         # The choice that is being made for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
-        self._reserved = 0
         none = np.zeros((spec.n_head, spec.head_dim), np.float32)
         self._last = none  # the last query (H, d) of a prefill that runs
         # The last query of the last prefill (H, d), and the number of rows at its end.
@@ -187,15 +190,6 @@ class FreeKVCache(LayerCache):
             spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
         )
         self._waited = 0  # ns that steps have waited for the thread that chooses pages
-
-    @property
-    def n(self) -> int:
-        return self.store.n if self._cache is None else self._cache.n
-
-    def reserve(self, n: int) -> None:
-        self._reserved = n
-        if self._cache is None:
-            self.store.reserve(n)
 
     # --- prefill ----------------------------------------------------------------------------------
 
@@ -219,25 +213,22 @@ class FreeKVCache(LayerCache):
                 self._recall_ahead(cache, background=False)
 
     def _enter_pages(self, plan: PagePlan) -> PageCache:
-        """Moves all rows from the store to pages."""
+        """Makes pages resident. Summaries of earlier pages serve again."""
         method = self.method
         self._cache = cache = PageCache(
             self.store, self._statistics, page=method.page, n_sink=plan.n_sink,
             n_ring=-(-(method.window + method.page - 1) // method.page), n_slot=method.slots(plan),
             window=plan.window, meanstd=method.summary == "meanstd",
-            groups=method.groups,
+            groups=method.groups, known=self._known,
         )  # fmt: skip
-        self.store = KVStore(self.spec)
+        self._known = None
         return cache
 
     def _leave_pages(self) -> None:
-        """Moves all rows back to a store, bit for bit."""
+        """Drops the resident pages, and keeps the summaries."""
         self._wait()
         if self._cache is not None:
-            store = KVStore(self.spec)
-            store.reserve(max(self._cache.n, self._reserved))
-            self._cache.to_store(store)
-            self.store, self._cache = store, None
+            self._known, self._cache = self._cache.summaries, None
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -250,6 +241,7 @@ class FreeKVCache(LayerCache):
             return self._decode_dense(x)
         if cache is None:
             cache = self._enter_pages(plan)
+        self.store.reserve(n)
         cache.make_room(plan.window, method.slots(plan))
         width = (plan.n_sink + plan.n_best) * method.page + n - plan.window * method.page
         attended = np.empty((spec.n_head_kv, width if self.records_attended else 0), np.int32)
@@ -258,7 +250,7 @@ class FreeKVCache(LayerCache):
         current = not method.speculate or self._previous_n != n - 1
         self._step.at(cache, n, plan.window, plan.n_best)
         self._step.run(x.q, self._previous, x.k, x.v, current, attended, counts, out)
-        cache.offloaded, cache.n = plan.window, n
+        cache.offloaded, self.store.n = plan.window, n
         self._remember(q, n)
         if self.records_attended:
             self.attended = (attended, counts)
@@ -332,6 +324,8 @@ class FreeKVCache(LayerCache):
         if n < self.n:
             self._leave_pages()
             self.store.truncate(n)
+            if self._known is not None:
+                self._known = self._known._replace(n=min(self._known.n, n // self.method.page))
             if n == self._start[1]:
                 self._begin()
             elif n < self._start[1]:
@@ -355,9 +349,9 @@ class FreeKVCache(LayerCache):
     def memory(self) -> Memory:
         host, cache = self.store.nbytes, self._cache
         if cache is None:
-            return Memory(host=host)
+            return Memory(host=host, index=0 if self._known is None else self._known.nbytes)
         index = cache.index_bytes + self._previous.nbytes
-        return Memory(host=host + cache.pool_bytes, device=cache.resident_bytes, index=index)
+        return Memory(host=host, device=cache.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
         """Returns the steps counted by the kernels, added to the dense ones."""

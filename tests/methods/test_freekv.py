@@ -80,8 +80,7 @@ def test_memory_is_as_the_formula_says():
     cache.reserve(640)
     prefill(cache, stream.rows(600))
     memory, unit = cache.memory(), p * 2 * (80 + 48)
-    assert cache.store.nbytes == 0
-    assert memory.host == (640 // p - 1) * 2 * unit
+    assert memory.host == cache.store.nbytes == 640 // p * 2 * unit
     assert memory.device == (1 + n_ring + 2 * k) * 2 * unit
     tables = 640 // p * 4 + 2 * k * (4 + 8 + 4) + 8 * (5 + 7)
     of_pages, of_groups = 640 // p * 2 * 2 * 80, 640 // p // GROUPED * 2 * 2 * 80
@@ -90,8 +89,8 @@ def test_memory_is_as_the_formula_says():
     for _ in range(200):
         decode_row(cache, stream.rows(1))
     memory = cache.memory()
-    assert memory.device == before.device and cache.store.nbytes == 0
-    assert (800 - 64) // p * 2 * unit <= memory.host <= 1.3 * 800 // p * 2 * unit
+    assert memory.device == before.device
+    assert 800 // p * 2 * unit <= memory.host <= 1.3 * 800 // p * 2 * unit
 
 
 def test_counters_of_a_run():
@@ -145,7 +144,7 @@ def test_rows_come_back_bit_for_bit(case):
             keep(row)
         rows = stream.rows(n_new)
         out, q = prefill(cache, rows, chunk=100), keep(rows)
-        assert cache.n == plain.n and cache._cache is not None and cache.store.capacity == 0
+        assert cache.n == plain.n and cache._cache is not None
         np.testing.assert_array_equal(out, attend_causal(q, plain, cache.spec))
     cache._leave_pages()
     for mine, theirs in ((cache.store.k, plain.k), (cache.store.v, plain.v)):

@@ -10,7 +10,7 @@ from sparsekv_cli.methods import build_method
 N_PROMPT, STEPS = 200, [7, 8, 9]
 OTHERS = ("topk", "streaming", "quest", "snapkv", "h2o", "lfps", "freekv")
 QUERIED = {"window": "100"}  # more queries than are read again in any case
-GIVE_ROWS = {"full", "topk", "streaming", "quest", "lfps"}  # they keep all rows as full does
+GIVE_ROWS = {"full", "topk", "streaming", "quest", "lfps", "freekv"}  # all rows
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 from freekv_pages import half, make_cache
 
-from sparsekv_cli.cache.spec import LayerSpec
-from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.freekv import choice, recall
-from sparsekv_cli.cpu.freekv.pages import CORRECTED, HIT, OFFLOADED, RECALLED, SCORED
+from sparsekv_cli.cpu.freekv.pages import CORRECTED, HIT, OFFLOADED, RECALLED, SCORED, PageCache
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
@@ -28,12 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("page", [5, 16])
 def test_pages_hold_the_rows_of_the_store(_, n_kv_head, d, n, page):
     cache, store = make_cache(n, n_kv_head, d, 48, page=page, n_sink=2 if page == 5 else 1)
-    units = range(cache.n_sink, cache.offloaded)
-    for j in units:
-        for g in range(n_kv_head):
-            k, v = recall.recall_unit_ref(cache.pages, g, j - cache.n_sink)
-            np.testing.assert_array_equal(k, store.k[g, j * page : (j + 1) * page])
-            np.testing.assert_array_equal(v, store.v[g, j * page : (j + 1) * page])
     hi, lo = page_summaries_ref(store.k[:, : cache.offloaded * page], page, True)
     np.testing.assert_allclose(half(cache.pages.hi)[:, : cache.offloaded], hi, atol=2e-3)
     np.testing.assert_allclose(half(cache.pages.lo)[:, : cache.offloaded], lo, atol=2e-3)
@@ -41,17 +33,11 @@ def test_pages_hold_the_rows_of_the_store(_, n_kv_head, d, n, page):
     np.testing.assert_array_equal(
         k[: cache.n_sink * page].transpose(1, 0, 2), store.k[:, : cache.n_sink * page]
     )
-    other = KVStore(make_spec(n_kv_head, d, 48))
-    cache.to_store(other)
-    np.testing.assert_array_equal(other.k[:, :n], store.k[:, :n])
-    np.testing.assert_array_equal(other.v[:, :n], store.v[:, :n])
-
-
-def make_spec(n_kv_head, d, d_v):
-    return LayerSpec(
-        layer=0, n_layer=1, n_head=n_kv_head, n_head_kv=n_kv_head, head_dim=d, value_dim=d_v,
-        n_threads=1,
-    )  # fmt: skip
+    v = cache.pages.v.view(np.float16).reshape(-1, n_kv_head, 48)
+    for i in range(cache.offloaded * page, n):  # the window's, in a ring
+        at = cache.n_sink * page + i % (cache.n_ring * page)
+        np.testing.assert_array_equal(k[at], store.k[:, i])
+        np.testing.assert_array_equal(v[at], store.v[:, i])
 
 
 @pytest.mark.parametrize(("_", "n_kv_head", "d"), GEOMETRIES)
@@ -61,14 +47,7 @@ def test_offload_pages(_, n_kv_head, d, meanstd):
     cache, store = make_cache(200, n_kv_head, d, 32, meanstd=meanstd, window=64)
     first, last = cache.offloaded, cache.offloaded + 2
     cache.make_room(last, 8)
-    units = recall.offload_pages_ref(cache.pages, first, last, cache.n_sink, cache.n_ring)
     recall.offload_pages(cache.pages, first, last, cache.n_sink, cache.n_ring, meanstd)
-    np.testing.assert_array_equal(cache.pages.pool[first - 1 : last - 1], units)
-    for j in range(first, last):
-        for g in range(n_kv_head):
-            k, v = recall.recall_unit_ref(cache.pages, g, j - 1)
-            np.testing.assert_array_equal(k, store.k[g, 16 * j : 16 * j + 16])
-            np.testing.assert_array_equal(v, store.v[g, 16 * j : 16 * j + 16])
     hi, lo = page_summaries_ref(store.k[:, : 16 * last], 16, meanstd)
     np.testing.assert_allclose(half(cache.pages.hi)[:, first:last], hi[:, first:], atol=2e-3)
     np.testing.assert_allclose(half(cache.pages.lo)[:, first:last], lo[:, first:], atol=2e-3)
@@ -76,7 +55,7 @@ def test_offload_pages(_, n_kv_head, d, meanstd):
 
 
 def test_room_is_made_and_nothing_is_lost():
-    cache, store = make_cache(300)
+    cache, _ = make_cache(300)
     old = cache.pages
     old.slot_of[:, 5], old.page_in[:, 3], old.stamps[:, 3], old.chosen[:, 0] = 3, 5, 9, 5
     have = old.hi.shape[1]
@@ -85,15 +64,49 @@ def test_room_is_made_and_nothing_is_lost():
     cache.make_room(have + 1, 20)
     new = cache.pages
     assert new.hi.shape[1] >= have + 1 + have // 8 and new.stamps.shape[1] == 20
-    assert new.pool.shape[0] == new.hi.shape[1] - 1 and new.k.shape[0] == old.k.shape[0] + 12
+    assert new.k.shape[0] == old.k.shape[0] + 12
     assert (new.slot_of[:, 5] == 3).all() and (new.slot_of[:, have:] == -1).all()
     assert (new.page_in[:, 3] == 5).all() and (new.page_in[:, 8:] == -1).all()
     assert (new.stamps[:, 3] == 9).all() and not new.stamps[:, 8:].any()
     np.testing.assert_array_equal(new.hi[:, :have], old.hi)
-    other = KVStore(make_spec(3, 64, 64))
-    cache.to_store(other)
-    np.testing.assert_array_equal(other.k[:, :300], store.k[:, :300])
-    assert cache.index_bytes == sum(a.nbytes for a in new[3:])
+    assert cache.index_bytes == sum(a.nbytes for a in new[4:])
+
+
+def test_the_pool_follows_a_store_that_moves():
+    """Pages are recalled from the new memory, and a new row is written there."""
+    step = Step(8, 4, 64, 300)
+    old = step.store.k
+    step.store.reserve(2 * step.store.capacity)
+    step.store.k[:, :300] *= 2
+    assert step.store.k is not old
+    step.run(current=True)
+    pages, n_sink, n_ring = step.cache.pages, step.cache.n_sink, step.cache.n_ring
+    for g, j in enumerate(pages.chosen[:, 0]):
+        at = n_sink + n_ring + pages.slot_of[g, j]
+        found = pages.k[at, :, g].view(np.float16)
+        np.testing.assert_array_equal(found, step.store.k[g, 16 * j : 16 * j + 16])
+    np.testing.assert_array_equal(step.store.k[:, 300], step.k.astype(np.float16))
+
+
+def test_known_summaries_serve_again():
+    """Only the pages after them are summarised, and arrays that are too short grow."""
+    cache, store = make_cache(700, groups=True, page=4)
+    known = cache.summaries._replace(n=40)
+    known.hi[:, 7] = 9  # a mark in a page that is known
+    store.append(*(np.ones((3, 300, 64), np.float32) for _ in "kv"))
+    new, whole = (
+        PageCache(
+            store, cache.pages.statistics, page=4, n_sink=1, n_ring=9, n_slot=8, window=240,
+            meanstd=True, groups=True, known=each,
+        )
+        for each in (known, None)
+    )  # fmt: skip
+    assert (new.pages.hi[:, 7] == 9).all() and new.summaries.n == 240
+    new.pages.hi[:, 7] = whole.pages.hi[:, 7]
+    for mine, theirs, n in zip(
+        new.summaries[:4], whole.summaries[:4], (240, 240, 30, 30), strict=True
+    ):
+        np.testing.assert_array_equal(mine[:, :n], theirs[:, :n])
 
 
 # --- choice ---------------------------------------------------------------------------------------
@@ -161,7 +174,7 @@ def recalled(cache, g, chosen):
     cache.pages.chosen[g, : len(chosen)] = chosen
     before = cache.pages.statistics[g].copy()
     first_slot = cache.n_sink + cache.n_ring
-    recall.recall_pages(cache.pages, g, len(chosen), cache.n_sink, first_slot)
+    recall.recall_pages(cache.pages, g, len(chosen), first_slot)
     return (cache.pages.statistics[g] - before)[[HIT, RECALLED]].tolist()
 
 
@@ -228,6 +241,8 @@ class Step:
 
     def step(self, tau=0.0, n_threads=1):
         step = FreeKVStep(len(self.q), self.scale, self.softcap, self.sinks, tau, n_threads)
+        self.store.reserve(self.n)
+        self.cache.make_room(self.window, 8)
         step.at(self.cache, self.n, self.window, self.n_best)
         return step
 
