@@ -182,7 +182,7 @@ def _described(value: Any, notation: Notation) -> list[ToolCall]:
     if not name:
         raise ValueError("no name")
     if given:
-        call = call_of(name, fields[given])
+        call = call_of(name, fields[given]) or _of_text(name, fields[given], notation)
     elif fields.keys() <= LABELS:
         call = call_of(name, {})
     else:  # the arguments stand beside the name
@@ -193,6 +193,17 @@ def _described(value: Any, notation: Notation) -> list[ToolCall]:
     if call is None:
         raise ValueError("no arguments")
     return [call]
+
+
+def _of_text(name: str, given: Any, notation: Notation) -> ToolCall | None:
+    """Returns a call whose argument is written alone; None unless the function has only a text."""
+    schema = notation.functions.get(name)
+    declared = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(given, str) or not isinstance(declared, Mapping) or len(declared) != 1:
+        return None
+    key, value = next(iter(declared.items()))
+    is_text = isinstance(value, Mapping) and value.get("type") == "string"
+    return call_of(name, {key: given}) if is_text else None
 
 
 def _python_calls(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], int]:

@@ -32,6 +32,7 @@ from sparsekv_cli.methods import describe_methods
 from sparsekv_cli.serve import anthropic, llama, openai, page
 from sparsekv_cli.serve.answers import ENDS
 from sparsekv_cli.serve.forms.clients import without_unused
+from sparsekv_cli.serve.forms.offers import told_only
 from sparsekv_cli.serve.forms.openapi import BYTES, MAX_NAME, openapi
 from sparsekv_cli.serve.forms.response_fields import ResponseFields
 from sparsekv_cli.serve.forms.schema import (
@@ -99,13 +100,15 @@ def make_app(
         fields = await loop.run_in_executor(readers, read_fields, kind, values)
         service = await hold(request, str(getattr(fields, "model", "")))
         count_unused(unused | service.unused(fields))
+        told = told_only(getattr(fields, "tools", ()))
+        count_unused(told, "that the model is told and not bound by")
         return await loop.run_in_executor(readers, make, service, fields)
 
-    def count_unused(names: Iterable[str]) -> None:
-        """Counts fields that have no effect here. The log has a line for each, once."""
+    def count_unused(names: Iterable[str], what: str = "that has no effect here") -> None:
+        """Counts fields that do not have their full effect. The log has a line for each, once."""
         for name in names:
             if metrics.add_unused(name) == 1:
-                log(f"requests have a field that has no effect here: {name}")
+                log(f"requests have a field {what}: {name}")
 
     async def hold(request: Request, name: str) -> Service:
         """Returns the service of a model. The model stays loaded until the request is answered."""

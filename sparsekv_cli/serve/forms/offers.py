@@ -80,13 +80,39 @@ class FunctionFields(Fields):
     parameters: dict[str, Any] | None = None
 
 
+class Grammar(Fields):
+    """A grammar of a custom tool's input."""
+
+    definition: Text
+    syntax: Literal["lark", "regex"] = "lark"
+
+
 class CustomFormat(Fields):
-    """The form of a custom tool's input. The model is told a grammar, but is not bound by it."""
+    """The form of a custom tool's input. The model is told a grammar, but is not bound by it.
+
+    grammar: as a chat has it. definition, syntax: as a response has them.
+    """
 
     type: Literal["text", "grammar"] = "text"
-    grammar: dict[str, Any] | None = None
-    definition: str | None = None
-    syntax: str | None = None
+    grammar: Grammar | None = None
+    definition: Text | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+    @check_model(mode="after")
+    def _check_grammar(self) -> CustomFormat:
+        if (self.type == "grammar") == (self.grammar is None and self.definition is None):
+            reason = ": the type grammar, and no other, needs a definition"
+            raise FieldError("tools[].format", reason)
+        return self
+
+    @property
+    def told(self) -> str:
+        """The text that tells the model its grammar; empty if there is none."""
+        if self.type == "text":
+            return ""
+        given = self.grammar or self
+        kind = "regular expression" if given.syntax == "regex" else "Lark grammar"
+        return f"\n\nThe input fits this {kind}:\n{given.definition}"
 
 
 class CustomFields(Fields):
@@ -98,9 +124,7 @@ class CustomFields(Fields):
 
     def as_function(self) -> FunctionFields:
         """Returns the function that the model calls."""
-        grammar = (self.format.grammar or {}).get("definition") or self.format.definition
-        more = f"\n\nThe input fits this grammar:\n{grammar}" if grammar else ""
-        description = self.description + more
+        description = self.description + self.format.told
         return FunctionFields(name=self.name, description=description, parameters=ONE_INPUT)
 
 
@@ -204,10 +228,30 @@ def joined_name(namespace: str, name: str) -> str:
     return f"{namespace}{BETWEEN}{name}" if namespace else name
 
 
+def told_only(tools: Iterable[Any]) -> set[str]:
+    """Returns the paths of grammars that the model is told and not bound by."""
+    found: set[str] = set()
+    for tool in tools:
+        if isinstance(tool, ResponseTool):
+            found |= {f"tools[].{path}" for path in told_only(tool.tools)}
+            own = {"tools[].format": tool.format}
+        else:
+            custom = tool.custom if isinstance(tool, ToolFields) else None
+            own = {} if custom is None else {"tools[].custom.format": custom.format}
+        found |= {path for path, form in own.items() if form.type == "grammar"}
+    return found
+
+
 def custom_input(arguments: str) -> str:
-    """Returns the input of a custom tool from the arguments that the model wrote."""
+    """Returns the input of a custom tool from the arguments that the model wrote.
+
+    It is the argument ``input``, or a text that is the only argument.
+    """
     given = json.loads(arguments)
-    text = given.get("input") if isinstance(given, dict) else None
+    if not isinstance(given, dict):
+        return arguments
+    values = [*given.values()] or [""]
+    text = given.get("input", values[0] if len(values) == 1 else None)
     return text if isinstance(text, str) else arguments
 
 

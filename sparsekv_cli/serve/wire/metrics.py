@@ -60,7 +60,7 @@ class Metrics:
             requests.add_metric(labels, n)
         yield requests
         unused = CounterMetricFamily(
-            PREFIX + "unused_fields", "Fields of requests without an effect.", labels=("field",)
+            PREFIX + "unused_fields", "Fields of requests without full effect.", labels=("field",)
         )
         for name, n in self._unused.items():
             unused.add_metric((name,), n)

@@ -20,7 +20,7 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.models.chat.calls import ToolCall
 from sparsekv_cli.serve.forms.clients import CLIENTS, HOSTED_TOOLS, LEFT_OUT, without_unused
 from sparsekv_cli.serve.forms.items import OutputItems, read_items
-from sparsekv_cli.serve.forms.offers import ResponseTool, offers_of
+from sparsekv_cli.serve.forms.offers import ResponseTool, ToolFields, custom_input, offers_of
 from sparsekv_cli.serve.forms.openapi import PATHS
 from sparsekv_cli.serve.forms.schema import MessageTool
 from sparsekv_cli.serve.forms.tools import HERMES_MARKS
@@ -126,6 +126,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 5, "n_predict": 5}, "n_predict"),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "thinking"),
     (CHAT, {"tools": [{"type": "custom"}]}, "tools"),
+    (RESPOND, {"tools": [{**PATCH, "format": {"type": "grammar"}}]}, "needs a definition"),
+    (RESPOND, {"tools": [{**PATCH, "format": {"definition": "start: /a/"}}]}, "definition"),
+    (RESPOND, {"tools": [{**PATCH, "format": {**PATCH["format"], "syntax": "ebnf"}}]}, "syntax"),
     (RESPOND, {"tools": HOSTED, "tool_choice": {"type": "web_search"}}, "tool_choice"),
     (RESPOND, {"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
     (RESPOND, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -150,6 +153,38 @@ def test_a_field_is_counted_always_and_logged_once(post: Any, server: Any) -> No
     assert sum(line.endswith(": reasoning_effort") for line in server.log) == 1
     text = httpx.get(f"{server.url}/metrics").text
     assert 'sparsekv_unused_fields_total{field="route"} 3.0' in text
+
+
+def test_a_grammar_of_a_custom_tool_is_told_and_logged_once(post: Any, server: Any) -> None:
+    inner = {**AGENTS, "tools": [PATCH]}
+    regex = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
+    custom = {"type": "custom", "custom": {"name": "word", "format": regex}}
+    free = {"type": "custom", "name": "free", "format": {"type": "text"}}
+    for _ in range(2):
+        for path, tool in ((RESPOND, PATCH), (RESPOND, inner), (RESPOND, free), (CHAT, custom)):
+            assert post(path, tools=[tool])[0] == 200
+    lines = [line for line in server.log if line.endswith("format")]
+    paths = ("tools[].format", "tools[].tools[].format", "tools[].custom.format")
+    words = "requests have a field that the model is told and not bound by:"
+    assert sorted(lines) == sorted(f"{words} {path}" for path in paths)
+    told = read_fields(ToolFields, custom).as_function.description
+    assert told.endswith("The input fits this regular expression:\n[a-z]+")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"input": "*** Begin"}, "*** Begin"),
+        ({"input": "a", "path": "b"}, "a"),
+        ({"patch": "*** Begin"}, "*** Begin"),
+        ({}, ""),
+        ({"patch": "a", "path": "b"}, '{"patch": "a", "path": "b"}'),
+        ({"n": 5}, '{"n": 5}'),
+        (["a"], '["a"]'),
+    ],
+)
+def test_the_input_of_a_custom_tool(arguments: Any, text: str) -> None:
+    assert custom_input(json.dumps(arguments)) == text
 
 
 def test_every_known_field_can_be_sent_on_every_path() -> None:
