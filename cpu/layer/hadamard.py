@@ -17,25 +17,34 @@ def block_of(d: int) -> int:
     return d & -d
 
 
+@njit(cache=True, nogil=True)
+def rotate_row(values, d, block):
+    """Rotates, in place, the first d elements of f32 (>= d,), ``block`` at once; see above.
+
+    The matrix is Sylvester's, divided by sqrt(block). The fast transform applies it.
+    """
+    half, scale = 1, np.float32(1 / np.sqrt(block))
+    while half < block:
+        for start in range(0, d, 2 * half):
+            for i in range(start, start + half):
+                a, b = values[i], values[i + half]
+                values[i] = a + b
+                values[i + half] = a - b
+        half *= 2
+    for i in range(d):
+        values[i] *= scale
+
+
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def rotate_rows(x, d, block, n_threads):
     """Rotates, in place, the first d elements of each row of x f32 (rows, >= d), ``block`` at once.
 
-    The matrix is Sylvester's, divided by sqrt(block). The fast transform applies it.
+    See ``rotate_row``.
     """
-    n_rows, scale = x.shape[0], np.float32(1 / np.sqrt(block))
+    n_rows = x.shape[0]
     for part in prange(n_threads):
         for row in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            values, half = x[row], 1
-            while half < block:
-                for start in range(0, d, 2 * half):
-                    for i in range(start, start + half):
-                        a, b = values[i], values[i + half]
-                        values[i] = a + b
-                        values[i + half] = a - b
-                half *= 2
-            for i in range(d):
-                values[i] *= scale
+            rotate_row(x[row], d, block)
 
 
 def rotate_rows_ref(x: np.ndarray) -> np.ndarray:

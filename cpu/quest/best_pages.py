@@ -1,45 +1,73 @@
 """The pages that a chunk of a prompt attends to: the best ones over several queries."""
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import intrinsic
 
+from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
-from sparsekv_cli.cpu.attention.softmax import max_of
-from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.llvm import I64, LANES, VF, load, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
+from sparsekv_cli.cpu.quest.byte_pages import SPAN
+
+
+@intrinsic
+def _raise_to(typingctx, scores, count, top, best):
+    """Raises best[j] to scores[j] - top, j < count, f32; count: a multiple of 16; addresses."""
+
+    def codegen(context, b, signature, args):
+        scores, count, top, best = args
+        tops = llvm.splat(b, top)
+
+        def chunk(c, carried):
+            at = b.mul(c, I64(4))
+            to = b.add(best, at)
+            score = b.fsub(load(b, VF, b.add(scores, at)), tops)
+            llvm.store(b, larger(b, score, load(b, VF, to)), to)
+            return []
+
+        llvm.loop(b, I64(0), count, LANES, [], chunk)
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, i64, types.float32, i64), codegen
 
 
 @njit(cache=True, nogil=True)
-def _best_of_heads(counter, scores, n_page, n_last, chosen):
-    """Runs kv heads until none is left; see ``best_pages``."""
-    n_kv_head, n_best = chosen.shape
-    group = scores.shape[0] // n_kv_head
-    best, keys = np.empty(n_page, np.float32), np.empty(n_page, np.int32)
-    kv_head = next_task(counter)
-    while kv_head < n_kv_head:
-        best[:] = -np.inf
-        for row in scores[kv_head * group : (kv_head + 1) * group]:
-            row[n_page : n_page + LANES] = -np.inf
-            top = max_of(row.ctypes.data, n_page)
-            for j in range(n_page):
-                best[j] = max(best[j], row[j] - top)
-        keep(scores)
-        best[0] = np.inf
-        best[n_page - n_last :] = np.inf
-        order_keys(best, keys, n_page)
-        select_largest(keys, n_page, n_best, chosen[kv_head])
-        kv_head = next_task(counter)
+def _compare_tasks(counter, scores, tops, n_page, n_last, best):
+    """Writes best scores until no task is left. A task is SPAN pages of a kv head."""
+    n_kv, n_rows = tops.shape
+    n_spans = (n_page + SPAN - 1) // SPAN
+    task = next_task(counter)
+    while task < n_kv * n_spans:
+        head, span = task % n_kv, task // n_kv
+        first = span * SPAN
+        count = min(n_page - first, SPAN)
+        of_span = best[head, first : first + count]
+        of_span[:] = -np.inf
+        for r in range(n_rows):
+            at = scores[span, head, r].ctypes.data
+            _raise_to(at, count, tops[head, r], best[head, first:].ctypes.data)
+        of_span[max(0, n_page - n_last - first) :] = np.inf
+        if first == 0:
+            of_span[0] = np.inf
+        task = next_task(counter)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def best_pages(scores, n_page, n_last, chosen, n_threads=1):
+def best_pages(scores, tops, n_page, n_last, best, chosen, n_threads=1):
     """chosen int32 (G, n_best) = the best pages of each kv head, ascending.
 
-    scores f32 (G R, >= n_page + LANES): R queries of a kv head after those of the one before. The
-    last LANES are overwritten. A page's score is the largest of its queries' scores, each minus the
-    query's largest. Page 0 and the last ``n_last`` pages are chosen first, and the earlier ones of
-    equal pages. n_best <= n_page.
+    scores f32 (spans, G, R, SPAN): see ``score_pages``. tops f32 (G, R): the largest score of each
+    query. best f32 (G, >= n_page) is set to the pages' scores: the largest over R of scores - tops.
+    Page 0 and the last ``n_last`` pages are chosen first, and the earlier ones of equal pages.
+    n_best <= n_page, which is a multiple of 16.
     """
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
-        _best_of_heads(counter, scores, n_page, n_last, chosen)
+        _compare_tasks(counter, scores, tops, n_page, n_last, best)
+    for head in prange(len(chosen)):
+        keys = np.empty(n_page, np.int32)
+        order_keys(best[head], keys, n_page)
+        select_largest(keys, n_page, chosen.shape[1], chosen[head])

@@ -26,19 +26,19 @@ from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.jit.llvm import LANES
-from sparsekv_cli.cpu.jit.pointers import address, on_lines
-from sparsekv_cli.cpu.quest import pages
+from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.quest import byte_pages, pages
 from sparsekv_cli.cpu.quest.best_pages import best_pages
+from sparsekv_cli.cpu.quest.byte_pages import PAGE
 
-PAGE = 8  # rows that are chosen together
 CHUNK = 512  # rows that share a choice; a chunk begins at a multiple of it
 RECENT = 1024  # last rows before a chunk, which are always attended
-N_QUERIES = 16  # rows of a chunk whose queries score the pages
+N_QUERIES = 8  # rows of a chunk whose queries score the pages
 N_DENSE = 2  # first full layers, which stay dense
 # Rows of the shortest prompt that ``auto`` reads sparsely, by whether the CPU has tiles (AMX). With
 # them attention is a fifth of reading 16384 tokens, without them half of it.
 SHORTEST = {True: 65536, False: 16384}
-PAGES_AT_ONCE = 256  # pages whose keys are f16 at a time
+N_SAMPLES = 512  # rows whose mean is the keys' centre
 
 
 def shortest_prompt(attention: str) -> int:
@@ -66,7 +66,7 @@ class SparseAttention:
         self._end = first_dense(n)
         self._sources = sources
         self._chosen: dict[tuple[int, int], np.ndarray] = {}  # by layer in ``sources``, position
-        self._summaries = Summaries()
+        self._summaries, self._choice = Summaries(), Choice()
         self._rows: KVStore | None = None  # the attended rows of a chunk
 
     def __call__(self, cache: LayerCache, x: AttnInput) -> Any:
@@ -90,10 +90,9 @@ class SparseAttention:
             return self._chosen[spec.source, x.pos]
         n_page, n_rows = x.pos // PAGE, x.q.shape[1]
         last = np.arange(1, N_QUERIES + 1) * n_rows // N_QUERIES - 1
-        hi, lo = self._summaries.of(store, n_page, spec)
-        chosen = choose_pages(
-            as_f32(np.ascontiguousarray(x.q[:, last])), hi, lo, n_page, self._budget // PAGE, spec
-        )
+        self._summaries.extend(store, n_page, spec)
+        q = as_f32(np.ascontiguousarray(x.q[:, last]))
+        chosen = self._choice(q, self._summaries, n_page, self._budget // PAGE, spec)
         if spec.layer in self._sources:
             self._chosen[spec.layer, x.pos] = chosen
         return chosen
@@ -129,61 +128,92 @@ def _sizes(store: KVStore) -> tuple[int, ...]:
 
 
 class Summaries:
-    """The summaries of a layer's pages while its chunks are prefilled: f16 bits (G, pages, d)."""
+    """The summaries of a layer's pages while its chunks are prefilled, as bytes.
+
+    codes uint8 (G, tiles, words, 16, 4), scales f32 (G, tiles, 16): see cpu/quest/byte_pages.py.
+    """
 
     def __init__(self) -> None:
         self._layer, self._n_page = -1, 0
-        self._hi = self._lo = np.empty((0, 0, 0), np.uint16)
+        self._centre = np.empty((0, 0), np.float32)
+        self.codes = np.empty((0, 0, 0, LANES, 4), np.uint8)
+        self.scales = np.empty((0, 0, LANES), np.float32)
 
-    def of(self, store: KVStore, n_page: int, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ``hi`` and ``lo`` of at least n_page pages (cpu/quest/pages.py).
+    def extend(self, store: KVStore, n_page: int, spec: LayerSpec) -> None:
+        """Adds the pages up to n_page, of whole tiles.
 
-        They are made anew for another layer than the last one.
+        All are made anew for another layer than the last one.
         """
         if spec.layer != self._layer or n_page < self._n_page:
             self._layer, self._n_page = spec.layer, 0
-        n_head, width, old = spec.n_head_kv, padded(spec.head_dim), (self._hi, self._lo)
-        if self._hi.shape[::2] != (n_head, width) or n_page > self._hi.shape[1]:
-            shape = n_head, n_page + n_page // 4, width
-            self._hi, self._lo = on_lines(shape, np.uint16), on_lines(shape, np.uint16)
-            if self._n_page:
-                self._hi[:, : self._n_page], self._lo[:, : self._n_page] = (
-                    each[:, : self._n_page] for each in old
-                )
-        for first in range(self._n_page, n_page, PAGES_AT_ONCE):
-            last = min(n_page, first + PAGES_AT_ONCE)
-            keys = store.k[:, first * PAGE : last * PAGE]
-            if spec.cache_type_k != "f16":
-                keys = np.ascontiguousarray(store.k_type.read(keys).astype(np.float16))
-            at = address(keys) - first * PAGE * keys.strides[1]
-            pages.page_summaries(
-                at, keys.strides[0], keys.strides[1], first, last, PAGE, n_head, width,
-                True, self._hi, self._lo,
-            )  # fmt: skip
+            n = n_page * PAGE
+            sample = np.ascontiguousarray(store.k[:, : n : max(1, n // N_SAMPLES)])
+            with np.errstate(all="ignore"):  # of damaged weights: the last row's check names them
+                self._centre = store.k_type.read(sample).astype(np.float32).mean(1)
+        tiles, width = n_page // LANES, padded(spec.head_dim)
+        self._reserve(spec.n_head_kv, tiles, width // 2)
+        byte_pages.code_pages(
+            store.layout, self._n_page // LANES, tiles,
+            spec.head_dim if store.k_type.rotates else 0, self._centre, self.codes, self.scales,
+            spec.n_threads,
+        )  # fmt: skip
         self._n_page = n_page
-        return self._hi, self._lo
+
+    def _reserve(self, n_head: int, n_tiles: int, n_words: int) -> None:
+        """Makes room for tiles. The known ones stay."""
+        codes, scales, known = self.codes, self.scales, self._n_page // LANES
+        if (len(codes), codes.shape[2]) == (n_head, n_words) and n_tiles <= codes.shape[1]:
+            return
+        room = n_head, n_tiles + n_tiles // 4
+        self.codes = on_lines((*room, n_words, LANES, 4), np.uint8)
+        self.scales = on_lines((*room, LANES), np.float32)
+        if known:
+            self.codes[:, :known], self.scales[:, :known] = codes[:, :known], scales[:, :known]
 
 
-def choose_pages(
-    q: np.ndarray, hi: np.ndarray, lo: np.ndarray, n_page: int, n_best: int, spec: LayerSpec
-) -> np.ndarray:
-    """Returns the n_best pages of n_page for q f32 (H, R, d), int32 (G, n_best), ascending.
+class Choice:
+    """Chooses pages. Its arrays serve all chunks of a prefill: new memory would take longer."""
 
-    A page's score is the largest over the queries of a kv head, after each query's best score is
-    subtracted. Page 0 and those of the last RECENT rows come first, and earlier pages of a tie.
-    """
-    n_head, n_rows, d = q.shape
-    wide = np.zeros((n_head * n_rows, hi.shape[2]), np.float32)
-    wide[:, :d] = q.reshape(-1, d)
-    scores = np.empty((len(wide), n_page + LANES), np.float32)
-    pages.page_scores(wide, hi, lo, n_page, spec.n_head_kv, spec.scale, scores, spec.n_threads)
-    chosen = np.empty((spec.n_head_kv, n_best), np.int32)
-    best_pages(scores, n_page, RECENT // PAGE, chosen, spec.n_threads)
-    return chosen
+    def __init__(self) -> None:
+        self._scores = np.empty(0, np.float32)
+
+    def __call__(
+        self, q: np.ndarray, summaries: Summaries, n_page: int, n_best: int, spec: LayerSpec
+    ) -> np.ndarray:
+        """Returns the n_best pages of n_page for q f32 (H, R, d), int32 (G, n_best), ascending.
+
+        A page's score is the largest over the queries of a kv head, after each query's best score
+        is subtracted. Page 0 and those of the last RECENT rows come first, and earlier pages of a
+        tie.
+        """
+        n_kv, width = spec.n_head_kv, 2 * summaries.codes.shape[2]
+        rows = np.zeros((n_kv, q.size // q.shape[2] // n_kv, width), np.float32)
+        rows[:, :, : q.shape[2]] = (q * np.float32(spec.scale)).reshape(n_kv, -1, q.shape[2])
+        shape = rows.shape[:2]
+        queries = np.empty((*shape, 2 * width), np.int8)
+        starts, factors = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        byte_pages.round_queries(rows, queries, starts, factors)
+        spans = -(-n_page // byte_pages.SPAN)
+        size = spans * shape[0] * shape[1] * byte_pages.SPAN
+        if self._scores.size < size:
+            self._scores = on_lines(size + size // 4, np.float32)
+        scores = self._scores[:size].reshape(spans, *shape, byte_pages.SPAN)
+        best = np.empty((n_kv, n_page), np.float32)
+        tops = np.empty((spans, *shape, LANES), np.float32)
+        byte_pages.score_pages(
+            queries, starts, factors, summaries.codes, summaries.scales, n_page, scores, tops,
+            spec.n_threads,
+        )  # fmt: skip
+        chosen = np.empty((n_kv, n_best), np.int32)
+        best_pages(scores, tops.max((0, 3)), n_page, RECENT // PAGE, best, chosen, spec.n_threads)
+        return chosen
 
 
 def choose_pages_ref(q, keys, n_best):
-    """numpy reference: q (H, R, d), keys (G, n_page PAGE, d) -> int (G, n_best)."""
+    """numpy reference: q (H, R, d), keys (G, n_page PAGE, d) -> int (G, n_best).
+
+    Its summaries and queries are not rounded to bytes, so pages near the last one differ.
+    """
     hi, lo = pages.page_summaries_ref(keys, PAGE, True)
     n_page, n_kv_head = hi.shape[1], len(hi)
     scores = pages.page_scores_ref(q.reshape(-1, q.shape[2]), hi, lo, 1.0)

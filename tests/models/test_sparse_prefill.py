@@ -12,6 +12,7 @@ import pytest
 
 from sparsekv_cli.cache.layer import DenseCache
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.cpu.attention.flash import attend_causal_ref
 from sparsekv_cli.methods.quest import Quest
 from sparsekv_cli.model import load_model
@@ -19,6 +20,7 @@ from sparsekv_cli.models import decoder
 from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.reading.sparse_prefill import (
     CHUNK,
+    N_QUERIES,
     PAGE,
     SparseAttention,
     choose_pages_ref,
@@ -55,12 +57,26 @@ def prefilled(spec: LayerSpec, n: int = N, budget: int = BUDGET) -> tuple[np.nda
 
 
 @pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q5_1", "q4_0"])
-def test_a_chunk_attends_to_the_chosen_rows_and_itself(cache_type: str) -> None:
+def test_a_chunk_attends_to_the_chosen_rows_and_itself(
+    cache_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, choices = 6 * CHUNK, dict[int, np.ndarray]()
+    choose = SparseAttention._choose
+
+    def noted(self: SparseAttention, store: Any, x: AttnInput, spec: LayerSpec) -> np.ndarray:
+        choices[x.pos] = choose(self, store, x, spec)
+        return choices[x.pos]
+
+    monkeypatch.setattr(SparseAttention, "_choose", noted)
     found, cache = prefilled(spec_of(cache_type_k=cache_type, cache_type_v=cache_type))
     k, v = cache.store.keys().astype(np.float32), cache.store.values().astype(np.float32)
-    at = 6 * CHUNK
-    last = np.arange(1, 17) * CHUNK // 16 - 1
-    pages = choose_pages_ref(Q[:, at:][:, last].reshape(N_HEAD, 16, D), k[:, :at], BUDGET // PAGE)
+    last = np.arange(1, N_QUERIES + 1) * CHUNK // N_QUERIES - 1
+    naive = choose_pages_ref(Q[:, at:][:, last], k[:, :at], BUDGET // PAGE)
+    pages = choices[at]
+    for head, of_head in zip(naive, pages, strict=True):
+        assert of_head[0] == 0 and (np.diff(of_head) > 0).all()
+        same = len(np.intersect1d(head, of_head)) - N_FORCED
+        assert same > 0.95 * (BUDGET // PAGE - N_FORCED)  # bytes move pages near the last one
     rows = (pages[:, :, None] * PAGE + np.arange(PAGE)).reshape(N_KV, -1)
     chosen = [
         np.concatenate(
@@ -97,10 +113,13 @@ def test_first_and_last_pages_and_ties() -> None:
     pages = choose_pages_ref(np.ones((1, 1, D)), keys, N_FORCED + 1)
     n_page, n_last = keys.shape[1] // PAGE, sparse_prefill.RECENT // PAGE
     assert pages[0].tolist() == [0, 1, *range(n_page - n_last, n_page)]
-    hi = np.zeros((1, n_page, D), np.uint16)
-    spec = LayerSpec(0, 1, 1, 1, D, D, 1)
+    store, spec = KVStore(LayerSpec(0, 1, 1, 1, D, D, 1)), LayerSpec(0, 1, 1, 1, D, D, 1)
+    store.reserve(keys.shape[1])
+    store.k[:] = 0
+    summaries = sparse_prefill.Summaries()
+    summaries.extend(store, n_page, spec)
     q = np.ones((1, 16, D), np.float32)
-    found = sparse_prefill.choose_pages(q, hi, hi, n_page, N_FORCED + 1, spec)
+    found = sparse_prefill.Choice()(q, summaries, n_page, N_FORCED + 1, spec)
     np.testing.assert_array_equal(found, pages)
 
 
