@@ -43,10 +43,10 @@ def test_lines_on_a_terminal_where_a_bar_would_disturb(monkeypatch, capfd):
     [
         (("bench", "-p", "1100", "-n", "0", "-r", "1"), r"pp 1100: \d+ of 1100 tokens, \d+ t/s"),
         (("bench", "-p", "0", "-n", "1", "-d", "1100", "-r", "1"), r"depth 1100: \d+ of 1099 t"),
-        (("eval", "perplexity", "-c", "2400"), r"\nprefill: \d+ of 1200 tokens, \d+ t/s"),
+        (("eval", "perplexity", "-c", "1200"), r"\nprefill: \d+ of 600 tokens, \d+ t/s"),
         (
-            ("eval", "perplexity", "-c", "2400", "--method", "topk"),
-            r"\nprefill: \d+ of 1200 tokens",
+            ("eval", "perplexity", "-c", "1200", "--method", "topk"),
+            r"\nprefill: \d+ of 600 tokens",
         ),
     ],
 )
