@@ -29,7 +29,7 @@ from sparsekv_cli.cpu.freekv.pages import (
 )
 from sparsekv_cli.cpu.quest.pages import page_summaries
 
-VISITED = 2  # groups whose pages are scored, for each page that is chosen
+VISITED = 4  # groups whose pages are scored, for each page that is chosen
 
 
 @njit(cache=True, nogil=True)

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE
 from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
+from sparsekv_cli.cpu.attention.select import select_largest
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
@@ -26,9 +27,9 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
 from sparsekv_cli.cpu.lfps.history import SINKS
 
 PART = 128  # rows; the scout finds the best one of each part
+FOUND = 128  # rows that it finds for a head in a step, at most
 _ROW_BITS = 7
 _LARGEST = 127  # largest element of a rounded query
-_TILES = 4  # tiles that are scored at a time, with their sums in registers
 ZERO = 64  # the code of 0
 MOST = 3.0  # standard deviations of the largest code
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
@@ -202,59 +203,101 @@ def _pack_word(typingctx, scores, score_bytes, zeros, out, tile_bytes):
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:
-    """Returns the row of the highest score in each part; of equal ones the last. numpy reference.
+    """Returns what ``find_rows`` finds in whole codes, of one query. numpy reference.
 
     query f32 (d,); codes uint8 (parts, 8, words, 16, 4) and directions f16 (r, d) of its kv head.
+    The last one of equal rows of a part wins.
     """
     projected = directions.astype(np.float32) @ query
     projected *= _LARGEST / max(np.abs(projected).max(), TINY)
     rows = codes.swapaxes(2, 3).reshape(len(codes), PART, -1).astype(np.int64)
     scores = rows @ np.rint(projected).astype(np.int64)
     best = PART - 1 - scores[:, ::-1].argmax(1)
-    return np.arange(len(codes)) * PART + best
+    keys = scores.max(1) * PART + best
+    kept = np.sort(np.argsort(-keys, kind="stable")[:FOUND])
+    return kept * PART + best[kept]
 
 
 @intrinsic
-def _best_of_part(typingctx, query, part, n_words):
-    """Returns the best place in a part, 0 to 127. query: address of int8 (4 n_words,)."""
+def _best_of_parts(typingctx, queries, n_queries, parts, n_parts, n_words, out, out_row):
+    """Writes each part's highest score and its place, 0 to 127, for at most MAX_QUERIES queries.
+
+    queries: address of int8 (n_queries, 4 n_words). out: address of int32, with out_row bytes from
+    a query to the next: the score times 128, plus the place.
+    """
 
     def codegen(context, b, signature, args):
-        query, part, n_words = args
-        tile_bytes, best = b.mul(n_words, I64(LINE)), None
-        lanes = llvm.ir.Constant(VI, list(range(LANES)))
-        for first in range(0, PART // LANES, _TILES):
-            tiles = [b.add(part, b.mul(tile_bytes, I64(first + i))) for i in range(_TILES)]
-            (sums,) = byte_scores.emit_products(
-                b, [I32(0)], query, I64(0), 4, tiles, n_words, seven_bits=True
-            )
-            for i, total in enumerate(sums):
-                place = b.add(lanes, const(I32, LANES * (first + i)))
-                key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)
-                best = key if best is None else b.select(b.icmp_signed(">", key, best), key, best)
-        highest = llvm.call_named(b, "llvm.vector.reduce.smax.v16i32", I32, best)
-        return b.sext(b.and_(highest, I32(PART - 1)), I64)
+        queries, n_queries, parts, n_parts, n_words, out, out_row = args
+        tile_bytes, lanes = b.mul(n_words, I64(LINE)), llvm.ir.Constant(VI, list(range(LANES)))
 
-    return types.int64(types.int64, types.int64, types.int64), codegen
+        def emit(n):
+            n_tiles = 4 if n < 3 else 2  # so many sums hide the latency of a product
+
+            def best_of_tiles(tile, part, known):
+                at = [b.add(part, b.mul(tile_bytes, b.add(tile, I64(i)))) for i in range(n_tiles)]
+                starts, row = [I32(0)] * n, b.mul(n_words, I64(4))
+                sums = byte_scores.emit_products(
+                    b, starts, queries, row, 4, at, n_words, seven_bits=True
+                )
+                first = llvm.splat(b, b.trunc(b.mul(tile, I64(LANES)), I32))
+                best = list(known)
+                for m, of_query in enumerate(sums):
+                    for i, total in enumerate(of_query):
+                        place = b.add(b.add(lanes, first), const(I32, LANES * i))
+                        key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)
+                        higher = b.icmp_signed(">", key, best[m])
+                        best[m] = b.select(higher, key, best[m])
+                return best
+
+            def best_of_part(i, _):
+                part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
+                best = llvm.loop(
+                    b, I64(0), I64(PART // LANES), n_tiles, [const(I32, -(1 << 31))] * n,
+                    lambda tile, known: best_of_tiles(tile, part, known),
+                )  # fmt: skip
+                to = b.add(out, b.mul(i, I64(4)))
+                for m, keys in enumerate(best):
+                    highest = llvm.call_named(b, "llvm.vector.reduce.smax.v16i32", I32, keys)
+                    llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
+                return []
+
+            llvm.loop(b, I64(0), n_parts, 1, [], best_of_part)
+
+        byte_scores.for_each_number(b, n_queries, emit)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def find_rows(query, codes, kv_head, first, last, found):
-    """Writes the best row of each part first..last - 1 to found int32 (>= last - first,).
+def find_rows(queries, codes, kv_head, first, last, found):
+    """Writes the best rows of parts first..last - 1, one of each part and at most FOUND, to found.
 
-    query f32 (d,), of a head of ``kv_head``.
+    queries f32 (m, d), of heads of ``kv_head``. A part's codes are read once for all of them.
+    found int32 (m, >= min(FOUND, last - first)), in order of the rows. The first win ties.
     """
-    d, r = query.shape[0], codes.n_codes
-    projected, rounded = np.empty(r + PAD, np.float32), np.empty(r, np.int8)
+    (m, d), r, n_parts = queries.shape, codes.n_codes, last - first
+    keys, chosen = np.empty((m, n_parts), np.int32), np.empty(FOUND, np.int32)
+    projected, rounded = np.empty(r + PAD, np.float32), np.empty((m, r), np.int8)
     at = codes.directions + kv_head * r * d * 2
-    tile_scores(1, F16, query.ctypes.data, at, 2 * d, 0, r, d, projected.ctypes.data, 0)
-    largest = np.float32(TINY)
-    for j in range(r):
-        largest = max(largest, abs(projected[j]))
-    for j in range(r):
-        rounded[j] = np.int8(np.rint(projected[j] * (np.float32(_LARGEST) / largest)))
-    at = codes.at + kv_head * codes.head_bytes
-    for part in range(first, last):
-        place = _best_of_part(rounded.ctypes.data, at + part * PART * r, r // 4)
-        found[part - first] = part * PART + place
+    for h in range(m):
+        tile_scores(1, F16, queries[h].ctypes.data, at, 2 * d, 0, r, d, projected.ctypes.data, 0)
+        largest = np.float32(TINY)
+        for j in range(r):
+            largest = max(largest, abs(projected[j]))
+        for j in range(r):
+            rounded[h, j] = np.int8(np.rint(projected[j] * (np.float32(_LARGEST) / largest)))
+    at = codes.at + kv_head * codes.head_bytes + first * PART * r
+    for h in range(0, m, byte_scores.MAX_QUERIES):
+        _best_of_parts(
+            rounded[h:].ctypes.data, min(byte_scores.MAX_QUERIES, m - h), at, n_parts, r // 4,
+            keys[h:].ctypes.data, keys.strides[0],
+        )  # fmt: skip
+    n_found = min(FOUND, n_parts)
+    for h in range(m):
+        select_largest(keys[h], n_parts, n_found, chosen)
+        for j in range(n_found):
+            found[h, j] = (first + chosen[j]) * PART + (keys[h, chosen[j]] & (PART - 1))
+    keep(keys)
     keep(projected)
     keep(rounded)

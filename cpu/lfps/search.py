@@ -28,7 +28,7 @@ from sparsekv_cli.cpu.lfps.history import (
     set_range,
     threshold,
 )
-from sparsekv_cli.cpu.lfps.scout import PART, Codes, find_rows
+from sparsekv_cli.cpu.lfps.scout import FOUND, PART, Codes, find_rows
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a head).
@@ -170,19 +170,20 @@ def mark(h, factor, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def scout(h, step):
-    """Finds the best row of each part of the step's slice of all rows for a head."""
-    found, codes = step.work.found[h], step.codes
+def scout(head_group, step):
+    """Finds rows in the step's slice of all rows, for each head of a group."""
+    n_head, n_head_groups = step.q.shape[0], step.work.rows.shape[0]
+    first, last = head_group * n_head // n_head_groups, (head_group + 1) * n_head // n_head_groups
+    found, codes = step.work.found[first:last], step.codes
     found[:] = 0
-    if found.shape[0] == 0 or codes.n_parts == 0:
+    if found.shape[1] == 0 or codes.n_parts == 0:
         return
-    n_slices = (codes.n_parts + found.shape[0] - 1) // found.shape[0]
-    slice_idx = step.n % n_slices
-    first, last = slice_idx * codes.n_parts // n_slices, (slice_idx + 1) * codes.n_parts // n_slices
-    kv_head = h // (step.q.shape[0] // step.rules.n_kv_head)
-    find_rows(step.work.queries[h], codes, kv_head, first, last, found)
-    step.statistics[h, SCOUTING] += 1
-    step.statistics[h, CODES_READ] += (last - first) * PART
+    n_slices = (codes.n_parts + found.shape[1] - 1) // found.shape[1]
+    at, kv_head = step.n % n_slices, first // (n_head // step.rules.n_kv_head)
+    begin, end = at * codes.n_parts // n_slices, (at + 1) * codes.n_parts // n_slices
+    find_rows(step.work.queries[first:last], codes, kv_head, begin, end, found)
+    step.statistics[first, SCOUTING] += 1
+    step.statistics[first, CODES_READ] += (end - begin) * PART
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -225,7 +226,6 @@ def search_head(h, step):
     if active[h]:
         if not step.is_marked:
             mark(h, step.raised[h], step)
-        scout(h, step)
         return
     statistics[h, BYPASSED] += 1
     statistics[h, ATTENDED] += n_near
@@ -251,6 +251,7 @@ def merge_candidates(head_group, step):
     if n_active == 0:
         work.n_rows[head_group] = 0
         return
+    scout(head_group, step)
     n_words = (n + BLOCK - 1) // BLOCK
     merged, wide = step.scratch.bits
     factor = step.raised[first]
@@ -265,7 +266,7 @@ def merge_candidates(head_group, step):
         else:
             expand(merged, wide, n_words)
         for h in range(first, last):
-            for j in range(work.found.shape[1] if work.active[h] else 0):
+            for j in range(min(FOUND, work.found.shape[1]) if work.active[h] else 0):
                 set_range(wide, work.found[h, j], work.found[h, j] + 1)
         set_range(wide, n - step.n_recent, n)
         count = count_rows(wide, n_words, n)

@@ -113,7 +113,7 @@ class LFPS(Method):
         "cov", "variance of scores: cov (q' C q) or ratio (of the last query)",
         choices=("cov", "ratio"),
     )  # fmt: skip
-    scout: int = option(8192, "rows whose codes a step scores; 0 = none", at_least=0)
+    scout: int = option(65536, "rows whose codes a step scores; 0 = none", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -316,7 +316,7 @@ class LFPSCache(LayerCache):
         n_found = -(-method.rows_scouted(n, self._n_start) // scout.PART)
         if method.candidates:
             limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
-            limit += self.spec.n_head * n_found
+            limit += self.spec.n_head * min(n_found, scout.FOUND)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
         self._step.at(self.store.layout, n, k, limit, n_found, is_marked)
 

@@ -310,7 +310,7 @@ def scouted(scout: int, kind: str = "f16", n_threads: int = 1, turn: int = 700) 
         steps.append(set.intersection(*(set(each) for each in attended_rows(cache))))
     counts = cache.counters()
     n_parts = min(5, -(-scout // 128))
-    assert counts.get("codes_read", 0) in range(2 * 20 * 128 * (n_parts - 1), 2 * 20 * 128 * 5 + 1)
+    assert counts.get("codes_read", 0) in range(20 * 128 * (n_parts - 1), 20 * 128 * 5 + 1)
     return steps
 
 

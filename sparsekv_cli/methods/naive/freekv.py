@@ -83,7 +83,7 @@ class NaiveFreeKV(Naive):
         hi, lo = self.summary(g, window)
         pages, n_group, n_visited = np.arange(self.n_sink, window), window // GROUPED, 0
         if self.method.groups:  # step 9
-            n_visited = 2 * self.n_best(n)
+            n_visited = 4 * self.n_best(n)
         if n_visited and n_group > 2 * n_visited:
             of_groups = self.pooled(g, q, *self.of_groups(hi, lo, n_group))
             visited = np.argsort(-of_groups, kind="stable")[:n_visited]

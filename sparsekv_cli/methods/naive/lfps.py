@@ -23,6 +23,7 @@ import numpy as np
 from sparsekv_cli.cache.spec import N_SINKS, AttnInput, LayerSpec
 from sparsekv_cli.cache.store import padded
 from sparsekv_cli.cpu.lfps.scout import (
+    FOUND,
     PART,
     choose_directions,
     code_parts_ref,
@@ -120,7 +121,7 @@ class NaiveLFPS(Naive):
             self.codes = [np.concatenate(each) for each in zip(self.codes, new, strict=True)]
 
     def scouted(self, h: int) -> np.ndarray:
-        """Returns the best row of each part in the step's slice of all parts."""
+        """Returns the best rows in the step's slice of all parts, one of a part."""
         codes = self.codes[h // self.group]
         most = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
         if not len(codes):
@@ -197,7 +198,8 @@ class NaiveLFPS(Naive):
         active = [h for h in head_group if not self.bypassed[h]]
         if most:
             limit = max(min(most, n) * (1 + self.shares(n)), 2 * k)
-            limit += self.n_head * -(-self.method.rows_scouted(self.n, self.n_start) // PART)
+            n_found = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
+            limit += self.n_head * min(n_found, FOUND)
         found = [row for h in active for row in self.scouted(h)] if self.method.scout else []
         factor, margin = self.raised[head_group[0]], np.inf
         while active:

@@ -7,6 +7,7 @@ from freekv_pages import half, make_cache
 from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.freekv import choice, recall
 from sparsekv_cli.cpu.freekv.pages import GROUPED, SCORED, group_summaries_ref
+from sparsekv_cli.cpu.freekv.recall import VISITED
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
 from sparsekv_cli.cpu.quest.pages import page_summaries_ref
 
@@ -76,7 +77,7 @@ def test_choice_among_the_pages_of_the_best_groups(first, end):
 def test_steps_use_groups_where_they_leave_out_half():
     """Pages that are scored: of a long context the groups, and the pages of the best."""
     cache, _ = make_cache(4 * 500, page=4, window=16, n_slot=20, groups=True)
-    n_kv, d, end, n_best = 3, 64, cache.offloaded, 10
+    n_kv, d, end, n_best = 3, 64, cache.offloaded, 5
     previous = np.random.default_rng(3).standard_normal((n_kv, d)).astype(np.float32)
     for best, few in ((n_best, True), (16, False)):
         cache.pages.statistics[:] = 0
@@ -84,6 +85,6 @@ def test_steps_use_groups_where_they_leave_out_half():
         step.at(cache, cache.n + 1, end, best)
         step.ahead(previous)()
         scored = cache.pages.statistics[:, SCORED]
-        most = end // GROUPED + (2 * best + 1) * GROUPED
+        most = end // GROUPED + (VISITED * best + 1) * GROUPED
         assert (scored <= most).all() if few else (scored == end).all()
         assert (scored < end).all() == few

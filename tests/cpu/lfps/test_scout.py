@@ -1,22 +1,25 @@
 """The scout's codes: which directions, which bytes, and which row of a part is found."""
 
+import itertools
+
 import numpy as np
 import pytest
 from numba import njit
 from stored_rows import Stored, layout, store
 
+from sparsekv_cli.cpu.attention.byte_scores import MAX_QUERIES
 from sparsekv_cli.cpu.attention.rows import F16, Q4_0, Q5_1, Q8_0
 from sparsekv_cli.cpu.lfps import scout
 from sparsekv_cli.cpu.lfps.history import SINKS
-from sparsekv_cli.cpu.lfps.scout import PART, Scout
+from sparsekv_cli.cpu.lfps.scout import FOUND, PART, Scout
 
 N_KV, GROUP = 2, 3
 KEPT: list[Stored] = []  # rows whose addresses are in use
 
 
 @njit
-def find_rows(query, codes, kv_head, first, last, found):
-    scout.find_rows(query, codes, kv_head, first, last, found)
+def find_rows(queries, codes, kv_head, first, last, found):
+    scout.find_rows(queries, codes, kv_head, first, last, found)
 
 
 def heads(d: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -43,23 +46,28 @@ def stored(keys: np.ndarray, kind: int = F16) -> tuple[np.ndarray, int]:
     return layout(rows, rows), keys.shape[1]
 
 
-@pytest.mark.parametrize(("d", "n"), [(16, 140), (64, 2500), (80, 640), (128, 300)])
-def test_the_best_row_of_each_part_is_found(d, n):
+@pytest.mark.parametrize(
+    ("d", "n"), [(16, 140), (64, 2500), (80, 640), (128, 300), (32, (FOUND + 9) * PART)]
+)
+def test_the_best_rows_of_parts_are_found(d, n):
     queries, keys = heads(d, n)
     keys[:, :SINKS] *= 9  # with the highest scores of all, or the lowest
     of = scout_of(queries, keys)
     assert of.n_parts == n // PART
     worth = []
-    for h, query in enumerate(queries[:, -1]):
-        g = h // GROUP
-        expected = scout.find_rows_ref(query, of.codes[g, : of.n_parts], of.directions[g])
-        found = np.full(of.n_parts + 1, -7, np.int32)
-        for first in {0, of.n_parts // 2}:
-            find_rows(query, of.known(), g, first, of.n_parts, found)
-            np.testing.assert_array_equal(found[: of.n_parts - first], expected[first:])
-        assert found[-1] == -7 and SINKS <= expected[0] < PART
-        scores = keys[g, SINKS : of.n_parts * PART] @ query
-        worth.append((scores < keys[g, expected[0]] @ query).mean())
+    for g, of_head in itertools.product(range(N_KV), (1, 2, GROUP, 2 * MAX_QUERIES + 1)):
+        asked = np.ascontiguousarray(queries[g * GROUP :][:GROUP].reshape(-1, d)[-of_head:])
+        codes = of.codes[g, : of.n_parts]
+        found = np.full((of_head, of.n_parts + 1), -7, np.int32)
+        for first in (of.n_parts // 2, 0):
+            find_rows(asked, of.known(), g, first, of.n_parts, found)
+            of_parts = codes[first:], of.directions[g]
+            expected = np.stack([scout.find_rows_ref(q, *of_parts) for q in asked])
+            n_found = min(FOUND, of.n_parts - first)
+            np.testing.assert_array_equal(found[:, :n_found], first * PART + expected)
+        assert (found[:, n_found:] == -7).all() and (expected >= SINKS).all()
+        scores = keys[g, SINKS : of.n_parts * PART] @ asked.T
+        worth.append((scores < np.sum(keys[g, expected[:, 0]] * asked, 1)).mean())
     assert np.mean(worth) > 0.9  # a random row is worth a half
 
 
@@ -110,7 +118,7 @@ def test_codes_are_those_of_the_reference(d, kind):
 def test_queries_and_keys_that_are_all_equal():
     """Nothing to tell rows apart by: any row will do, and nothing is divided by zero."""
     of = scout_of(np.zeros((2, 1, 64), np.float32), np.ones((1, 256, 64), np.float32))
-    found = np.zeros(2, np.int32)
-    query = np.zeros(64, np.float32)
+    found = np.zeros((1, 2), np.int32)
+    query = np.zeros((1, 64), np.float32)
     find_rows(query, of.known(), 0, 0, 2, found)
-    assert np.isfinite(of.encode).all() and found.tolist() == [PART - 1, 2 * PART - 1]
+    assert np.isfinite(of.encode).all() and found.tolist() == [[PART - 1, 2 * PART - 1]]
