@@ -26,6 +26,7 @@ Departures; docs/methods.md has their reasons and figures:
     the pages, only their pages are scored (``groups``).
 (7) Sinks and window take a quarter of the budget each at most.
 (8) While the budget covers the context, or no page has left the window, attention is dense.
+(9) The first step after a prefill chooses with its own query, not with the prefill's last one.
 On a CPU the device's memory is the host's: a recall is a copy within it.
 """
 
@@ -56,7 +57,6 @@ from sparsekv_cli.cpu.freekv.pages import (
     Summaries,
 )
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
-from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 from sparsekv_cli.system.work import usable_cores
@@ -112,10 +112,6 @@ class FreeKV(Method):
         choices=("auto", "true", "false"),
     )  # fmt: skip
 
-    @property
-    def n_queried(self) -> int:
-        return 1
-
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
         """Returns the pages that a step to n rows attends to; None: all rows.
 
@@ -169,7 +165,7 @@ class FreeKVCache(LayerCache):
     """One layer: a KVStore with all rows, and a PageCache while attention is sparse."""
 
     can_prefill_in_parts = True
-    queries_read = 1
+    queries_read = 0
 
     def __init__(self, spec: LayerSpec, method: FreeKV) -> None:
         super().__init__(spec)
@@ -179,10 +175,6 @@ class FreeKVCache(LayerCache):
         self._overlaps = method.overlaps(spec.n_threads)
         # The choice that is being made for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
-        none = np.zeros((spec.n_head, spec.head_dim), np.float32)
-        self._last = none  # the last query (H, d) of a prefill that runs
-        # The last query of the last prefill (H, d), and the number of rows at its end.
-        self._start = none, 0
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
         self._previous_n = 0  # rows in context at that query
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
@@ -195,22 +187,13 @@ class FreeKVCache(LayerCache):
 
     def extend(self, x: AttnInput) -> Any:
         self._leave_pages()
-        self._last = as_f32(x.q[:, -1]).copy()  # not all of x
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._start = self._last, self.n
-        self._begin()
-
-    def _begin(self) -> None:
-        """Prepares the first step after a prefill."""
-        last, self._previous_n = self._start
-        self._previous[:, : self.spec.head_dim] = last
+        self._previous_n = 0
         plan = self.method.plan(self.n + 1)
         if plan is not None:
-            cache = self._enter_pages(plan)
-            if self.method.speculate:
-                self._recall_ahead(cache, background=False)
+            self._enter_pages(plan)
 
     def _enter_pages(self, plan: PagePlan) -> PageCache:
         """Makes pages resident. Summaries of earlier pages serve again."""
@@ -256,7 +239,7 @@ class FreeKVCache(LayerCache):
             self.attended = (attended, counts)
         self.ledger.step(rows, 0, 0, 0, True)
         if self._overlaps:
-            self._recall_ahead(cache, background=True)
+            self._recall_ahead(cache)
         return out
 
     def _decode_dense(self, x: AttnInput) -> np.ndarray:
@@ -271,8 +254,8 @@ class FreeKVCache(LayerCache):
         self._previous[:] = q
         self._previous_n = n
 
-    def _recall_ahead(self, cache: PageCache, *, background: bool) -> None:
-        """Chooses and recalls the next step's pages with the query of this one."""
+    def _recall_ahead(self, cache: PageCache) -> None:
+        """Chooses and recalls the next step's pages with the query of this one, on a thread."""
         n = cache.n + 1
         plan = self.method.plan(n, cache.n_sink)
         if plan is None:
@@ -280,11 +263,7 @@ class FreeKVCache(LayerCache):
         cache.make_room(plan.window, self.method.slots(plan))
         self._step.at(cache, n, plan.window, plan.n_best)
         choose = self._step.ahead(self._previous)
-        if background:
-            self._ahead = self.method.worker.submit(choose), plan.window
-        else:
-            choose()
-            cache.offloaded = plan.window
+        self._ahead = self.method.worker.submit(choose), plan.window
 
     def _wait(self) -> None:
         """Waits until the second thread is done with the pages. Raises its exception once."""
@@ -326,10 +305,7 @@ class FreeKVCache(LayerCache):
             self.store.truncate(n)
             if self._known is not None:
                 self._known = self._known._replace(n=min(self._known.n, n // self.method.page))
-            if n == self._start[1]:
-                self._begin()
-            elif n < self._start[1]:
-                self._start = self._start[0], 0
+            self._previous_n = 0
         return self.n
 
     def held_bytes(self, n: int) -> int:

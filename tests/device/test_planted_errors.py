@@ -133,7 +133,7 @@ def rows_move(patch: pytest.MonkeyPatch) -> None:
 PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
     "fork without a wait": (
         "freekv", of_second(SideStream, "fork", lambda self: torch.cuda.stream(self._stream)),
-        "nothing orders them|not captured",
+        "nothing orders them|not captured|launches something else",
     ),
     "no join": (
         "freekv", of_second(SideStream, "join", lambda self: None), "nothing orders them"

@@ -63,9 +63,6 @@ class DeviceFreeKV(DeviceCache):
         self._ahead = (
             method.speculate and method.threshold != math.inf and method.overlap != "false"
         )
-        self._last: Any = None  # the last query (H, d) of a prefill that runs
-        # The last query (H, d) of the last prefill, and the number of rows at its end.
-        self._start = torch.zeros(spec.n_head, spec.head_dim, device=device), 0
         self._previous = torch.zeros(1, spec.n_head, spec.head_dim, device=device)
         self._previous_n = 0  # rows of the context at that query's step
         self._statistics = torch.zeros(
@@ -89,32 +86,13 @@ class DeviceFreeKV(DeviceCache):
     def extend(self, x: AttnInput) -> Any:
         self._leave_broken_step()
         self._leave_pages()
-        self._last = x.q[:, -1]
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        self._start, self._last = (self._last.clone(), self.n), None  # a copy, not all of its chunk
-        self._begin()
-
-    def _begin(self) -> None:
-        """Prepares the first step after a prefill."""
-        last, n = self._start
-        self._previous.copy_(last[None])
-        self._previous_n = n
-        plan = self.method.plan(n + 1)
-        if plan is None:
-            return
-        self._enter_pages(plan, self.bound(n + 1))  # what the first step needs
-        if self._ahead:
-            self._recent = self._recent_of(n)
-            self.begin_batch([self], 1)
-            *rows, previous = self.tensors()
-            numbers = [  # kept until the join
-                torch.tensor([x], dtype=torch.int32, device=self.device)
-                for x in (n, self.budget_rows(n + 1))
-            ]
-            self._recall_ahead(self._arrays(rows), previous, *numbers)
-            self.side.join()
+        self._previous_n = 0
+        plan = self.method.plan(self.n + 1)
+        if plan is not None:
+            self._enter_pages(plan, self.bound(self.n + 1))  # what the first step needs
 
     def _layout(self, n_sink: int) -> Layout:
         method = self.method
@@ -211,8 +189,9 @@ class DeviceFreeKV(DeviceCache):
         if self._pages is not None:
             store = DeviceStore(self.spec, self.device)
             self._pages.to_store(store, self._n)
+            if self._sizes:  # ``begin_batch`` has made it
+                del self._work
             self.store, self._pages, self._sizes = store, None, ()
-            del self._work
 
     # --- decode -----------------------------------------------------------------------------------
 
@@ -360,10 +339,7 @@ class DeviceFreeKV(DeviceCache):
             self._leave_broken_step()
             self._leave_pages()
             self.store.truncate(n)
-            if n == self._start[1]:
-                self._begin()
-            elif n < self._start[1]:
-                self._start = self._start[0], 0
+            self._previous_n = 0
         return self.n
 
     def memory(self) -> Memory:

@@ -34,7 +34,6 @@ class NaiveFreeKV(Naive):
     def __init__(self, method: FreeKV, spec: LayerSpec) -> None:
         super().__init__(method, spec)
         self.previous: np.ndarray | None = None  # (H, d); None: it is not known
-        self.start: tuple[int, np.ndarray] | None = None  # rows and query at the end of a prefill
         self.n_sink = 0  # pages of the sinks, fixed by the first sparse step; 0: not yet
 
     def recent(self, n: int) -> int:
@@ -117,8 +116,7 @@ class NaiveFreeKV(Naive):
         return half(mean + std), half(mean - std)
 
     def finish_prefill(self, q: np.ndarray) -> None:
-        self.previous, self.n_sink = q[:, -1], 0
-        self.start = self.n, q[:, -1]
+        self.previous, self.n_sink = None, 0
 
     def finish_step(self, choices: list[Choice]) -> None:
         self.previous = self.q
@@ -126,8 +124,7 @@ class NaiveFreeKV(Naive):
             self.n_sink = 0
 
     def truncate(self, n: int) -> None:
-        is_start = self.start is not None and n == self.start[0]
-        self.previous, self.n_sink = self.start[1] if is_start and self.start else None, 0
+        self.previous, self.n_sink = None, 0
         super().truncate(n)
 
 
