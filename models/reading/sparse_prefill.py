@@ -1,8 +1,8 @@
 """Sparse attention of a prefill: a chunk attends to the past pages that fit it, and to itself.
 
 A page is PAGE rows. Its summary is the mean and the deviation of its keys, as in Quest
-(cpu/quest/pages.py). Some queries of the chunk score all past pages. The chosen rows are copied
-next to the chunk's rows, so the kernels of dense attention do the rest.
+(cpu/quest/pages.py). The mean queries of the chunk's blocks score all past pages. The chosen rows
+are copied next to the chunk's rows, so the kernels of dense attention do the rest.
 
     past pages      0 | 1 2 3 4 5 6 7 8 9 10 11 | 12 13 14 15        chunk
     chosen          0 |     3     6 7           | 12 13 14 15
@@ -33,7 +33,8 @@ from sparsekv_cli.cpu.quest.byte_pages import PAGE
 
 CHUNK = 512  # rows that share a choice; a chunk begins at a multiple of it
 RECENT = 1024  # last rows before a chunk, which are always attended
-N_QUERIES = 8  # rows of a chunk whose queries score the pages
+BLOCK = 128  # rows of a chunk whose mean query scores the pages
+EVERY = 4  # rows of which one counts in a mean query
 N_DENSE = 2  # first full layers, which stay dense
 # Rows of the shortest prompt that ``auto`` reads sparsely, by whether the CPU has tiles (AMX). With
 # them attention is a fifth of reading 16384 tokens, without them half of it.
@@ -88,11 +89,9 @@ class SparseAttention:
         """
         if (spec.source, x.pos) in self._chosen:
             return self._chosen[spec.source, x.pos]
-        n_page, n_rows = x.pos // PAGE, x.q.shape[1]
-        last = np.arange(1, N_QUERIES + 1) * n_rows // N_QUERIES - 1
+        n_page, n_best = x.pos // PAGE, self._budget // PAGE
         self._summaries.extend(store, n_page, spec)
-        q = as_f32(np.ascontiguousarray(x.q[:, last]))
-        chosen = self._choice(q, self._summaries, n_page, self._budget // PAGE, spec)
+        chosen = self._choice(mean_queries(x.q), self._summaries, n_page, n_best, spec)
         if spec.layer in self._sources:
             self._chosen[spec.layer, x.pos] = chosen
         return chosen
@@ -125,6 +124,18 @@ def rows_attended(n: int, budget: int) -> float:
 def _sizes(store: KVStore) -> tuple[int, ...]:
     """Returns the kv heads of a store, and the items of a row of K and of V."""
     return len(store.k), store.k.shape[2], store.v.shape[2]
+
+
+def mean_queries(q: np.ndarray) -> np.ndarray:
+    """Returns the mean query of each block of a chunk, f32 (H, blocks, d); q f32 or bf16 (H, T, d).
+
+    T is a multiple of EVERY. The last block may have fewer rows than BLOCK.
+    """
+    sample = as_f32(np.ascontiguousarray(q[:, EVERY - 1 :: EVERY]))
+    starts = np.arange(0, sample.shape[1], BLOCK // EVERY)
+    counts = np.diff(starts, append=sample.shape[1]).astype(np.float32)
+    with np.errstate(all="ignore"):  # see Summaries.extend
+        return np.add.reduceat(sample, starts, axis=1) / counts[:, None]
 
 
 class Summaries:
@@ -207,6 +218,12 @@ class Choice:
         chosen = np.empty((n_kv, n_best), np.int32)
         best_pages(scores, tops.max((0, 3)), n_page, RECENT // PAGE, best, chosen, spec.n_threads)
         return chosen
+
+
+def mean_queries_ref(q):
+    """numpy reference: q f32 (H, T, d)."""
+    starts = range(0, q.shape[1], BLOCK)
+    return np.stack([q[:, at : at + BLOCK][:, EVERY - 1 :: EVERY].mean(1) for at in starts], 1)
 
 
 def choose_pages_ref(q, keys, n_best):

@@ -20,10 +20,11 @@ from sparsekv_cli.models import decoder
 from sparsekv_cli.models.reading import sparse_prefill
 from sparsekv_cli.models.reading.sparse_prefill import (
     CHUNK,
-    N_QUERIES,
     PAGE,
     SparseAttention,
     choose_pages_ref,
+    mean_queries,
+    mean_queries_ref,
     rows_attended,
 )
 from sparsekv_cli.settings.config import SessionConfig
@@ -70,8 +71,8 @@ def test_a_chunk_attends_to_the_chosen_rows_and_itself(
     monkeypatch.setattr(SparseAttention, "_choose", noted)
     found, cache = prefilled(spec_of(cache_type_k=cache_type, cache_type_v=cache_type))
     k, v = cache.store.keys().astype(np.float32), cache.store.values().astype(np.float32)
-    last = np.arange(1, N_QUERIES + 1) * CHUNK // N_QUERIES - 1
-    naive = choose_pages_ref(Q[:, at:][:, last], k[:, :at], BUDGET // PAGE)
+    means = mean_queries_ref(Q[:, at : at + CHUNK])
+    naive = choose_pages_ref(means, k[:, :at], BUDGET // PAGE)
     pages = choices[at]
     for head, of_head in zip(naive, pages, strict=True):
         assert of_head[0] == 0 and (np.diff(of_head) > 0).all()
@@ -90,6 +91,13 @@ def test_a_chunk_attends_to_the_chosen_rows_and_itself(
         Q[:, at : at + CHUNK], k[:, : at + CHUNK], v[:, : at + CHUNK], D**-0.5
     )
     assert np.abs(found[:, at : at + CHUNK] - dense).max() > 0.01, "it is sparse"
+
+
+@pytest.mark.parametrize("n", [512, 472, 4])
+def test_mean_queries(n: int) -> None:
+    found = mean_queries(Q[:, :n])
+    assert found.shape == (N_HEAD, -(-n // 128), D)
+    np.testing.assert_allclose(found, mean_queries_ref(Q[:, :n]), atol=1e-6)
 
 
 def test_what_stays_dense() -> None:
