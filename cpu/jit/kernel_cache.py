@@ -75,8 +75,10 @@ class KernelCache(caching._Cache):
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         bodies = [hashlib.sha256(data).hexdigest() for data in (function.__code__.co_code,
                                                                dumps(cells))]  # fmt: skip
+        named = (function.__globals__.get(name) for name in function.__code__.co_names)
+        declared = [each.digest() for each in named if hasattr(each, "declaration")]
         place = (function.__module__, function.__qualname__, function.__code__.co_firstlineno)
-        return (VERSIONS, place, self._sources.digest(function.__module__), *bodies)
+        return (VERSIONS, place, self._sources.digest(function.__module__), *bodies, *declared)
 
     def name(self, signature: Any, codegen: Any) -> str:
         """Returns the name of the file of one signature."""

@@ -1,7 +1,7 @@
 """The second half of an LFPS step: scores of the candidates, attention, and the tables' update.
 
 lfps/search.py finds the candidates, lfps/start.py fills the tables after a prefill. ``run_tasks``
-shares a step between threads.
+shares a step between threads. step: a view of LFPSState; memory: a Memory (lfps/state.py).
 """
 
 import numpy as np
@@ -24,24 +24,21 @@ from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores,
 from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task, prefetch_lines
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables
-from sparsekv_cli.cpu.lfps.search import (
-    ATTENDED,
-    SCORES_DONE,
-    SEARCHED,
-    ask_for_entries,
-    mark,
-    merge_candidates,
-    search_head,
-)
+from sparsekv_cli.cpu.lfps.search import ask_for_entries, mark, merge_candidates, search_head
+from sparsekv_cli.cpu.lfps.state import ATTENDED, SCORES_DONE, SEARCHED
 
 SCORE_PIECE = 240  # rows of C1: a multiple of the rows that tile_scores takes, for every tile
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _score_part(head_group, part, n_parts, step):
+def _score_part(head_group, part, n_parts, step, memory):
     """Scores a part of C1 for a head group's active heads. A tile of heads shares each key row."""
-    work, layout, rules = step.work, step.layout, step.rules
-    (n_head, d), n_head_groups, count = step.q.shape, work.rows.shape[0], work.n_rows[head_group]
+    work, layout, rules = memory.work, step.layout, step.rules
+    (n_head, d), n_head_groups, count = (
+        (step.n_head, step.k_width),
+        step.n_head_groups,
+        work.n_rows[head_group],
+    )
     piece = n_parts * SCORE_PIECE
     size = (count + piece - 1) // piece * SCORE_PIECE
     first, last = part * size, min(count, (part + 1) * size)
@@ -62,12 +59,12 @@ def _score_part(head_group, part, n_parts, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _add_to_tables(h, rows, weights, total_weight, part, at, row_bytes, step):
+def _add_to_tables(h, rows, weights, total_weight, part, at, row_bytes, step, memory):
     """Adds weights, whose sum is total_weight, to a head's tables (eq 10); fills the journal.
 
     at, row_bytes: the rows to prefetch, see ``add_entries``.
     """
-    m, changes, journal = rows.shape[0], step.scratch.changes, step.journal
+    m, changes, journal = rows.shape[0], memory.own.changes, step.journal
     add_entries(
         h, step.tables, step.n, rows, weights, 0.5 * total_weight / m, part / total_weight, at,
         row_bytes, changes,
@@ -80,7 +77,7 @@ def _add_to_tables(h, rows, weights, total_weight, part, at, row_bytes, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _attend_rows(h, rows, scores, part, step):
+def _attend_rows(h, rows, scores, part, step, memory):
     """Chooses C2, attends to the sinks and C2, and updates the tables (eq 10).
 
     C2 is the recents and the best of C1 by exact score. rows: C1, ascending; its last n_recent are
@@ -90,14 +87,14 @@ def _attend_rows(h, rows, scores, part, step):
     Returns C2's rows int32 (m,), in the thread's scratch.
     """
     tables, layout, n, n_recent = step.tables, step.layout, step.n, step.n_recent
-    sinks, out, lse = step.work.near[h], step.out[h], step.lse[h : h + 1]
+    sinks, out, lse = memory.work.near[h], step.out[h], step.lse[h : h + 1]
     v_row, v_kind = layout[V_ROW], layout[V_KIND]
-    v = layout[V] + h // (step.q.shape[0] // step.rules.n_kv_head) * layout[V_HEAD]
+    v = layout[V] + h // (step.n_head // step.rules.n_kv_head) * layout[V_HEAD]
     ver, dist = tables.ver[h], tables.dist[h]
     count = rows.shape[0]
     m = min(count, step.k_budget)
-    keys, chosen, weights = step.scratch.keys, step.scratch.chosen, step.scratch.weights
-    picked = step.scratch.picked[:m]
+    keys, chosen, weights = memory.own.keys, memory.own.chosen, memory.own.weights
+    picked = memory.own.picked[:m]
     n_old = count - n_recent
     if m < count:
         order_keys(scores, keys, n_old)
@@ -148,7 +145,7 @@ def _attend_rows(h, rows, scores, part, step):
             step.pending.rows[h, j], step.pending.weights[h, j] = picked[j], weights[j]
             prefetch_lines(v + picked[j] * v_row, v_row)
     else:  # the update prefetches the values
-        _add_to_tables(h, picked, weights, total_weight, part, v, v_row, step)
+        _add_to_tables(h, picked, weights, total_weight, part, v, v_row, step, memory)
     if mass > 0:
         tile_values(
             1, v_kind | GATHER, weights.ctypes.data, 0, v, v_row, picked.ctypes.data, m, d_v,
@@ -160,19 +157,19 @@ def _attend_rows(h, rows, scores, part, step):
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _attend_head(h, step):
+def _attend_head(h, step, memory):
     """Attends with a head and updates its tables, unless the head is bypassed."""
-    work, tables = step.work, step.tables
+    work, tables = memory.work, step.tables
     if not work.active[h]:
         return
-    n_head, n_head_groups = step.q.shape[0], work.rows.shape[0]
+    n_head, n_head_groups = step.n_head, step.n_head_groups
     head_group = h * n_head_groups // n_head
     first = head_group * n_head // n_head_groups
     rows = work.rows[head_group, : work.n_rows[head_group]]
     m = min(rows.shape[0], step.k_budget)
     gain = tables.gain[h] * step.rules.decay
     scores = work.scores[head_group, work.active[first:h].sum()]
-    picked = _attend_rows(h, rows, scores, 1.0 / gain, step)
+    picked = _attend_rows(h, rows, scores, 1.0 / gain, step, memory)
     step.statistics[h, ATTENDED] += m + SINKS
     if step.attended.shape[1]:
         step.n_attended[h] = m + SINKS
@@ -194,7 +191,7 @@ def _decay(h, gain, step):
 
 
 @njit(cache=True, nogil=True)
-def _update_head(h, step):
+def _update_head(h, step, memory):
     """Updates a head's tables (eq 10) by the rows that it attended to, unless it was bypassed."""
     pending, tables = step.pending, step.tables
     m = pending.sizes[h]
@@ -202,63 +199,63 @@ def _update_head(h, step):
         return
     gain, total_weight = tables.gain[h] * step.rules.decay, pending.masses[h]
     rows, weights = pending.rows[h, :m], pending.weights[h]
-    _add_to_tables(h, rows, weights, total_weight, 1.0 / gain, step.layout[V], 0, step)
+    _add_to_tables(h, rows, weights, total_weight, 1.0 / gain, step.layout[V], 0, step, memory)
     _decay(h, gain, step)
     pending.sizes[h] = 0
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def update_tasks(counter, step):
+def update_tasks(counter, step, memory):
     """Updates heads' tables after a step, in one thread, until no head is left."""
     h = next_task(counter)
-    while h < step.q.shape[0]:
-        _update_head(h, step)
+    while h < step.n_head:
+        _update_head(h, step, memory)
         h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def mark_tasks(counter, step):
+def mark_tasks(counter, step, memory):
     """Marks heads' candidates C0 before a step (eq 7, 8), in one thread."""
     h = next_task(counter)
-    while h < step.q.shape[0]:
-        ask_for_entries(h, step)
-        mark(h, step.raised[h], step)
+    while h < step.n_head:
+        ask_for_entries(h, step, memory)
+        mark(h, step.raised[h], step, memory)
         h = next_task(counter)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def _run(task, head_group, n_parts, step):
+def _run(task, head_group, n_parts, step, memory):
     """Runs one task of a head group: a search, one of ``n_parts`` of the scores, or attention.
 
     The task waits for the results of earlier tasks of the head group. Other threads may run these.
     """
-    n_head_groups = step.work.rows.shape[0]
-    heads = step.q.shape[0] // n_head_groups
-    progress = step.work.progress[head_group].ctypes.data
+    n_head_groups = step.n_head_groups
+    heads = step.n_head // n_head_groups
+    progress = memory.work.progress[head_group].ctypes.data
     if task < heads:
-        search_head(head_group * heads + task, step)
+        search_head(head_group * heads + task, step, memory)
         if atomic_add(progress + 8 * SEARCHED, 1) == heads - 1:
-            merge_candidates(head_group, step)
+            merge_candidates(head_group, step, memory)
             atomic_add(progress + 8 * SEARCHED, 1)
     elif task < heads + n_parts:
         wait_for(progress + 8 * SEARCHED, heads + 1)
-        _score_part(head_group, task - heads, n_parts, step)
+        _score_part(head_group, task - heads, n_parts, step, memory)
         atomic_add(progress + 8 * SCORES_DONE, 1)
     else:
         wait_for(progress + 8 * SCORES_DONE, n_parts)
-        _attend_head(head_group * heads + task - heads - n_parts, step)
+        _attend_head(head_group * heads + task - heads - n_parts, step, memory)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
-def run_tasks(counter, n_threads, step):
+def run_tasks(counter, step, memory):
     """Runs tasks of a step until none is left, in one thread.
 
     Each thread first runs the same number of whole head groups. Threads share the tasks of the
     remaining head groups: all searches first, all attention last. counter: int64 (1,), the number
     of tasks taken.
     """
-    n_head_groups = step.work.rows.shape[0]
-    heads = step.q.shape[0] // n_head_groups
+    n_head_groups, n_threads = step.n_head_groups, step.n_threads
+    heads = step.n_head // n_head_groups
     a_thread, n_shared = n_head_groups // n_threads, n_head_groups % n_threads
     n_whole = n_head_groups - n_shared
     n_tasks = 2 * heads + n_threads  # of a shared head group
@@ -267,7 +264,7 @@ def run_tasks(counter, n_threads, step):
         if task < n_whole:  # neighbours for one thread: heads of a kv group read the same keys
             head_group = task % n_threads * a_thread + task // n_threads
             for h in range(head_group * heads, (head_group + 1) * heads):
-                ask_for_entries(h, step)
+                ask_for_entries(h, step, memory)
             first, last, n_parts = 0, 2 * heads + 1, 1
         else:
             before, of_stage = 0, task - n_whole
@@ -279,7 +276,7 @@ def run_tasks(counter, n_threads, step):
             head_group, first = n_whole + of_stage // width, before + of_stage % width
             last, n_parts = first + 1, n_threads
             if first < heads:
-                ask_for_entries(head_group * heads + first, step)
+                ask_for_entries(head_group * heads + first, step, memory)
         for each in range(first, last):
-            _run(each, head_group, n_parts, step)
+            _run(each, head_group, n_parts, step, memory)
         task = next_task(counter)

@@ -13,6 +13,7 @@ from numba import njit
 from sparsekv_cli.cpu.attention.tile import tile_values
 from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
 from sparsekv_cli.cpu.lfps.history import SINKS
+from sparsekv_cli.cpu.vector.declared import f32
 
 REACH, PER_DEVIATION = 8, 2  # standard deviations on either side; points in each deviation
 
@@ -20,10 +21,11 @@ REACH, PER_DEVIATION = 8, 2  # standard deviations on either side; points in eac
 class Constants(NamedTuple):
     """The bypass test's statistics of the keys and values of the last prefill (eq 5, 6)."""
 
-    mean_k: np.ndarray  # f32 (G, d)
-    mean_v: np.ndarray  # f32 (G, d_v)
-    covariance: np.ndarray  # f32 (G, d, d), or (G, 0, 0) if ``ratio`` is used
-    ratio: np.ndarray  # f32 (H,): variance of a score over |q|^2
+    mean_k: np.ndarray = f32("n_kv", "k_width")
+    mean_v: np.ndarray = f32("n_kv", "v_width")
+    # (G, d, d), or (G, 0, 0) if ``ratio`` is used
+    covariance: np.ndarray = f32("n_kv", "n_covariance", "n_covariance")
+    ratio: np.ndarray = f32("n_head")  # variance of a score over |q|^2
 
 
 @njit(cache=True, nogil=True)

@@ -22,6 +22,7 @@ from sparsekv_cli.cpu.attention.softmax import max_of
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
 from sparsekv_cli.cpu.jit.pointers import on_lines
+from sparsekv_cli.cpu.vector.declared import f32, f64
 
 SINKS = 4
 BLOCK = 64  # table entries under one bound: one word of the candidate bitmap
@@ -33,12 +34,12 @@ RESCALE_BELOW = 1e-6  # smallest g before the tables are multiplied out
 class Tables(NamedTuple):
     """The history of H query heads."""
 
-    ver: np.ndarray  # f32 (H, capacity)
-    dist: np.ndarray  # f32 (H, capacity)
-    ver_bounds: np.ndarray  # f32 (H, capacity / 64)
-    dist_bounds: np.ndarray  # f32 (H, capacity / 64)
-    sums: np.ndarray  # f64 (H, 2, 4): power sums of ver and dist
-    gain: np.ndarray  # f64 (H,)
+    ver: np.ndarray = f32("n_head", "n_entries")
+    dist: np.ndarray = f32("n_head", "n_entries")
+    ver_bounds: np.ndarray = f32("n_head", "n_blocks")  # of 64 entries each
+    dist_bounds: np.ndarray = f32("n_head", "n_blocks")
+    sums: np.ndarray = f64("n_head", 2, 4)  # power sums of ver and dist
+    gain: np.ndarray = f64("n_head")
 
     def with_room(self, capacity: int) -> Tables:
         """Returns tables of ``capacity`` entries in whole blocks. New entries are 0."""

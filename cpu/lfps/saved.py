@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, Tables
-from sparsekv_cli.cpu.lfps.search import Journal
+from sparsekv_cli.cpu.lfps.state import Journal
 
 
 class SavedTables:

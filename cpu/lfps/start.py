@@ -10,7 +10,7 @@ from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS, Tables, rescale_tables
-from sparsekv_cli.cpu.lfps.search import Rules
+from sparsekv_cli.cpu.lfps.state import Rules
 
 FEW_FROM, FEW = 32768, 8  # rows from which every eighth of the last queries starts the tables
 

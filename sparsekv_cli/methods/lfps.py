@@ -36,7 +36,7 @@ from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.queries import PastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
-from sparsekv_cli.cpu.lfps import scout, search
+from sparsekv_cli.cpu.lfps import scout, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
@@ -161,7 +161,7 @@ class LFPSCache(LayerCache):
         )
         self._sums = RowSums(n_kv, width, padded(spec.value_dim), covariance=size > 0)
         self._a_of_group = float(method.a * (1 + SHARED[0] * min(spec.group - 1, SHARED[1])))
-        self._rules = search.Rules(
+        self._rules = state.Rules(
             float(spec.scale), n_kv, method.recent, float(method.a), method.horizon or NO_HORIZON,
             float(method.decay), float(method.epsilon), method.expand == "filtered",
             by_group=False, softcap=float(spec.softcap),
@@ -169,7 +169,7 @@ class LFPSCache(LayerCache):
         none, sums = np.zeros((spec.n_head, 0), np.float32), np.zeros((spec.n_head, 2, 4))
         self._tables = Tables(none, none, none, none, sums, np.ones(spec.n_head))
         self._raised = np.ones(spec.n_head)
-        self._statistics = np.zeros((spec.n_head, search.N_STATISTICS), np.int64)
+        self._statistics = np.zeros((spec.n_head, state.N_STATISTICS), np.int64)
         self._n_indexed = 0  # rows that the tables cover; 0: none
         self._n_start = 0  # rows that they covered at first
         self._step = LFPSStep(
@@ -194,6 +194,7 @@ class LFPSCache(LayerCache):
     def update_later(self) -> None:
         """Makes ``decode`` leave eq 10, and eq 7 and 8 of the next step, to ``end_step``."""
         self._updates_later = True
+        self._step.update_later()
 
     def end_step(self, n: int) -> None:
         if not self._n_pending:
@@ -274,21 +275,19 @@ class LFPSCache(LayerCache):
         k, is_marked = self.method.budget.rows(n), self._marked == n
         self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
         saved = self._saved[-1][1][1] if self._saved else None
-        self._step.update_later(self._updates_later)
         # Rows of an earlier draft may still be there to take back.
         self._step.use_journal(saved.journal if saved and saved.n == n else None)
         self._prepare(n, k, is_marked=is_marked)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
         if self.records_attended:
-            width = N_SINKS + max(k, search.LOCAL + 1)  # a bypassed head lists its local rows
+            width = N_SINKS + max(k, state.LOCAL + 1)  # a bypassed head lists its local rows
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = attended, np.zeros(spec.n_head, np.int64)
             self._step.trace(*self.attended)
-        try:
-            keys, values = store.k_type, store.v_type
-            self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
-        finally:
+        else:
             self._step.untrace()
+        keys, values = store.k_type, store.v_type
+        self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
         store.n = n
         self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
         return store.v_type.rotated(out)
@@ -374,27 +373,27 @@ class LFPSCache(LayerCache):
     def counters(self) -> Mapping[str, int]:
         """Returns the counts of the kernel's steps, added to those of dense steps."""
         total = self._statistics.sum(0)
-        scored, attended = int(total[search.SCORED]), int(total[search.ATTENDED])
+        scored, attended = int(total[state.SCORED]), int(total[state.ATTENDED])
         counts = self.ledger.counts.copy()
         for prefix in ("", "sparse_"):
-            counts[f"{prefix}rows_total"] += int(total[search.ROWS])
+            counts[f"{prefix}rows_total"] += int(total[state.ROWS])
             counts[f"{prefix}rows_scored"] += scored
             counts[f"{prefix}rows_attended"] += attended
-        counts["bytes_read"] += int(total[search.KEYS_READ]) * self.store.k.strides[1]
-        left_out = N_SINKS * int(total[search.HEAD_STEPS]) if len(self.lse) else 0
+        counts["bytes_read"] += int(total[state.KEYS_READ]) * self.store.k.strides[1]
+        left_out = N_SINKS * int(total[state.HEAD_STEPS]) if len(self.lse) else 0
         counts["bytes_read"] += (attended - left_out) * self.store.v.strides[1]
         a_head = 4 * self.spec.head_dim * (self.spec.head_dim if self.method.sigma == "cov" else 1)
-        entries = int(total[search.BOUNDS_READ] + total[search.ENTRIES_READ])
-        counts["bytes_read"] += 4 * entries + a_head * int(total[search.TESTED])
+        entries = int(total[state.BOUNDS_READ] + total[state.ENTRIES_READ])
+        counts["bytes_read"] += 4 * entries + a_head * int(total[state.TESTED])
         if self._scout:
-            directions, codes = self._scout.directions[0], int(total[search.CODES_READ])
+            directions, codes = self._scout.directions[0], int(total[state.CODES_READ])
             counts["codes_read"] += codes
             counts["bytes_read"] += len(directions) * codes
-            counts["bytes_read"] += directions.nbytes * int(total[search.SCOUTING])
+            counts["bytes_read"] += directions.nbytes * int(total[state.SCOUTING])
         for name, column in (
-            ("heads_stepped", search.HEAD_STEPS), ("heads_tested", search.TESTED),
-            ("heads_bypassed", search.BYPASSED), ("bounds_read", search.BOUNDS_READ),
-            ("entries_read", search.ENTRIES_READ),
+            ("heads_stepped", state.HEAD_STEPS), ("heads_tested", state.TESTED),
+            ("heads_bypassed", state.BYPASSED), ("bounds_read", state.BOUNDS_READ),
+            ("entries_read", state.ENTRIES_READ),
         ):  # fmt: skip
             counts[name] += int(total[column])
         return counts

@@ -12,7 +12,6 @@ from lfps_pair import N_STEPS, LFPSPair, followed, make_method
 from sweeps import crossed
 
 from sparsekv_cli.cache.spec import N_SINKS
-from sparsekv_cli.cpu.jit.pointers import address
 from sparsekv_cli.cpu.lfps import start
 from sparsekv_cli.methods import lfps
 from sparsekv_cli.methods.naive import lfps as naive_lfps
@@ -54,7 +53,7 @@ def test_lfps_equals_its_naive_form(case, variant):
     if method.scored_by == "group" and naive.group > 1:
         assert seen["mixed"] > 50, "some heads of a group bypassed, others not"
         factor = 0.145 + 0.855 * min(naive.group, 3)
-    a = pair.cache._step.record["rules"]["a"]
+    a = pair.cache._step.state.rules.a
     assert a == pytest.approx(method.a * factor, rel=1e-12)
     counters = pair.cache.counters()
     assert counters["heads_bypassed"] == seen["bypassed"]
@@ -268,9 +267,8 @@ def test_after_an_interrupt_while_arrays_grow_no_step_uses_the_old_ones(name, la
             cache.end_step(cache.n)
     monkeypatch.undo()
     decode(cache, stream.rows(1))
-    record = cache._step.record
-    assert record["tables"]["ver"] == address(cache._tables.ver)
-    assert record["codes"].item() == tuple(cache._scout.known())
+    state = cache._step.state
+    assert state.tables.ver is cache._tables.ver and state.codes == cache._scout.known()
 
 
 def test_a_step_that_is_taken_back_ahead_of_its_update_leaves_none():
@@ -281,7 +279,8 @@ def test_a_step_that_is_taken_back_ahead_of_its_update_leaves_none():
     prefill(cache, stream.rows(150))
     decode(cache, stream.rows(1))
     cache.truncate(150)
-    cache._step.record["rules"]["epsilon"] = 1e-9
+    state = cache._step.state
+    state.set(rules=state.rules._replace(epsilon=1e-9))
     decode(cache, stream.rows(1))
     cache.end_step(cache.n)
     assert cache.counters()["heads_bypassed"] == 4

@@ -6,7 +6,7 @@ from stored_rows import KINDS, layout, store
 
 from sparsekv_cli.cpu.attention.decode import attend_dense_ref
 from sparsekv_cli.cpu.attention.rows import F16
-from sparsekv_cli.cpu.lfps import history, search
+from sparsekv_cli.cpu.lfps import history, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
@@ -183,7 +183,7 @@ class Layer:
         arrays = [np.zeros((n_head, width), np.float32) for width in widths]
         self.tables = Tables(*arrays, np.zeros((n_head, 2, 4)), np.ones(n_head))
         self.raised = np.ones(n_head)
-        self.statistics = np.zeros((n_head, search.N_STATISTICS), np.int64)
+        self.statistics = np.zeros((n_head, state.N_STATISTICS), np.int64)
         self.attended = np.zeros((n_head, n + 1), np.int32)
         self.counts = np.zeros(n_head, np.int64)
         self.out = np.empty_like(self.q)
@@ -193,8 +193,8 @@ class Layer:
         rules = self.rules(0.2, 1.0, decay)
         lfps_init(q, every, layout(*self.stored), self.n, rules, self.tables, 2)
 
-    def rules(self, a: float, epsilon: float, decay: float = 0.95) -> search.Rules:
-        return search.Rules(
+    def rules(self, a: float, epsilon: float, decay: float = 0.95) -> state.Rules:
+        return state.Rules(
             float(self.scale), self.n_kv, 32, a, 1 << 62, decay, epsilon, False, self.by_group,
             self.softcap,
         )  # fmt: skip
@@ -233,8 +233,8 @@ def test_all_candidates_equal_dense_attention(
     np.testing.assert_array_equal(layer.counts, n)
     rows = np.sort(layer.attended[:, :n], axis=1)
     np.testing.assert_array_equal(rows, np.tile(np.arange(n), (n_head, 1)))
-    scored = layer.statistics[:, search.SCORED].sum()
-    assert scored == layer.statistics[:, search.ATTENDED].sum() == n_head * n
+    scored = layer.statistics[:, state.SCORED].sum()
+    assert scored == layer.statistics[:, state.ATTENDED].sum() == n_head * n
 
 
 @pytest.mark.parametrize("limit", [64, 150, 300])
@@ -244,9 +244,9 @@ def test_no_more_candidates_than_the_limit(limit, by_group):
     for each in (layer, free):
         each.init(np.repeat(each.q[:, None], 5, axis=1))
     free.step(k_budget=40, a=0.01)
-    assert (free.statistics[:, search.SCORED] > limit + SINKS).all()
+    assert (free.statistics[:, state.SCORED] > limit + SINKS).all()
     layer.step(k_budget=40, a=0.01, limit=limit)
-    assert (layer.statistics[:, search.SCORED] <= limit + SINKS).all()
+    assert (layer.statistics[:, state.SCORED] <= limit + SINKS).all()
     assert (layer.raised > 1).all() and (free.raised == 1).all()
     np.testing.assert_array_equal(layer.counts, 40 + SINKS)
     for _ in range(40):

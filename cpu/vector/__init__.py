@@ -1,0 +1,1 @@
+"""Declared arguments and scratch memory of kernels, and how a kernel's threads run."""

@@ -1,0 +1,142 @@
+"""Declarations of numbers and arrays: their names, types, and shapes by other names."""
+
+import ast
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NewType
+
+import numpy as np
+from llvmlite import ir
+
+from sparsekv_cli.cpu.jit.llvm import I64
+
+Size = NewType("Size", int)  # a number of elements, which is known from the shapes of arrays
+NUMBERS = (Size, int, bool, float, np.float32)
+_OPERATORS: dict[type, Callable[..., ir.Value]] = {
+    ast.Add: lambda b, x, y: b.add(x, y),
+    ast.Sub: lambda b, x, y: b.sub(x, y),
+    ast.Mult: lambda b, x, y: b.mul(x, y),
+    ast.FloorDiv: lambda b, x, y: b.udiv(x, y),
+}
+
+
+class Array(NamedTuple):
+    """One array, contiguous. shape: numbers, or texts such as ``n_head`` and ``n // 64 + 2``.
+
+    optional: whether the array may be missing. All its dims are then 0.
+    zeros: whether scratch memory is set to 0 before it is used.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int | str, ...]
+    optional: bool
+    zeros: bool
+
+
+class Words(NamedTuple):
+    """An array int64 (n,) inside the record."""
+
+    n: int
+
+
+class _Element:
+    """Declares arrays of one type. In a class it is a default, so the type says Any."""
+
+    def __init__(self, dtype: type) -> None:
+        self._dtype = np.dtype(dtype)
+
+    def __call__(self, *shape: int | str, optional: bool = False, zeros: bool = False) -> Any:
+        return Array(self._dtype, shape, optional, zeros)
+
+
+f32, f64 = _Element(np.float32), _Element(np.float64)
+i32, i64, u64 = _Element(np.int32), _Element(np.int64), _Element(np.uint64)
+f16 = _Element(np.uint16)  # kernels read the bits of f16
+
+
+def words(count: int) -> Any:
+    """Declares an int64 array inside the record."""
+    return Words(count)
+
+
+class Field(NamedTuple):
+    """One number or array. name: with the parts that it is in, as in ``rules.softcap``.
+
+    kind: one of NUMBERS, an Array or Words. word: its first word of 8 bytes in a record.
+    """
+
+    name: str
+    kind: Any
+    word: int
+
+    @property
+    def n_words(self) -> int:
+        return self.kind.n if isinstance(self.kind, Words) else 1
+
+
+class Part(NamedTuple):
+    """The fields of one class. cls: the NamedTuple of its view. members: Field, or Part."""
+
+    name: str
+    cls: Any
+    members: tuple[Any, ...]
+
+    def fields(self) -> Iterator[Field]:
+        for member in self.members:
+            yield from (member,) if isinstance(member, Field) else member.fields()
+
+    @property
+    def n_words(self) -> int:
+        return sum(field.n_words for field in self.fields())
+
+    def digest(self) -> str:
+        """Returns a short hash of all names, types, shapes and places."""
+        told = repr([(self.cls.__qualname__, *field) for field in self.fields()])
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> Part:
+    """Returns what a class declares by its annotations and defaults, from ``word`` on.
+
+    view: the NamedTuple of the same names. name: of the part, or empty for the record itself.
+    Raises TypeError for an annotation that is no field.
+    """
+    members: list[Any] = []
+    defaults = getattr(cls, "_field_defaults", vars(cls))
+    for key, hint in inspect.get_annotations(cls, eval_str=True).items():
+        inner, default = f"{name}.{key}" if name else key, defaults.get(key)
+        if isinstance(default, Array | Words):
+            members.append(Field(inner, default, word))
+        elif hint in NUMBERS:
+            members.append(Field(inner, hint, word))
+        elif hasattr(hint, "_fields") and not name:
+            members.append(declared(hint, hint, inner, word))
+        else:
+            raise TypeError(f"{cls.__name__}.{key}: {hint} with {default} declares no field")
+        word += members[-1].n_words
+    return Part(name, view, tuple(members))
+
+
+def size_of(b: ir.IRBuilder, dim: int | str, word_of: Callable[[str], ir.Value]) -> ir.Value:
+    """Returns a dim's value, i64. word_of: returns the value of a name.
+
+    A text has names, numbers, ``+ - * //`` and brackets. Raises ValueError for anything else.
+    """
+
+    def value(node: ast.expr) -> ir.Value:
+        match node:
+            case ast.Constant(value=int(number)):
+                return I64(number)
+            case ast.Name(id=name):
+                return word_of(name)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                return _OPERATORS[type(operator)](b, value(left), value(right))
+        raise ValueError(f"{dim}: a size has names, numbers, + - * // and brackets only")
+
+    return value(ast.parse(str(dim), mode="eval").body)
+
+
+def names_in(dim: int | str) -> set[str]:
+    """Returns the names in a dim."""
+    return {node.id for node in ast.walk(ast.parse(str(dim))) if isinstance(node, ast.Name)}
