@@ -14,6 +14,7 @@ import pytest
 from checked_device import (
     METHODS,
     N_PROMPT,
+    N_STEPS,
     Checked,
     check,
     checked,
@@ -80,7 +81,7 @@ def test_tokens_are_chosen_in_the_captures(method, engine, plain):
 def test_sequences_that_come_and_go(method, engine, plain):
     """Each has its own length; behind a rewind of one, what was captured goes on."""
     launched = check(engine, come_and_go(engine, method), plain[f"batch of {method}"])
-    assert (launched[4] == []) == (method != "freekv")  # which leaves its pages
+    assert (launched[N_STEPS + 1] == []) == (method != "freekv")  # which leaves its pages
 
 
 def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):
