@@ -56,26 +56,6 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch]
     return lambda patch: patch.setattr(owner, name, value)
 
 
-def of_second(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """Replaces a method of the objects that the second sequence's layers have."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        begin, call, made = owner.__init__, getattr(owner, name), []
-
-        def watched(self: Any, *args: Any) -> None:
-            begin(self, *args)
-            made.append(id(self))
-
-        def planted(self: Any, *args: Any) -> Any:
-            is_second = made.index(id(self)) >= N_LAYER
-            return (value if is_second else call)(self, *args)
-
-        patch.setattr(owner, "__init__", watched)
-        patch.setattr(owner, name, planted)
-
-    return plant
-
-
 def not_waiting(patch: pytest.MonkeyPatch) -> None:
     """The copies of the second prompt's rows are not waited for."""
     wait, n_waits = Event.synchronize, count()
@@ -136,7 +116,7 @@ PLANTED: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], str]] = {
         "nothing orders them|not captured",
     ),
     "no join": (
-        "freekv", of_second(SideStream, "join", lambda self: None), "nothing orders them"
+        "freekv", replaced(SideStream, "join", lambda self: None), "nothing orders them"
     ),
     "a stream of its own": ("full", in_each_step(on_its_own_stream), "nothing orders them"),
     "the host does not wait for a step": (
