@@ -38,6 +38,7 @@ from sparsekv_cli.cpu.vector.declared import Array, Field, Part, Size, Words, de
 
 WORD = 8  # bytes
 _ALIKE: dict[Any, Any] = {}  # records of arrays of the same shapes share what fits
+_MOST_ALIKE = 256  # entries; a server meets ever new shapes
 _from_buffer = c_char.from_buffer
 HALVES = (np.dtype(np.float16), np.dtype(np.uint16))  # kernels read f16 as u16
 
@@ -244,6 +245,8 @@ class Fields(metaclass=Declaration):
                 fitting[field.name] = shape, array.dtype, field.word
             elif -1 in shape:
                 fitting.pop(field.name, None)
+        if len(_ALIKE) >= _MOST_ALIKE:
+            _ALIKE.clear()
         self._fitting = _ALIKE.setdefault(tuple(fitting.items()), fitting)
 
     def _check(self, field: Field, array: np.ndarray, sizes: dict[str, int]) -> None:

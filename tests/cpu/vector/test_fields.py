@@ -11,7 +11,7 @@ from numba import carray, njit, types
 from sparsekv_cli.cpu.jit.kernel_cache import SOURCES, STORE, KernelCache
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
-from sparsekv_cli.cpu.vector import declared
+from sparsekv_cli.cpu.vector import declared, fields
 from sparsekv_cli.cpu.vector.declared import Size, f16, f32, f64, i32, i64, u64, words
 from sparsekv_cli.cpu.vector.fields import Fields, Scratch
 from sparsekv_cli.cpu.vector.run import run
@@ -126,6 +126,15 @@ def test_sizes_follow_from_the_arrays():
     state.use(x=read_only)
     state.sums[:] = 0
     assert read(state)[1] == 2 and state.sums[2, 1] == 1
+
+
+def test_shapes_that_never_come_again_are_forgotten():
+    """A server meets ever new lengths, and the memory for their sizes has a bound."""
+    state = state_of()
+    for n in range(2, 2 * fields._MOST_ALIKE):
+        state.use(**arrays_of(n, 2))
+        assert read(state)[:2] == [n, 2]
+    assert 0 < len(fields._ALIKE) <= fields._MOST_ALIKE
 
 
 def test_numbers_are_checked():
