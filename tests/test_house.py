@@ -14,7 +14,7 @@ from sparsekv_cli.methods import METHODS
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 # A folder of cpu/ and kernels/ is a method's, or holds what several methods call.
-SHARED = {"jit", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
+SHARED = {"jit", "vector", "weights", "attention", "layer", "experts", "recurrent", "eviction"}
 
 
 def names_in(folder: str) -> set[str]:

@@ -1,7 +1,7 @@
 """The second half of an LFPS step: scores of the candidates, attention, and the tables' update.
 
 lfps/search.py finds the candidates, lfps/start.py fills the tables after a prefill. ``run_tasks``
-shares a step between threads. step: a view of LFPSState; memory: a Memory (lfps/state.py).
+shares a step between threads. step: a view of LFPSState; memory: a StepMemory (lfps/state.py).
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 Heads that score the same candidates are a head group: a kv group (``by_group``), or a single head.
 Functions that take a step are inlined, because passing it by value takes .3 to .6 us a call. step:
-a view of LFPSState; memory: a Memory.
+a view of LFPSState; memory: a StepMemory.
 """
 
 import numpy as np

@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.scout import Codes
 from sparsekv_cli.cpu.vector.declared import Size, f32, f64, i32, i64, u64, words
-from sparsekv_cli.cpu.vector.fields import Fields, Scratch
+from sparsekv_cli.cpu.vector.fields import KernelFields, Scratch
 
 LOCAL = 6  # keys before the current one in the local mass of the bypass test (eq 6)
 # Columns of the statistics (int64, one row a head).
@@ -61,14 +61,14 @@ class Journal(NamedTuple):
     sizes: np.ndarray = i64("n_head", optional=True)  # |C2|; 0 for a bypassed head
 
 
-class Marks(NamedTuple):
+class CandidateMarks(NamedTuple):
     """The candidates C0 of each head (eq 7, 8)."""
 
     taus: np.ndarray  # f64 (H, 2): thresholds of the two tables, before they are raised
     bits: np.ndarray  # uint64 (H, >= n // 64 + 2): rows above a threshold, a bit each
 
 
-class LFPSState(Fields):
+class LFPSState(KernelFields):
     """One layer's cache and its next step."""
 
     n_head: Size
@@ -111,7 +111,7 @@ class LFPSState(Fields):
     n_attended: np.ndarray = i64("n_head", optional=True)
     pending: PendingUpdate
     journal: Journal
-    kept_taus: np.ndarray = f64("n_head", 2, optional=True)  # Marks that one task sets
+    kept_taus: np.ndarray = f64("n_head", 2, optional=True)  # CandidateMarks that one task sets
     kept_bits: np.ndarray = u64("n_head", "n_bit_words", optional=True)  # and another reads
 
 
@@ -124,7 +124,7 @@ class Work(Scratch, of=LFPSState):
     # Capped scores of the sinks and of the local rows.
     near: np.ndarray = f32("n_head", SINKS + LOCAL + 1 + PAD)
     active: np.ndarray = i64("n_head")  # 1, or 0 for a bypassed head
-    taus: np.ndarray = f64("n_head", 2)  # of Marks
+    taus: np.ndarray = f64("n_head", 2)  # of CandidateMarks
     bits: np.ndarray = u64("n_head", f"n // {BLOCK} + 2")
     found: np.ndarray = i32("n_head", "n_found")  # rows that the scout found; 0 for none
     rows: np.ndarray = i32("n_head_groups", f"limit + {AT_ONCE}")  # starts with C1, ascending
@@ -144,9 +144,9 @@ class Buffers(Scratch, of=LFPSState):
     changes: np.ndarray = f32(4, "k_budget")
 
 
-class Memory(NamedTuple):
+class StepMemory(NamedTuple):
     """The memory of a step while it runs, as a thread sees it."""
 
     work: Work
-    marks: Marks
+    marks: CandidateMarks
     own: Buffers

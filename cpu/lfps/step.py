@@ -11,12 +11,12 @@ from sparsekv_cli.cpu.lfps.history import BLOCK, Tables
 from sparsekv_cli.cpu.lfps.scout import Scout
 from sparsekv_cli.cpu.lfps.state import (
     Buffers,
+    CandidateMarks,
     Journal,
     LFPSState,
-    Marks,
-    Memory,
     PendingUpdate,
     Rules,
+    StepMemory,
     Work,
 )
 from sparsekv_cli.cpu.vector.run import run
@@ -30,10 +30,10 @@ def run_thread(at, task, counter, shared, own):
     """Runs a thread's part of a task; see ``run`` (cpu/vector/run.py)."""
     step = view(LFPSState, at)
     work = scratch(Work, at, shared)
-    marks = Marks(work.taus, work.bits)
+    marks = CandidateMarks(work.taus, work.bits)
     if step.n_kept:
-        marks = Marks(step.kept_taus, step.kept_bits)
-    memory = Memory(work, marks, scratch(Buffers, at, own))
+        marks = CandidateMarks(step.kept_taus, step.kept_bits)
+    memory = StepMemory(work, marks, scratch(Buffers, at, own))
     tasks = carray(integer_pointer(counter), 1)
     if task == STEP:
         run_tasks(tasks, step, memory)

@@ -75,8 +75,8 @@ class Field(NamedTuple):
         return self.kind.n if isinstance(self.kind, Words) else 1
 
 
-class Part(NamedTuple):
-    """The fields of one class. cls: the NamedTuple of its view. members: Field, or Part."""
+class FieldGroup(NamedTuple):
+    """The fields of one class. cls: the NamedTuple of its view. members: Field, or FieldGroup."""
 
     name: str
     cls: Any
@@ -96,7 +96,7 @@ class Part(NamedTuple):
         return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> Part:
+def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> FieldGroup:
     """Returns what a class declares by its annotations and defaults, from ``word`` on.
 
     view: the NamedTuple of the same names. name: of the part, or empty for the record itself.
@@ -115,7 +115,7 @@ def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> Part:
         else:
             raise TypeError(f"{cls.__name__}.{key}: {hint} with {default} declares no field")
         word += members[-1].n_words
-    return Part(name, view, tuple(members))
+    return FieldGroup(name, view, tuple(members))
 
 
 def size_of(b: ir.IRBuilder, dim: int | str, word_of: Callable[[str], ir.Value]) -> ir.Value:

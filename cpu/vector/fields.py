@@ -3,7 +3,7 @@
 A kernel gets the address of a record, because an array as an argument costs half a microsecond.
 The record has a word of 8 bytes for each number and for the address of each array:
 
-    class State(Fields):
+    class State(KernelFields):
         n_head: Size                                  # known from the arrays
         n: int
         softcap: float
@@ -34,7 +34,15 @@ from typing import Any, cast
 import numpy as np
 
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
-from sparsekv_cli.cpu.vector.declared import Array, Field, Part, Size, Words, declared, names_in
+from sparsekv_cli.cpu.vector.declared import (
+    Array,
+    Field,
+    FieldGroup,
+    Size,
+    Words,
+    declared,
+    names_in,
+)
 
 WORD = 8  # bytes
 _ALIKE: dict[Any, Any] = {}  # records of arrays of the same shapes share what fits
@@ -51,11 +59,11 @@ class Declaration(type):
     """
 
     View: Any
-    declaration: Part
+    declaration: FieldGroup
     of: Any
     _whole: dict[str, Any]  # the words of whole numbers, and of arrays inside the record
     _sizes: dict[str, int]  # the words of sizes
-    _members: dict[str, tuple[tuple[Field, ...], Part | None]]  # fields; None: of no part
+    _members: dict[str, tuple[tuple[Field, ...], FieldGroup | None]]  # fields; None: of no part
     _of_arrays: list[Field]
 
     def __new__(mcs, name: str, bases: Any, space: Any, of: Any = None) -> Any:
@@ -66,7 +74,7 @@ class Declaration(type):
         names = list(inspect.get_annotations(cls)) if bases else []
         cls.View = namedtuple(name, names, module=cls.__module__)  # type: ignore[misc]
         cls.View.__qualname__ = f"{cls.__qualname__}.View"  # where pickle finds it
-        cls.declaration = declared(cls, cls.View) if bases else Part("", cls.View, ())
+        cls.declaration = declared(cls, cls.View) if bases else FieldGroup("", cls.View, ())
         cls.of = of or cls
         cls._check_dims(name)
         fields = list(cls.declaration.fields())
@@ -78,7 +86,7 @@ class Declaration(type):
         cls._of_arrays = [f for f in fields if isinstance(f.kind, Array)]
         cls._members = {
             member.name: (tuple(member.fields()), member)
-            if isinstance(member, Part)
+            if isinstance(member, FieldGroup)
             else ((member,), None)
             for member in cls.declaration.members
         }
@@ -119,7 +127,7 @@ class Scratch(metaclass=Declaration):
     """
 
 
-class Fields(metaclass=Declaration):
+class KernelFields(metaclass=Declaration):
     """A record of numbers and arrays, which it keeps alive."""
 
     # Attributes in few lines of memory: a step of each layer finds them outside of the caches.

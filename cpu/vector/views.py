@@ -13,8 +13,8 @@ from numba.np.numpy_support import from_dtype
 
 from sparsekv_cli.cpu.jit.llvm import I64
 from sparsekv_cli.cpu.jit.pointers import LINE
-from sparsekv_cli.cpu.vector.declared import Array, Field, Part, Size, Words, size_of
-from sparsekv_cli.cpu.vector.fields import WORD, Declaration, Fields, Scratch
+from sparsekv_cli.cpu.vector.declared import Array, Field, FieldGroup, Size, Words, size_of
+from sparsekv_cli.cpu.vector.fields import WORD, Declaration, KernelFields, Scratch
 
 _DOUBLE = ir.DoubleType()
 
@@ -45,7 +45,7 @@ def _no_value(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 
 def _type_of(member: Any) -> Any:
     """Returns the numba type of a field, or of a part."""
-    if isinstance(member, Part):
+    if isinstance(member, FieldGroup):
         return types.BaseTuple.from_types([_type_of(each) for each in member.members], member.cls)
     if isinstance(member.kind, Array):
         n_dim = sum(dim != 1 for dim in member.kind.shape)
@@ -92,7 +92,7 @@ class _Record:
 
     def value(self, member: Any) -> ir.Value:
         b = self.b
-        if isinstance(member, Part):
+        if isinstance(member, FieldGroup):
             values = [self.value(each) for each in member.members]
             return self.context.make_tuple(b, _type_of(member), values)
         kind, word = member.kind, member.word
@@ -112,7 +112,7 @@ class _Record:
         return self.word(word)
 
     def places_of(
-        self, part: Part, at: ir.Value, only_zeros: bool = False
+        self, part: FieldGroup, at: ir.Value, only_zeros: bool = False
     ) -> Iterator[tuple[Field, ir.Value, list[ir.Value], ir.Value]]:
         """The arrays of scratch memory at ``at``: fields, addresses, dims, and the addresses after
         them.
@@ -136,8 +136,8 @@ def _is(kind: Any, base: type) -> bool:
 
 @intrinsic
 def view(typingctx, kind, at):
-    """Returns the view of the record of ``kind``, a class of Fields, at an address."""
-    if not _is(kind, Fields):
+    """Returns the view of the record of ``kind``, a class of KernelFields, at an address."""
+    if not _is(kind, KernelFields):
         return None
     part = kind.cls.declaration
 

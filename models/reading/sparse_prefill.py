@@ -67,7 +67,7 @@ class SparseAttention:
         self._end = first_dense(n)
         self._sources = sources
         self._chosen: dict[tuple[int, int], np.ndarray] = {}  # by layer in ``sources``, position
-        self._summaries, self._choice = Summaries(), Choice()
+        self._summaries, self._choice = PageSummaries(), PageChoice()
         self._rows: KVStore | None = None  # the attended rows of a chunk
 
     def __call__(self, cache: LayerCache, x: AttnInput) -> Any:
@@ -134,11 +134,11 @@ def mean_queries(q: np.ndarray) -> np.ndarray:
     sample = as_f32(np.ascontiguousarray(q[:, EVERY - 1 :: EVERY]))
     starts = np.arange(0, sample.shape[1], BLOCK // EVERY)
     counts = np.diff(starts, append=sample.shape[1]).astype(np.float32)
-    with np.errstate(all="ignore"):  # see Summaries.extend
+    with np.errstate(all="ignore"):  # see PageSummaries.extend
         return np.add.reduceat(sample, starts, axis=1) / counts[:, None]
 
 
-class Summaries:
+class PageSummaries:
     """The summaries of a layer's pages while its chunks are prefilled, as bytes.
 
     codes uint8 (G, tiles, words, 16, 4), scales f32 (G, tiles, 16): see cpu/quest/byte_pages.py.
@@ -182,14 +182,14 @@ class Summaries:
             self.codes[:, :known], self.scales[:, :known] = codes[:, :known], scales[:, :known]
 
 
-class Choice:
+class PageChoice:
     """Chooses pages. Its arrays serve all chunks of a prefill: new memory would take longer."""
 
     def __init__(self) -> None:
         self._scores = np.empty(0, np.float32)
 
     def __call__(
-        self, q: np.ndarray, summaries: Summaries, n_page: int, n_best: int, spec: LayerSpec
+        self, q: np.ndarray, summaries: PageSummaries, n_page: int, n_best: int, spec: LayerSpec
     ) -> np.ndarray:
         """Returns the n_best pages of n_page for q f32 (H, R, d), int32 (G, n_best), ascending.
 

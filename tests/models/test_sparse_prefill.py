@@ -124,10 +124,10 @@ def test_first_and_last_pages_and_ties() -> None:
     store, spec = KVStore(LayerSpec(0, 1, 1, 1, D, D, 1)), LayerSpec(0, 1, 1, 1, D, D, 1)
     store.reserve(keys.shape[1])
     store.k[:] = 0
-    summaries = sparse_prefill.Summaries()
+    summaries = sparse_prefill.PageSummaries()
     summaries.extend(store, n_page, spec)
     q = np.ones((1, 16, D), np.float32)
-    found = sparse_prefill.Choice()(q, summaries, n_page, N_FORCED + 1, spec)
+    found = sparse_prefill.PageChoice()(q, summaries, n_page, N_FORCED + 1, spec)
     np.testing.assert_array_equal(found, pages)
 
 

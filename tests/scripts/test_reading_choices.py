@@ -60,7 +60,7 @@ def test_settings_give_the_number_of_rows(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_rows_of_a_model(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model.gguf", wtype="Q4_0", n_ctx=8192)
+    model = make_model(tmp_path / "model.gguf", wtype="Q4_0", n_ctx=8192, n_layer=4)
     told = tmp_path / "told.json"
     arguments = ["-m", str(model), "--lengths", "4096", "--layers", "1", "--budget", "2048"]
     assert load_script("reading/choices").main([*arguments, "--json", str(told)]) == 0

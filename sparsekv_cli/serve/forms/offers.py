@@ -80,7 +80,7 @@ class FunctionFields(Fields):
     parameters: dict[str, Any] | None = None
 
 
-class Grammar(Fields):
+class ToldGrammar(Fields):
     """A grammar of a custom tool's input."""
 
     definition: Text
@@ -94,7 +94,7 @@ class CustomFormat(Fields):
     """
 
     type: Literal["text", "grammar"] = "text"
-    grammar: Grammar | None = None
+    grammar: ToldGrammar | None = None
     definition: Text | None = None
     syntax: Literal["lark", "regex"] | None = None
 

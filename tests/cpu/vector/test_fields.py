@@ -13,7 +13,7 @@ from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
 from sparsekv_cli.cpu.vector import declared, fields
 from sparsekv_cli.cpu.vector.declared import Size, f16, f32, f64, i32, i64, u64, words
-from sparsekv_cli.cpu.vector.fields import Fields, Scratch
+from sparsekv_cli.cpu.vector.fields import KernelFields, Scratch
 from sparsekv_cli.cpu.vector.run import run
 from sparsekv_cli.cpu.vector.views import room, scratch, view, zeroed
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     second: np.ndarray = f16("n_pair", optional=True)
 
 
-class State(Fields):
+class State(KernelFields):
     n_head: Size
     n_wide: Size
     n_pair: Size
@@ -230,11 +230,11 @@ def test_threads_share_some_memory_and_have_their_own(n_threads):
 @pytest.mark.parametrize(
     ("told", "base", "of", "space"),
     [
-        ("n_haed is no size", Fields, None, {"x": f32("n_haed")}),
-        (r"n \+ 1 is no size", Fields, None, {"n": Size, "x": f32("n + 1")}),
-        ("n is no size", Fields, None, {"n": int, "x": f32("n")}),
-        ("zeros come first", Fields, None, {"x": f32(4, zeros=True)}),
-        ("declares no field", Fields, None, {"x": str}),
+        ("n_haed is no size", KernelFields, None, {"x": f32("n_haed")}),
+        (r"n \+ 1 is no size", KernelFields, None, {"n": Size, "x": f32("n + 1")}),
+        ("n is no size", KernelFields, None, {"n": int, "x": f32("n")}),
+        ("zeros come first", KernelFields, None, {"x": f32(4, zeros=True)}),
+        ("declares no field", KernelFields, None, {"x": str}),
         ("arrays only", Scratch, State, {"n": int}),
         ("zeros come first", Scratch, State, {"x": f32(4), "y": f32(4, zeros=True)}),
         ("y is no size", Scratch, State, {"x": f32("y")}),
