@@ -27,9 +27,9 @@ def run(function, n_threads, at, task, shared, own):
     """Calls ``function(at, task, counter, shared, own)`` in each thread.
 
     All arguments but the task, a number, are addresses. function: see ``function_address``. at: of
-    a record of KernelFields. counter: of int64 (1,), which is 0 (``next_task``).
-    shared, own: classes of Scratch of this record. The function gets the address of the memory that all threads share, and
-    of its thread's own.
+    a record of KernelFields. counter: of int64 (1,), which is 0 (``next_task``). shared, own:
+    classes of Scratch of this record. The function gets the address of the memory that all threads
+    share, and of its thread's own.
     """
     n_shared, n_own = room(shared, at), room(own, at)
     block = np.empty((2 * LINE + n_shared + n_threads * n_own) // 8, np.int64)
