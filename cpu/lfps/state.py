@@ -89,7 +89,7 @@ class LFPSState(KernelFields):
     k_budget: int  # |C2|
     n_recent: int  # last rows of C1, always chosen: R, but at most half the budget
     limit: int  # most rows of C1
-    n_found: int  # most rows that the scout finds for a head
+    n_found: int  # parts of rows that the scout scores; it finds one row in each, at most FOUND
     n_head_groups: int  # T
     is_marked: bool  # whether ``kept_taus`` and ``kept_bits`` are of this step
     layout: np.ndarray = words(8)  # of the KV store, see attention/rows.py

@@ -167,9 +167,9 @@ class LFPSStep:
     ) -> None:
         """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
 
-        n_found: most rows that the scout finds for a head, each among PART rows. is_marked: whether
-        ``mark`` has run for this step, and nothing has changed since. limit is at least the number
-        of recents, which are always in C1. Otherwise thresholds would never stop rising.
+        n_found: parts of PART rows that the scout scores; it finds one row in each. is_marked:
+        whether ``mark`` has run for this step, and nothing has changed since. limit is at least the
+        number of recents, which are always in C1. Otherwise thresholds would never stop rising.
         """
         state, rules = self.state, self._rules
         n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate

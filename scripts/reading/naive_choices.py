@@ -47,7 +47,7 @@ def by_pages(q: np.ndarray, k: np.ndarray, deviation: float = 1.0) -> np.ndarray
 
 
 def by_samples(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The same with single queries instead of mean ones."""
+    """Returns the weights of pages by N_SAMPLES single queries, without a mean over a block."""
     each = np.arange(1, N_SAMPLES + 1) * q.shape[1] // N_SAMPLES - 1
     return weights_of_pages(q[:, each], k, 1.0)
 
