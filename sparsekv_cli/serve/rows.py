@@ -167,6 +167,15 @@ def held_together(sequences: Iterable[tuple[int, Sequence]]) -> int:
     return sum(n - sum(cache.n_spared for cache in of.caches) for n, of in sequences)
 
 
+def room_beside(sequences: Ids[tuple[int, Sequence]], limit: int) -> int:
+    """Returns the part of ``limit`` bytes that is not taken by sequences.
+
+    sequences: bytes reserved for each, and the sequence. An index may be larger than its estimate,
+    a part of the reserved bytes. So the result is negative if they take more than the limit.
+    """
+    return limit - held_together((max(n, whole_bytes(of)), of) for n, of in sequences)
+
+
 def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) -> int:
     """Returns the most bytes of the prompt's rows that one of the sequences holds."""
     most = 0
@@ -178,17 +187,42 @@ def most_shared(sequences: Iterable[Sequence], ids: Ids[int], method: Method) ->
     return most
 
 
+def make_room(
+    all_parked: list[Parked],
+    others: Ids[tuple[int, Sequence]],
+    limit: int,
+    ids: Ids[int],
+    method: Method,
+) -> bool:
+    """Returns whether all sequences fit in ``limit`` bytes, which leave room for a prompt ``ids``.
+
+    others: sequences that stay, and the bytes reserved for each. Rows count once that the prompt
+    shares with one of them. Parked sequences are dropped, the oldest first, until the rest fits.
+    """
+    room, shared = room_beside(others, limit), 0
+    if room < 0:
+        shared = most_shared((of for _, of in others), ids, method)
+    if room + shared < 0:
+        return False
+    give_up(all_parked, room, shared, ids, method)
+    return True
+
+
 def give_up(
-    all_parked: list[Parked], room: int, shared: int, ids: Ids[int], method: Method
+    all_parked: list[Parked],
+    room: int,
+    shared: int = 0,
+    ids: Ids[int] = (),
+    method: Method | None = None,
 ) -> None:
     """Drops parked sequences, the oldest first, until the others fit in ``room`` bytes.
 
-    A prompt of ``ids`` comes next. Its memory is reserved, but for ``shared`` bytes. A sequence
-    that gives more rows to it is dropped last, and these rows count once.
+    A prompt of ``ids`` with ``method`` may come next. Its memory is reserved, but for ``shared``
+    bytes. A sequence that gives more rows to it is dropped last, and these rows count once.
     """
     if held_together(all_parked) <= room:
         return
-    gives = [most_shared([each.sequence], ids, method) for each in all_parked]
+    gives = [(method and most_shared([each.sequence], ids, method)) or 0 for each in all_parked]
     most = max(shared, *gives, 0)
     order = zip([n == most > shared for n in gives], range(len(gives)), all_parked, strict=True)
     for _, _, each in sorted(order, key=lambda entry: entry[:2]):

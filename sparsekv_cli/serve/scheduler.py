@@ -42,9 +42,9 @@ from sparsekv_cli.serve.rows import (
     best_parked,
     bytes_of_sequence,
     give_up,
-    held_together,
-    most_shared,
+    make_room,
     replaces,
+    room_beside,
     sequence_bytes,
     whole_bytes,
 )
@@ -231,27 +231,24 @@ class Scheduler:
             if not self._n_free:
                 return None
             for job in list(self._queue)[: 1 if most is None else None]:
-                is_short = most is None or len(job.request.ids) <= most
-                n_bytes = job.n_bytes - self._paused.bytes_for(job.request)
-                if is_short and self._makes_room(n_bytes, job.request):
+                if most is not None and len(job.request.ids) > most:
+                    continue
+                room = self._kv_bytes - job.n_bytes + self._paused.bytes_for(job.request)
+                others, of = self._reading_and_running(), job.request
+                if make_room(self._parked, others, room, of.ids, of.method):
                     self._queue.remove(job)
                     return job
         return None
 
-    def _makes_room(self, n_bytes: int, request: Request | None = None) -> bool:
-        """Returns whether n_bytes can be free. Removes parked sequences, the oldest first.
+    def _keep_within_memory(self) -> None:
+        """Removes parked sequences, the oldest first, until all sequences fit in memory."""
+        give_up(self._parked, room_beside(self._reading_and_running(), self._kv_bytes))
 
-        request: needs less memory if it shares the rows of another sequence.
-        """
-        taken = [(each.job.n_bytes, each.sequence) for each in self._prefilling + self._paused.all]
-        taken += [(j.n_bytes, j.generation.sequence) for j in self._running.jobs if j.generation]
-        left = self._kv_bytes - held_together(taken)
-        ids, method = ((), Full()) if request is None else (request.ids, request.method)
-        shared = most_shared((of for _, of in taken), ids, method) if n_bytes > left else 0
-        if n_bytes - shared > left:
-            return False
-        give_up(self._parked, left - n_bytes, shared, ids, method)
-        return True
+    def _reading_and_running(self) -> list[tuple[int, Sequence]]:
+        """Returns the sequences that are not parked, and the bytes reserved for each."""
+        read = [(each.job.n_bytes, each.sequence) for each in self._prefilling + self._paused.all]
+        jobs = self._running.jobs
+        return read + [(job.n_bytes, job.generation.sequence) for job in jobs if job.generation]
 
     def _drop_aborted(self) -> None:
         """Removes aborted jobs, and jobs beyond their time limit."""
@@ -388,12 +385,13 @@ class Scheduler:
         self._step_s = self._step_ended - started
         if started - self._watched > WATCH_S or not self._running.jobs:
             self._watched = started
-            read = (each.sequence for each in self._prefilling + self._paused.all)
-            self.stats.kv_bytes = sum(map(bytes_of_sequence, [*self._donors(), *read]))
+            self._keep_within_memory()
+            all_held = [of for _, of in self._reading_and_running() + self._parked]
+            self.stats.kv_bytes = sum(map(bytes_of_sequence, all_held))
 
     def _park(self, sequence: Sequence) -> None:
         """Keeps a sequence for later prompts, instead of those that it replaces."""
         if sequence.checkpoint is not None:
             parked = [each for each in self._parked if not replaces(sequence, each.sequence)]
             self._parked = [*parked, Parked(whole_bytes(sequence), sequence)]
-            self._makes_room(0)
+            self._keep_within_memory()
