@@ -219,12 +219,14 @@ def sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     So every value of every parameter is tested, but not each with each. A slow function keeps one
     test in ``SLOW_SHARE`` of these. A test without parameters, or marked
-    unsampled, stays.
+    unsampled, stays. A test marked nightly is left out.
     """
     kept: list[pytest.Item] = []
     seen: set[tuple[str, str, str]] = set()
     n_new: Counter[str] = Counter()
     for item in items:
+        if item.get_closest_marker("nightly") is not None:
+            continue
         spec = getattr(item, "callspec", None)
         function = item.nodeid.partition("[")[0]
         values = {(function, name, repr(x)) for name, x in spec.params.items()} if spec else set()

@@ -149,3 +149,9 @@ def test_the_workflow_runs_what_people_run():
     workflow = (root() / ".github/workflows/test.yml").read_text("utf-8")
     assert re.findall(r"run: (.*)", workflow) == [".ci/run"]
     assert "exec scripts/test\n" in (root() / ".ci/run").read_text("utf-8")
+
+
+def test_a_workflow_runs_all_tests_every_night():
+    workflow = (root() / ".github/workflows/nightly.yml").read_text("utf-8")
+    assert re.findall(r"run: (.*)", workflow) == ["scripts/test --all"]
+    assert re.search(r'cron: "\d+ \d+ \* \* \*"', workflow)

@@ -78,6 +78,7 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path, capsys):
     assert [row["method"] for row in figures["memory"]] == ["full"]
 
 
+@pytest.mark.nightly
 def test_what_no_time_is_left_for_is_named(tmp_path):
     figures, done = run(tmp_path, "--only", "weights", "--seconds", "0")
     assert "weights, Q8_0: no time left" in figures["left out"]

@@ -32,6 +32,7 @@ def edit(script, before: str, after: str) -> None:
     path.write_text(text.replace(before, after), "utf-8")
 
 
+@pytest.mark.nightly
 def test_a_planted_difference_is_found_and_nothing_is_run_again(script, capsys):
     edit(script, FIRST, f"self.ledger.counts['planted'] += 1\n        {FIRST}")
     assert script.main(["old", "--only", PIECE]) == 1  # the work tree
@@ -49,6 +50,7 @@ def test_a_planted_difference_is_found_and_nothing_is_run_again(script, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.nightly
 def test_a_piece_that_fails_and_a_line_that_was_cut(script, capsys):
     edit(script, FIRST, f"raise OSError('planted')\n        {FIRST}")
     assert script.main(["old", "--only", PIECE]) == 2

@@ -63,6 +63,7 @@ def test_4b_with_experts_has_the_sizes_that_it_states():
     assert not any(name.endswith("ffn_down.weight") for name in types)
 
 
+@pytest.mark.nightly
 def test_4b_at_a_small_size(small, tmp_path, monkeypatch):
     small_experts = Experts(n=6, n_used=2, n_ff=256)
     monkeypatch.setitem(script.SHAPES["qwen3moe-4b"], "experts", small_experts)

@@ -115,6 +115,7 @@ def test_a_text_is_read_once_and_rows_are_not_made_again(path, tmp_path, capsys,
     assert run(path, file, *tasks) == 0 and rows_of(file) == rows
 
 
+@pytest.mark.nightly
 def test_answers_are_those_of_a_new_sequence(tmp_path):
     """For every question, whatever was asked before; in turns, after the method's own answers."""
     config = SessionConfig(threads=1, ctx_size=2400, device="cpu")

@@ -156,7 +156,7 @@ def test_cells():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bench_as_rows(tmp_path):
     """The real commands on a tiny model."""
     model = make_model(tmp_path / "model.gguf", n_layer=3)
