@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import scaled_copy
 from sparsekv_cli.cpu.attention.rows import F16
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -172,7 +172,7 @@ def load_model(
     on_load: called with the bytes of weights that are read, on the CPU. drafts: it only drafts, so
     its tokenizer is not read before it is needed. Raises SparseKVError, which says what is wrong.
     """
-    from sparsekv_cli.cpu.jit.threads import use_threads
+    from sparsekv_cli.cpu.jit.install import use_threads
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
 
     started = time.perf_counter()

@@ -34,7 +34,7 @@ N_LOAD = 64  # rows that every prefill takes as many
 
 def kernel_folder() -> Path | None:
     """Returns the folder of the CPU's kernels, or None if they are not kept."""
-    from sparsekv_cli.cpu.jit import kernel_cache
+    from sparsekv_cli.cpu.jit.compiling import kernel_cache
 
     return kernel_cache.STORE.folder
 
@@ -160,7 +160,7 @@ def compile_for_gpus_host(path: Path, method: Method, on_host: bool) -> None:
     GPU needs torch. on_host: K and V of all methods lie on the host. A failure costs time only: the
     model's process compiles what is missing.
     """
-    from sparsekv_cli.cpu.jit import kernel_cache
+    from sparsekv_cli.cpu.jit.compiling import kernel_cache
     from sparsekv_cli.methods import METHODS
 
     kinds = {entry.partition(":")[2]: name for name, entry in METHODS.items()}
@@ -288,7 +288,7 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 
 def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:
     """Runs the tasks whose marker does not exist, and sets it. Returns their number."""
-    from sparsekv_cli.cpu.jit import ahead, kernel_cache
+    from sparsekv_cli.cpu.jit.compiling import ahead, kernel_cache
 
     markers = dict.fromkeys(step.marker for step in steps)
     done = {name for name in markers if kernel_cache.is_marked(name)}

@@ -23,6 +23,7 @@ import pytest
 from tiny_models import make_model
 from tiny_sequences import open_tiny
 
+from sparsekv_cli.cpu.jit.install import install
 from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.sources.locate import resolve_model
@@ -32,6 +33,8 @@ if missing := [name for name in ("torch", "triton") if find_spec(name) is None]:
     pytest.exit(f"the tests need {' and '.join(missing)}: run scripts/setup", returncode=1)
 
 import torch
+
+install()  # for tests that call kernels without a model
 
 gc.disable()  # while modules are imported and tests are collected; ``frozen`` enables it
 os.environ["SPARSEKV_NO_CACHE"] = "1"  # no test leaves prompts in the user's folder

@@ -8,7 +8,7 @@ on rows is in attention/tile.py.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from sparsekv_cli.cpu.attention.rows import (
     GATHER,
@@ -25,6 +25,7 @@ from sparsekv_cli.cpu.attention.rows import (
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores, tile_values
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -12,7 +12,7 @@ the left.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST
@@ -29,6 +29,7 @@ from sparsekv_cli.cpu.attention.softmax_bf16 import (
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import bf16, llvm
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS, multiply, narrowed
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import (
     I32,
     I64,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import partial, reduce
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.flash import LOG2_E, LOWEST, larger, soften_rows
@@ -30,6 +30,7 @@ from sparsekv_cli.cpu.attention.rows import (
 )
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, next_task, splat, vec
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
@@ -15,6 +15,7 @@ from sparsekv_cli.cpu.attention.rows import (
     QUANT_BLOCK,
 )
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import (
     F16,
     F32,

@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.load import VECTOR_LANES, VW, RowReader, widen_halves
 from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import GATHER, KIND, QUANT_BLOCK
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.install import when_installed
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, const, keep, load, splat
 from sparsekv_cli.cpu.jit.pointers import address, function_address
 
@@ -254,7 +256,7 @@ def _values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc):
     _any_values(kind, tile, mode, p, p_stride, v, row_bytes, idx, count, d, acc)
 
 
-def install(kind: int) -> None:
+def prepare(kind: int) -> None:
     """Sets the table's kernels of a kind of rows: compiles them or loads them from the disk."""
     for i, function in enumerate((_scores, _values)):
         if not _TABLE[kind + i]:
@@ -308,4 +310,4 @@ def widen_row(kind, row, out):
 
 
 binding.add_symbol(TABLE, address(_TABLE))
-install(F16_ROWS)
+when_installed(lambda: prepare(F16_ROWS))

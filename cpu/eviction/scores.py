@@ -8,7 +8,7 @@ changes no bit.
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import TILE, scaled_copy
@@ -16,6 +16,7 @@ from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_ROW
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import I64, keep, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -7,7 +7,7 @@ The threads share its cost evenly.
 """
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from sparsekv_cli.cpu.experts.routing import (
     NO_BIAS,
@@ -17,6 +17,7 @@ from sparsekv_cli.cpu.experts.routing import (
     sigmoid_product,
     weigh_row,
 )
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect

@@ -4,10 +4,11 @@ The tasks are those of layer/matmul_bf16.py, one expert after another. A bf16 is
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.cpu.jit.bf16 import PAIRS, ROWS
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

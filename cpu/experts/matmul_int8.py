@@ -5,8 +5,9 @@ an expert's weights once, for all inputs of a span of that expert's pairs.
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.matmul_int8 import (

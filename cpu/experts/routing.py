@@ -1,8 +1,9 @@
 """Routing: chooses each row's experts and their weights, and groups a chunk's rows by expert."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
 

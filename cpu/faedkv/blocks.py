@@ -19,7 +19,7 @@ to the range of f16.
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
@@ -34,6 +34,7 @@ from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_at
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads

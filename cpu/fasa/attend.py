@@ -1,10 +1,10 @@
 """FASA's focused attention: exact attention over a head's chosen rows, with K in two parts."""
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.softmax import exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
 
 

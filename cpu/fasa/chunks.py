@@ -5,13 +5,14 @@ are passed as u16. The step in fasa/step.py calls these kernels.
 """
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, const, load, next_task, splat
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

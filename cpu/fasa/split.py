@@ -6,8 +6,9 @@ dims. It is gathered only, so it lies by rows, as V does. f16 are moved as u16, 
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

@@ -5,13 +5,14 @@ microsecond.
 """
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from sparsekv_cli.cpu.attention.decode import n_key_splits
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY
 from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.fasa.attend import attend_split_rows
 from sparsekv_cli.cpu.fasa.chunks import BLOCK, choose_rows, score_pieces
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import (
     address,

@@ -4,11 +4,11 @@ A context with many pages is searched by groups of pages first.
 """
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.freekv.pages import GROUPED
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.quest.pages import listed_page_scores, page_scores, pool_softmax
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import DTypeLike
 
 from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, K
 from sparsekv_cli.cpu.attention.store import store_halves
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
 

@@ -10,7 +10,6 @@ layout. f16 rows are passed as uint64, four elements in one, because numba has n
 """
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.decode import attend_list
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
@@ -27,6 +26,7 @@ from sparsekv_cli.cpu.freekv.pages import (
     SCORED,
     group_summaries,
 )
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.quest.pages import page_summaries
 
 VISITED = 4  # groups whose pages are scored, for each page that is chosen

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK, TILE
 from sparsekv_cli.cpu.attention.store import store_halves
@@ -32,6 +32,7 @@ from sparsekv_cli.cpu.freekv.recall import (
     resident_rows,
     select_pages,
 )
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import (
     address,

@@ -8,15 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import config, njit, types
+from numba import types
 from numba.extending import intrinsic
 
-from sparsekv_cli.cpu.jit import compiling, features, kernel_cache
-
-compiling.install()
-kernel_cache.install()  # every kernel imports this module
-if features.architecture() == "aarch64":  # numba uses LLVM's list, which lacks some features
-    config.CPU_FEATURES = features.flattened()
+from sparsekv_cli.cpu.jit import features
+from sparsekv_cli.cpu.jit.kernel import njit
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

@@ -13,7 +13,7 @@ from numba import from_dtype, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike
 
-from sparsekv_cli.cpu.jit import compiling
+from sparsekv_cli.cpu.jit.compiling import callees
 from sparsekv_cli.cpu.jit.llvm import F32, I16, I32, I64
 
 LINE = 64  # bytes, a cache line
@@ -49,7 +49,7 @@ def function_address(dispatcher, signature: tuple) -> int:
     The dispatcher keeps the machine code alive. signature: first the types of the literals, then
     int64 only. The function must return nothing.
     """
-    result = compiling.compiled(dispatcher, signature)
+    result = callees.compiled(dispatcher, signature)
     return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
 
 

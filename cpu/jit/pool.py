@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import cfunc, njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
 
 from sparsekv_cli.cpu.jit import features
+from sparsekv_cli.cpu.jit.kernel import callback, njit
 from sparsekv_cli.cpu.jit.llvm import keep, prefetch_lines
 from sparsekv_cli.errors import SparseKVError
 
@@ -356,7 +357,7 @@ def parallel_for(function, args, dimensions, steps, data, n_inner, n_arrays, n_t
 
 
 def install() -> bool:
-    """Replaces numba's threads by the pool, once a process. Its workers start in threads.py.
+    """Replaces numba's threads by the pool, once a process. Its workers start in install.py.
 
     Returns False on a system without POSIX threads, where numba keeps its own threads. Call it
     before any parallel kernel is compiled or loaded.
@@ -381,7 +382,7 @@ def install() -> bool:
     for name, at in (("pthread_mutex_init", LOCK), ("pthread_cond_init", SIGNAL)):
         if getattr(libc, name)(ctypes.c_void_p(start + 8 * at), None) != 0:
             return False
-    entry = cfunc(types.void(*[types.int64] * 8), cache=True)(parallel_for)
+    entry = callback(parallel_for, types.void(*[types.int64] * 8))
     binding.add_symbol("numba_parallel_for", entry.address)
     _KEPT.append(entry)
     work.compile((types.int64,))

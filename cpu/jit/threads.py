@@ -8,16 +8,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock, RLock, Thread
+from threading import RLock
 from typing import Any
 
-import numba
-
-from sparsekv_cli.cpu.jit import pool
-from sparsekv_cli.system.work import usable_cores
-
-_WORKERS: list[Thread] = []
-_STARTING = Lock()
 _LIMIT = RLock()  # of the thread that has set one
 
 PRANGE_ONLY = {
@@ -54,31 +47,3 @@ def blas_threads(n: int) -> Iterator[None]:
             yield
     finally:
         _LIMIT.release()
-
-
-def use_threads(n: int) -> int:
-    """Lets the loops of this thread use ``n`` threads, or one for each core if ``n`` is 0.
-
-    Returns their number, which is at most numba's.
-    """
-    n = min(n or usable_cores(), numba.config.NUMBA_NUM_THREADS)
-    _start_workers(n)
-    numba.set_num_threads(n)
-    return n
-
-
-def _start_workers(n_threads: int) -> None:
-    """Starts the workers that loops of ``n_threads`` threads need besides the calling thread.
-
-    A worker that no loop uses would only spin, and spinning counts against a container's quota.
-    """
-    if not pool.install():
-        return
-    with _STARTING:
-        for worker in range(1 + len(_WORKERS), min(n_threads, numba.config.NUMBA_NUM_THREADS)):
-            name = f"decode-{worker}"
-            _WORKERS.append(Thread(target=pool.work, args=(worker,), name=name, daemon=True))
-            _WORKERS[-1].start()
-
-
-_start_workers(usable_cores())

@@ -10,8 +10,9 @@ every weight that is loaded.
 """
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.pointers import address, float_pointer, integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect

@@ -7,8 +7,9 @@ rotated, their products stay the same.
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 

@@ -5,8 +5,9 @@ A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 """
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES
 from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

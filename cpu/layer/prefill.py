@@ -6,11 +6,12 @@ is in f32; results are rounded once, to nearest even.
 """
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.store import store_row
 from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes, gate_one

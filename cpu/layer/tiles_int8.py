@@ -16,11 +16,12 @@ from functools import cache
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I16, I32, I64, LANES, VF, VI, const, load, splat, vec
 from sparsekv_cli.cpu.jit.pointers import call_through, function_address
 from sparsekv_cli.cpu.weights import vnni

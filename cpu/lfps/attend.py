@@ -5,7 +5,6 @@ shares a step between threads. step: a view of LFPSState; memory: a StepMemory (
 """
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.rows import (
     GATHER,
@@ -21,6 +20,7 @@ from sparsekv_cli.cpu.attention.rows import (
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.tile import AHEAD_GATHER, MAX_TILE, tile_scores, tile_values
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task, prefetch_lines
 from sparsekv_cli.cpu.jit.pool import atomic_add, wait_for
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, SINKS, add_entries, rescale_tables

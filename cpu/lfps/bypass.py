@@ -8,9 +8,9 @@ head's sink, a score without a value. Scores are those after the model's softcap
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.tile import tile_values
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, sum_squares
 from sparsekv_cli.cpu.lfps.history import SINKS
 from sparsekv_cli.cpu.vector.declared import f32

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.softmax import max_of
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines, reversed_bits, set_bits, trailing_zeros
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.vector.declared import f32, f64

@@ -6,8 +6,8 @@ Before such a step the tables are copied, too.
 """
 
 import numpy as np
-from numba import njit
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.lfps.history import RESCALE_BELOW, Tables
 from sparsekv_cli.cpu.lfps.state import Journal
 

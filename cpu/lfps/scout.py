@@ -12,7 +12,7 @@ find them: they have the code of the row after them.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
@@ -21,6 +21,7 @@ from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.select import select_largest
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
 from sparsekv_cli.cpu.jit.pointers import address, on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads

@@ -6,11 +6,11 @@ a view of LFPSState; memory: a StepMemory.
 """
 
 import numpy as np
-from numba import njit
 
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, V_HEAD, V_KIND, V_ROW, K, V
 from sparsekv_cli.cpu.attention.softmax import soften
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, tile_scores
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import prefetch_lines
 from sparsekv_cli.cpu.lfps.bypass import bypass, may_bypass
 from sparsekv_cli.cpu.lfps.history import (

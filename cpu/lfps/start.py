@@ -1,12 +1,13 @@
 """Fills LFPS' tables after a prefill (eq 4)."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from sparsekv_cli.cpu.attention.decode import scaled_copy
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.lfps.history import SINKS, Tables, rescale_tables

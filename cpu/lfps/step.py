@@ -1,9 +1,10 @@
 """A decode step of LFPS for a whole layer, as one compiled call."""
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 
 from sparsekv_cli.cpu.attention.decode import append_row
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
 from sparsekv_cli.cpu.lfps.attend import mark_tasks, run_tasks, update_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants

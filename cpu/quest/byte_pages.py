@@ -12,7 +12,7 @@ dims. A query is rounded likewise: q and |q|, one after the other, are signed by
 """
 
 import numpy as np
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
@@ -23,6 +23,7 @@ from sparsekv_cli.cpu.attention.rows import F16 as F16_ROWS
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.tile import widen_row
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I8, I32, I64, LANES, VF, VI, const, keep, load, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.hadamard import rotate_row

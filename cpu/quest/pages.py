@@ -10,7 +10,7 @@ uint16, because numba has no f16 arrays.
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention.decode import BLOCK, ONE_THREAD_BELOW, TILE, n_key_splits
@@ -19,6 +19,7 @@ from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import PAD, tile_scores
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I64, LANES, VF, const, next_task
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 

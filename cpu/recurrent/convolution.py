@@ -6,8 +6,9 @@ SiLU is in delta_net.py.
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
 

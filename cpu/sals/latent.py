@@ -12,12 +12,13 @@ Letters: G kv heads, d head size, d' = d padded to 16, r rank, r* score rank.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.load import widen_halves
 from sparsekv_cli.cpu.attention.select import bits_of, float_of
 from sparsekv_cli.cpu.attention.store import store_halves
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, prefetch_lines
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

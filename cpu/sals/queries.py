@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import larger
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.sals.latent import LatentBasis
 from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair

@@ -6,13 +6,14 @@ and only their importance is kept.
 """
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.flash import LOG2_E, larger
 from sparsekv_cli.cpu.attention.softmax import exp_in_place, soften
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import (
     F32,
     I32,

@@ -6,7 +6,7 @@ kernels of attention/decode.py attend to them and to the exact rows. The argumen
 """
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 
 from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
 from sparsekv_cli.cpu.attention.decode import (
@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.attention.decode import (
 )
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.attention.tile import PAD
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, next_task
 from sparsekv_cli.cpu.jit.pointers import (
     address,

@@ -8,10 +8,11 @@ is no multiple of 32, its last group is stored whole and used in part.
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I32, I64, LANES, VF, VI, const, load, splat
 from sparsekv_cli.cpu.sals.vectors import rounded_to_half, scatter_halves
 

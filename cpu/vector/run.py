@@ -1,9 +1,10 @@
 """Runs a function on all threads, with scratch memory that they share and memory of their own."""
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, prange
 from numba.extending import intrinsic
 
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
 from sparsekv_cli.cpu.jit.pointers import LINE, call_through, integer_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

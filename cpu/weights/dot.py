@@ -12,11 +12,12 @@ from functools import cache, partial
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.bf16 import narrowed
+from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F16, F32, I16, I32, I64, LANES, VF, const, load
 from sparsekv_cli.cpu.jit.pointers import address, call_through, function_address
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY

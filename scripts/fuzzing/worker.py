@@ -70,7 +70,8 @@ def main(name: str, folder: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.chdir(folder)
 
-    import sparsekv_cli.cpu.jit.kernel_cache  # noqa: F401  which chooses its folder ahead of HOME
+    # It chooses its folder ahead of HOME.
+    import sparsekv_cli.cpu.jit.compiling.kernel_cache  # noqa: F401
 
     for variable in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         os.environ[variable] = str(folder)

@@ -114,7 +114,7 @@ class Kernels(Writer):
         return str(self.store(folder).read("a"))
 
     def store(self, folder: Path) -> Any:
-        from sparsekv_cli.cpu.jit.store import KernelStore
+        from sparsekv_cli.cpu.jit.compiling.store import KernelStore
 
         return KernelStore(folder)
 

@@ -48,20 +48,22 @@ def compile_for_arm() -> None:
     from sparsekv_cli.cpu.jit import features
 
     features.cpu_features = lambda: found | {"dotprod": True, "i8mm": True}
-    from sparsekv_cli.cpu.jit import ahead, compiling
+    from sparsekv_cli.cpu.jit.compiling import ahead, callees
 
     # A dispatcher that knows no machine code asks for it at each call.
-    compiling._numba_add_overload = lambda self, result: self.overloads.__setitem__(
+    callees._numba_add_overload = lambda self, result: self.overloads.__setitem__(
         tuple(result.signature.args), result
     )
-    compiled = compiling.compiled
+    compiled = callees.compiled
 
     def no_address(function: Any, signature: tuple[Any, ...]) -> Any:
         compiled(function, signature)
         return ahead._NoCode()
 
-    compiling.compiled = no_address
-    from sparsekv_cli.cpu.jit import threads  # noqa: F401 - compiles the loop of the thread pool
+    callees.compiled = no_address
+    from sparsekv_cli.cpu.jit.install import install
+
+    install()  # which compiles the loop of the thread pool
 
 
 def answer() -> None:
@@ -76,7 +78,7 @@ def answer() -> None:
 
 def ask(python: str) -> None:
     """Makes this process, which is emulated, ask ``python`` on x86 for each kernel that is new."""
-    from sparsekv_cli.cpu.jit import kernel_cache
+    from sparsekv_cli.cpu.jit.compiling import kernel_cache
 
     command, pipe = [python, __file__, "compile"], subprocess.PIPE
     environment = {**os.environ, "PYTHONPATH": ""}

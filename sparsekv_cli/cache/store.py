@@ -17,7 +17,7 @@ import numpy as np
 from sparsekv_cli.cache.row_sizes import CACHE_TYPES, check_memory, padded
 from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.cpu.attention import decode, rows
-from sparsekv_cli.cpu.attention.tile import install
+from sparsekv_cli.cpu.attention.tile import prepare
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
@@ -110,7 +110,7 @@ class KVStore:
         self.k_type = RowType(CACHE_TYPES[spec.cache_type_k], spec.head_dim)
         self.v_type = RowType(CACHE_TYPES[spec.cache_type_v], spec.value_dim)
         for each in (self.k_type, self.v_type):  # only rows that steps read need their kernels
-            install(each.kind)
+            prepare(each.kind)
         self.n = 0
         self._n_threads = spec.n_threads
         k, v = (

@@ -90,7 +90,7 @@ class Measurement:
         *,
         is_quick: bool = False,
     ) -> None:
-        from sparsekv_cli.cpu.jit.threads import use_threads
+        from sparsekv_cli.cpu.jit.install import use_threads
 
         self._file, self.n_threads = file, use_threads(config.threads)
         self._depths = QUICK_DEPTHS if is_quick else DEPTHS

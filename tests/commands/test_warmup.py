@@ -15,8 +15,8 @@ from tiny_models import make_model
 
 from sparsekv_cli import machine, warmup
 from sparsekv_cli.commands import warmup as command
-from sparsekv_cli.cpu.jit import ahead, kernel_cache
-from sparsekv_cli.cpu.jit.store import KernelStore
+from sparsekv_cli.cpu.jit.compiling import ahead, kernel_cache
+from sparsekv_cli.cpu.jit.compiling.store import KernelStore
 from sparsekv_cli.cpu.layer import matmul_int8
 from sparsekv_cli.cpu.weights import dot, formats, interleaved
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE, FORMATS
@@ -233,7 +233,7 @@ FIRST_STEPS = """
 import sys
 from pathlib import Path
 from sparsekv_cli.settings.config import SessionConfig
-from sparsekv_cli.cpu.jit.kernel_cache import KernelCache
+from sparsekv_cli.cpu.jit.compiling.kernel_cache import KernelCache
 from sparsekv_cli.methods import build_method
 from sparsekv_cli.model import load_model
 

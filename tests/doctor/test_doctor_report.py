@@ -12,7 +12,7 @@ from source_tree import FOLDERS as SOURCES
 from source_tree import root
 
 from sparsekv_cli.calibration.calibrations import Calibrations
-from sparsekv_cli.cpu.jit.store import default_folder
+from sparsekv_cli.cpu.jit.compiling.store import default_folder
 from sparsekv_cli.device import cuda
 from sparsekv_cli.doctor import folders, machine, models, report
 from sparsekv_cli.models.sources import locate

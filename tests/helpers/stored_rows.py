@@ -13,12 +13,12 @@ from sparsekv_cli.cpu.attention.rows import (
     layout_of,
     quantize_rows_ref,
 )
-from sparsekv_cli.cpu.attention.tile import install
+from sparsekv_cli.cpu.attention.tile import prepare
 
 # Of K and V; all are compiled, so that tests may call kernels with them.
 KINDS = [(F16, F16), (Q8_0, Q8_0), (F16, Q8_0), (Q8_0, F16), (Q5_1, Q4_0), (Q4_0, Q5_1)]
 for kind in (Q8_0, Q5_1, Q4_0):
-    install(kind)
+    prepare(kind)
 
 
 class Stored(NamedTuple):

@@ -19,7 +19,7 @@ from sparsekv_cli.cpu.attention.rows import (
     row_bytes,
 )
 from sparsekv_cli.cpu.attention.store import store_row
-from sparsekv_cli.cpu.attention.tile import install, widen_row
+from sparsekv_cli.cpu.attention.tile import prepare, widen_row
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.cpu.jit.pointers import address
 
@@ -112,7 +112,7 @@ def test_kernel_and_prefill_store_the_same_bytes(name, d):
     kind, x = QUANTISED[name], np.zeros((3, 7, padded(d)), np.float32)
     x[..., :d] = values((3, 7, d))
     rows = RowType(kind, d)
-    install(kind)
+    prepare(kind)
     turned = rows.rotated(x)
     assert (turned is x) == (name != "q4_0")
     expected = quantize_rows_ref(turned, kind)

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv_cli.cpu.jit import ahead, llvm
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.compiling import ahead
 from sparsekv_cli.cpu.weights import dot, integer
 
 PROGRAM = """
 import sys
 import numpy as np
-from sparsekv_cli.cpu.jit import ahead, llvm, threads
+from sparsekv_cli.cpu.jit.compiling import ahead
+from sparsekv_cli.cpu.jit.install import install
 from sparsekv_cli.cpu.weights import dot, integer
+install()
 calls = [
     lambda: dot.dequantize(8, np.zeros((4, 34), np.uint8), 32),
     lambda: integer.quantize(np.zeros((2, 64), np.float32), 1),

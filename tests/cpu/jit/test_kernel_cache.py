@@ -17,17 +17,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numba import njit, types
+from numba import types
 from sweeps import sweep
 from tiny_models import make_model
 
-from sparsekv_cli.cpu.jit import kernel_cache, llvm
-from sparsekv_cli.cpu.jit.store import KernelStore
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.compiling import kernel_cache
+from sparsekv_cli.cpu.jit.compiling.store import KernelStore
+from sparsekv_cli.cpu.jit.kernel import njit
 
 PROGRAM = """
 {first}
 import numpy as np
 from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.install import install
+install()
 {before}
 assert llvm.sum_squares(np.full(100, 2, np.float32)) == 400
 hits = sum(llvm.sum_squares.stats.cache_hits.values())
@@ -133,7 +137,7 @@ def u(x):
 def test_functions_of_other_packages_are_kept_apart(tmp_path):
     """A process without this package would call a callee, which has no code."""
     (tmp_path / "others.py").write_text(OTHERS)
-    ours = "import sparsekv_cli.cpu.jit.llvm\n"
+    ours = "from sparsekv_cli.cpu.jit.install import install\ninstall()\n"
     for first, call in (
         (ours, "g(3.0)"),
         ("", "f(3.0) + 1"),
@@ -281,7 +285,9 @@ def test_nothing_is_written_beside_the_sources(tmp_path, run):
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_compile_once(tmp_path):
+def test_processes_that_start_together_compile_once(cache):
+    for path in kernel_files(cache):
+        path.unlink()
     together = """
         import time
         from numba.core import typed_passes
@@ -291,7 +297,7 @@ def test_processes_that_start_together_compile_once(tmp_path):
             return lower(self, state)
         typed_passes.NativeLowering.run_pass = slowly
     """
-    processes = [start(tmp_path, together) for _ in range(3)]
+    processes = [start(cache, together) for _ in range(3)]
     ends = [finished(process) for process in processes]
     assert sorted(out for out, _ in ends) == ["compiled", "loaded", "loaded"]
     waiting = [err for _, err in ends if err]
@@ -300,24 +306,29 @@ def test_processes_that_start_together_compile_once(tmp_path):
         assert said == "waiting for another process that compiles sum_squares\n"
 
 
-def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(tmp_path):
+def test_an_interrupt_within_llvm_is_neither_lost_nor_printed(cache):
     """LLVM hands machine code over by a callback, whose exceptions Python prints and drops."""
     first = """
         import os, signal
         from numba.core import codegen
         library = codegen.CPUCodeLibrary
         take = library._object_compiled_hook.__func__
+        is_now = False
         def interrupted(cls, *rest):
-            os.kill(os.getpid(), signal.SIGINT)
+            if is_now:
+                os.kill(os.getpid(), signal.SIGINT)
             return take(cls, *rest)
         library._object_compiled_hook = classmethod(interrupted)
     """
     before = """
+        is_now = True
         try:
             llvm.sum_squares(np.ones(16, np.float32))
         except KeyboardInterrupt:
             print("interrupted")
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     """
-    how, said = finished(start(tmp_path, before, first))
+    for path in kernel_files(cache):
+        path.unlink()
+    how, said = finished(start(cache, before, first))
     assert how.startswith("interrupted\n") and said == ""

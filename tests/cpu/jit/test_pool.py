@@ -131,7 +131,9 @@ def test_who_waits_asks_for_what_is_expected_and_no_more(address):
 def test_a_process_ends_with_its_workers_asleep_or_awake():
     code = (
         "import numpy as np, time\n"
+        "from sparsekv_cli.cpu.jit.install import install\n"
         "from sparsekv_cli.cpu.weights import dot\n"
+        "install()\n"
         "w = np.ones((64, 32), np.float32)\n"
         "for _ in range(3):\n"
         "    out = dot.matvec(0, w.view(np.uint8), 32, np.ones(32, np.float32), 2)\n"
@@ -151,7 +153,8 @@ def test_a_step_runs_where_the_pool_cannot(tmp_path):
         "import numba, numpy as np\n"
         "real = ctypes.CDLL\n"
         "ctypes.CDLL = lambda name, *rest: object() if name is None else real(name, *rest)\n"
-        "from sparsekv_cli.cpu.jit import pool\n"
+        "from sparsekv_cli.cpu.jit import install, pool\n"
+        "install.install()\n"
         "assert not pool.install()\n"
         "ctypes.CDLL = real\n"
         "from sparsekv_cli.settings.config import SessionConfig\n"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv_cli.cpu.jit.kernel_cache import SOURCES
-from sparsekv_cli.cpu.jit.sources import Sources
+from sparsekv_cli.cpu.jit.compiling.kernel_cache import SOURCES
+from sparsekv_cli.cpu.jit.compiling.sources import Sources
 
 FILES = {
     "__init__.py": "",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import carray, njit, types
 
-from sparsekv_cli.cpu.jit.kernel_cache import SOURCES, STORE, KernelCache
+from sparsekv_cli.cpu.jit.compiling.kernel_cache import SOURCES, STORE, KernelCache
 from sparsekv_cli.cpu.jit.llvm import next_task
 from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
 from sparsekv_cli.cpu.vector import declared, fields

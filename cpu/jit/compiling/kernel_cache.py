@@ -17,33 +17,40 @@ from typing import Any
 import llvmlite
 import numba
 from llvmlite import binding
-from numba.core import caching, ccallback, dispatcher
+from numba.core import caching
 from numba.core.compiler import CompileResult
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
-from sparsekv_cli.cpu.jit.compiling import is_callee, without_ir
-from sparsekv_cli.cpu.jit.sources import Sources
-from sparsekv_cli.cpu.jit.store import KernelStore, default_folder
+from sparsekv_cli.cpu.jit.compiling.callees import is_callee, is_installed, without_ir
+from sparsekv_cli.cpu.jit.compiling.sources import Sources
+from sparsekv_cli.cpu.jit.compiling.store import KernelStore, default_folder
 
 PACKAGE = "sparsekv_cli.cpu"
 VERSIONS = (sys.implementation.cache_tag, numba.__version__, llvmlite.__version__)
 STORE = KernelStore(default_folder())
-SOURCES = Sources(PACKAGE, Path(__file__).parents[1])
+SOURCES = Sources(PACKAGE, Path(__file__).parents[2])
 
 
 def _kind() -> str:
     return "callee" if is_callee() else "kernel"
 
 
-class OtherCache(caching.FunctionCache):
-    """numba's cache of a function of another package, as ``compiling`` fills it.
+_numba_index_key = caching.FunctionCache._index_key
 
-    Only processes that import this package find its entries: numba alone would run callees.
+
+def _index_key(self: Any, sig: Any, codegen: Any) -> tuple[Any, ...]:
+    """Keeps functions of other packages apart, as ``callees`` makes them.
+
+    Only processes that install this package find them: numba alone would run callees.
     """
+    return (*_numba_index_key(self, sig, codegen), PACKAGE, _kind())
 
-    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
-        return (*super()._index_key(sig, codegen), PACKAGE, _kind())
+
+# What numba's classes have instead of their own (cpu/jit/install.py).
+REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+    (caching.FunctionCache, "_index_key", _index_key),
+)
 
 
 class KernelCache(caching._Cache):
@@ -93,6 +100,8 @@ class KernelCache(caching._Cache):
         numba's own caches prepare its compiler first (``refresh``). Machine code needs only the
         functions of memory. numba prepares the rest when it compiles a function.
         """
+        if not is_installed():
+            raise RuntimeError("call sparsekv_cli.cpu.jit.install.install() before a kernel")
         if not self._is_enabled:
             return None
         rtsys.initialize(target_context)
@@ -134,15 +143,3 @@ def is_marked(name: str) -> bool:
 def mark(name: str) -> None:
     """Notes on disk that the kernels of ``name`` are compiled."""
     STORE.write(f"{name}-{_version()}", b"")
-
-
-def _cache_of(py_func: Any) -> Any:
-    if py_func.__module__.startswith(PACKAGE + "."):
-        return KernelCache(py_func, STORE, SOURCES)
-    return OtherCache(py_func)
-
-
-def install() -> None:
-    """Makes kernels of this package with ``cache=True`` use KernelCache; others get OtherCache."""
-    dispatcher.FunctionCache = _cache_of
-    ccallback.FunctionCache = _cache_of

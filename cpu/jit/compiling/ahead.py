@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from numba.core import dispatcher, types
 from numba.core.compiler_lock import global_compiler_lock
 
-from sparsekv_cli.cpu.jit import compiling
-from sparsekv_cli.cpu.jit.kernel_cache import STORE, KernelCache
-from sparsekv_cli.cpu.jit.store import Busy
+from sparsekv_cli.cpu.jit.compiling import callees
+from sparsekv_cli.cpu.jit.compiling.kernel_cache import STORE, KernelCache
+from sparsekv_cli.cpu.jit.compiling.store import Busy
 from sparsekv_cli.system.work import usable_cores
 
 Call = Callable[[], object]
@@ -71,7 +71,7 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
     """
     noted: dict[Kernel, None] = {}
     kind = dispatcher.Dispatcher
-    call, compiled = kind._compile_for_args, compiling.compiled
+    call, compiled = kind._compile_for_args, callees.compiled
 
     def note_call(self: Any, *args: Any, **keywords: Any) -> Any:
         if not isinstance(self._cache, KernelCache) or _returns_value(self.py_func):
@@ -87,13 +87,13 @@ def kernels_of(calls: Sequence[Call]) -> list[Kernel]:
         noted[Kernel(function, signature)] = None
         return _NoCode()
 
-    kind._compile_for_args, compiling.compiled = note_call, note_address
+    kind._compile_for_args, callees.compiled = note_call, note_address
     try:
         for each in calls:
             with contextlib.suppress(Exception):  # the wrong results may break Python code
                 each()
     finally:
-        kind._compile_for_args, compiling.compiled = call, compiled
+        kind._compile_for_args, callees.compiled = call, compiled
     return list(noted)
 
 

@@ -254,16 +254,22 @@ _numba_compile = dispatcher.Dispatcher.compile
 _numba_compile_callback = ccallback.CFunc.compile
 
 
-def install() -> None:
-    """Makes numba compile all functions of this process as this module's docstring says."""
-    codegen.JITCodeLibrary._finalize_final_module = _finalize
-    codegen.JITCodeLibrary._optimize_final_module = _optimize_lightly
-    codegen.JITCodeLibrary.get_pointer_to_function = _pointer_to_function
-    codegen.JITCodeLibrary.serialize_using_object_code = _serialize
-    codegen.JITCodeLibrary._get_module_for_linking = _module_for_linking
-    codegen.JITCPUCodegen.set_env = _set_environment
-    typed_passes.BaseNativeLowering.run_pass = _run_lowering
-    cpu.CPUContext.get_executable = _get_executable
-    dispatcher.Dispatcher.add_overload = _add_overload
-    dispatcher.Dispatcher.compile = _compile
-    ccallback.CFunc.compile = _compile_callback
+# What numba's classes have instead of their own (cpu/jit/install.py).
+REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+    (codegen.JITCodeLibrary, "_finalize_final_module", _finalize),
+    (codegen.JITCodeLibrary, "_optimize_final_module", _optimize_lightly),
+    (codegen.JITCodeLibrary, "get_pointer_to_function", _pointer_to_function),
+    (codegen.JITCodeLibrary, "serialize_using_object_code", _serialize),
+    (codegen.JITCodeLibrary, "_get_module_for_linking", _module_for_linking),
+    (codegen.JITCPUCodegen, "set_env", _set_environment),
+    (typed_passes.BaseNativeLowering, "run_pass", _run_lowering),
+    (cpu.CPUContext, "get_executable", _get_executable),
+    (dispatcher.Dispatcher, "add_overload", _add_overload),
+    (dispatcher.Dispatcher, "compile", _compile),
+    (ccallback.CFunc, "compile", _compile_callback),
+)
+
+
+def is_installed() -> bool:
+    """Returns whether numba compiles as this module says."""
+    return dispatcher.Dispatcher.compile is _compile
