@@ -67,7 +67,8 @@ class SparseAttention:
         self._end = first_dense(n)
         self._sources = sources
         self._chosen: dict[tuple[int, int], np.ndarray] = {}  # by layer in ``sources``, position
-        self._summaries, self._choice = PageSummaries(), PageChoice()
+        self._summaries: dict[int, PageSummaries] = {}  # by layer, while it is sparse
+        self._choice = PageChoice()
         self._rows: KVStore | None = None  # the attended rows of a chunk
 
     def __call__(self, cache: LayerCache, x: AttnInput) -> Any:
@@ -75,6 +76,8 @@ class SparseAttention:
         spec = cache.spec
         is_full = spec.kind == FULL and spec.full_place >= N_DENSE
         if not is_full or not self._budget < x.pos < self._end or x.pos % CHUNK:
+            if x.pos >= self._end:
+                self._summaries.pop(spec.layer, None)
             return self._dense(cache, x)
         store = cache.extend(x)
         if store.n != x.pos + x.q.shape[1]:  # a method has dropped rows of an earlier prompt
@@ -90,8 +93,11 @@ class SparseAttention:
         if (spec.source, x.pos) in self._chosen:
             return self._chosen[spec.source, x.pos]
         n_page, n_best = x.pos // PAGE, self._budget // PAGE
-        self._summaries.extend(store, n_page, spec)
-        chosen = self._choice(mean_queries(x.q), self._summaries, n_page, n_best, spec)
+        if spec.layer not in self._summaries:
+            self._summaries[spec.layer] = PageSummaries(self._end // PAGE)
+        summaries = self._summaries[spec.layer]
+        summaries.extend(store, n_page, spec)
+        chosen = self._choice(mean_queries(x.q), summaries, n_page, n_best, spec)
         if spec.layer in self._sources:
             self._chosen[spec.layer, x.pos] = chosen
         return chosen
@@ -141,45 +147,33 @@ def mean_queries(q: np.ndarray) -> np.ndarray:
 class PageSummaries:
     """The summaries of a layer's pages while its chunks are prefilled, as bytes.
 
+    A page's summary is made once, when a chunk after the page comes.
     codes uint8 (G, tiles, words, 16, 4), scales f32 (G, tiles, 16): see cpu/quest/byte_pages.py.
     """
 
-    def __init__(self) -> None:
-        self._layer, self._n_page = -1, 0
+    def __init__(self, most: int) -> None:
+        """most: pages, at most."""
+        self._n_page, self._n_tiles = 0, -(-most // LANES)
         self._centre = np.empty((0, 0), np.float32)
         self.codes = np.empty((0, 0, 0, LANES, 4), np.uint8)
         self.scales = np.empty((0, 0, LANES), np.float32)
 
     def extend(self, store: KVStore, n_page: int, spec: LayerSpec) -> None:
-        """Adds the pages up to n_page, of whole tiles.
-
-        All are made anew for another layer than the last one.
-        """
-        if spec.layer != self._layer or n_page < self._n_page:
-            self._layer, self._n_page = spec.layer, 0
+        """Adds the pages up to n_page, of whole tiles. The first ones give the centre."""
+        if not self._n_page:
+            room = spec.n_head_kv, self._n_tiles
+            self.codes = on_lines((*room, padded(spec.head_dim) // 2, LANES, 4), np.uint8)
+            self.scales = on_lines((*room, LANES), np.float32)
             n = n_page * PAGE
             sample = np.ascontiguousarray(store.k[:, : n : max(1, n // N_SAMPLES)])
             with np.errstate(all="ignore"):  # of damaged weights: the last row's check names them
                 self._centre = store.k_type.read(sample).astype(np.float32).mean(1)
-        tiles, width = n_page // LANES, padded(spec.head_dim)
-        self._reserve(spec.n_head_kv, tiles, width // 2)
         byte_pages.code_pages(
-            store.layout, self._n_page // LANES, tiles,
+            store.layout, self._n_page // LANES, n_page // LANES,
             spec.head_dim if store.k_type.rotates else 0, self._centre, self.codes, self.scales,
             spec.n_threads,
         )  # fmt: skip
         self._n_page = n_page
-
-    def _reserve(self, n_head: int, n_tiles: int, n_words: int) -> None:
-        """Makes room for tiles. The known ones stay."""
-        codes, scales, known = self.codes, self.scales, self._n_page // LANES
-        if (len(codes), codes.shape[2]) == (n_head, n_words) and n_tiles <= codes.shape[1]:
-            return
-        room = n_head, n_tiles + n_tiles // 4
-        self.codes = on_lines((*room, n_words, LANES, 4), np.uint8)
-        self.scales = on_lines((*room, LANES), np.float32)
-        if known:
-            self.codes[:, :known], self.scales[:, :known] = codes[:, :known], scales[:, :known]
 
 
 class PageChoice:

@@ -124,11 +124,34 @@ def test_first_and_last_pages_and_ties() -> None:
     store, spec = KVStore(LayerSpec(0, 1, 1, 1, D, D, 1)), LayerSpec(0, 1, 1, 1, D, D, 1)
     store.reserve(keys.shape[1])
     store.k[:] = 0
-    summaries = sparse_prefill.PageSummaries()
+    summaries = sparse_prefill.PageSummaries(n_page)
     summaries.extend(store, n_page, spec)
     q = np.ones((1, 16, D), np.float32)
     found = sparse_prefill.PageChoice()(q, summaries, n_page, N_FORCED + 1, spec)
     np.testing.assert_array_equal(found, pages)
+
+
+def test_summaries_are_made_once_and_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers take turns, each with two chunks at a time, as in a long prompt."""
+    made, code_pages = list[tuple[int, int]](), sparse_prefill.byte_pages.code_pages
+    caches = [DenseCache(replace(spec_of(), layer=layer)) for layer in range(2)]
+    sparse, found = SparseAttention(attend, BUDGET, N), list[list[np.ndarray]]()
+
+    def noted(layout: Any, first: int, last: int, *others: Any) -> None:
+        made.append((first, last))
+        code_pages(layout, first, last, *others)
+
+    monkeypatch.setattr(sparse_prefill.byte_pages, "code_pages", noted)
+    for at in range(0, N, 2 * CHUNK):
+        chunks = [rows_at(each, each + CHUNK) for each in (at, at + CHUNK)]
+        found.append([sparse(cache, chunk) for cache in caches for chunk in chunks])
+    tiles = [at // PAGE // 16 for at in range(BUDGET + CHUNK, N - CHUNK, CHUNK)]
+    of_layer = list(zip([0, *tiles[:-1]], tiles, strict=True))
+    assert sorted(made) == sorted(2 * of_layer) and not sparse._summaries
+    alone = prefilled(spec_of())[0]
+    for layer in range(2):
+        rows = [part for parts in found for part in parts[2 * layer :][:2]]
+        np.testing.assert_array_equal(np.concatenate(rows, axis=1), alone)
 
 
 def test_a_layer_that_reads_other_rows_takes_their_choice() -> None:

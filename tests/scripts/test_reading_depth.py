@@ -17,14 +17,14 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("depth")
     model = make_model(folder / "model.gguf", wtype="Q4_0", n_ctx=1024)
     told = folder / "told.json"
-    arguments = ["-m", str(model), "--depths", "8192,4096", "--layers", "1", "--budget", "2048"]
+    arguments = ["-m", str(model), "--depths", "8192,4608", "--layers", "1", "--budget", "2048"]
     assert depth.main([*arguments, "-t", "1", "--json", str(told)]) == 0
     return json.loads(told.read_text("utf-8"))
 
 
 def test_the_rows_of_both_ways(rows):
     assert [(row["tokens"], row["way"]) for row in rows] == [
-        (4096, "dense"), (4096, "sparse"), (8192, "dense"), (8192, "sparse")
+        (4608, "dense"), (4608, "sparse"), (8192, "dense"), (8192, "sparse")
     ]  # fmt: skip
     for row in rows:
         assert row["read_layers"] == 1 and row["layers"] > 1
@@ -52,7 +52,7 @@ def test_seconds_of_a_prompt():
     assert sparse == pytest.approx((2 * sum(of_chunks) + 4 * sum(mixed)) / 1000)
 
 
-@pytest.mark.parametrize("wrong", [["--depths", "5000"], ["--depths", "512"], ["--layers", "0"]])
+@pytest.mark.parametrize("wrong", [["--depths", "5000"], ["--depths", "4096"], ["--layers", "0"]])
 def test_wrong_options_are_named(wrong, capsys):
     with pytest.raises(SystemExit):
         depth.main(["-m", "none.gguf", *wrong])
