@@ -4,6 +4,9 @@ Rows lie in tiles of sixteen, (words, 16, 4). A word is four dims of a row. Each
 lane of its own, and nothing is summed across lanes. Two tiles are scored at a time, for as many
 queries as the registers hold sums for. vpdpbusd (VNNI) multiplies a word of sixteen rows at once.
 sdot and usdot (ARM) multiply a word of four rows. Other CPUs multiply pairs of i16.
+
+Rows of half bytes have eight dims in a word: the low halves of its bytes come before the high ones.
+vpmaddubsw (AVX2) multiplies them, and adds up all dims in i16.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llvmlite import ir
+from numba import njit
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.llvm import I8, I16, I32, I64, LANES, const, load, shuffle, splat, vec
@@ -21,23 +25,23 @@ PAIR = 2 * LANES  # rows of two tiles
 LINE = 4 * LANES  # bytes of a word of a tile
 MAX_QUERIES = 9 if llvm.has_feature("avx512f") else 3  # registers hold their sums over two tiles
 ZERO = 128  # the unsigned byte that means 0
+# Sums of half bytes are in i16 if no instruction adds products to i32.
+_SUMS_IN_I16 = llvm.has_feature("avx2") and not vnni.is_available()
+SUMS = 8 if _SUMS_IN_I16 else LANES  # of half bytes in a vector
+MOST_OF_HALF = 15  # the largest half byte
+# Queries whose sums over half bytes the registers hold.
+MAX_HALF_QUERIES = max(MAX_QUERIES, 6 if _SUMS_IN_I16 else 0)
 
 
 def _add_products(
-    b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value, *, seven_bits: bool
+    b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value, *, unsigned: bool = True
 ) -> ir.Value:
     """Returns total <16 x i32> + products of sixteen rows' word <64 x u8> and a query <16 x i32>.
 
-    seven_bits: no byte of the rows is above 127, so that two products fit an i16.
+    unsigned: some byte of the rows may be above 127.
     """
     if vnni.is_available():
-        return vnni.dot_bytes(b, total, rows, query, unsigned=not seven_bits)
-    if seven_bits and llvm.has_feature("avx2"):
-        query, ones, parts = b.bitcast(query, vec(I8, LINE)), const(I16, 1), []
-        for lanes in (range(PAIR), range(PAIR, LINE)):
-            pairs = byte_products(b, *(shuffle(b, each, each, lanes) for each in (rows, query)))
-            parts.append(pair_products(b, pairs, ones))
-        return b.add(total, shuffle(b, parts[0], parts[1], range(LANES)))
+        return vnni.dot_bytes(b, total, rows, query, unsigned=unsigned)
     halves, eight = vec(I16, PAIR), const(I16, 8, PAIR)
     rows, query = b.bitcast(rows, halves), b.bitcast(query, halves)
     even = b.and_(rows, const(I16, 255, PAIR)), b.ashr(b.shl(query, eight), eight)
@@ -58,13 +62,11 @@ def emit_products(
     query_word: int,
     tiles: Sequence[ir.Value],
     n_words: ir.Value,
-    *,
-    seven_bits: bool = False,
 ) -> list[list[ir.Value]]:
     """Returns each query's sums over each of ``tiles``, <16 x i32>, added to its start value.
 
     query: address of the first query's first word; query_row, query_word: bytes to the next query
-    and word. tiles: addresses. seven_bits: no byte of the rows is above 127.
+    and word. tiles: addresses.
     """
 
     def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -74,7 +76,7 @@ def emit_products(
         for m in range(len(starts)):
             factors = splat(b, load(b, I32, b.add(place, b.mul(query_row, I64(m)))))
             for i, row in enumerate(rows, len(rows) * m):
-                new[i] = _add_products(b, new[i], row, factors, seven_bits=seven_bits)
+                new[i] = _add_products(b, new[i], row, factors)
         return new
 
     first = [splat(b, start) for start in starts for _ in tiles]
@@ -83,11 +85,67 @@ def emit_products(
     return [sums[n * m : n * (m + 1)] for m in range(len(starts))]
 
 
-def for_each_number(b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None]) -> None:
-    """Emits a switch on ``number``, with the code of ``emit(n)`` for every n up to MAX_QUERIES."""
+@njit(cache=True, nogil=True)
+def largest_of_query(n_dims: int) -> int:
+    """Returns the largest element of a query whose sums over half bytes fit an i16."""
+    return min(127, 32767 // (MOST_OF_HALF * n_dims // 2))
+
+
+def emit_half_products(
+    b: ir.IRBuilder,
+    n_queries: int,
+    query: ir.Value,
+    query_row: ir.Value,
+    tile: ir.Value,
+    n_words: ir.Value,
+    factor: int,
+) -> list[list[ir.Value]]:
+    """Returns each query's products with a tile of half bytes, times ``factor``, a power of 2.
+
+    The sixteen products are in one vector of i32, or in two. query, query_row: address, and bytes
+    to the next query; see ``largest_of_query``. tile: address.
+    """
+    lines = [vec(I32, SUMS)] * (LANES // SUMS)
+
+    def word(w: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        at, place, new = b.mul(w, I64(LINE)), b.add(query, b.mul(w, I64(8))), list(sums)
+        for half in range(2):
+            rows = []
+            for i, type_ in enumerate(lines):
+                both = load(b, type_, b.add(tile, at), PAIR * i)
+                both = b.lshr(both, const(I32, 4, type_.count)) if half else both
+                rows.append(b.and_(both, const(I32, 0x0F0F0F0F, type_.count)))
+            for m in range(n_queries):
+                of_query = load(b, I32, b.add(place, b.mul(query_row, I64(m))), 4 * half)
+                for i, row in enumerate(rows, len(rows) * m):
+                    new[i] = _add_halves(b, new[i], row, splat(b, of_query, row.type.count))
+        return new
+
+    zero = const(I16, 0) if _SUMS_IN_I16 else const(I32, 0)
+    sums = llvm.loop(b, I64(0), n_words, 1, [zero] * (n_queries * len(lines)), word)
+    if _SUMS_IN_I16:
+        sums = [pair_products(b, each, const(I16, factor)) for each in sums]
+    else:
+        sums = [b.mul(each, const(I32, factor)) for each in sums]
+    n = len(lines)
+    return [sums[n * m : n * (m + 1)] for m in range(n_queries)]
+
+
+def _add_halves(b: ir.IRBuilder, total: ir.Value, rows: ir.Value, query: ir.Value) -> ir.Value:
+    """Returns total + the products of a word of rows below 16 and of a query, of the same type."""
+    if not _SUMS_IN_I16:
+        return _add_products(b, total, b.bitcast(rows, vec(I8, LINE)), query, unsigned=False)
+    rows, query = (b.bitcast(each, vec(I8, PAIR)) for each in (rows, query))
+    return llvm.add_in_order(b, total, byte_products(b, rows, query))
+
+
+def for_each_number(
+    b: ir.IRBuilder, number: ir.Value, emit: Callable[[int], None], most: int = MAX_QUERIES
+) -> None:
+    """Emits a switch on ``number``, with the code of ``emit(n)`` for every n up to ``most``."""
     done = b.append_basic_block("done")
     switch = b.switch(number, done)
-    for n in range(1, MAX_QUERIES + 1):
+    for n in range(1, most + 1):
         block = b.append_basic_block()
         switch.add_case(I64(n), block)
         b.position_at_end(block)

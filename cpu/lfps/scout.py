@@ -1,12 +1,16 @@
 """LFPS' scout finds rows that the history does not know, from codes of all keys.
 
-A key's code is its part along the few directions that matter most to scores, 7 bits each. The
+A key's code is its part along the few directions that matter most to scores, 4 bits each. The
 first step scores the codes of all rows, and each later step those of the next slice. The best row
 of each part becomes a candidate. Its exact score decides whether it is attended to.
 
 Codes lie in parts of 128 rows, (8, words, 16, 4), for attention/byte_scores.py: eight tiles of
-sixteen rows. A word is four directions. Steps always attend to the sinks, so the scout need not
-find them: they have the code of the row after them.
+sixteen rows. A word is eight directions, a byte two of them:
+
+    codes 9 8 1 15, 7 8 2 8     bytes 9 + 16 x 7, 8 + 16 x 8, 1 + 16 x 2, 15 + 16 x 8
+
+Steps always attend to the sinks, so the scout need not find them: they have the code of the row
+after them.
 """
 
 from typing import NamedTuple
@@ -16,7 +20,7 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from sparsekv_cli.cpu.attention import byte_scores
-from sparsekv_cli.cpu.attention.byte_scores import LINE
+from sparsekv_cli.cpu.attention.byte_scores import LINE, MAX_HALF_QUERIES, largest_of_query
 from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.select import select_largest
 from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
@@ -30,9 +34,10 @@ from sparsekv_cli.cpu.lfps.history import SINKS
 PART = 128  # rows; the scout finds the best one of each part
 FOUND = 128  # rows that it finds for a head in a step, at most
 _ROW_BITS = 7
-_LARGEST = 127  # largest element of a rounded query
-ZERO = 64  # the code of 0
-MOST = 3.0  # standard deviations of the largest code
+ZERO = 8  # the code of 0
+WORD = 8  # directions
+PASS = 16  # parts that all queries are scored with before the next ones: they stay in a cache
+MOST = 4.0  # standard deviations of the largest code: clipped codes would hide the best rows
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
 TINY = 1e-30
 
@@ -44,7 +49,7 @@ class Codes(NamedTuple):
     head_bytes: int  # bytes from one kv head's codes to the next
     n_parts: int  # coded parts
     directions: int  # address of the first kv head's directions
-    n_codes: int  # r, bytes a row
+    n_codes: int  # r; r / 2 bytes a row
 
 
 class Scout:
@@ -52,7 +57,7 @@ class Scout:
 
     def __init__(self, n_kv_head: int, d: int) -> None:
         r = n_directions(d)
-        self.n_words = r // 4
+        self.n_words = r // WORD
         self.encode = np.zeros((n_kv_head, r, d), np.float32)  # E'
         self.directions = on_lines((n_kv_head, r, d), np.float16)  # D'
         self.zero = np.zeros((n_kv_head, r), np.float32)  # E' times the mean key
@@ -71,7 +76,7 @@ class Scout:
         n_kv, d = mean.shape
         of_heads = queries.reshape(n_kv, -1, d)
         with blas_threads(1):  # small matrices: threads of BLAS would mostly wait for each other
-            encode, decode = choose_directions(of_heads, covariance, 4 * self.n_words)
+            encode, decode = choose_directions(of_heads, covariance, WORD * self.n_words)
         decode /= np.abs(decode).max((1, 2), keepdims=True)  # only the order of scores matters
         self.encode[:], self.directions[:] = encode.swapaxes(1, 2), decode.swapaxes(1, 2)
         self.zero[:] = np.einsum("gd,gdr->gr", mean, encode)
@@ -102,7 +107,7 @@ class Scout:
 
 def n_directions(d: int) -> int:
     """Returns the number of directions for heads of d dims: a fourth of d, but at least 16."""
-    return 4 * max(4, -(-d // 16))
+    return WORD * max(2, -(-d // (4 * WORD)))
 
 
 def choose_directions(
@@ -130,13 +135,20 @@ def choose_directions(
 def code_parts_ref(keys: np.ndarray, encode: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """Returns the codes of the first rows, uint8 (G, parts, 8, words, 16, 4). numpy reference.
 
-    keys (G, parts x 128, d); encode f32 (G, r, d); zero f32 (G, r).
+    See ``unpacked``. keys (G, parts x 128, d); encode f32 (G, r, d); zero f32 (G, r).
     """
     parts = np.rint(keys @ encode.swapaxes(1, 2) - zero[:, None])
     parts[:, :SINKS] = parts[:, SINKS : SINKS + 1]
     codes = (np.clip(parts, 1 - ZERO, ZERO - 1) + ZERO).astype(np.uint8)
-    tiled = codes.reshape(len(codes), -1, PART // LANES, LANES, codes.shape[2] // 4, 4)
-    return tiled.swapaxes(3, 4)
+    tiled = codes.reshape(len(codes), -1, PART // LANES, LANES, codes.shape[2] // WORD, WORD)
+    tiled = tiled.swapaxes(3, 4)
+    return tiled[..., : WORD // 2] + 16 * tiled[..., WORD // 2 :]
+
+
+def unpacked(codes: np.ndarray) -> np.ndarray:
+    """Returns the codes of rows, uint8 (..., 128, r), of parts (..., 8, words, 16, 4)."""
+    halves = np.concatenate([codes & 15, codes >> 4], -1).swapaxes(-3, -2)
+    return halves.reshape(*codes.shape[:-4], PART, -1)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -154,35 +166,34 @@ def _code_part(kv_head, part, layout, encode, zero, codes):
     r, d = encode.shape[1:]
     k_row = layout[K_ROW]
     at = layout[K] + kv_head * layout[K_HEAD] + part * PART * k_row
-    scores = np.empty((MAX_TILE, PART + PAD), np.float32)
+    scores = np.empty((WORD, PART + PAD), np.float32)
     of_part = codes[kv_head, part]
-    for first in range(0, r, MAX_TILE):
-        tile = min(MAX_TILE, r - first)
-        tile_scores(
-            tile, layout[K_KIND], encode[kv_head, first:].ctypes.data, at, k_row, 0, PART, d,
-            scores.ctypes.data, scores.shape[1],
-        )  # fmt: skip
-        if part == 0:
-            for j in range(tile):
-                scores[j, :SINKS] = scores[j, SINKS]
-        for j in range(0, tile, 4):
-            _pack_word(
-                scores[j:].ctypes.data, scores.strides[0], zero[kv_head, first + j :].ctypes.data,
-                of_part[0, (first + j) // 4].ctypes.data, of_part.strides[0],
+    for first in range(0, r, WORD):
+        for j in range(0, WORD, MAX_TILE):
+            tile_scores(
+                min(MAX_TILE, WORD - j), layout[K_KIND], encode[kv_head, first + j].ctypes.data, at,
+                k_row, 0, PART, d, scores[j:].ctypes.data, scores.shape[1],
             )  # fmt: skip
+        if part == 0:
+            for j in range(WORD):
+                scores[j, :SINKS] = scores[j, SINKS]
+        _pack_word(
+            scores.ctypes.data, scores.strides[0], zero[kv_head, first:].ctypes.data,
+            of_part[0, first // WORD].ctypes.data, of_part.strides[0],
+        )  # fmt: skip
     keep(scores)
 
 
 @intrinsic
 def _pack_word(typingctx, scores, score_bytes, zeros, out, tile_bytes):
-    """Writes a word's codes of a part, from scores f32 (4, PART) and zeros f32 (4,); addresses.
+    """Writes a word's codes of a part, from scores f32 (8, PART) and zeros f32 (8,); addresses.
 
     score_bytes: from a direction's scores to the next one's. tile_bytes: from a tile to the next.
     """
 
     def codegen(context, b, signature, args):
         scores, score_bytes, zeros, out, tile_bytes = args
-        of_zero = [llvm.splat(b, load(b, F32, b.add(zeros, I64(4 * i)))) for i in range(4)]
+        of_zero = [llvm.splat(b, load(b, F32, b.add(zeros, I64(4 * i)))) for i in range(WORD)]
 
         def tile(j, carried):
             word = const(I32, 0)
@@ -193,7 +204,7 @@ def _pack_word(typingctx, scores, score_bytes, zeros, out, tile_bytes):
                 code = llvm.call_named(b, "llvm.maxnum.v16f32", VF, code, low)
                 code = llvm.call_named(b, "llvm.minnum.v16f32", VF, code, high)
                 code = b.add(b.fptosi(code, VI), const(I32, ZERO))
-                word = b.or_(word, b.shl(code, const(I32, 8 * i)))
+                word = b.or_(word, b.shl(code, const(I32, 8 * (i % 4) + 4 * (i // 4))))
             llvm.store(b, word, b.add(out, b.mul(j, tile_bytes)))
             return []
 
@@ -210,8 +221,8 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
     The last one of equal rows of a part wins.
     """
     projected = directions.astype(np.float32) @ query
-    projected *= _LARGEST / max(np.abs(projected).max(), TINY)
-    rows = codes.swapaxes(2, 3).reshape(len(codes), PART, -1).astype(np.int64)
+    projected *= largest_of_query(len(projected)) / max(np.abs(projected).max(), TINY)
+    rows = unpacked(codes).astype(np.int64)
     scores = rows @ np.rint(projected).astype(np.int64)
     best = PART - 1 - scores[:, ::-1].argmax(1)
     keys = scores.max(1) * PART + best
@@ -221,53 +232,55 @@ def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) 
 
 @intrinsic
 def _best_of_parts(typingctx, queries, n_queries, parts, n_parts, n_words, out, out_row):
-    """Writes each part's highest score and its place, 0 to 127, for at most MAX_QUERIES queries.
+    """Writes each part's highest score and its place, 0 to 127, for at most MAX_HALF_QUERIES.
 
-    queries: address of int8 (n_queries, 4 n_words). out: address of int32, with out_row bytes from
+    queries: address of int8 (n_queries, 8 n_words). out: address of int32, with out_row bytes from
     a query to the next: the score times 128, plus the place.
     """
 
     def codegen(context, b, signature, args):
         queries, n_queries, parts, n_parts, n_words, out, out_row = args
-        tile_bytes, lanes = b.mul(n_words, I64(LINE)), llvm.ir.Constant(VI, list(range(LANES)))
+        tile_bytes, query_row = b.mul(n_words, I64(LINE)), b.mul(n_words, I64(WORD))
 
         def emit(n):
-            n_tiles = 4 if n < 3 else 2  # so many sums hide the latency of a product
-
             def best_of_tiles(tile, part, known):
-                at = [b.add(part, b.mul(tile_bytes, b.add(tile, I64(i)))) for i in range(n_tiles)]
-                starts, row = [I32(0)] * n, b.mul(n_words, I64(4))
-                sums = byte_scores.emit_products(
-                    b, starts, queries, row, 4, at, n_words, seven_bits=True
+                sums = byte_scores.emit_half_products(
+                    b, n, queries, query_row, b.add(part, b.mul(tile_bytes, tile)), n_words, PART
                 )
-                first = llvm.splat(b, b.trunc(b.mul(tile, I64(LANES)), I32))
-                best = list(known)
+                first, best = b.trunc(b.mul(tile, I64(LANES)), I32), list(known)
                 for m, of_query in enumerate(sums):
                     for i, total in enumerate(of_query):
-                        place = b.add(b.add(lanes, first), const(I32, LANES * i))
-                        key = b.or_(b.shl(total, const(I32, _ROW_BITS)), place)
-                        higher = b.icmp_signed(">", key, best[m])
-                        best[m] = b.select(higher, key, best[m])
+                        count = total.type.count
+                        lanes = llvm.ir.Constant(total.type, [count * i + j for j in range(count)])
+                        place = b.add(lanes, llvm.splat(b, first, count))
+                        best[m] = _larger(b, b.or_(total, place), best[m])
                 return best
 
             def best_of_part(i, _):
                 part = b.add(parts, b.mul(i, b.mul(tile_bytes, I64(PART // LANES))))
+                least = const(I32, -(1 << 31), byte_scores.SUMS)
                 best = llvm.loop(
-                    b, I64(0), I64(PART // LANES), n_tiles, [const(I32, -(1 << 31))] * n,
+                    b, I64(0), I64(PART // LANES), 1, [least] * n,
                     lambda tile, known: best_of_tiles(tile, part, known),
                 )  # fmt: skip
                 to = b.add(out, b.mul(i, I64(4)))
                 for m, keys in enumerate(best):
-                    highest = llvm.call_named(b, "llvm.vector.reduce.smax.v16i32", I32, keys)
+                    name = f"llvm.vector.reduce.smax.v{byte_scores.SUMS}i32"
+                    highest = llvm.call_named(b, name, I32, keys)
                     llvm.store(b, highest, b.add(to, b.mul(out_row, I64(m))))
                 return []
 
             llvm.loop(b, I64(0), n_parts, 1, [], best_of_part)
 
-        byte_scores.for_each_number(b, n_queries, emit)
+        byte_scores.for_each_number(b, n_queries, emit, MAX_HALF_QUERIES)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen
+
+
+def _larger(b, x, y):
+    """Returns the larger integers of two vectors."""
+    return b.select(b.icmp_signed(">", x, y), x, y)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -280,20 +293,21 @@ def find_rows(queries, codes, kv_head, first, last, found):
     (m, d), r, n_parts = queries.shape, codes.n_codes, last - first
     keys, chosen = np.empty((m, n_parts), np.int32), np.empty(FOUND, np.int32)
     projected, rounded = np.empty(r + PAD, np.float32), np.empty((m, r), np.int8)
-    at = codes.directions + kv_head * r * d * 2
+    at, most = codes.directions + kv_head * r * d * 2, np.float32(largest_of_query(r))
     for h in range(m):
         tile_scores(1, F16, queries[h].ctypes.data, at, 2 * d, 0, r, d, projected.ctypes.data, 0)
         largest = np.float32(TINY)
         for j in range(r):
             largest = max(largest, abs(projected[j]))
         for j in range(r):
-            rounded[h, j] = np.int8(np.rint(projected[j] * (np.float32(_LARGEST) / largest)))
-    at = codes.at + kv_head * codes.head_bytes + first * PART * r
-    for h in range(0, m, byte_scores.MAX_QUERIES):
-        _best_of_parts(
-            rounded[h:].ctypes.data, min(byte_scores.MAX_QUERIES, m - h), at, n_parts, r // 4,
-            keys[h:].ctypes.data, keys.strides[0],
-        )  # fmt: skip
+            rounded[h, j] = np.int8(np.rint(projected[j] * (most / largest)))
+    at = codes.at + kv_head * codes.head_bytes + first * PART * r // 2
+    for part in range(0, n_parts, PASS):
+        for h in range(0, m, MAX_HALF_QUERIES):
+            _best_of_parts(
+                rounded[h:].ctypes.data, min(MAX_HALF_QUERIES, m - h), at + part * PART * r // 2,
+                min(PASS, n_parts - part), r // WORD, keys[h, part:].ctypes.data, keys.strides[0],
+            )  # fmt: skip
     n_found = min(FOUND, n_parts)
     for h in range(m):
         select_largest(keys[h], n_parts, n_found, chosen)

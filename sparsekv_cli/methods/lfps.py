@@ -360,7 +360,7 @@ class LFPSCache(LayerCache):
 
     def held_bytes(self, n: int) -> int:
         spec, covariance = self.spec, self._constants.covariance
-        codes = scout.n_directions(spec.head_dim) * 9 // 8 if self._scout else 0
+        codes = scout.n_directions(spec.head_dim) * 9 // 16 if self._scout else 0
         index = n * (8 * spec.n_head + codes * spec.n_head_kv)  # with ver and dist
         index += 5 * covariance.nbytes  # f32, and f64 now and at an earlier length
         return super().held_bytes(n) + (0 if self._is_dense_at(n) else index)
@@ -388,7 +388,7 @@ class LFPSCache(LayerCache):
         if self._scout:
             directions, codes = self._scout.directions[0], int(total[state.CODES_READ])
             counts["codes_read"] += codes
-            counts["bytes_read"] += len(directions) * codes
+            counts["bytes_read"] += len(directions) * codes // 2
             counts["bytes_read"] += directions.nbytes * int(total[state.SCOUTING])
         for name, column in (
             ("heads_stepped", state.HEAD_STEPS), ("heads_tested", state.TESTED),

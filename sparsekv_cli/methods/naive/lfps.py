@@ -110,7 +110,7 @@ class NaiveLFPS(Naive):
         decode = decode[:, : queries.shape[2]]
         decode /= np.abs(decode).max((1, 2), keepdims=True)
         self.directions = decode.swapaxes(1, 2).astype(np.float16)
-        self.codes = [np.empty((0, PART // 16, n_codes // 4, 16, 4), np.uint8)] * self.n_kv
+        self.codes = [np.empty((0, PART // 16, n_codes // 8, 16, 4), np.uint8)] * self.n_kv
 
     def code(self, n: int) -> None:
         """Codes the whole parts of n rows that have no code."""

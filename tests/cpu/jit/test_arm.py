@@ -25,9 +25,9 @@ NAME_X86 = {
     "attention/softmax_bf16.py", "jit/bf16.py", "jit/pool.py", "weights/block.py",
     "weights/blocks_grid.py", "weights/integer.py", "weights/vnni.py",
 }  # fmt: skip
-PRODUCTS = {"Q4_K 1", "Q4_K 1 repacked", "Q8_0 1", "Q4_K tile", "byte scores below 128"}
+PRODUCTS = {"Q4_K 1", "Q4_K 1 repacked", "Q8_0 1", "Q4_K tile", "half byte scores"}
 FLOATS = {"scores f16", "values f16"}  # rows of f16 are widened and multiplied as f32
-PLAIN = {"Q4_K 1", "Q8_0 1", "byte scores", "byte scores below 128"}
+PLAIN = {"Q4_K 1", "Q8_0 1", "byte scores", "half byte scores"}
 
 
 @cache
