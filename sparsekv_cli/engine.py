@@ -115,6 +115,7 @@ class DecoderEngine(ABC):
             started, found = time.perf_counter(), Found()
             if rows is not None:
                 found = rows.find(ids)
+            sequence.difference = found.difference
             timings.prefill_s += time.perf_counter() - started
             started = time.perf_counter()
             self._prepare(n - found.n)

@@ -19,6 +19,7 @@ from sparsekv_cli.models.forward import OnProgress, Progress, drain
 from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.tokenizer.ids import n_common
+from sparsekv_cli.prefix.difference import Difference
 from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import PromptRows
 from sparsekv_cli.sampling.plain import Outcome
@@ -138,6 +139,8 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
     drafts: Drafts | None = None  # the source of drafts for its answers
+    # Where the last prompt leaves a kept one that it has a later part of.
+    difference: Difference | None = field(default=None, init=False)
     next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
     # While a change runs: the tokens that stay if it is interrupted. See ``begin``.
     _certain: int | None = field(default=None, init=False)

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +20,14 @@ from sparsekv_cli.prefix.blocks import (
     TEMPORARY,
     BlockHeader,
     DamagedError,
+    block_hash,
     is_own,
     read_header,
 )
 from sparsekv_cli.system.files import is_private, open_regular, user_cache
 
 HOUR = 3600  # seconds
+MOST_BEHIND = 4096  # tokens of a kept prompt that are compared with another's
 MOST_BY_DEFAULT = 16 << 30  # bytes of a folder without a limit of the user's
 
 
@@ -130,6 +132,25 @@ class PrefixFolder:
         except OSError:
             pass
         return None
+
+    def tokens_behind(
+        self, n: int, headers: Sequence[BlockHeader], parents: Iterable[str]
+    ) -> list[int]:
+        """Returns tokens of a kept prompt from position n on, MOST_BEHIND or a few more.
+
+        headers: of the blocks with its first n tokens. parents: what the block behind them may
+        begin with, if they hold n tokens and no more.
+        """
+        children = self.children()
+        goes_on = bool(headers) and n < headers[-1].first + len(headers[-1].tokens)
+        names = [name for parent in parents for name in children.get(parent, ())]
+        header = headers[-1] if goes_on else next(filter(None, map(self.header, names)), None)
+        tokens: list[int] = []
+        while header is not None and len(tokens) < MOST_BEHIND:
+            tokens += header.tokens[max(0, n - header.first) :]
+            names = children.get(block_hash(header.parent, header.tokens), [])
+            header = next(filter(None, map(self.header, names)), None)
+        return tokens
 
     def remove_damaged(self, name: str, error: Exception) -> None:
         """Reports a file's fault, and removes it if it is the program's."""

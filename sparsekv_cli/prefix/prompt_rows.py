@@ -5,14 +5,19 @@ from typing import NamedTuple, Protocol
 
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.prefix.blocks import BlockHeader
+from sparsekv_cli.prefix.difference import Difference
 
 
 class Found(NamedTuple):
-    """The rows of a prompt: blocks in order, how many tokens they share, how many to reuse."""
+    """The rows of a prompt: blocks in order, how many tokens they share, how many to reuse.
+
+    difference: where the prompt leaves a kept one of which it has a later part too.
+    """
 
     headers: tuple[BlockHeader, ...] = ()
     n_common: int = 0
     n: int = 0
+    difference: Difference | None = None
 
 
 class PromptRows(Protocol):

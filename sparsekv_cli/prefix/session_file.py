@@ -11,6 +11,7 @@ from pathlib import Path
 from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, read_header
+from sparsekv_cli.prefix.difference import difference
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.prefixes import LEAST, STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found
@@ -64,7 +65,8 @@ class SessionFile(Prefixes):
             )
             return Found()
         self._is_dense = header.parent != roots[0]
-        return self._found([header], n_common(header.tokens, ids), ids, STEP)
+        found = self._found([header], n_common(header.tokens, ids), ids, STEP)
+        return found._replace(difference=difference(header.tokens, ids))
 
     def _drop(self, header: BlockHeader | None, error: Exception) -> None:
         self._is_new = True

@@ -395,4 +395,6 @@ def _tokens(ends: Sequence[Finished]) -> str:
         return ""
     n_prompt, n_cached = sum(end.n_prompt for end in ends), sum(end.n_cached for end in ends)
     n_generated = sum(end.n_generated for end in ends)
-    return f", prompt {n_prompt} tokens, {n_cached} cached, answer {n_generated} tokens"
+    told = {f"; {end.difference.short()}": None for end in ends if end.difference is not None}
+    said = f", prompt {n_prompt} tokens, {n_cached} cached, answer {n_generated} tokens"
+    return said + "".join(told)

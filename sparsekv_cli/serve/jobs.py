@@ -19,6 +19,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
+from sparsekv_cli.prefix.difference import Explained
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.rows import SharedRows, gib
 
@@ -110,6 +111,7 @@ class Finished(NamedTuple):
     n_generated: int
     timings: dict[str, float]
     ledger: dict[str, int]  # as ``run --json`` has it
+    difference: Explained | None = None  # why known tokens were computed again
 
 
 class Failed(NamedTuple):
@@ -150,6 +152,7 @@ class Job:
     generation: Generation | None = None  # while its answer is generated
     n_cached: int = 0
     n_bytes: int = 0  # reserved for it
+    difference: Explained | None = None
     prefill_s: float = 0.0
     first_token: float = 0.0
     text: str = ""  # not sent yet, as is ``thinking``

@@ -25,6 +25,7 @@ from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.tokenizer.ids import n_common
+from sparsekv_cli.prefix.difference import difference
 from sparsekv_cli.prefix.prefixes import STEP
 from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sequence import N_HEADROOM, Sequence
@@ -91,13 +92,21 @@ class SharedRows:
             self._disk.finish()  # writes the rest of a failed answer before it is dropped
         self._disk = self._disk_of(method)
         self._found = self._disk.find(ids) if self._disk is not None else Found()
-        best = self._found.n
+        best, left = self._found.n, self._found.difference
         self._donor = None
+        prompts = []
         for sequence in self._donors():
             n = reusable(sequence, ids, method)
             if n > best:
                 best, self._donor = n, sequence
-        return Found((), best, best) if self._donor is not None else self._found
+            if sequence.checkpoint is not None:
+                prompts.append(sequence.tokens[: sequence.checkpoint.n])
+        nearest = max(prompts, key=lambda kept: n_common(kept, ids), default=[])
+        other = difference(nearest, ids)
+        if other is not None and (left is None or other.at > left.at):
+            left = other
+        found = Found((), best, best) if self._donor is not None else self._found
+        return found._replace(difference=left if left is not None and left.at >= best else None)
 
     def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
         donor, self._donor = self._donor, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from sparsekv_cli.errors import LostModelError
 from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
+from sparsekv_cli.prefix.difference import explain
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
@@ -27,6 +28,7 @@ class Stats:
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
     cached_tokens: int = 0  # tokens of prompts whose rows existed already
+    differences: Counter[str] = field(default_factory=Counter)  # prompts, by Explained.cause
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0
@@ -86,6 +88,9 @@ class Running:
         )
         for cache in sequence.caches:
             cache.records_attended = self._tells_rows(job)
+        if (found := sequence.difference) is not None:
+            job.difference = explain(found, request.ids, model.tokenizer)
+            self._stats.differences[job.difference.cause] += 1
         sequence.timings.reset()
         job.counted = sequence.ledger()
         self.jobs.append(job)
@@ -190,5 +195,6 @@ class Running:
             Finished(
                 text, thinking, logprobs, answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
+                job.difference,
             )
         )  # fmt: skip

@@ -312,6 +312,7 @@ class Scheduler:
             self._rows.wait()
         self._parked.remove(best)
         best.sequence.rewind(n_best)
+        best.sequence.difference = None
         return best.sequence
 
     def _go_on(self) -> None:

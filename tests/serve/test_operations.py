@@ -147,6 +147,18 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     assert found["cached"] > 16
     row = agents.row_of("x", "1.0", [{**found, "turn": 1, "cached": 0}, found | {"turn": 2}])
     assert row["first"] == f"{found['prompt']} / 0" and row["last"].endswith(str(found["cached"]))
+    for second in ("07", "38"):
+        system = {"role": "system", "content": f"It is 12:01:{second}, secret. {'Be brief. ' * 20}"}
+        asked, n = {**ASKED, "messages": [system, *ASKED["messages"]]}, len(server.log)
+        about = client.post(CHAT, json=asked).json()["sparsekv"]
+        wait_for(lambda n=n: len(server.log) > n)
+    told = about["difference"]
+    assert told["cause"] == "a clock" and told["before"].endswith("It is 12:01:")
+    assert told["now"].startswith("38") and told["n_again"] > 100 and "kept" not in told
+    assert server.log[-1].endswith(
+        "behind token {token}; the cause seems to be {cause}".format(**told)
+    )
+    assert 'sparsekv_prompt_differences_total{cause="a clock"} 1.0' in client.get("/metrics").text
     client.post(CHAT, json={**ASKED, "temprature": 1})
     wait_for(lambda: f"POST {CHAT} 400 " in server.log[-1])
     row = agents.row_of("x", "1.0", agents.requests_of(server.log[-1] + "\n", 1))

@@ -49,6 +49,7 @@ from sparsekv_cli.commands.shared.prompt import check_utf8, read_prompt
 from sparsekv_cli.commands.shared.terminal import ShownAnswer, say, write_text
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
+from sparsekv_cli.prefix.difference import explain
 from sparsekv_cli.settings.config import dense_below
 from sparsekv_cli.system.files import AppendedFile
 
@@ -167,8 +168,12 @@ def command(
         shown.end_line()
     if line := full_context_line(model, sequence, answer):
         say(line)
+    left = sequence.difference
+    why = None if left is None else explain(left, ids, model.tokenizer)
     if as_json:
         printed = result(sequence, ids, answer, options.method)
+        if why is not None:
+            printed["difference"] = why._asdict()
         if options.choice is not None:
             printed["method"]["auto"] = options.choice
         if task.logprobs is not None:
@@ -178,6 +183,8 @@ def command(
         say(timing_line(sequence.timings) + depth_note(sequence, len(ids)))
         if context.ensure_object(Invocation).verbose:
             say(ledger_line(sequence, options.method))
+            if why is not None:
+                say(why.line())
             if line := speculation_line(sequence.timings):
                 say(line)
     if answer.stop_reason == STOP_INTERRUPT:

@@ -190,6 +190,7 @@ function part(answer, data) {
     method: method.name, budget: method.options.budget, sparse_from: method.sparse_from,
     n: usage.completion_tokens,
     prompt: usage.prompt_tokens, cached: usage.prompt_tokens_details.cached_tokens,
+    changed: data.sparsekv.difference?.cause,
     used: context.used, size: context.size,
     attended: ledger.rows_attended / Math.max(1, ledger.rows_total),
   });

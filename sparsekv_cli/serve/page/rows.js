@@ -22,7 +22,8 @@ export function showAbout(about) {
   $("first").textContent = about.first ? `${about.first.toFixed(2)} s` : "–";
   $("prompt-tokens").textContent =
     about.read == null ? tokens(about.prompt) : `${about.read} of ${about.prompt}`;
-  $("cached").textContent = tokens(about.cached);
+  const changed = about.changed ? `; ${about.changed} has changed` : "";
+  $("cached").textContent = tokens(about.cached) + changed;
   $("attended").textContent = share(about);
   $("context").textContent = about.used == null ? "–" : `${about.used} of ${about.size}`;
   $("context-bar").value = about.used == null ? 0 : about.used / about.size;

@@ -65,6 +65,15 @@ class Metrics:
         for name, n in self._unused.items():
             unused.add_metric((name,), n)
         yield unused
+        causes = sum((model.stats.differences for model in self._models), Counter[str]())
+        differences = CounterMetricFamily(
+            PREFIX + "prompt_differences",
+            "Prompts whose known tokens were computed again behind a difference.",
+            labels=("cause",),
+        )
+        for cause, n in causes.items():
+            differences.add_metric((cause,), n)
+        yield differences
         names = ("model",) if len(self._models) > 1 else ()
         for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text, value_of in families:
