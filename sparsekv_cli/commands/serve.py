@@ -34,6 +34,7 @@ from sparsekv_cli.commands.options.sampling import server_sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
+from sparsekv_cli.serve.forms.volatile import HEADERS, VolatileHeaders
 from sparsekv_cli.system.installation import install_command
 
 if TYPE_CHECKING:
@@ -115,6 +116,11 @@ class Listen:
     help="Largest body of a request. [default: 4]",
 )  # fmt: skip
 @click.option(
+    "--volatile-header", "volatile", metavar="TEXT", multiple=True, default=HEADERS,
+    help="Lines of system prompts that begin with TEXT are left out, since they change with each "
+    f"request; repeatable, '' leaves out none. [default: {HEADERS[0]}]",
+)  # fmt: skip
+@click.option(
     "--prepare", metavar="NAME,...", default="",
     help="Methods that are compiled and calibrated before the first request.",
 )  # fmt: skip
@@ -139,6 +145,7 @@ def command(
     limits: tuple[int, float, float],
     parallel: int,
     queue: int,
+    volatile: tuple[str, ...],
     prepare: str,
 ) -> None:
     """Serve models: /v1/chat/completions, /v1/responses, /v1/messages, and a page at /.
@@ -185,8 +192,16 @@ def command(
                 tell=say,
             )
             given = {**chosen.method_options, **named}
+            headers = VolatileHeaders(volatile, asked.stats.volatile_lines)
             service = Service(
-                model, scheduler, request_limits, given, sampling, options.seed, asked.name
+                model,
+                scheduler,
+                request_limits,
+                given,
+                sampling,
+                options.seed,
+                asked.name,
+                headers,
             )
         except BaseException:
             model.close()

@@ -16,12 +16,12 @@ from sparsekv_cli.models.chat.fitting.call_forms import new_call_id
 from sparsekv_cli.serve.answers import Answers, News, Ping, about
 from sparsekv_cli.serve.forms.schema import CountFields, MessageFields
 from sparsekv_cli.serve.forms.tools import ForcedCall, functions_of, reader_of
+from sparsekv_cli.serve.forms.volatile import VolatileHeaders
 from sparsekv_cli.serve.jobs import Finished
 from sparsekv_cli.serve.openai import comment, event, rows_event
 from sparsekv_cli.serve.requests import Service
 
 ROLES = ("user", "assistant", "system")
-BILLING = "x-anthropic-billing-header:"
 BLOCKS = (
     "expected a block of type text, document, thinking, tool_use, tool_result or tool_reference"
 )
@@ -37,7 +37,7 @@ class Message:
         tools = _tools(service, fields)
         self._kind = service.format_for(bool(tools) and not fields.forbids_calls)
         self._forced = _forced(service, fields, tools)
-        messages = _conversation(fields)
+        messages = _conversation(fields, service.volatile)
         continues = continues_last(messages, None, None)
         self._reader = reader_of(
             self._kind,
@@ -167,7 +167,9 @@ def count_tokens(service: Service, fields: CountFields) -> dict[str, int]:
     """Returns how many tokens a request's prompt has."""
     tools = _tools(service, fields)
     is_forced = _forced(service, fields, tools) is not None
-    ids = _prompt_ids(service, fields, _conversation(fields), tools, is_forced=is_forced)
+    ids = _prompt_ids(
+        service, fields, _conversation(fields, service.volatile), tools, is_forced=is_forced
+    )
     return {"input_tokens": len(ids)}
 
 
@@ -195,32 +197,15 @@ def _prompt_ids(
     return service.encode_chat(messages, tools, think, variables, continues=continues)
 
 
-def _conversation(fields: CountFields) -> list[dict[str, Any]]:
+def _conversation(fields: CountFields, volatile: VolatileHeaders) -> list[dict[str, Any]]:
     """Returns the messages of a request as templates read them, its system text first."""
     messages, last = [], len(fields.messages) - 1
-    system = content_text("system", _without_billing(fields.system))
+    system = content_text("system", volatile.of_system(fields.system))
     if system:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(fields.messages):
         messages += _messages(f"messages[{i}]", message, is_last=i == last)
     return messages
-
-
-def _without_billing(system: Any) -> Any:
-    """Returns a system text without the line that Claude Code puts there for Anthropic's accounts.
-
-    Each request has another one, so a prompt with it would be read from the beginning.
-    """
-    if isinstance(system, str):
-        is_there = system.lstrip().startswith(BILLING)
-        return system.lstrip().partition("\n")[2] if is_there else system
-    found = []
-    for block in system or ():
-        text = block.get("text")
-        kept = _without_billing(text) if isinstance(text, str) else text
-        if kept or not text:
-            found.append({**block, "text": kept})
-    return found
 
 
 def _thinking(fields: CountFields) -> tuple[bool | None, int | None]:

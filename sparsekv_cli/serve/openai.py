@@ -80,7 +80,8 @@ class Completion:
         if fields.effort == "none" and effort is None:
             think = False
         wanted, self._budget = service.thinking_of(False if self._forced is not None else think)
-        variables, messages = service.variables_of(given, effort), read_messages(fields.messages)
+        variables = service.variables_of(given, effort)
+        messages = read_messages(service.volatile.of_messages(fields.messages))
         adds_prompt = fields.add_generation_prompt
         try:
             self._continues = continues_last(messages, fields.continue_final_message, adds_prompt)

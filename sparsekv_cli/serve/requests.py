@@ -29,6 +29,7 @@ from sparsekv_cli.serve.forms.tools import (
     forced_call,
     format_of,
 )
+from sparsekv_cli.serve.forms.volatile import VolatileHeaders
 from sparsekv_cli.serve.jobs import ContextFullError, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.option import options_of
@@ -71,11 +72,13 @@ class Service:
         sampling: SamplingOptions,
         seed: int | None = None,
         name: str = "",
+        volatile: VolatileHeaders | None = None,
     ) -> None:
         """name: the name in responses; empty: the name of the model's file."""
         self._seed = seed
-        self.model, self.scheduler, self.limits = model, scheduler, limits
-        self.tokenizer = model.tokenizer
+        self.model, self.tokenizer = model, model.tokenizer
+        self.scheduler, self.limits = scheduler, limits
+        self.volatile = volatile or VolatileHeaders(counts=scheduler.stats.volatile_lines)
         self.name = name or model.gguf.path.stem
         self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
@@ -86,8 +89,8 @@ class Service:
         if self.tool_format is not None:
             self.marks = marks_of(self.tokenizer, self.tool_format.marks)
         # The tokens of calls. gpt-oss needs them in all answers, and Llama 3 calls without them.
-        has_own = self.tool_format not in (HARMONY, LLAMA3)
-        self._call_tokens = tuple((self.marks.ids or {}).values()) if has_own else ()
+        marks = {} if self.tool_format in (HARMONY, LLAMA3) else self.marks.ids or {}
+        self._call_tokens = tuple(marks.values())
         if sampling.think_budget is not None and self.thinking is None:
             raise SparseKVError(
                 "--think-budget: the chat template of this model has no markers of thinking"
@@ -322,8 +325,7 @@ class Service:
     def unused(self, fields: Any) -> set[str]:
         """Returns the names of a request's fields that have no effect with this model."""
         effort = getattr(fields, "effort", None)
-        has_effect = effort in (None, "none") or self.effort_of(effort) is not None
-        return set() if has_effect else {EFFORT}
+        return set() if effort in (None, "none") or self.effort_of(effort) else {EFFORT}
 
     def variables_of(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         """Returns the variables of the chat template that a request sets, by name.

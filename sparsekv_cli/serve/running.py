@@ -29,6 +29,7 @@ class Stats:
     prompt_tokens: int = 0  # that were computed
     cached_tokens: int = 0  # tokens of prompts whose rows existed already
     differences: Counter[str] = field(default_factory=Counter)  # prompts, by Explained.cause
+    volatile_lines: Counter[str] = field(default_factory=Counter)  # left out, by header
     generated_tokens: int = 0
     rows_total: int = 0
     rows_attended: int = 0

@@ -1,6 +1,7 @@
 """Conversations with pictures, documents and blocks of other services, in the three protocols."""
 
 import base64
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.serve.anthropic import _conversation
 from sparsekv_cli.serve.forms.items import read_items
 from sparsekv_cli.serve.forms.schema import CountFields
+from sparsekv_cli.serve.forms.volatile import VolatileHeaders
 
 Read = Callable[[list[Any]], list[dict[str, Any]]]
 PNG = base64.b64encode(bytes(12_000)).decode()
@@ -22,7 +24,7 @@ ASKED = {"role": "user", "content": "And now?"}
 
 
 def claude(messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
-    return _conversation(CountFields(messages=messages, **fields))
+    return _conversation(CountFields(messages=messages, **fields), VolatileHeaders())
 
 
 def source(kind: str, media: str, **more: Any) -> dict[str, Any]:
@@ -193,13 +195,24 @@ def test_the_older_form_of_calls() -> None:
 
 
 def test_the_line_of_claude_codes_accounts_is_left_out() -> None:
-    """Of the system's texts only, in any place."""
+    """Of the system's texts only, in any place and in all protocols; other headers by choice."""
     header = "x-anthropic-billing-header: cc_version=2.1.200.x; cc_entrypoint=cli; cch=%s;"
     messages = [{"role": "user", "content": header % "user"}]
     blocks = [{"type": "text", "text": text} for text in (header % "a", "You code.", header % "b")]
     same = claude(messages, system=[{"type": "text", "text": "You code."}])
     assert same == claude(messages, system=blocks) == claude(messages, system=blocks[1:])
     assert claude(messages, system=f"{header % 'c'}\nYou code.") == same
-    assert claude(messages, system="You code.\n" + header)[0]["content"].endswith(header)
+    assert claude(messages, system="You code.\n" + header)[0]["content"] == "You code.\n"
     assert [each["role"] for each in claude(messages, system=header % "d")] == ["user"]
     assert same[1]["content"] == header % "user"
+    counts = Counter[str]()
+    volatile = VolatileHeaders(["", "Now:", "x-anthropic-billing-header:"], counts)
+    told = [
+        {"role": role, "content": f"{header % 1}\n now: 12:01\nGo."}
+        for role in ("user", "developer")
+    ]
+    assert volatile.of_messages(told) == [told[0], {"role": "developer", "content": "Go."}]
+    assert volatile.of_messages([{"role": "system", "content": blocks[:1]}]) == []
+    assert counts == {"x-anthropic-billing-header:": 2, "Now:": 1}
+    assert VolatileHeaders([""]).of_system(blocks) == blocks
+    assert volatile.of_messages([1, {"role": "system"}]) == [1, {"role": "system"}]

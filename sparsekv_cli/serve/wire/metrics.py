@@ -65,15 +65,11 @@ class Metrics:
         for name, n in self._unused.items():
             unused.add_metric((name,), n)
         yield unused
-        causes = sum((model.stats.differences for model in self._models), Counter[str]())
-        differences = CounterMetricFamily(
-            PREFIX + "prompt_differences",
-            "Prompts whose known tokens were computed again behind a difference.",
-            labels=("cause",),
-        )
-        for cause, n in causes.items():
-            differences.add_metric((cause,), n)
-        yield differences
+        for name, label, text, counts_of in LABELLED:
+            family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+            for value, n in sum(map(counts_of, self._models), Counter[str]()).items():
+                family.add_metric((value,), n)
+            yield family
         names = ("model",) if len(self._models) > 1 else ()
         for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text, value_of in families:
@@ -81,6 +77,18 @@ class Metrics:
                 for model in self._models:
                     family.add_metric((model.name,)[: len(names)], value_of(model))
                 yield family
+
+
+LABELLED: tuple[tuple[str, str, str, Callable[[Any], Counter[str]]], ...] = (
+    (
+        "prompt_differences", "cause", "Prompts with known tokens that were computed again.",
+        lambda model: model.stats.differences,
+    ),
+    (
+        "volatile_lines", "header", "Lines of system prompts that were left out.",
+        lambda model: model.stats.volatile_lines,
+    ),
+)  # fmt: skip
 
 
 def _of_scheduler(name: str) -> ValueOf:
