@@ -1,7 +1,7 @@
 """Why most of a prompt is computed again: where it leaves a kept prompt, and the likely cause.
 
-A line that changes near the top of a prompt costs all rows behind it. So the place is told if the
-kept prompt goes on there, and a part of its further text is in the new prompt too.
+A line that changes near the top of a prompt costs all rows after it. The place is told if a part of
+the kept prompt's further text is in the new prompt too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ OF_TOOLS = re.compile(r'<tools?>|"(?:function|parameters|input_schema|inputSchem
 class Difference(NamedTuple):
     """Where a prompt leaves a kept one.
 
-    at: position of the first token that differs. n_again: tokens behind it, at least, that both
-    prompts have. kept, now: tokens of both prompts from there on, at most WINDOW.
+    at: position of the first token that differs. n_again: the number of later tokens, at least,
+    that both prompts have. kept, now: tokens of both prompts from there on, at most WINDOW.
     """
 
     at: int
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
 
 
 class Names(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that this module needs."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -59,7 +59,7 @@ class Names(Protocol):
 class Explained(NamedTuple):
     """A difference in words.
 
-    token: its position. n_again: as Difference has it. before: characters ahead of the place. kept,
+    token: its position. n_again: as Difference has it. before: characters up to the place. kept,
     now: characters from there on of the kept prompt and of this one. cause: one of CAUSES.
     """
 
@@ -80,7 +80,7 @@ class Explained(NamedTuple):
         return f"{self.short()}: {self.before!r} had {self.kept!r} behind it, now {self.now!r}"
 
     def fields(self) -> dict[str, object]:
-        """Returns what a client may see: nothing of the kept prompt, which may be another's."""
+        """Returns the part for a client: without the kept prompt, which may be another client's."""
         found = self._asdict()
         del found["kept"]
         return found

@@ -138,8 +138,8 @@ class PrefixFolder:
     ) -> list[int]:
         """Returns tokens of a kept prompt from position n on, MOST_BEHIND or a few more.
 
-        headers: of the blocks with its first n tokens. parents: what the block behind them may
-        begin with, if they hold n tokens and no more.
+        headers: of the blocks with its first n tokens. parents: the possible parents of the next
+        block, if the blocks hold n tokens exactly.
         """
         children = self.children()
         goes_on = bool(headers) and n < headers[-1].first + len(headers[-1].tokens)

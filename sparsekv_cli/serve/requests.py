@@ -75,8 +75,7 @@ class Service:
         volatile: VolatileHeaders | None = None,
     ) -> None:
         """name: the name in responses; empty: the name of the model's file."""
-        self._seed = seed
-        self.model, self.tokenizer = model, model.tokenizer
+        self.model, self.tokenizer, self._seed = model, model.tokenizer, seed
         self.scheduler, self.limits = scheduler, limits
         self.volatile = volatile or VolatileHeaders(counts=scheduler.stats.volatile_lines)
         self.name = name or model.gguf.path.stem
