@@ -106,6 +106,7 @@ class FakeModel:
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
         self.sparse_from = 0
+        self.difference = None
         self.drafts, self.draft_caches = None, ()
         self.timings = Timings(load_s=0.5)
         self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}

@@ -170,6 +170,9 @@ def command(
         say(line)
     left = sequence.difference
     why = None if left is None else explain(left, ids, model.tokenizer)
+    is_verbose = context.ensure_object(Invocation).verbose
+    if why is not None and is_verbose:
+        say(why.line())
     if as_json:
         printed = result(sequence, ids, answer, options.method)
         if why is not None:
@@ -181,10 +184,8 @@ def command(
         write_text(json.dumps(printed) + "\n")
     else:
         say(timing_line(sequence.timings) + depth_note(sequence, len(ids)))
-        if context.ensure_object(Invocation).verbose:
+        if is_verbose:
             say(ledger_line(sequence, options.method))
-            if why is not None:
-                say(why.line())
             if line := speculation_line(sequence.timings):
                 say(line)
     if answer.stop_reason == STOP_INTERRUPT:

@@ -25,11 +25,11 @@ def model(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> s
 def ask(model: str, invoke: Invoke, tmp_path: Path) -> Callable[..., Any]:
     """Asks the document a question: what ``run --json`` says, with stderr as ``err``."""
 
-    def run(question: str, *arguments: str, code: int = 0) -> dict[str, Any]:
+    def run(question: str, *arguments: str, clock: str = "", code: int = 0) -> dict[str, Any]:
         folder = () if "--session" in arguments else ("--cache-dir", str(tmp_path / "kept"))
         result = invoke(
-            "run", "-m", model, "-p", DOCUMENT + question, "--json", "-n", "4", "--temp", "0",
-            "-t", "1", "--device", "cpu", *folder, *arguments,
+            "run", "-m", model, "-p", clock + DOCUMENT + question, "--json", "-n", "4",
+            "--temp", "0", "-t", "1", "--device", "cpu", *folder, *arguments,
         )  # fmt: skip
         assert result.code == code, result.err
         return {"err": result.err} if code else {**json.loads(result.out), "err": result.err}
@@ -66,6 +66,16 @@ def test_verbose_says_what_happens(ask):
     assert "the prompt differs from the kept one at token" in ask("When?", "-v")["err"]
     assert "off, h2o needs the queries of all tokens" in ask("Who?", "--method", "h2o")["err"]
     assert "prefix cache" not in ask("Who?", "-v", "--no-cache")["err"]
+
+
+def test_a_clock_at_the_top_is_named(ask):
+    assert "difference" not in ask("Who?", clock="It is 12:01:07. ")
+    told = ask("Who?", "-v", clock="It is 12:01:38. ")
+    found = told["difference"]
+    assert found["cause"] == "a clock" and found["n_again"] > 512
+    assert found["before"].endswith("It is 12:01:")
+    assert found["kept"].startswith("07.") and found["now"].startswith("38.")
+    assert "the cause seems to be a clock" in told["err"]
 
 
 def test_the_environment_switches_it_off(ask, invoke, monkeypatch, tmp_path):
