@@ -84,8 +84,8 @@ def test_rows_of_all_types_are_kept_as_they_are(types, sequence_of, tmp_path):
 def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
     """The answer differs a little; the bound is that of a cache in q8_0."""
     monkeypatch.setattr(prefixes, "Q8_FROM", 0)
-    installed: list[int] = []
-    monkeypatch.setattr("sparsekv_cli.cache.store.install", installed.append)
+    prepared: list[int] = []
+    monkeypatch.setattr("sparsekv_cli.cache.store.prepare", prepared.append)
     for name in ("full", "snapkv"):  # written after the answer, and by a thread
         sequence, alone, _ = open_pair(sequence_of, tmp_path / name, name)
         keep(sequence, FIRST)
@@ -97,7 +97,7 @@ def test_large_rows_are_kept_in_eight_bits(sequence_of, tmp_path, monkeypatch):
         assert sequence.timings.cached_tokens == 1088
         p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (expected, found))
         assert 0 < np.sum(p * np.log(p / q)) < 1e-3
-    assert not any(installed)  # steps read rows of f16 (0) alone
+    assert not any(prepared)  # steps read rows of f16 (0) alone
 
 
 def test_a_prompt_over_half_of_the_limit_is_kept_in_eight_bits(sequence_of, tmp_path):
