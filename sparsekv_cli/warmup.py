@@ -289,7 +289,9 @@ def trial_caches(method: Method, specs: Sequence[LayerSpec]) -> list[LayerCache]
 def _run(steps: Sequence[CompileTask], report: OnCompile | None) -> int:
     """Runs the tasks whose marker does not exist, and sets it. Returns their number."""
     from sparsekv_cli.cpu.jit.compiling import ahead, kernel_cache
+    from sparsekv_cli.cpu.jit.install import install
 
+    install()
     markers = dict.fromkeys(step.marker for step in steps)
     done = {name for name in markers if kernel_cache.is_marked(name)}
     missing = [step for step in steps if step.marker not in done]

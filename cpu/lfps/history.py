@@ -45,6 +45,8 @@ class Tables(NamedTuple):
     def with_room(self, capacity: int) -> Tables:
         """Returns tables of ``capacity`` entries in whole blocks. New entries are 0."""
         n_blocks = -(-capacity // BLOCK)
+        if n_blocks == self.ver_bounds.shape[1]:
+            return self
         sizes = [n_blocks * BLOCK] * 2 + [n_blocks] * 2
         ver, dist, *bounds = (_grown(old, n) for old, n in zip(self[:4], sizes, strict=True))
         return Tables(ver, dist, bounds[0], bounds[1], self.sums, self.gain)

@@ -23,7 +23,7 @@ from sparsekv_cli.cpu.attention import byte_scores
 from sparsekv_cli.cpu.attention.byte_scores import LINE, MAX_HALF_QUERIES, largest_of_query
 from sparsekv_cli.cpu.attention.rows import F16, K_HEAD, K_KIND, K_ROW, K
 from sparsekv_cli.cpu.attention.select import select_largest
-from sparsekv_cli.cpu.attention.tile import MAX_TILE, PAD, tile_scores
+from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, widen_row
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, keep, load
@@ -36,6 +36,7 @@ FOUND = 128  # rows that it finds for a head in a step, at most
 _ROW_BITS = 7
 ZERO = 8  # the code of 0
 WORD = 8  # directions
+ROWS = 8 if llvm.has_feature("avx512f") else 4  # that are coded at a time, in registers
 PASS = 16  # parts that all queries are scored with before the next ones: they stay in a cache
 MOST = 4.0  # standard deviations of the largest code: clipped codes would hide the best rows
 RIDGE = 0.05  # share of the queries' mean variance that is added in every direction
@@ -89,7 +90,11 @@ class Scout:
             grown = self._room(n_parts + n_parts // 8 + 4)
             grown[:, : self.n_parts] = self.codes[:, : self.n_parts]
             self.codes = grown
-        code_parts(layout, self.encode, self.zero, self.n_parts, n_parts, self.codes, n_threads)
+        r, width = self.zero.shape[1], -(-self.n_words // 2) * LANES  # directions of whole vectors
+        encode = on_lines((*self.encode.shape[::2], width), np.float32, zeros=True)
+        start = on_lines((len(self.zero), width), np.float32, zeros=True)
+        encode[..., :r], start[:, :r] = self.encode.swapaxes(1, 2), -self.zero
+        code_parts(layout, encode, start, self.n_parts, n_parts, self.codes, n_threads)
         self.n_parts = n_parts
 
     def known(self) -> Codes:
@@ -120,7 +125,8 @@ def choose_directions(
     eigenvectors of L' covariance L. Then E = L U and D = L'^-1 U.
     """
     d = queries.shape[2]
-    moments = queries.swapaxes(1, 2).astype(np.float64) @ queries / queries.shape[1]
+    wide = queries.astype(np.float64)
+    moments = wide.swapaxes(1, 2) @ wide / queries.shape[1]
     spread = RIDGE * np.trace(moments, axis1=1, axis2=2) / d + 1e-12
     lower = np.linalg.cholesky(moments + spread[:, None, None] * np.eye(d))
     upper = lower.swapaxes(1, 2)
@@ -152,66 +158,87 @@ def unpacked(codes: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def code_parts(layout, encode, zero, first, last, codes, n_threads):
-    """Codes parts first..last - 1 of all rows; see ``code_parts_ref``."""
+def code_parts(layout, encode, start, first, last, codes, n_threads):
+    """Codes parts first..last - 1 of all rows; see ``code_parts_ref``.
+
+    encode f32 (G, d, width), width: r in whole vectors. start f32 (G, width): - zero.
+    """
     n_kv_head = len(encode)
     for thread in prange(n_threads):
         for i in range(thread, n_kv_head * (last - first), n_threads):
-            _code_part(i % n_kv_head, first + i // n_kv_head, layout, encode, zero, codes)
+            _code_part(i % n_kv_head, first + i // n_kv_head, layout, encode, start, codes)
 
 
 @njit(cache=True, nogil=True)
-def _code_part(kv_head, part, layout, encode, zero, codes):
+def _code_part(kv_head, part, layout, encode, start, codes):
     """Codes one part of a kv head."""
-    r, d = encode.shape[1:]
-    k_row = layout[K_ROW]
+    d, k_row, of_part = encode.shape[1], layout[K_ROW], codes[kv_head, part]
     at = layout[K] + kv_head * layout[K_HEAD] + part * PART * k_row
-    scores = np.empty((WORD, PART + PAD), np.float32)
-    of_part = codes[kv_head, part]
-    for first in range(0, r, WORD):
-        for j in range(0, WORD, MAX_TILE):
-            tile_scores(
-                min(MAX_TILE, WORD - j), layout[K_KIND], encode[kv_head, first + j].ctypes.data, at,
-                k_row, 0, PART, d, scores[j:].ctypes.data, scores.shape[1],
-            )  # fmt: skip
-        if part == 0:
-            for j in range(WORD):
-                scores[j, :SINKS] = scores[j, SINKS]
-        _pack_word(
-            scores.ctypes.data, scores.strides[0], zero[kv_head, first:].ctypes.data,
-            of_part[0, first // WORD].ctypes.data, of_part.strides[0],
+    rows = np.empty((ROWS, d), np.float32)
+    for first in range(0, PART, ROWS):
+        for i in range(ROWS):
+            widen_row(layout[K_KIND], at + (first + i) * k_row, rows[i])
+        _code_rows(
+            rows.ctypes.data, d, encode[kv_head].ctypes.data, encode.strides[1],
+            start[kv_head].ctypes.data, of_part.shape[1],
+            of_part[first // LANES, 0, first % LANES].ctypes.data,
         )  # fmt: skip
-    keep(scores)
+    if part == 0:
+        for w in range(of_part.shape[1]):
+            of_part[0, w, :SINKS] = of_part[0, w, SINKS]
+    keep(rows)
 
 
 @intrinsic
-def _pack_word(typingctx, scores, score_bytes, zeros, out, tile_bytes):
-    """Writes a word's codes of a part, from scores f32 (8, PART) and zeros f32 (8,); addresses.
+def _code_rows(typingctx, rows, d, encode, encode_row, start, n_words, out):
+    """Writes the codes of ROWS rows f32 (ROWS, d), which lie in one tile; addresses.
 
-    score_bytes: from a direction's scores to the next one's. tile_bytes: from a tile to the next.
+    encode f32 (d, width), ``encode_row`` bytes from a dim to the next. start f32 (width,). out: of
+    the first row's first word.
     """
 
     def codegen(context, b, signature, args):
-        scores, score_bytes, zeros, out, tile_bytes = args
-        of_zero = [llvm.splat(b, load(b, F32, b.add(zeros, I64(4 * i)))) for i in range(WORD)]
+        rows, d, encode, encode_row, start, n_words, out = args
+        low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
 
-        def tile(j, carried):
-            word = const(I32, 0)
-            for i, zero in enumerate(of_zero):
-                at = b.add(scores, b.add(b.mul(score_bytes, I64(i)), b.mul(j, I64(4 * LANES))))
-                code = llvm.call_named(b, "llvm.rint.v16f32", VF, b.fsub(load(b, VF, at), zero))
-                low, high = const(F32, 1.0 - ZERO), const(F32, ZERO - 1.0)
-                code = llvm.call_named(b, "llvm.maxnum.v16f32", VF, code, low)
-                code = llvm.call_named(b, "llvm.minnum.v16f32", VF, code, high)
-                code = b.add(b.fptosi(code, VI), const(I32, ZERO))
-                word = b.or_(word, b.shl(code, const(I32, 8 * (i % 4) + 4 * (i // 4))))
-            llvm.store(b, word, b.add(out, b.mul(j, tile_bytes)))
+        def two_words(w, carried):
+            at = b.mul(w, I64(4 * WORD))
+
+            def dim(c, sums):
+                directions = load(b, VF, b.add(b.add(encode, at), b.mul(c, encode_row)))
+                new = []
+                for i, total in enumerate(sums):
+                    place = b.add(rows, b.mul(b.add(b.mul(d, I64(i)), c), I64(4)))
+                    new.append(llvm.fma(b, llvm.splat(b, load(b, F32, place)), directions, total))
+                return new
+
+            sums = llvm.loop(b, I64(0), d, 1, [load(b, VF, b.add(start, at))] * ROWS, dim)
+            place, has_second = b.add(out, b.mul(w, I64(LINE))), b.add(w, I64(1))
+            words = [_packed(b, total, low, high) for total in sums]
+            for i, both in enumerate(words):
+                llvm.store(b, b.extract_element(both, I32(0)), place, 4 * i)
+            with b.if_then(b.icmp_signed("<", has_second, n_words)):
+                for i, both in enumerate(words):
+                    llvm.store(b, b.extract_element(both, I32(1)), place, LINE + 4 * i)
             return []
 
-        llvm.loop(b, I64(0), I64(PART // LANES), 1, [], tile)
+        llvm.loop(b, I64(0), n_words, 2, [], two_words)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), codegen
+    return types.void(*[types.int64] * 7), codegen
+
+
+def _packed(b, codes, low, high):
+    """Returns two words <2 x i32> of a row, of codes before rounding, <16 x float>."""
+    codes = llvm.call_named(b, "llvm.rint.v16f32", VF, codes)
+    codes = llvm.call_named(b, "llvm.maxnum.v16f32", VF, codes, low)
+    codes = llvm.call_named(b, "llvm.minnum.v16f32", VF, codes, high)
+    codes = b.add(b.fptosi(codes, VI), const(I32, ZERO))
+    halves = [
+        llvm.shuffle(b, codes, codes, [*range(i, i + 4), *range(i + 8, i + 12)]) for i in (0, 4)
+    ]
+    both = b.or_(halves[0], b.shl(halves[1], const(I32, 4, 8)))
+    return b.bitcast(b.trunc(both, llvm.vec(llvm.I8, 8)), llvm.vec(I32, 2))
 
 
 def find_rows_ref(query: np.ndarray, codes: np.ndarray, directions: np.ndarray) -> np.ndarray:

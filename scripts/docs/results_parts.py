@@ -274,6 +274,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "peer_several": of_trained(partial(peer_records, "together")),
     "perplexity": of_trained(partial(trained_script, TRUTH, "perplexity", may_end_with=1)),
     "reading": of_trained(partial(trained_script, "reading/profile", "reading")),
+    "reading_choice": of_trained(partial(trained_script, "reading/choices", "reading_choice")),
     "reading_depth": of_trained(partial(trained_script, "reading/depth", "reading_depth")),
     "real_accuracy": of_trained(trained_accuracy),
     "real_at_depth": of_trained(partial(held_out, "depth_methods", "real_at_depth")),
