@@ -146,3 +146,12 @@ def test_the_command_line_starts_without_heavy_imports(module):
 
 def test_all_parts_of_the_table_exist():
     assert {part_of(module) for module in MODULES} == set(ALLOWED)
+
+
+def test_kernels_are_declared_with_this_packages_cache():
+    """numba's own decorator would keep them apart, and ``ahead`` would not find them."""
+    for module, path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "numba":
+                names = {alias.name for alias in node.names}
+                assert not names & {"njit", "jit", "cfunc"}, f"{module}: use cpu.jit.kernel"

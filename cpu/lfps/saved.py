@@ -5,6 +5,8 @@ journal. Small arrays are copied. ``rescale`` changes all entries, once in some 
 Before such a step the tables are copied, too.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from sparsekv_cli.cpu.jit.kernel import njit
@@ -42,6 +44,19 @@ class SavedTables:
             _put_first(array, before)
         for array, before in self._fixed:
             array[:] = before
+
+
+class SavedStep(NamedTuple):
+    """A layer of lfps before a step.
+
+    tables: None before a dense step, which changes none. queries: the last ones. n_indexed: rows in
+    the tables. n_parts: the scout's.
+    """
+
+    tables: SavedTables | None
+    queries: Any
+    n_indexed: int
+    n_parts: int
 
 
 @njit(cache=True, nogil=True)

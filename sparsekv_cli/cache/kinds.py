@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from sparsekv_cli.cache.layer import BoundedCache, DenseCache, LayerCache
+from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.row_sizes import check_memory
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, LayerSpec
 from sparsekv_cli.cache.state import StateCache
@@ -30,6 +30,7 @@ class SharedStore(KVStore):
     """The first ``n`` rows of an earlier layer's store, which gets every row first."""
 
     is_shared = True
+    can_share_rows = False
 
     def __init__(self, of: KVStore) -> None:
         self.k_type, self.v_type, self._n_threads = of.k_type, of.v_type, of._n_threads
@@ -63,7 +64,7 @@ def share_rows(caches: Sequence[LayerCache]) -> None:
         if spec.source < 0 or spec.kind != FULL:
             continue
         pair = caches[spec.source], cache
-        if all(type(each.store) is KVStore and each.can_prefill_in_parts for each in pair):
+        if all(each.store.can_share_rows and each.can_prefill_in_parts for each in pair):
             cache.store = SharedStore(pair[0].store)
 
 
@@ -77,7 +78,7 @@ def share_prefix(
     """
     pairs = [(cache.store, to.store) for cache, to in zip(given, into, strict=True)]
     if memory_file.is_available() and n >= LEAST_SHARED:
-        _share([(of, to) for of, to in pairs if type(of) is type(to) is KVStore], n, n_room)
+        _share([pair for pair in pairs if all(each.can_share_rows for each in pair)], n, n_room)
     for of, to in pairs:
         first = to.n
         to.reserve(n_room)
@@ -150,8 +151,8 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_byte
     """
     if is_checked:
         n_bytes = bytes_to_come(caches, n) + more_bytes
-        is_plain = all(isinstance(cache, DenseCache | BoundedCache) for cache in caches)
-        what = f"K and V of {n} tokens" + ("" if is_plain else " and their index")
+        has_index = any(cache.has_index for cache in caches)
+        what = f"K and V of {n} tokens" + (" and their index" if has_index else "")
         check_memory(what, n_bytes, "shorten the prompt")
     for cache in caches:
         cache.reserve(n)

@@ -1,135 +1,54 @@
-"""The cache of one layer of one sequence: the decoder's interface and the base classes.
+"""The cache of one layer of one sequence: the base classes of all caches.
 
-In prefill the decoder gives a layer's cache the new rows (``extend``) and computes dense attention
-itself. In decode the cache adds one row and returns its attention (``decode``).
+contracts.py says what a decoder may ask of a cache. In prefill the decoder gives it the new rows
+and computes dense attention itself. In decode the cache adds a row and returns its attention.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import Counter
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_dense, attend_rows
+from sparsekv_cli.cache.contracts import PrefillContract, UndoContract
 from sparsekv_cli.cache.counters import Ledger
-from sparsekv_cli.cache.row_sizes import layer_bytes
-from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec, Memory
-from sparsekv_cli.cache.store import KVStore
+from sparsekv_cli.cache.spec import AttnInput, LayerSpec
+from sparsekv_cli.cache.store import KVStore, padded
+from sparsekv_cli.cpu.jit.floats import as_f32
 
 # Attention of a chunk of a prefill: (cache, input) -> (H, T, d_v), of the type of the input's q.
 ChunkAttention = Callable[[Any, AttnInput], Any]
 Snapshot = tuple[np.ndarray, np.ndarray]  # two arrays (heads, rows, items)
 
 
-class LayerCache(ABC):
-    """The mutable state of one layer of one sequence.
+class LayerCache(PrefillContract, UndoContract):
+    """The mutable state of one layer of one sequence: all contracts, over one store of rows.
 
-    attends_to_some: whether a decode step attends exactly to some rows and leaves the others out.
-    Only then does ``attended`` list them. False for caches that attend to all rows, exactly or
-    approximately. A prefill may change it for the steps that follow.
-
-    can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
-    caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
-    before the next.
-
-    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all queries,
-    q_nope and k_nope. A decoder may leave out what is not read.
+    A method's cache derives from it, or from a class below.
     """
 
-    attends_to_some: bool = True
-    queries_read: int | None = None
-    can_prefill_in_parts: ClassVar[bool] = False
-
-    def __init__(self, spec: LayerSpec) -> None:
+    def __init__(self, spec: LayerSpec, store: Any = None, ledger: Ledger | None = None) -> None:
+        """store: the rows; None: an empty KVStore. ledger: None: an empty one."""
         self.spec = spec
-        self.store = KVStore(spec)
-        self.ledger = Ledger()
-        self.records_attended = False  # whether ``attended`` must be kept
-        # Rows attended in the last decode step, int32 (H or G, m), with counts int64; None: all.
-        self.attended: tuple[np.ndarray, np.ndarray] | None = None
-        self._saved: list[tuple[int, Any]] = []  # for each draft row: ``n``, and a ``save``
-
-    @property
-    def n(self) -> int:
-        """The number of the sequence's rows that the cache has, in any form."""
-        return self.store.n
-
-    @property
-    def n_spared(self) -> int:
-        """Bytes of shared rows that count in another sequence's cache."""
-        return self.store.n_spared
+        self.store = KVStore(spec) if store is None else store
+        self.ledger = Ledger() if ledger is None else ledger
+        self.records_attended = False
+        self.attended = None
+        self._saved = []
 
     def extend(self, x: AttnInput) -> Any:
-        """Adds the rows of a prefill's chunk; returns the store of all rows, which end with these.
-
-        The store is a KVStore, or a DeviceStore on a device. The chunk attends to it.
-        """
         self.store.append(x.k, x.v)
         return self.store
 
-    def finish_prefill(self) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Builds the index, evicts or compresses. Called once after the last chunk."""
-
-    @abstractmethod
-    def decode(self, x: Any) -> Any:
-        """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call.
-
-        device/cache.py says what caches on a device take and return.
-        """
-
-    def decode_draft(self, x: Any) -> Any:
-        """Adds a row as ``decode`` does. ``keep`` can remove the row."""
-        self._saved.append((self.n, self.save()))
-        return self.decode(x)
-
     def decode_rows(self, rows: Sequence[Any]) -> Any:
-        """Adds rows by ``decode``, or ``decode_draft`` after the first, and ``end_step`` for each.
-
-        Returns their attention, f32 (T H, >= d_v): the heads of the first row, then those of the
-        next. Each row has the same bits as when it comes alone.
-        """
         attended = []
         for t, x in enumerate(rows):
             attended.append((self.decode_draft(x) if t else self.decode(x)).copy())
             self.end_step(self.n)
         return np.concatenate(attended)
-
-    def most_rows(self, n: int) -> int:
-        """Returns how many of the next n rows fit one step; all but the first are a draft."""
-        return n
-
-    def keep(self, n: int) -> None:
-        """Removes the rows of the last draft after the first n rows. The others stay for good.
-
-        Every table, index and counter is then as if those rows had never been added. After an
-        interrupt it can be called again.
-        """
-        while self._saved:
-            before, saved = self._saved[-1]
-            if before >= n:
-                self.take_back(saved)
-            self._saved.pop()
-
-    def save(self) -> Any:
-        """Returns all that the next step changes.
-
-        Rows that a step adds after the others need not be in it.
-        """
-        return self.store, self.store.n, dict(self.ledger.counts), self.attended
-
-    def take_back(self, saved: Any) -> None:
-        """Takes back the last row. saved: the result of ``save`` before its step."""
-        self.store, self.store.n, counts, self.attended = saved
-        self.ledger.counts = Counter(counts)
-
-    def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Finishes the step of row n - 1. Called after the output of ``decode`` was sent.
-
-        It does the work that only later steps need. On a device, other work runs meanwhile.
-        """
 
     def attend_all(
         self, q: np.ndarray, *, scored: int | None = None, n_bytes: int = 0, sparse: bool = True
@@ -167,59 +86,20 @@ class LayerCache(ABC):
         for t in range(len(rows)):
             store.n = n + t
             if t:
-                self._saved.append((self.n, self.save()))
+                self._saved.append(self.save())
             store.n += 1
             count()
         return q.reshape(len(rows), -1, q.shape[2])
-
-    def reserve(self, n: int) -> None:
-        """Announces that the cache will hold ``n`` rows."""
-        self.store.reserve(n)
-
-    def held_bytes(self, n: int) -> int:
-        """Returns the estimated bytes of rows and index after a prefill that ends at n rows."""
-        spec = self.spec
-        if spec.kind != FULL or self.store.is_shared:
-            return 0
-        return n * layer_bytes(spec, spec.cache_type_k, spec.cache_type_v)
-
-    def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
-        """Announces the lengths at which messages end in the next prefill."""
-
-    def reach(self, n: int) -> int:
-        """Returns the largest known length, at most n, to which ``truncate`` can go back."""
-        return n
-
-    def truncate(self, n: int) -> int:
-        """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
-
-        At the end of the last finished prefill the cache is then as it was at that moment. At
-        another length it also drops its state from steps. The next prefill or step builds a new
-        index.
-        """
-        self.store.truncate(n)
-        return self.store.n
-
-    def copy_index(self, of: LayerCache, n: int) -> None:  # noqa: B027 - few methods keep any
-        """Copies the index of the first n rows from a cache of the same type that has them.
-
-        Without it the next prefill computes the same index from the rows.
-        """
-
-    def memory(self) -> Memory:
-        return Memory(host=self.store.nbytes)
-
-    def counters(self) -> Mapping[str, int]:
-        """Returns the ledger's counts so far."""
-        return self.ledger.counts
 
 
 class DenseCache(LayerCache):
     """Attends to every row: the method ``full``, and the dense layers of every other method."""
 
     attends_to_some = False
+    attends_together = True
     can_prefill_in_parts = True
     queries_read = 0
+    has_index = False
 
     def decode(self, x: AttnInput) -> np.ndarray:
         self.store.append_row(x.k, x.v)
@@ -232,6 +112,7 @@ class DenseCache(LayerCache):
 class SelectingCache(LayerCache):
     """Adds a row, selects rows, attends to them; a method writes ``select`` and ``is_dense_at``."""
 
+    attends_together = False  # also of a class that is dense up to some depth
     can_prefill_in_parts = True
     queries_read = 0
 
@@ -274,6 +155,7 @@ class BoundedCache(LayerCache):
 
     attends_to_some = False
     can_prefill_in_parts = True
+    has_index = False
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__(spec)
@@ -308,6 +190,88 @@ class BoundedCache(LayerCache):
                 self._on_snapshot(n, self.snapshot(n))
 
 
+class EvictingCache(LayerCache):
+    """Drops rows for good. ``store`` holds the others, as many for each kv head.
+
+    Decode attends to them, and a later prefill to them and its own rows. Keys are stored rotated to
+    their absolute positions, so nothing is renumbered. ``n`` counts the rows of the sequence,
+    ``store.n`` the rows held. A method implements ``positions`` and calls ``keep_slots`` with its
+    choice.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__(spec)
+        self._n_dropped = 0  # rows dropped in every kv head
+        self._n_settled = 0  # rows that a rewind cannot cut off
+
+    @property
+    def n(self) -> int:
+        return self.store.n + self._n_dropped
+
+    @abstractmethod
+    def positions(self) -> np.ndarray:
+        """Returns the absolute positions of the held rows, int32 (G, store.n)."""
+
+    @abstractmethod
+    def most_held(self, n: int) -> int:
+        """Returns the most rows that it holds after a prefill that ends at n rows."""
+
+    def held_bytes(self, n: int) -> int:
+        return super().held_bytes(min(n, self.most_held(n)))
+
+    def keep_slots(self, slots: np.ndarray, n_room: int) -> None:
+        """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
+
+        n_room: number of further rows that the new memory has room for.
+        """
+        old, n, m = self.store, self.n, slots.shape[1]
+        store = KVStore(self.spec)
+        store.reserve(m + n_room)
+        for source, target in ((old.k, store.k), (old.v, store.v)):
+            for kv_head, rows in enumerate(slots):
+                target[kv_head, :m] = source[kv_head, rows]
+        store.n = m
+        self.store, self._n_dropped, self._n_settled = store, n - m, n
+
+    def attend_held(self, x: AttnInput, chooses: bool) -> np.ndarray:
+        """Adds the row of a decode step. Returns attention to all held rows.
+
+        chooses: whether the step reads the keys again, to score them.
+        """
+        store, spec = self.store, self.spec
+        store.append_row(x.k, x.v)
+        scored = None if chooses or not self._n_dropped else 0
+        n_again = spec.n_head_kv * store.n if chooses else 0  # keys
+        out = self.attend_all(x.q, scored=scored, n_bytes=n_again * store.k.strides[1])
+        if self.records_attended and self._n_dropped:
+            held = np.full(spec.n_head_kv, store.n)
+            self.attended = self.positions().copy(), held
+        return out
+
+    def reserve(self, n: int) -> None:
+        self.store.reserve(n - self._n_dropped)
+
+    def truncate(self, n: int) -> int:
+        """See LayerCache. Returns 0 if later rows have replaced rows that it needs."""
+        if n < self._n_settled:
+            return 0
+        self.store.truncate(n - self._n_dropped)
+        return self.n
+
+    def counters(self) -> Mapping[str, int]:
+        counts = self.ledger.counts.copy()
+        counts["rows_dropped"] += self.spec.n_head_kv * self._n_dropped
+        return counts
+
+
+def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
+    """Returns queries (H, T, d), without padding, as f32 (G, T H/G, padded d), by position."""
+    n_head_kv, n_position, d = spec.n_head_kv, q.shape[1], spec.head_dim
+    rows = np.zeros((n_head_kv, n_position, spec.group, padded(d)), np.float32)
+    rows[..., :d] = as_f32(q).reshape(n_head_kv, spec.group, n_position, d).swapaxes(1, 2)
+    return rows.reshape(n_head_kv, -1, rows.shape[-1])
+
+
 def decode_caches(
     caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]], failed: dict[int, Exception]
 ) -> Any:
@@ -320,13 +284,13 @@ def decode_caches(
     if len(caches) == 1:
         return _decode_one(caches[0], rows[0])
     attended: list[Any] = [None] * len(caches)
-    dense: dict[Any, list[int]] = {}  # dense caches, by types of rows
-    queries: dict[int, np.ndarray] = {}  # of dense caches
+    dense: dict[Any, list[int]] = {}  # caches that attend together, by types of rows
+    queries: dict[int, np.ndarray] = {}  # of these caches
     for i, cache in enumerate(caches):
         if i in failed:
             continue
         try:
-            if type(cache) is DenseCache:
+            if cache.attends_together:
                 queries[i] = cache._add_all(rows[i], cache._count_all)
                 types = cache.spec.cache_type_k, cache.spec.cache_type_v
                 dense.setdefault(types, []).append(i)

@@ -15,6 +15,8 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 class SplitStore(KVStore):
     """K and V of one layer. While K is in two parts, ``dom`` is Kdom and ``k`` is Krest."""
 
+    can_share_rows = False
+
     def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
         self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
         self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole

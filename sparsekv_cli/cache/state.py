@@ -1,9 +1,11 @@
 """The cache of a recurrent layer: a state of a fixed size, and copies of it for rewinds."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -137,6 +139,13 @@ class Checkpoints:
         return min(gaps, key=gaps.__getitem__, default=newest)
 
 
+class _Before(NamedTuple):
+    """The state before a step."""
+
+    n: int
+    state: list[np.ndarray]
+
+
 class StateCache(BoundedCache):
     """The state of one recurrent layer of one sequence, and checkpoints of it.
 
@@ -211,13 +220,12 @@ class StateCache(BoundedCache):
         n, left = min(n, 1 + DRAFT_BYTES // self._n_bytes), STEP - self._n % STEP
         return n if left == 1 else min(n, left - 1)
 
-    def save(self) -> Any:
-        return super().save(), self._n, [array.copy() for array in self._state]
+    def save_own(self) -> _Before:
+        return _Before(self._n, [array.copy() for array in self._state])
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, self._n, arrays = saved
-        super().take_back(of_rows)
-        for array, before in zip(self._state, arrays, strict=True):
+    def take_back_own(self, own: _Before) -> None:
+        self._n = own.n
+        for array, before in zip(self._state, own.state, strict=True):
             array[:] = before
 
     def reserve(self, n: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -98,11 +98,13 @@ class KVStore:
     """K and V of one layer in host memory: (G, capacity, row), growing in steps.
 
     k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
-    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's. prefix: the
+    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's.
+    can_share_rows: whether other stores may read the rows in this store's memory. prefix: the
     memory of the first ``n_prefix`` rows, which other stores also read, or None.
     """
 
     is_shared = False
+    can_share_rows: ClassVar[bool] = True
     prefix: Prefix | None = None
     n_prefix = 0
 

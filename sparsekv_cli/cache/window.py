@@ -1,8 +1,10 @@
 """The cache of a window layer: a step attends to all of the last rows of a sequence."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +12,13 @@ from sparsekv_cli.cache.attend import attend_dense
 from sparsekv_cli.cache.layer import BoundedCache, Snapshot
 from sparsekv_cli.cache.spec import N_SPARE, AttnInput, LayerSpec, Memory, window_rows
 from sparsekv_cli.cache.store import KVStore
+
+
+class _Place(NamedTuple):
+    """Where the rows lie before a step: fields of WindowCache."""
+
+    first: int
+    marks: dict[int, tuple[int, KVStore] | None]
 
 
 class WindowCache(BoundedCache):
@@ -63,12 +72,11 @@ class WindowCache(BoundedCache):
         n = min(self.store.n, self.spec.window)
         self.ledger.counts["bytes_read"] += self.spec.n_head_kv * n * self.store.row_bytes
 
-    def save(self) -> Any:
-        return super().save(), self.first, self._marks.copy()  # rows move to another store
+    def save_own(self) -> _Place:
+        return _Place(self.first, self._marks.copy())  # rows move to another store
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, self.first, self._marks = saved
-        super().take_back(of_rows)
+    def take_back_own(self, own: _Place) -> None:
+        self.first, self._marks = own
 
     def reserve(self, n: int) -> None:
         self.store.reserve(min(n, self._capacity))

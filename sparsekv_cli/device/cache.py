@@ -81,6 +81,7 @@ class DeviceStore:
     """K and V of one layer in device memory, f16 (1, G, capacity, d) and (1, G, capacity, d_v)."""
 
     n_spared = 0  # rows whose memory sequences share: none
+    can_share_rows = False
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
         self.n = 0
@@ -154,10 +155,9 @@ class DeviceCache(LayerCache):
     on_step: Callable[[Any], None] | None = None
 
     def __init__(self, spec: LayerSpec, device: torch.device, method: Any = None) -> None:
-        super().__init__(spec)
+        super().__init__(spec, DeviceStore(spec, device))
         self.device = device
         self.method = method
-        self.store = DeviceStore(spec, device)
 
     # --- a step -----------------------------------------------------------------------------------
 

@@ -136,15 +136,10 @@ class HostCache(LayerCache):
 
     def __init__(self, cache: LayerCache, worker: HostWorker) -> None:
         self.cache = cache
-        self.spec = cache.spec
+        super().__init__(cache.spec, cache.store, cache.ledger)
         self._worker = worker
         self._rows: DeviceStore | None = None  # K and V on the device, during a prefill
         self._next = 0  # position at which the next chunk of a prefill begins
-        self._saved = []
-
-    @property
-    def n_spared(self) -> int:
-        return self.cache.n_spared
 
     def extend(self, x: AttnInput) -> DeviceStore:
         """Returns the rows on the device. The cache takes its own while the device continues."""
@@ -210,6 +205,24 @@ class HostCache(LayerCache):
         self.cache.end_step(n)
 
     # --- the cache does the rest ------------------------------------------------------------------
+
+    @property
+    def store(self) -> Any:
+        return self.cache.store
+
+    @store.setter
+    def store(self, store: Any) -> None:
+        self.cache.store = store
+
+    @property
+    def n_spared(self) -> int:
+        return self.cache.n_spared
+
+    def save_own(self) -> Any:
+        return self.cache.save_own()
+
+    def take_back_own(self, own: Any) -> None:
+        self.cache.take_back_own(own)
 
     @property
     def n(self) -> int:

@@ -77,6 +77,8 @@ class Observer:
     in another form or not at all.
     """
 
+    attends_together = False  # each step goes through ``decode``
+
     def __init__(self, cache: LayerCache, keys: np.ndarray, result: Measured) -> None:
         self.cache, self._keys, self._result = cache, keys, result
         self._tail = np.empty((keys.shape[0], 64, keys.shape[2]), np.float16)

@@ -40,6 +40,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from sparsekv_cli.cache.contracts import Undo
 from sparsekv_cli.cache.layer import LayerCache, rows_alike
 from sparsekv_cli.cache.spec import AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import padded
@@ -54,6 +55,7 @@ from sparsekv_cli.cpu.freekv.pages import (
     SCORED,
     STEPPED,
     PageCache,
+    SavedPages,
     Summaries,
 )
 from sparsekv_cli.cpu.freekv.step import FreeKVStep
@@ -159,6 +161,14 @@ class FreeKV(Method):
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return FreeKVCache(spec, self)
+
+
+class _Before(NamedTuple):
+    """The fields of FreeKVCache before a step. pages: None if none are resident."""
+
+    pages: SavedPages | None
+    previous: np.ndarray
+    previous_n: int
 
 
 class FreeKVCache(LayerCache):
@@ -287,16 +297,19 @@ class FreeKVCache(LayerCache):
         n_sink = None if self._cache is None else self._cache.n_sink
         return rows_alike(lambda rows: self.method.plan(rows, n_sink) is None, self.n + 1, n)
 
-    def save(self) -> Any:
+    def save_own(self) -> _Before:
         self._wait()
         pages = None if self._cache is None else self._cache.save()
-        return super().save(), pages, self._previous.copy(), self._previous_n
+        return _Before(pages, self._previous.copy(), self._previous_n)
 
-    def take_back(self, saved: Any) -> None:
+    def take_back(self, undo: Undo) -> None:
         self._wait()
-        of_rows, pages, self._previous[:], self._previous_n = saved
-        super().take_back(of_rows)
+        super().take_back(undo)
+
+    def take_back_own(self, own: _Before) -> None:
+        pages, self._previous[:], self._previous_n = own
         if self._cache is not None:
+            assert pages is not None
             self._cache.take_back(pages)
 
     def truncate(self, n: int) -> int:

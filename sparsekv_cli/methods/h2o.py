@@ -25,8 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sparsekv_cli.cache.evicting import EvictingCache, by_kv_head
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import EvictingCache, LayerCache, by_kv_head
 from sparsekv_cli.cache.queries import LastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cache.store import KVStore
@@ -71,6 +70,15 @@ class _Held(NamedTuple):
     store: KVStore
     positions: np.ndarray  # int32 (G, store.n)
     mass: np.ndarray  # f32 (G, store.n)
+
+
+class _Before(NamedTuple):
+    """The fields of H2OCache before a step."""
+
+    held: _Held
+    n_dropped: int
+    n_settled: int
+    start: _Held | None
 
 
 class H2OCache(EvictingCache):
@@ -154,12 +162,11 @@ class H2OCache(EvictingCache):
             self._n_dropped += 1
         return out
 
-    def save(self) -> Any:
-        return super().save(), self._held(), self._n_dropped, self._n_settled, self._start
+    def save_own(self) -> _Before:
+        return _Before(self._held(), self._n_dropped, self._n_settled, self._start)
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, held, self._n_dropped, self._n_settled, self._start = saved
-        super().take_back(of_rows)
+    def take_back_own(self, own: _Before) -> None:
+        held, self._n_dropped, self._n_settled, self._start = own
         _, self.store, self._positions, self._mass = held
 
     def _held(self) -> _Held:

@@ -40,7 +40,7 @@ from sparsekv_cli.cpu.lfps import scout, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
-from sparsekv_cli.cpu.lfps.saved import SavedTables
+from sparsekv_cli.cpu.lfps.saved import SavedStep, SavedTables
 from sparsekv_cli.cpu.lfps.start import start_tables
 from sparsekv_cli.cpu.lfps.step import LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
@@ -274,7 +274,7 @@ class LFPSCache(LayerCache):
             self._index(x.q[..., : spec.head_dim])
         k, is_marked = self.method.budget.rows(n), self._marked == n
         self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
-        saved = self._saved[-1][1][1] if self._saved else None
+        saved = self._saved[-1].own.tables if self._saved else None
         # Rows of an earlier draft may still be there to take back.
         self._step.use_journal(saved.journal if saved and saved.n == n else None)
         self._prepare(n, k, is_marked=is_marked)
@@ -326,19 +326,18 @@ class LFPSCache(LayerCache):
     def most_rows(self, n: int) -> int:
         return rows_alike(self._is_dense_at, self.store.n + 1, n)
 
-    def save(self) -> Any:
+    def save_own(self) -> SavedStep:
         if self._is_dense_at(self.store.n + 1):  # the step only records its query
-            return super().save(), None, self._queries.copy(), self._n_indexed, 0
+            return SavedStep(None, self._queries.copy(), self._n_indexed, 0)
         n, method = self.store.n + 1, self.method
         tables = SavedTables(
             self._tables, n, method.budget.rows(n), method.decay, self._raised, self._statistics
         )
         n_parts = self._scout.n_parts if self._scout else 0
-        return super().save(), tables, self._queries, self._n_indexed, n_parts
+        return SavedStep(tables, self._queries, self._n_indexed, n_parts)
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, tables, self._queries, self._n_indexed, n_parts = saved
-        super().take_back(of_rows)
+    def take_back_own(self, own: SavedStep) -> None:
+        tables, self._queries, self._n_indexed, n_parts = own
         if tables is None:
             return
         tables.restore(self._tables)

@@ -24,7 +24,7 @@ Departures; docs/methods.md has their reasons:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,12 @@ class Quest(Method):
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
         return QuestCache(spec, self)
+
+
+class _Before(NamedTuple):
+    """Pages that had a summary before a step."""
+
+    n_page: int
 
 
 class QuestCache(SelectingCache):
@@ -133,12 +139,11 @@ class QuestCache(SelectingCache):
         heads, _, width = self._hi.shape
         return super().held_bytes(n) + 2 * self._hi.itemsize * heads * n_page * width
 
-    def save(self) -> Any:
-        return super().save(), self._n_page
+    def save_own(self) -> _Before:
+        return _Before(self._n_page)
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, self._n_page = saved
-        super().take_back(of_rows)
+    def take_back_own(self, own: _Before) -> None:
+        self._n_page = own.n_page
 
     def truncate(self, n: int) -> int:
         self._n_page = min(self._n_page, n // self.method.page)

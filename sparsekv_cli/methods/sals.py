@@ -150,6 +150,21 @@ class _Start(NamedTuple):
 NO_START = _Start(0)
 
 
+class _Before(NamedTuple):
+    """The fields of SALSCache before a step on latents.
+
+    exact: K and V in the slot that the step writes. made: K and V of ``rows``.
+    """
+
+    n: int
+    n_latent: int
+    ring_from: int
+    exact: tuple[np.ndarray, np.ndarray]
+    rows: KVStore
+    made: tuple[np.ndarray, np.ndarray]
+    kept: np.ndarray
+
+
 class SALSCache(LayerCache):
     """Latents, exact rows and bases of one layer.
 
@@ -313,26 +328,22 @@ class SALSCache(LayerCache):
     def most_rows(self, n: int) -> int:
         return n if self._latents else rows_alike(self.method.is_dense_at, self.store.n + 1, n)
 
-    def save(self) -> Any:
-        saved = super().save()
+    def save_own(self) -> _Before | None:
         if self._latents is None:
-            return saved, None
+            return None
         slot, rows = self._slots[self._n % self._ring], self._rows
         exact = self._exact.k[:, slot].copy(), self._exact.v[:, slot].copy()
-        made = rows, rows.k.copy(), rows.v.copy(), self._kept.copy()
-        return saved, (self._n, self._latents.n, self._ring_from, exact, made)
+        made = rows.k.copy(), rows.v.copy()
+        return _Before(
+            self._n, self._latents.n, self._ring_from, exact, rows, made, self._kept.copy()
+        )
 
-    def take_back(self, saved: Any) -> None:
-        of_rows, sparse = saved
-        super().take_back(of_rows)
-        if sparse is None:
-            return
+    def take_back_own(self, own: _Before) -> None:
         assert self._latents is not None
-        self._n, self._latents.n, self._ring_from, exact, made = sparse
+        self._n, self._latents.n, self._ring_from, exact, self._rows, made, self._kept = own
         slot = self._slots[self._n % self._ring]
         self._exact.k[:, slot], self._exact.v[:, slot] = exact
-        self._rows, k, v, self._kept = made
-        self._rows.k[:], self._rows.v[:] = k, v
+        self._rows.k[:], self._rows.v[:] = made
 
     def truncate(self, n: int) -> int:
         """Also goes back by up to UNDO rows, while that window's rows are still exact."""

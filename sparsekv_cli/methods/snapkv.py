@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsekv_cli.cache.evicting import EvictingCache, by_kv_head
-from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.layer import EvictingCache, LayerCache, by_kv_head
 from sparsekv_cli.cache.queries import LastQueries
 from sparsekv_cli.cache.spec import DEFAULT_BUDGET, N_SINKS, AttnInput, Budget, LayerSpec, Memory
 from sparsekv_cli.cpu.attention.select import select_rows

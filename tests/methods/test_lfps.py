@@ -89,7 +89,7 @@ def test_a_draft_that_stays_ends_with_its_step(n_prompt, budget, sequence_of):
         sequence.prefill(tokens(n_prompt))
     n = used.most_rows(3)
     used.engine.decode([used], [text[:n]])
-    kept = [saved.journal for each in used.caches[1:] if (saved := each._saved[-1][1][1])]
+    kept = [saved.journal for each in used.caches[1:] if (saved := each._saved[-1].own.tables)]
     assert len(kept) == (3 if n_prompt > 12 else 0)
     before = [[part.copy() for part in journal] for journal in kept]
     np.testing.assert_array_equal(decoded(plain, text)[n:], decoded(used, text[n:]))

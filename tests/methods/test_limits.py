@@ -14,8 +14,7 @@ from layer_rows import GEOMETRIES, Geometry, Rows, Stream
 from layer_stream import attended_rows, decode, prefill
 from sweeps import sweep
 
-from sparsekv_cli.cache.evicting import EvictingCache
-from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.layer import DenseCache, EvictingCache, LayerCache
 from sparsekv_cli.cache.spec import N_SINKS, Budget, LayerSpec
 from sparsekv_cli.calibration import fasa, sals
 from sparsekv_cli.calibration.allocation import even_budgets
