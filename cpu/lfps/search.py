@@ -26,7 +26,7 @@ from sparsekv_cli.cpu.lfps.history import (
     set_range,
     threshold,
 )
-from sparsekv_cli.cpu.lfps.scout import FOUND, PART, find_rows
+from sparsekv_cli.cpu.lfps.scout import PART, find_rows
 from sparsekv_cli.cpu.lfps.state import (
     ATTENDED,
     BOUNDS_READ,
@@ -92,9 +92,9 @@ def scout(head_group, step, memory):
     first, last = head_group * n_head // n_head_groups, (head_group + 1) * n_head // n_head_groups
     found, codes = memory.work.found[first:last], step.codes
     found[:] = 0
-    if found.shape[1] == 0 or codes.n_parts == 0:
+    if step.n_scanned == 0 or codes.n_parts == 0:
         return
-    n_slices = (codes.n_parts + found.shape[1] - 1) // found.shape[1]
+    n_slices = (codes.n_parts + step.n_scanned - 1) // step.n_scanned
     at, kv_head = step.n % n_slices, first // (n_head // step.rules.n_kv_head)
     begin, end = at * codes.n_parts // n_slices, (at + 1) * codes.n_parts // n_slices
     find_rows(memory.work.queries[first:last], codes, kv_head, begin, end, found)
@@ -182,7 +182,7 @@ def merge_candidates(head_group, step, memory):
         else:
             expand(merged, wide, n_words)
         for h in range(first, last):
-            for j in range(min(FOUND, work.found.shape[1]) if work.active[h] else 0):
+            for j in range(work.found.shape[1] if work.active[h] else 0):
                 set_range(wide, work.found[h, j], work.found[h, j] + 1)
         set_range(wide, n - step.n_recent, n)
         count = count_rows(wide, n_words, n)

@@ -11,7 +11,7 @@ import numpy as np
 from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import AT_ONCE, BLOCK, SINKS, Tables
-from sparsekv_cli.cpu.lfps.scout import Codes
+from sparsekv_cli.cpu.lfps.scout import FOUND, Codes
 from sparsekv_cli.cpu.vector.declared import Size, f32, f64, i32, i64, u64, words
 from sparsekv_cli.cpu.vector.fields import KernelFields, Scratch
 
@@ -89,7 +89,7 @@ class LFPSState(KernelFields):
     k_budget: int  # |C2|
     n_recent: int  # last rows of C1, always chosen: R, but at most half the budget
     limit: int  # most rows of C1
-    n_found: int  # parts of rows that the scout scores; it finds one row in each, at most FOUND
+    n_scanned: int  # parts of rows that the scout scores; it finds one row in each, at most FOUND
     n_head_groups: int  # T
     is_marked: bool  # whether ``kept_taus`` and ``kept_bits`` are of this step
     layout: np.ndarray = words(8)  # of the KV store, see attention/rows.py
@@ -126,7 +126,7 @@ class Work(Scratch, of=LFPSState):
     active: np.ndarray = i64("n_head")  # 1, or 0 for a bypassed head
     taus: np.ndarray = f64("n_head", 2)  # of CandidateMarks
     bits: np.ndarray = u64("n_head", f"n // {BLOCK} + 2")
-    found: np.ndarray = i32("n_head", "n_found")  # rows that the scout found; 0 for none
+    found: np.ndarray = i32("n_head", f"min(n_scanned, {FOUND})")  # by the scout; 0 for none
     rows: np.ndarray = i32("n_head_groups", f"limit + {AT_ONCE}")  # starts with C1, ascending
     n_rows: np.ndarray = i64("n_head_groups")  # |C1|; 0 if no head is active
     # Scores of C1 for active heads, not capped.

@@ -1,11 +1,11 @@
 """A decode step of LFPS for a whole layer, as one compiled call."""
 
 import numpy as np
-from numba import carray, types
+from numba import carray
 
 from sparsekv_cli.cpu.attention.decode import append_row
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
+from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
 from sparsekv_cli.cpu.lfps.attend import mark_tasks, run_tasks, update_tasks
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import BLOCK, Tables
@@ -20,7 +20,7 @@ from sparsekv_cli.cpu.lfps.state import (
     StepMemory,
     Work,
 )
-from sparsekv_cli.cpu.vector.run import run
+from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
 from sparsekv_cli.cpu.vector.views import scratch, view
 
 STEP, UPDATE, MARK = range(3)  # the tasks of ``run_thread``
@@ -52,14 +52,14 @@ def lfps_step(at):
     """
     step = view(LFPSState, at)
     append_row(step.k, step.v, step.layout, step.n - 1)
-    run(step.thread, step.n_threads, at, STEP, Work, Buffers)
+    run(step.thread, step.n_threads, at, STEP, memory_of(Work, Buffers, at, step.n_threads))
 
 
 @njit(cache=True, nogil=True)
 def lfps_task(at, task):
     """Runs UPDATE, the rest of a step, or MARK, a part of the next one; at: see ``lfps_step``."""
     step = view(LFPSState, at)
-    run(step.thread, step.n_threads, at, task, Work, Buffers)
+    run(step.thread, step.n_threads, at, task, memory_of(Work, Buffers, at, step.n_threads))
 
 
 def _pending_update(n_head: int, n: int) -> PendingUpdate:
@@ -68,7 +68,7 @@ def _pending_update(n_head: int, n: int) -> PendingUpdate:
     return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
 
 
-class LFPSStep:
+class LFPSStep(KernelStep):
     """Runs the steps of one layer's LFPS cache.
 
     constants: lfps/bypass.py. sinks f32 (H,): each head's score without a value, or empty. raised
@@ -86,16 +86,17 @@ class LFPSStep:
         n_threads: int,
     ) -> None:
         self._rules = rules
-        self._is_later = self._is_ready = self._is_traced = False
+        self._is_later = self._is_traced = False
         self._journal: Journal | None = None
         self._shared: tuple[bool, float] | None = None  # what ``share`` has set
         all_sinks = np.full(len(raised), -np.inf, np.float32)
         all_sinks[: len(sinks)] = sinks
         self.pending = _pending_update(len(raised), 0)  # of the last step that deferred its update
-        self.state = LFPSState(
+        state = LFPSState(
             constants=constants, raised=raised, statistics=statistics, sinks=all_sinks,
             pending=self.pending, rules=rules, n_threads=n_threads,
         )  # fmt: skip
+        super().__init__(state, run_thread)
         self.share(rules.by_group, rules.a)
 
     def use_tables(self, tables: Tables) -> None:
@@ -149,11 +150,11 @@ class LFPSStep:
 
     def update_tables(self) -> None:
         """Updates the tables with the weights of the last step (eq 10)."""
-        lfps_task(self.state.at, UPDATE)
+        lfps_task(self.at, UPDATE)
 
     def mark(self) -> None:
-        """Computes thresholds and candidates C0 (eq 7, 8) of the step that ``at`` has set up."""
-        lfps_task(self.state.at, MARK)
+        """Computes thresholds and candidates C0 (eq 7, 8) of the step that ``prepare`` set up."""
+        lfps_task(self.at, MARK)
 
     def share(self, by_group: bool, a: float) -> None:
         """Sets whether the heads of a kv group score each other's candidates, and a of eq 8."""
@@ -163,24 +164,21 @@ class LFPSStep:
             rules = self._rules._replace(by_group=by_group, a=a)
             self.state.set(rules=rules, n_head_groups=n_head_groups)
 
-    def at(
-        self, layout: np.ndarray, n: int, k_budget: int, limit: int, n_found: int, is_marked: bool
+    def prepare(
+        self, layout: np.ndarray, n: int, k_budget: int, limit: int, n_scanned: int, is_marked: bool
     ) -> None:
         """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
 
-        n_found: parts of PART rows that the scout scores; it finds one row in each. is_marked:
+        n_scanned: parts of PART rows that the scout scores; it finds one row in each. is_marked:
         whether ``mark`` has run for this step, and nothing has changed since. limit is at least the
         number of recents, which are always in C1. Otherwise thresholds would never stop rising.
         """
         state, rules = self.state, self._rules
         n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
         assert limit >= n_recent
-        if not self._is_ready:
-            state.set(thread=function_address(run_thread, (types.int64,) * 5))
-            self._is_ready = True
         state.set(
-            layout=layout, n=n, k_budget=k_budget, n_recent=n_recent, limit=limit, n_found=n_found,
-            is_marked=is_marked,
+            layout=layout, n=n, k_budget=k_budget, n_recent=n_recent, limit=limit,
+            n_scanned=n_scanned, is_marked=is_marked,
         )  # fmt: skip
         if self._is_later:
             self._keep(k_budget)
@@ -188,4 +186,4 @@ class LFPSStep:
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
         """Runs a step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""
         self.state.use(q=q, k=k, v=v, out=out)
-        lfps_step(self.state.at)
+        lfps_step(self.at)

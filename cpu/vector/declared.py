@@ -13,12 +13,7 @@ from sparsekv_cli.cpu.jit.llvm import I64
 
 Size = NewType("Size", int)  # a number of elements, which is known from the shapes of arrays
 NUMBERS = (Size, int, bool, float, np.float32)
-_OPERATORS: dict[type, Callable[..., ir.Value]] = {
-    ast.Add: lambda b, x, y: b.add(x, y),
-    ast.Sub: lambda b, x, y: b.sub(x, y),
-    ast.Mult: lambda b, x, y: b.mul(x, y),
-    ast.FloorDiv: lambda b, x, y: b.udiv(x, y),
-}
+_OPERATORS = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul"}  # names in IRBuilder
 
 
 class Array(NamedTuple):
@@ -118,10 +113,16 @@ def declared(cls: Any, view: Any, name: str = "", word: int = 0) -> FieldGroup:
     return FieldGroup(name, view, tuple(members))
 
 
-def size_of(b: ir.IRBuilder, dim: int | str, word_of: Callable[[str], ir.Value]) -> ir.Value:
+def size_of(
+    b: ir.IRBuilder,
+    dim: int | str,
+    word_of: Callable[[str], ir.Value],
+    refuse: Callable[[], None],
+) -> ir.Value:
     """Returns a dim's value, i64. word_of: returns the value of a name.
 
-    A text has names, numbers, ``+ - * //`` and brackets. Raises ValueError for anything else.
+    A text has names, numbers, ``+ - * //``, ``min`` of two and brackets. Raises ValueError for
+    anything else. refuse: emits code that leaves the function, because a divisor is 0.
     """
 
     def value(node: ast.expr) -> ir.Value:
@@ -130,13 +131,23 @@ def size_of(b: ir.IRBuilder, dim: int | str, word_of: Callable[[str], ir.Value])
                 return I64(number)
             case ast.Name(id=name):
                 return word_of(name)
+            case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
+                divisor = value(right)
+                with b.if_then(b.icmp_unsigned("==", divisor, I64(0)), likely=False):
+                    refuse()
+                return b.udiv(value(left), divisor)
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
-                return _OPERATORS[type(operator)](b, value(left), value(right))
-        raise ValueError(f"{dim}: a size has names, numbers, + - * // and brackets only")
+                return getattr(b, _OPERATORS[type(operator)])(value(left), value(right))
+            case ast.Call(func=ast.Name(id="min"), args=[one, other], keywords=[]):
+                x, y = value(one), value(other)
+                return b.select(b.icmp_signed("<", x, y), x, y)
+        raise ValueError(f"{dim}: a size has names, numbers, + - * //, min and brackets only")
 
     return value(ast.parse(str(dim), mode="eval").body)
 
 
 def names_in(dim: int | str) -> set[str]:
-    """Returns the names in a dim."""
-    return {node.id for node in ast.walk(ast.parse(str(dim))) if isinstance(node, ast.Name)}
+    """Returns the names of numbers in a dim."""
+    nodes = [*ast.walk(ast.parse(str(dim)))]
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in functions}

@@ -95,7 +95,7 @@ class Declaration(type):
 
     def _check_dims(cls, name: str) -> None:
         """TypeError: a dim is unknown, or scratch memory has a number or zeros after others."""
-        kinds = (Size, int) if cls.of is not cls else (Size,)
+        kinds = (Size, int, bool) if cls.of is not cls else (Size,)
         numbers = {f.name for f in cls.of.declaration.fields() if f.kind in kinds}
         is_zero = True
         for field in cls.declaration.fields():

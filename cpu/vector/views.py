@@ -59,11 +59,11 @@ def _type_of(member: Any) -> Any:
 
 
 class _Record:
-    """Emits code that reads the record of ``kind`` at an address."""
+    """Emits code that reads at an address: the record of ``kind``, or that of its sizes."""
 
     def __init__(self, context: Any, b: ir.IRBuilder, kind: Any, at: ir.Value) -> None:
-        self.context, self.b, self.at = context, b, at
-        self.places = {field.name: field.word for field in kind.declaration.fields()}
+        self.context, self.b, self.kind, self.at = context, b, kind, at
+        self.places = {field.name: field.word for field in kind.of.declaration.fields()}
 
     def place(self, word: int) -> ir.Value:
         return self.b.add(self.at, I64(WORD * word))
@@ -71,10 +71,19 @@ class _Record:
     def word(self, word: int, type_: ir.Type = I64) -> ir.Value:
         return self.b.load(self.b.inttoptr(self.place(word), type_.as_pointer()))
 
-    def dims(self, kind: Array) -> list[ir.Value]:
-        """The dims that a view has: all but those that are declared as 1."""
+    def dims(self, field: Field) -> list[ir.Value]:
+        """The dims that a view has: all but those that are declared as 1.
+
+        The code raises ZeroDivisionError if a size divides by a number that is 0.
+        """
         word_of = lambda name: self.word(self.places[name])  # noqa: E731
-        return [size_of(self.b, dim, word_of) for dim in kind.shape if dim != 1]
+        shape: list[int | str] = [dim for dim in field.kind.shape if dim != 1]
+
+        def refuse() -> None:
+            told = f"{self.kind.__name__}.{field.name}: a divisor is 0: {field.kind.shape}"
+            self.context.call_conv.return_user_exc(self.b, ZeroDivisionError, (told,))
+
+        return [size_of(self.b, dim, word_of, refuse) for dim in shape]
 
     def array(self, member: Field, data: ir.Value, dims: list[ir.Value]) -> ir.Value:
         """An array at the address ``data``."""
@@ -99,7 +108,7 @@ class _Record:
         if isinstance(kind, Words):
             return self.array(member, self.place(word), [I64(kind.n)])
         if isinstance(kind, Array):
-            data, dims = self.word(word), self.dims(kind)
+            data, dims = self.word(word), self.dims(member)
             if kind.optional:
                 is_there = b.icmp_unsigned("!=", data, I64(0))
                 dims = [b.select(is_there, dim, I64(0)) for dim in dims]
@@ -121,7 +130,7 @@ class _Record:
         for field in part.fields():
             if only_zeros and not field.kind.zeros:
                 return
-            dims = self.dims(field.kind)
+            dims = self.dims(field)
             n_bytes = I64(field.kind.dtype.itemsize)
             for dim in dims:
                 n_bytes = b.mul(n_bytes, dim)
@@ -155,7 +164,7 @@ def scratch(typingctx, kind, at, memory):
     part = kind.cls.declaration
 
     def codegen(context, b, signature, args):
-        record = _Record(context, b, kind.cls.of, args[1])
+        record = _Record(context, b, kind.cls, args[1])
         arrays = {
             f: record.array(f, at, dims) for f, at, dims, _ in record.places_of(part, args[2])
         }
@@ -177,7 +186,7 @@ def _room(typingctx: Any, kind: Any, only_zeros: bool) -> Any:
     part = kind.cls.declaration
 
     def codegen(context, b, signature, args):
-        record = _Record(context, b, kind.cls.of, args[1])
+        record = _Record(context, b, kind.cls, args[1])
         return [I64(0), *(after for *_, after in record.places_of(part, I64(0), only_zeros))][-1]
 
     return types.int64(kind, types.int64), codegen

@@ -312,12 +312,12 @@ class LFPSCache(LayerCache):
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)
-        n_found = -(-method.rows_scouted(n, self._n_start) // scout.PART)
+        n_scanned = -(-method.rows_scouted(n, self._n_start) // scout.PART)
         if method.candidates:
             limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
-            limit += self.spec.n_head * min(n_found, scout.FOUND)
+            limit += self.spec.n_head * min(n_scanned, scout.FOUND)
         self._step.share(by_group, self._a_of_group if by_group else method.a)
-        self._step.at(self.store.layout, n, k, limit, n_found, is_marked)
+        self._step.prepare(self.store.layout, n, k, limit, n_scanned, is_marked)
 
     def _scores_by_group(self, n: int) -> bool:
         """Returns whether a kv group's heads score each other's candidates at n rows."""

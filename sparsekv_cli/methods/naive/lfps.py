@@ -198,8 +198,8 @@ class NaiveLFPS(Naive):
         active = [h for h in head_group if not self.bypassed[h]]
         if most:
             limit = max(min(most, n) * (1 + self.shares(n)), 2 * k)
-            n_found = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
-            limit += self.n_head * min(n_found, FOUND)
+            n_scanned = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
+            limit += self.n_head * min(n_scanned, FOUND)
         found = [row for h in active for row in self.scouted(h)] if self.method.scout else []
         factor, margin = self.raised[head_group[0]], np.inf
         while active:

@@ -210,7 +210,7 @@ class Layer:
         step = LFPSStep(rules, constants, self.sinks, self.raised, self.statistics, 2)
         step.use_tables(self.tables)
         step.trace(self.attended, self.counts)
-        step.at(layout(*self.stored), self.n, k_budget, limit or self.n, 0, False)
+        step.prepare(layout(*self.stored), self.n, k_budget, limit or self.n, 0, False)
         step.run(self.q[:, None], k, v, self.out)
 
 

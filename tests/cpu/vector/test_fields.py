@@ -9,12 +9,12 @@ import pytest
 from numba import carray, njit, types
 
 from sparsekv_cli.cpu.jit.compiling.kernel_cache import SOURCES, STORE, KernelCache
-from sparsekv_cli.cpu.jit.llvm import next_task
+from sparsekv_cli.cpu.jit.llvm import keep, next_task
 from sparsekv_cli.cpu.jit.pointers import function_address, integer_pointer, on_lines
 from sparsekv_cli.cpu.vector import declared, fields
 from sparsekv_cli.cpu.vector.declared import Size, f16, f32, f64, i32, i64, u64, words
 from sparsekv_cli.cpu.vector.fields import KernelFields, Scratch
-from sparsekv_cli.cpu.vector.run import run
+from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
 from sparsekv_cli.cpu.vector.views import room, scratch, view, zeroed
 
 
@@ -209,13 +209,17 @@ def _take(at, task, counter, shared, own):
         i = next_task(tasks)
     if (keys >= task).all():
         next_task(shared_arrays.taken[1:])
-    if next_task(shared_arrays.taken) == this.n_threads - 1:
+    if next_task(shared_arrays.taken) % this.n_threads == this.n_threads - 1:
         this.sums[0, 0] = shared_arrays.taken[1]
 
 
 @njit
 def _run(at, function, task):
-    run(function, view(State, at).n_threads, at, task, Shared, Own)
+    n_threads = view(State, at).n_threads
+    memory = memory_of(Shared, Own, at, n_threads)
+    for each in range(task, task + 2):
+        run(function, n_threads, at, each, memory)
+    keep(memory)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
@@ -224,7 +228,63 @@ def test_threads_share_some_memory_and_have_their_own(n_threads):
     state.set(n_threads=n_threads)
     for task in range(3):
         _run(state.at, function, task)
-        assert state.sums[0, 0] == n_threads
+        assert state.sums[0, 0] == 2 * n_threads
+
+
+class Counted(KernelFields):
+    thread: int
+    n_threads: int
+    counts: np.ndarray = i64(2)
+
+
+class Nothing(Scratch, of=Counted):
+    unused: np.ndarray = i64("n_threads")
+
+
+@njit
+def _count(at, task, counter, shared, own):
+    counts = view(Counted, at).counts
+    next_task(counts[1:])
+    while next_task(carray(integer_pointer(counter), 1)) < 100:
+        next_task(counts)
+
+
+@njit
+def _run_counts(at):
+    this = view(Counted, at)
+    run(this.thread, this.n_threads, at, 0, memory_of(Nothing, Nothing, at, this.n_threads))
+
+
+def test_a_step_has_the_address_of_its_threads_function():
+    step = KernelStep(Counted(n_threads=2, counts=np.zeros(2, np.int64)), _count)
+    for n in (1, 2):
+        _run_counts(step.at)
+        assert step.state.counts.tolist() == [100 * n, 2 * n]
+
+
+class Divided(Scratch, of=State):
+    x: np.ndarray = f32("min(n_wide, 3) // (n - 130)", "min(n, 7)")
+
+
+@njit
+def _divide(at):
+    return memory_of(Divided, Divided, at, 1).n_own
+
+
+@njit
+def _look(at):
+    return scratch(Divided, at, at).x.size
+
+
+@pytest.mark.parametrize("function", [_divide, _look])
+def test_a_size_that_divides_by_0_is_an_error(function):
+    state = state_of()
+    for n, size in ((131, 21), (133, 7)):
+        state.set(n=n)
+        assert function(state.at) == (size if function is _look else -(-4 * size // 64) * 64)
+    state.set(n=130)
+    with pytest.raises(ZeroDivisionError, match=r"Divided\.x: a divisor is 0: .*n - 130"):
+        function(state.at)
 
 
 @pytest.mark.parametrize(
