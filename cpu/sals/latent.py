@@ -34,6 +34,7 @@ from sparsekv_cli.cpu.sals.vectors import (
     scatter_halves,
     scatter_words,
 )
+from sparsekv_cli.cpu.vector.declared import f32, f64
 
 PIECE = 32  # rows that are reconstructed at a time: as many stay in the L1 cache
 
@@ -75,16 +76,16 @@ def tile_bytes(n_words):
 
 
 class LatentBasis(NamedTuple):
-    """The matrices that turn one layer's keys into latents and back."""
+    """The matrices that turn one layer's keys into latents and back, as a part of SALSState."""
 
-    encode: np.ndarray  # E f32 (G d', r padded to 16)
-    decode: np.ndarray  # D^T f32 (r, >= G d')
-    turns: np.ndarray  # theta / 2 pi f64 (pairs padded to 16,): full circles a position
     n_pairs: int
     rope_scale: np.float32
     d: int
     d_v: int
     n_kv: int
+    encode: np.ndarray = f32("n_key_dims", "encode_columns")  # E (G d', r padded to 16)
+    decode: np.ndarray = f32("rank", "decode_columns")  # D^T (r, >= G d')
+    turns: np.ndarray = f64("n_turns")  # theta / 2 pi (pairs padded to 16,): circles a position
 
 
 def make_basis(
@@ -109,8 +110,8 @@ def make_basis(
     turns = np.zeros(-(-len(theta) // LANES) * LANES)
     turns[: len(theta)] = theta / (2 * np.pi)
     return LatentBasis(
-        encode.reshape(n_kv * width, -1), decode, turns, len(theta), np.float32(rope_scale), d, d_v,
-        n_kv,
+        len(theta), np.float32(rope_scale), d, d_v, n_kv, encode.reshape(n_kv * width, -1), decode,
+        turns,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import F32, I32, I64, LANES, VF, VI, const, load
 from sparsekv_cli.cpu.sals.latent import LatentBasis
 from sparsekv_cli.cpu.sals.vectors import cos_sin, rotate_pair
+from sparsekv_cli.cpu.vector.declared import f32, f64, i32, i64
 
 ROPE_BLOCK = 128  # tokens that share a query
 SPAN = LANES * ROPE_BLOCK  # tokens whose queries are made together
@@ -79,17 +80,18 @@ def summed_ref(q_nope: np.ndarray, latents: np.ndarray, decode: np.ndarray) -> n
 
 
 class BlockBasis(NamedTuple):
-    """Tables for the queries of blocks. They hold only dims whose damping is not 0.
+    """Tables for the queries of blocks, a part of SALSState; only dims whose damping is not 0.
 
     The first elements of these pairs come first, then their second elements, then the dims after
     the pairs.
     """
 
-    decode: np.ndarray  # D^T as bytes, a scale a row: int32 (G, r*, words + 1), see ``_round_rows``
-    scales: np.ndarray  # f32 (G, r*)
-    dims: np.ndarray  # int64
-    turns: np.ndarray  # theta / 2 pi f64 (pairs,)
-    damp: np.ndarray  # f32 (pairs,), rope_scale included
+    # D^T as bytes, a scale a row: (G, r*, words + 1), see ``_round_rows``.
+    decode: np.ndarray = i32("n_kv", "score_rank", "block_words")
+    scales: np.ndarray = f32("n_kv", "score_rank")
+    dims: np.ndarray = i64("n_block_dims")
+    turns: np.ndarray = f64("n_block_pairs")  # theta / 2 pi
+    damp: np.ndarray = f32("n_block_pairs")  # rope_scale included
 
 
 def make_block_basis(basis: LatentBasis, theta: np.ndarray, r_star: int) -> BlockBasis:

@@ -26,6 +26,7 @@ for which threads would wait.
 """
 
 import inspect
+from array import array
 from collections import namedtuple
 from collections.abc import Iterable
 from ctypes import addressof, c_char
@@ -62,6 +63,7 @@ class Declaration(type):
     declaration: FieldGroup
     of: Any
     _whole: dict[str, Any]  # the words of whole numbers, and of arrays inside the record
+    _whole_parts: dict[str, slice]  # the words of parts that have only whole numbers
     _sizes: dict[str, int]  # the words of sizes
     _members: dict[str, tuple[tuple[Field, ...], FieldGroup | None]]  # fields; None: of no part
     _of_arrays: list[Field]
@@ -82,6 +84,11 @@ class Declaration(type):
         for f in fields:
             if isinstance(f.kind, Words):
                 cls._whole[f.name] = slice(f.word, f.word + f.kind.n)
+        cls._whole_parts = {
+            member.name: slice(member.members[0].word, member.members[0].word + member.n_words)
+            for member in cls.declaration.members
+            if isinstance(member, FieldGroup) and all(f.kind is int for f in member.fields())
+        }
         cls._sizes = {f.name: f.word for f in fields if f.kind is Size}
         cls._of_arrays = [f for f in fields if isinstance(f.kind, Array)]
         cls._members = {
@@ -155,8 +162,8 @@ class KernelFields(metaclass=Declaration):
         self._fitting: dict[str, tuple[tuple[int, ...], np.dtype, int]] = {}
         arrays, numbers = dict[str, Any](), dict[str, Any]()
         for name, value in values.items():
-            (first, _), *_ = self._fields_of(name, value)
-            (arrays if isinstance(first.kind, Array) else numbers)[name] = value
+            has_arrays = any(isinstance(f.kind, Array) for f, _ in self._fields_of(name, value))
+            (arrays if has_arrays else numbers)[name] = value
         self.use(**arrays)
         self.set(**numbers)
 
@@ -186,10 +193,12 @@ class KernelFields(metaclass=Declaration):
 
     def set(self, **numbers: Any) -> None:
         """Sets numbers, arrays inside the record, and parts without arrays."""
-        whole, words = self._whole, self._words
+        whole, parts, words = self._whole, self._whole_parts, self._words
         for name, value in numbers.items():
             if name in whole:
                 words[whole[name]] = value
+            elif name in parts:
+                words[parts[name]] = array(words.format, value)
             else:
                 for field, each in self._fields_of(name, value):
                     self._set(field, each)
@@ -203,7 +212,7 @@ class KernelFields(metaclass=Declaration):
             raise TypeError(f"{self._told(field.name)}: set by the arrays that are used")
 
     def use(self, **arrays: Any) -> None:
-        """Takes arrays, and parts of arrays; None for an optional one that is missing.
+        """Takes arrays, and parts with arrays; None for an optional one that is missing.
 
         Sizes follow from their shapes. ValueError: a type, a shape or the order in memory is wrong.
         """
@@ -211,13 +220,15 @@ class KernelFields(metaclass=Declaration):
         for name, value in arrays.items():
             if value is not None and self._put(name, value):
                 continue
-            for field, array in self._fields_of(name, value):
-                if array is None:
+            for field, given in self._fields_of(name, value):
+                if not isinstance(field.kind, Array):
+                    self._set(field, given)
+                elif given is None:
                     if not field.kind.optional:
                         raise ValueError(f"{self._told(field.name)}: not optional")
                     self._arrays[field.name], self._words[field.word] = None, 0
-                elif not self._put(field.name, array):
-                    others[field.name] = array
+                elif not self._put(field.name, given):
+                    others[field.name] = given
         if others:
             self._use_others(others)
 

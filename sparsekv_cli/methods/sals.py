@@ -42,8 +42,10 @@ from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, Calibrat
 from sparsekv_cli.calibration.sals import BASES, SHARES, arrays_of_keys, study_keys
 from sparsekv_cli.cpu.attention import decode as attention
 from sparsekv_cli.cpu.sals import latent, queries
-from sparsekv_cli.cpu.sals.step import SALSStep
+from sparsekv_cli.cpu.sals.state import SALSState
+from sparsekv_cli.cpu.sals.step import run_thread, sals_step
 from sparsekv_cli.cpu.sals.values import BITS
+from sparsekv_cli.cpu.vector.run import KernelStep
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
@@ -185,10 +187,12 @@ class SALSCache(LayerCache):
         blocks = self._blocks.decode, self._blocks.scales
         matrices = self._basis.encode, self._basis.decode, *blocks
         self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
-        self._step = SALSStep(
-            spec.n_head, self._basis, self._blocks, spec.scale, spec.softcap, spec.sinks,
-            method.score == "brope", spec.n_threads,
+        state = SALSState(
+            basis=self._basis, blocks=self._blocks, scale=spec.scale, softcap=spec.softcap,
+            sinks=spec.sinks if len(spec.sinks) else None, by_head=method.score == "brope",
+            n_threads=spec.n_threads,
         )  # fmt: skip
+        self._step = KernelStep(state, run_thread)
         self._first = method.sinks if method.exact_sinks else 0
         self._sinks = np.arange(self._first, dtype=np.int32)
         self._ring = method.window + UNDO
@@ -305,9 +309,16 @@ class SALSCache(LayerCache):
             self._rows, self._kept = KVStore(spec), np.full(len(chosen) + SPARE, -1, np.int32)
             self._rows.reserve(len(self._kept))
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
-        self._step.use_latents(latents.table, leaving, n_latent)
-        self._step.use_rows(exact.layout, exact_rows, self._rows.layout)
-        n_new = self._step.run(x.q, x.q_nope, n_front, n_back, chosen, self._kept, out)
+        state = self._step.state
+        state.set(
+            latents=latents.table, leaving=leaving, n_latent=n_latent, n_front=n_front,
+            n_back=n_back, exact=exact.layout, rows=self._rows.layout,
+        )  # fmt: skip
+        state.use(
+            q=x.q, q_nope=x.q_nope, exact_rows=exact_rows, chosen=chosen, kept=self._kept, out=out
+        )
+        sals_step(self._step.at)
+        n_new = int(state.n_new[0])
         latents.n, self._n = n_latent, n
         if self.records_attended:
             rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])

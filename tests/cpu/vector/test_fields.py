@@ -24,7 +24,14 @@ class Rules(NamedTuple):
     is_new: bool
 
 
+class Place(NamedTuple):
+    at: int
+    row: int
+
+
 class Pair(NamedTuple):
+    weight: np.float32
+    count: int
     first: np.ndarray = i32("n_head", "n_pair", optional=True)
     second: np.ndarray = f16("n_pair", optional=True)
 
@@ -39,6 +46,7 @@ class State(KernelFields):
     is_on: bool
     layout: np.ndarray = words(3)
     rules: Rules
+    place: Place
     x: np.ndarray = f32("n_head", 1, "n_wide")
     sums: np.ndarray = f64("n_head", 2)
     sinks: np.ndarray = f32("n_head", optional=True)
@@ -75,13 +83,15 @@ def _read(at, told):
     told[7], told[8] = this.is_on, this.rules.is_new
     told[9], told[10] = this.sinks.shape[0], this.pair.first.shape[1]
     told[11], told[12] = this.pair.second.shape[0], this.x.shape[1]
+    told[13], told[14] = this.place.at, this.place.row
+    told[15], told[16] = this.pair.weight, this.pair.count
     this.sums[2, 1] = this.x[1, 2]
     if this.pair.first.shape[0]:
         this.pair.first[2, 3] = this.pair.second[1]
 
 
 def read(state: State) -> list[float]:
-    told = np.zeros(13)
+    told = np.zeros(17)
     _read(state.at, told)
     return told.tolist()
 
@@ -89,15 +99,18 @@ def read(state: State) -> list[float]:
 def test_compiled_code_sees_the_fields():
     state = state_of(is_on=False)
     state.set(layout=np.arange(3) + 2**40, is_on=True, n=2**33)
-    assert read(state) == [3, 5, 2**33, -7, 0.5, 0.25, 2**40 + 2, 1, 1, 0, 0, 0, 5]
+    state.set(place=Place(2**50, -4))
+    told = [3, 5, 2**33, -7, 0.5, 0.25, 2**40 + 2, 1, 1, 0, 0, 0, 5, 2**50, -4, 0, 0]
+    assert read(state) == told and state.place == (2**50, -4)
     assert state.sums[2, 1] == 7
     assert (state.n_head, state.n, state.scale, state.sinks) == (3, 2**33, 0.5, None)
     first, second = np.zeros((3, 4), np.int32), np.array([1, 2, 3, 4], np.float16)
-    state.use(pair=Pair(first, second), sinks=np.zeros(3, np.float32))
+    state.use(pair=Pair(0.5, 9, first, second), sinks=np.zeros(3, np.float32))
     assert read(state)[9:12] == [3, 4, 4] and first[2, 3] == 0x4000
-    state.use(pair=None, sinks=None)
+    assert read(state)[15:] == [0.5, 9]
+    state.use(pair=Pair(0.5, 9, None, None), sinks=None)
     assert read(state)[9:12] == [0, 0, 0]
-    state.use(pair=Pair(first[:, ::1], second))
+    state.use(pair=Pair(1.5, 8, first[:, ::1], second))
     assert read(state)[9:12] == [0, 4, 4]
 
 
@@ -151,6 +164,11 @@ def test_numbers_are_checked():
     for call in (state.set, state.use, State):
         with pytest.raises(TypeError, match=r"State\.nothing: there is no such field"):
             call(nothing=1)
+    for place in ((1, 2, 3), (1,)):
+        with pytest.raises(ValueError, match="different structures"):
+            state.set(place=place)
+    with pytest.raises(TypeError, match="float"):
+        state.set(place=(1, 2.5))
     with pytest.raises(ValueError, match="shorter"):
         state.set(rules=RULES[:2])
     assert read(state)[:4] == [3, 5, 130, -7]
