@@ -18,6 +18,7 @@ from sparsekv_cli.cpu.attention.store import store_halves
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.quest.pages import page_summaries
+from sparsekv_cli.cpu.vector.declared import f16, i32, i64, u64
 
 ELEMENTS = 4  # f16 elements in a uint64
 GROUPED = 8  # pages of a group
@@ -31,23 +32,23 @@ N_STATISTICS = 7
 
 
 class HostPages(NamedTuple):
-    """The kernels' arrays; f16 rows as uint64 words of four. G kv heads, pages of p rows."""
+    """The kernels' arrays, a part of FreeKVState; f16 rows as uint64 words of four."""
 
-    pool_k: np.ndarray  # uint64 (G, room): row i from i d / 4 on
-    pool_v: np.ndarray  # uint64 (G, room): row i from i d_v / 4 on
-    k: np.ndarray  # uint64 (n_resident, p, G, d / 4)
-    v: np.ndarray  # uint64 (n_resident, p, G, d_v / 4)
-    hi: np.ndarray  # uint16 (G, n_page, d): f16 bits, see quest/pages.py
-    lo: np.ndarray  # uint16 (G, n_page, d)
-    # A bound a group of GROUPED pages: uint16 (G, n_page / GROUPED, d); empty without groups.
-    group_hi: np.ndarray
-    group_lo: np.ndarray
-    slot_of: np.ndarray  # int32 (G, n_page): the slot that holds a page, or -1
-    page_in: np.ndarray  # int32 (G, n_slot): the page in a slot, or -1
-    stamps: np.ndarray  # int64 (G, n_slot): when a slot was last used
-    chosen: np.ndarray  # int32 (G, n_slot): pages chosen, ascending
-    state: np.ndarray  # int64 (G, N_STATE)
-    statistics: np.ndarray  # int64 (G, N_STATISTICS)
+    pool_k: np.ndarray = u64("n_kv", "n_pool_k")  # row i from i d / 4 on
+    pool_v: np.ndarray = u64("n_kv", "n_pool_v")  # row i from i d_v / 4 on
+    k: np.ndarray = u64("n_resident", "page", "n_kv", "k_words")  # d / 4 words
+    v: np.ndarray = u64("n_resident", "page", "n_kv", "v_words")
+    hi: np.ndarray = f16("n_kv", "n_page", "d")  # see quest/pages.py
+    lo: np.ndarray = f16("n_kv", "n_page", "d")
+    # A bound a group of GROUPED pages; empty without groups.
+    group_hi: np.ndarray = f16("n_kv", "n_group", "d")
+    group_lo: np.ndarray = f16("n_kv", "n_group", "d")
+    slot_of: np.ndarray = i32("n_kv", "n_page")  # the slot that holds a page, or -1
+    page_in: np.ndarray = i32("n_kv", "n_slot")  # the page in a slot, or -1
+    stamps: np.ndarray = i64("n_kv", "n_slot")  # when a slot was last used
+    chosen: np.ndarray = i32("n_kv", "n_slot")  # pages chosen, ascending
+    state: np.ndarray = i64("n_kv", N_STATE)
+    statistics: np.ndarray = i64("n_kv", N_STATISTICS)
 
 
 TABLES = HostPages._fields.index("slot_of")  # the first of the arrays that a step changes anywhere

@@ -189,7 +189,7 @@ class FreeKVCache(LayerCache):
         self._previous_n = 0  # rows in context at that query
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
         self._step = FreeKVStep(
-            spec.n_head, spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
+            spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
         )
         self._waited = 0  # ns that steps have waited for the thread that chooses pages
 
@@ -236,17 +236,20 @@ class FreeKVCache(LayerCache):
             cache = self._enter_pages(plan)
         self.store.reserve(n)
         cache.make_room(plan.window, method.slots(plan))
-        width = (plan.n_sink + plan.n_best) * method.page + n - plan.window * method.page
-        attended = np.empty((spec.n_head_kv, width if self.records_attended else 0), np.int32)
-        counts = np.empty(spec.n_head_kv, np.int64)
+        attended, counts = None, np.empty(spec.n_head_kv, np.int64)
+        if self.records_attended:
+            width = (plan.n_sink + plan.n_best) * method.page + n - plan.window * method.page
+            attended = np.empty((spec.n_head_kv, width), np.int32)
+            self.attended = attended, counts
         out = np.empty((spec.n_head, padded(spec.value_dim)), np.float32)
         current = not method.speculate or self._previous_n != n - 1
-        self._step.at(cache, n, plan.window, plan.n_best)
-        self._step.run(x.q, self._previous, x.k, x.v, current, attended, counts, out)
+        self._step.prepare(cache, n, plan.window, plan.n_best)
+        self._step.run(
+            current, q=x.q, previous=self._previous, k=x.k, v=x.v, out=out, attended=attended,
+            n_attended=counts,
+        )  # fmt: skip
         cache.offloaded, self.store.n = plan.window, n
         self._remember(q, n)
-        if self.records_attended:
-            self.attended = (attended, counts)
         self.ledger.step(rows, 0, 0, 0, True)
         if self._overlaps:
             self._recall_ahead(cache)
@@ -271,9 +274,8 @@ class FreeKVCache(LayerCache):
         if plan is None:
             return
         cache.make_room(plan.window, self.method.slots(plan))
-        self._step.at(cache, n, plan.window, plan.n_best)
-        choose = self._step.ahead(self._previous)
-        self._ahead = self.method.worker.submit(choose), plan.window
+        self._step.prepare(cache, n, plan.window, plan.n_best)
+        self._ahead = self.method.worker.submit(self._step.ahead()), plan.window
 
     def _wait(self) -> None:
         """Waits until the second thread is done with the pages. Raises its exception once."""

@@ -232,7 +232,7 @@ def test_a_recall_ahead_outlives_its_cache():
     method.worker.submit(goes_on.wait)  # the thread is busy, so that the next recall waits
     decode_row(cache, stream.rows(1))
     cache.end_step(cache.n)
-    arrays = [weakref.ref(cache._previous), weakref.ref(cache._step._record)]
+    arrays = [weakref.ref(cache._previous), weakref.ref(cache._step.state._record)]
     arrays += [weakref.ref(array) for array in cache._cache.pages]
     (recall, _), cache = cache._ahead, None
     assert not recall.done() and all(each() is not None for each in arrays)

@@ -81,9 +81,13 @@ def test_steps_use_groups_where_they_leave_out_half():
     previous = np.random.default_rng(3).standard_normal((n_kv, d)).astype(np.float32)
     for best, few in ((n_best, True), (16, False)):
         cache.pages.statistics[:] = 0
-        step = FreeKVStep(n_kv, np.float32(0.125), np.float32(0), NO_SINKS, 0.9, 1)
-        step.at(cache, cache.n + 1, end, best)
-        step.ahead(previous)()
+        step = FreeKVStep(np.float32(0.125), np.float32(0), NO_SINKS, 0.9, 1)
+        step.prepare(cache, cache.n + 1, end, best)
+        unused = {name: np.zeros((n_kv, 1, d), np.float32) for name in "qkv"}
+        step.state.use(
+            previous=previous, out=previous, n_attended=np.zeros(n_kv, np.int64), **unused
+        )
+        step.ahead()()
         scored = cache.pages.statistics[:, SCORED]
         most = end // GROUPED + (VISITED * best + 1) * GROUPED
         assert (scored <= most).all() if few else (scored == end).all()

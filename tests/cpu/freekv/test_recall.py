@@ -240,28 +240,38 @@ class Step:
         self.window = max(1, (n + 1 - window) // 16)
 
     def step(self, tau=0.0, n_threads=1):
-        step = FreeKVStep(len(self.q), self.scale, self.softcap, self.sinks, tau, n_threads)
+        step = FreeKVStep(self.scale, self.softcap, self.sinks, tau, n_threads)
         self.store.reserve(self.n)
         self.cache.make_room(self.window, 8)
-        step.at(self.cache, self.n, self.window, self.n_best)
+        step.prepare(self.cache, self.n, self.window, self.n_best)
         return step
+
+    def arrays(self):
+        """What ``FreeKVStep.run`` takes."""
+        rows = {name: np.ascontiguousarray(getattr(self, name)[:, None]) for name in "qkv"}
+        width = (self.cache.n_sink + self.n_best) * 16 + self.n - self.window * 16
+        attended, counts = np.empty((len(self.k), width), np.int32), np.empty(len(self.k), np.int64)
+        out = np.empty_like(self.q)
+        return rows | {
+            "previous": self.previous,
+            "out": out,
+            "attended": attended,
+            "n_attended": counts,
+        }
 
     def run(self, tau=0.0, current=False, n_threads=1):
         """(out, rows attended a kv head)."""
-        cache, n_kv_head = self.cache, len(self.k)
-        width = (cache.n_sink + self.n_best) * 16 + self.n - self.window * 16
-        attended, counts = np.empty((n_kv_head, width), np.int32), np.empty(n_kv_head, np.int64)
-        out = np.empty_like(self.q)
-        step = self.step(tau, n_threads)
-        new = (np.ascontiguousarray(x[:, None]) for x in (self.k, self.v))
-        step.run(self.q[:, None], self.previous, *new, current, attended, counts, out)
-        cache.offloaded = self.window
-        return out, [rows[:count] for rows, count in zip(attended, counts, strict=True)]
+        arrays = self.arrays()
+        self.step(tau, n_threads).run(current, **arrays)
+        self.cache.offloaded = self.window
+        listed = zip(arrays["attended"], arrays["n_attended"], strict=True)
+        return arrays["out"], [rows[:count] for rows, count in listed]
 
     def ahead(self):
-        cache = self.cache
-        self.step().ahead(self.previous)()
-        cache.offloaded = self.window
+        step = self.step()
+        step.state.use(**self.arrays())
+        step.ahead()()
+        self.cache.offloaded = self.window
 
     def keys_and_values(self):
         """(G, n, d) each, with the new row."""
