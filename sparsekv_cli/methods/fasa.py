@@ -43,7 +43,9 @@ from sparsekv_cli.calibration.fasa import (
 )
 from sparsekv_cli.calibration.run import CALIBRATION, CalibrationArray, CalibrationRun
 from sparsekv_cli.cpu.fasa import chunks, dominance
-from sparsekv_cli.cpu.fasa.step import FASAStep
+from sparsekv_cli.cpu.fasa.state import FASAState
+from sparsekv_cli.cpu.fasa.step import fasa_step, run_thread
+from sparsekv_cli.cpu.vector.run import KernelStep
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.option import option
@@ -129,9 +131,11 @@ class FASACache(LayerCache):
         super().__init__(spec)
         self.method = method
         self.store = SplitStore(spec, *method.dominant_dims(spec))
-        self._step = FASAStep(
-            spec.n_head, self.store.dims, spec.scale, spec.softcap, spec.sinks, spec.n_threads
-        )
+        state = FASAState(
+            dims=self.store.dims, scale=spec.scale, softcap=spec.softcap,
+            sinks=spec.sinks if len(spec.sinks) else None, n_threads=spec.n_threads,
+        )  # fmt: skip
+        self._step = KernelStep(state, run_thread)
 
     def extend(self, x: AttnInput) -> Any:
         self.store.join()
@@ -154,8 +158,10 @@ class FASACache(LayerCache):
         forced = self.method.forced(n_fac)
         rows = np.empty((spec.n_head, n_fac), np.int32)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
-        self._step.use_rows(dom, *store.halves)
-        self._step.run(x.q, x.k, x.v, n, forced, rows, out)
+        state, (rest, values) = self._step.state, store.halves
+        state.set(n=n, n_sinks=forced[0], n_recent=forced[1])
+        state.use(dom=dom, rest=rest, values=values, q=x.q, k=x.k, v=x.v, rows=rows, out=out)
+        fasa_step(self._step.at)
         store.n = n
         self.attended = rows, np.full(spec.n_head, n_fac)
         row_bytes = 2 * (store.k.shape[2] + store.v.shape[2])  # of Krest and V

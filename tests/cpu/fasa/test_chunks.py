@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from sparsekv_cli.cache.spec import NO_SINKS
 from sparsekv_cli.cpu.attention.decode import attend_rows_ref
 from sparsekv_cli.cpu.fasa import attend, chunks
 from sparsekv_cli.cpu.fasa.chunks import BLOCK
 from sparsekv_cli.cpu.fasa.split import split_keys
-from sparsekv_cli.cpu.fasa.step import FASAStep, append_split_row
+from sparsekv_cli.cpu.fasa.state import FASAState
+from sparsekv_cli.cpu.fasa.step import append_split_row, fasa_step, run_thread
+from sparsekv_cli.cpu.vector.run import KernelStep
 
 SIZES = [1, 15, 16, 17, 63, 64, 65, 257, 1100]
 # query heads, kv heads, d, dominant dims: GQA groups of 1, 3, 4, 5 and 8; whole and partial vectors
@@ -194,10 +195,12 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
     rows, out = np.full((n_head, k), -7, np.int32), np.full((n_head, padded(d)), np.nan, np.float32)
     softcap, has_sinks = (0, False) if n % 2 else (1.5, True)
     sinks = np.linspace(-3, 9, n_head if has_sinks else 0, dtype=np.float32)
-    step = FASAStep(n_head, split.dims, np.float32(d**-0.5), np.float32(softcap), sinks, n_threads)
-    step.use_rows(split.dom, split.rest, split.v.view(np.uint16))
     new = (np.ascontiguousarray(x[:, None]) for x in (q, k_new, v_new))
-    step.run(*new, n, (n_sinks, n_recent), rows, out)
+    numbers = {"n": n, "n_sinks": n_sinks, "n_recent": n_recent, "n_threads": n_threads}
+    run_step(
+        split, *new, rows, out, scale=d**-0.5, softcap=softcap, sinks=sinks if has_sinks else None,
+        **numbers,
+    )  # fmt: skip
     keys, values = split.k[:, :n].copy(), split.v[:, :n]
     keys[:, n - 1] = k_new
     np.testing.assert_array_equal(values[:, n - 1], v_new.astype(np.float16))
@@ -213,14 +216,24 @@ def test_fasa_step(n_head, n_kv, d, n_dom, n, n_fac, n_threads):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def run_step(split: Split, q, k, v, rows, out, **others) -> None:
+    """Runs ``fasa_step``. others: further fields of FASAState."""
+    state = FASAState(
+        dims=split.dims, dom=split.dom, rest=split.rest, values=split.v.view(np.uint16), q=q, k=k,
+        v=v, rows=rows, out=out, **others,
+    )  # fmt: skip
+    fasa_step(KernelStep(state, run_thread).at)
+
+
 def test_huge_scores_stay_finite():
     split = Split(1, 64, 16, 300)
     split.k[0, 100, :64] = 600
     split_keys(split.k.view(np.uint16), 300, split.dims, split.dom, split.rest)
     q = np.full((2, 64), 300, np.float32)
     rows, out = np.zeros((2, 32), np.int32), np.zeros((2, 64), np.float32)
-    step = FASAStep(2, split.dims, np.float32(1), np.float32(0), NO_SINKS, 1)
-    step.use_rows(split.dom, split.rest, split.v.view(np.uint16))
     none = np.zeros((1, 1, 64), np.float32)
-    step.run(q[:, None], none, none, 301, (4, 16), rows, out)
+    run_step(
+        split, q[:, None], none, none, rows, out, n=301, n_sinks=4, n_recent=16, n_threads=1,
+        scale=1.0,
+    )  # fmt: skip
     np.testing.assert_allclose(out, np.tile(split.v[0, 100], (2, 1)).astype(np.float32), atol=1e-6)
