@@ -19,55 +19,23 @@ to the range of f16.
 from typing import Any
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 
-from sparsekv_cli.cpu.attention.decode import BLOCK as ATTENDED_AT_ONCE
-from sparsekv_cli.cpu.attention.decode import (
-    TILE,
-    attend_heads,
-    begin_softmax,
-    merge_pieces,
-    scaled_copy,
-)
+from sparsekv_cli.cpu.attention.decode import TILE, attend_heads, begin_softmax, merge_pieces
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, layout_of
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
-from sparsekv_cli.cpu.attention.tile import PAD, tile_scores, tile_values
+from sparsekv_cli.cpu.attention.tile import tile_scores, tile_values
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves
 from sparsekv_cli.cpu.faedkv.spectrum import Mark
+from sparsekv_cli.cpu.faedkv.state import BlocksBuffers, BlocksState, BlocksWork
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import LANES, next_task
-from sparsekv_cli.cpu.jit.pointers import address, float_pointer, on_lines, record_at
-from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY, blas_threads
+from sparsekv_cli.cpu.jit.llvm import LANES, keep, next_task
+from sparsekv_cli.cpu.jit.pointers import integer_pointer, on_lines
+from sparsekv_cli.cpu.jit.threads import blas_threads
 from sparsekv_cli.cpu.sals.vectors import multiply, scale_lanes
+from sparsekv_cli.cpu.vector.run import KernelStep, memory_of, run
+from sparsekv_cli.cpu.vector.views import scratch, view
 
-# The arguments of attention over one layer's blocks. Addresses are of contiguous arrays.
-BLOCKS = np.dtype(
-    [
-        ("exact", np.int64, 8),  # layout of the exact rows, see attention/rows.py
-        ("layout", np.int64, 8),  # of the coefficient rows
-        ("n_waves", np.int64, 4),  # of each part of ``centred_waves``
-        *(
-            (name, np.int64)
-            for name in (
-                "n_exact",
-                *("n_head", "n_kv", "d", "d_v"),
-                "n_block",  # whole blocks
-                "n_rows",  # coefficient rows of a block
-                "length",  # tokens of a block
-                "waves",  # f32 (n_rows, quarter)
-                "quarter",  # length / 4, or 0 if blocks keep their mean only
-                "inverse",  # f32 (2, capacity): 1 / gain of K and of V
-                "capacity",  # blocks
-                "sinks",  # f32 (n_sinks,): scores without values; n_sinks is n_head or 0
-                "n_sinks",
-                "n_threads",
-            )
-        ),
-        ("scale", np.float32),
-        ("softcap", np.float32),  # 0 for none
-    ]
-)
-_record = record_at(BLOCKS)
 MEANS_AT_ONCE = 256  # blocks of a task, if each has one score
 ONE_THREAD_BELOW = 256  # rows under which threads cost more than they save
 LINE = 4 * LANES  # bytes of one number of each block of a group
@@ -144,15 +112,14 @@ def _weigh_blocks(z, n_block, waves, n_waves, from_k, from_v, softcap, x):
     return peak, mass
 
 
-@njit(cache=True, nogil=True)
-def _attend_exact(this, q, g, sinks, peak, mass, acc):
+@njit(cache=True, nogil=True, forceinline=True)
+def _attend_exact(this, q, g, sinks, peak, mass, acc, buffer):
     """Computes the softmax state of kv head g's query heads over the exact rows.
 
-    this: a record of ``BLOCKS``. q f32 (heads, d) scaled; sinks f32 (heads,): scores without
-    values, or empty. State: peak, mass f32 (heads,), acc f32 (heads, d_v).
+    q f32 (heads, d) scaled; sinks f32 (heads,): scores without values, or empty. State: peak, mass
+    f32 (heads,), acc f32 (heads, d_v). buffer: scratch, see ``attend_heads``.
     """
     layout = this.exact
-    buffer = np.empty((TILE, ATTENDED_AT_ONCE + PAD), np.float32)
     begin_softmax(sinks, peak, mass)
     acc[:] = 0
     attend_heads(
@@ -161,16 +128,14 @@ def _attend_exact(this, q, g, sinks, peak, mass, acc):
     )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
     """Computes the softmax state of kv head g's query heads over ``n_block`` blocks from ``first``.
 
     z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``, ``_weigh_blocks``.
     """
     layout, n_rows, d, d_v = this.layout, this.n_rows, q.shape[1], acc.shape[1]
-    waves = carray(float_pointer(this.waves), (n_rows, this.quarter))
-    inverse = carray(float_pointer(this.inverse), (2, this.capacity))
-    from_k, from_v = inverse[0, first:], inverse[1, first:]
+    from_k, from_v = this.inverse[0, first:], this.inverse[1, first:]
     is_mean = this.quarter == 0
     count = n_block if is_mean else n_rows * LANES
     k = layout[K] + g * layout[K_HEAD] + first * n_rows * layout[K_ROW]
@@ -186,7 +151,7 @@ def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
                 state = _weigh_means(z[t], n_block, this.length, from_k, from_v, this.softcap)
             else:
                 state = _weigh_blocks(
-                    z[t], n_block, waves, this.n_waves, from_k, from_v, this.softcap, x
+                    z[t], n_block, this.waves, this.n_waves, from_k, from_v, this.softcap, x
                 )
             peak[h + t], mass[h + t] = state
         tile_values(
@@ -195,54 +160,44 @@ def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
 
 
 @njit(cache=True, nogil=True)
-def _take_tasks(counter, at, q, at_once, peak, mass, acc):
-    """Runs tasks until none is left: a kv head's exact rows, or ``at_once`` of its blocks.
+def run_thread(at, task, counter, shared, own):
+    """Runs tasks until none is left: a kv head's exact rows, or a group of its blocks.
 
-    at: the address of the record. q f32 (H, d) scaled. peak, mass f32 (parts, H), acc f32 (parts,
-    H, d_v).
+    See ``run`` (cpu/vector/run.py).
     """
-    this = _record(at)
-    n_kv, group = this.n_kv, len(q) // this.n_kv
-    sinks = carray(float_pointer(this.sinks), this.n_sinks)
-    z = np.empty((TILE, at_once * this.n_rows + PAD), np.float32)
-    x = np.empty(at_once * this.length + PAD, np.float32)
-    task = next_task(counter)
-    while task < n_kv * len(peak):
-        part, g = task // n_kv, task % n_kv
+    this, work = view(BlocksState, at), scratch(BlocksWork, at, shared)
+    buffers, tasks = scratch(BlocksBuffers, at, own), carray(integer_pointer(counter), 1)
+    n_kv, at_once, group = this.n_kv, this.at_once, this.n_head // this.n_kv
+    i = next_task(tasks)
+    while i < n_kv * len(work.peak):
+        part, g = i // n_kv, i % n_kv
         heads = slice(g * group, (g + 1) * group)
-        state = peak[part, heads], mass[part, heads], acc[part, heads]
+        peak, mass, acc = work.peak[part, heads], work.mass[part, heads], work.acc[part, heads]
+        q = work.queries[heads]
         if part == 0:
-            _attend_exact(this, q[heads], g, sinks[heads], *state)
+            _attend_exact(this, q, g, this.sinks[heads], peak, mass, acc, buffers.scores)
         else:
             first = (part - 1) * at_once
+            n_block = min(at_once, this.n_block - first)
             _attend_group(
-                this, q[heads], g, first, min(at_once, this.n_block - first), *state, z, x
+                this, q, g, first, n_block, peak, mass, acc, buffers.waves, buffers.tokens
             )
-        task = next_task(counter)
+        i = next_task(tasks)
 
 
-@njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_blocks(at, q, out):
-    """Computes attention of one token over exact rows and blocks.
-
-    Arguments are addresses: of a record of ``BLOCKS``, of q f32 (H, d), and of out f32 (H, d_v).
-    """
-    this = _record(at)
-    n_head, d_v, n_threads = this.n_head, this.d_v, this.n_threads
-    at_once = LANES if this.quarter else MEANS_AT_ONCE
-    n_part = 1 + (this.n_block + at_once - 1) // at_once
-    peak = np.empty((n_part, n_head), np.float32)
-    mass = np.empty((n_part, n_head), np.float32)
-    acc = np.empty((n_part, n_head, d_v), np.float32)
-    scaled = scaled_copy(carray(float_pointer(q), (n_head, this.d)), this.scale)
-    counter = np.zeros(1, np.int64)
-    if this.n_exact + this.n_block * this.n_rows < ONE_THREAD_BELOW:
-        n_threads = 1
-    for _thread in prange(n_threads):
-        _take_tasks(counter, at, scaled, at_once, peak, mass, acc)
-    attended = carray(float_pointer(out), (n_head, d_v))
-    for h in range(n_head):
-        merge_pieces(peak[:, h], mass[:, h], acc[:, h], attended[h])
+@njit(cache=True, nogil=True)
+def attend_blocks(at):
+    """Computes attention of one token over exact rows and blocks; at: of a BlocksState."""
+    this = view(BlocksState, at)
+    is_small = this.n_exact + this.n_block * this.n_rows < ONE_THREAD_BELOW
+    n_threads = 1 if is_small else this.n_threads
+    memory = memory_of(BlocksWork, BlocksBuffers, at, n_threads)
+    work = scratch(BlocksWork, at, memory.shared)
+    work.queries[:] = this.q * this.scale
+    run(this.thread, n_threads, at, 0, memory)
+    for h in range(this.n_head):
+        merge_pieces(work.peak[:, h], work.mass[:, h], work.acc[:, h], this.out[h])
+    keep(memory)
 
 
 class BlockSpectrum:
@@ -259,12 +214,12 @@ class BlockSpectrum:
         self._matrix = matrix.astype(np.float32)
         columns = 0 if basis.is_mean else basis.n // 4
         self._waves = self._matrix[:, :columns].copy()
-        self._record = record = np.zeros((), BLOCKS)
-        self._at = address(record)  # cached, because numpy describes all fields each time
-        record["n_kv"], record["d"], record["d_v"] = n_head_kv, width, width_v
-        record["n_rows"], record["length"] = basis.n_rows, basis.n
-        record["waves"], record["quarter"] = address(self._waves), columns
-        record["n_waves"] = n_waves
+        at_once = MEANS_AT_ONCE if basis.is_mean else LANES
+        state = BlocksState(
+            n_kv=n_head_kv, length=basis.n, at_once=at_once, waves=self._waves,
+            n_waves=np.array(n_waves, np.int64),
+        )  # fmt: skip
+        self._step = KernelStep(state, run_thread)
         self._inverse = np.ones((2, 0), np.float32)  # 1 / gain of K and V, a column a block
         self.k, self.v = (np.zeros((n_head_kv, 0, w), np.float16) for w in (width, width_v))
 
@@ -304,9 +259,9 @@ class BlockSpectrum:
         self.k, self.v = grown
         inverse = np.ones((2, n_group * LANES), np.float32)
         inverse[:, :capacity] = self._inverse
-        self._inverse, record = inverse, self._record
-        record["layout"] = layout_of(self.k, self.v)
-        record["inverse"], record["capacity"] = address(inverse), inverse.shape[1]
+        self._inverse = inverse
+        self._step.state.set(layout=layout_of(self.k, self.v))
+        self._step.state.use(inverse=inverse)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v); m: a multiple of basis.n."""
@@ -361,12 +316,12 @@ class BlockSpectrum:
 
         softcap: 0 for none; sinks f32 (H,): scores without values, or empty.
         """
-        assert q.flags.c_contiguous and sinks.flags.c_contiguous
-        out, record = np.empty((len(q), self.v.shape[2]), np.float32), self._record
-        record["exact"], record["n_exact"] = store.layout, store.n
-        record["n_head"], record["n_block"] = len(q), self.n_segments
-        record["scale"], record["softcap"] = scale, softcap
-        record["sinks"], record["n_sinks"] = address(sinks), len(sinks)
-        record["n_threads"] = n_threads
-        attend_blocks(self._at, address(q), address(out))
+        out = np.empty((len(q), self.v.shape[2]), np.float32)
+        state = self._step.state
+        state.set(
+            exact=store.layout, n_exact=store.n, n_block=self.n_segments, scale=scale,
+            softcap=softcap, n_threads=n_threads,
+        )  # fmt: skip
+        state.use(q=q, sinks=sinks if len(sinks) else None, out=out)
+        attend_blocks(self._step.at)
         return out
