@@ -62,15 +62,8 @@ class DecodeStep:
         self._normed = self._rows(h.n_embd)
         self._quantized = self._rows(quantized_stride(widest), np.uint8)
         self._projected = self._rows(max(n_projected))
-        self._shared = {
-            "x": self.x,
-            "q_scale": self._q_scale,
-            "normed": self._normed,
-            "projected": self._projected,
-            "packed": self._rows(max(n_attended)),
-            "hidden": self._rows(2 * n_ff + fused.LANES),
-            "quantized": self._quantized,
-        }
+        self._packed = self._rows(max(n_attended))
+        self._hidden = self._rows(2 * n_ff + fused.LANES)
         self.inputs: list[Sequence[LayerInputs]] = []
         self._own: list[dict[str, np.ndarray]] = []  # for each layer, the arrays of ``inputs``
         self._tables = [
@@ -84,9 +77,10 @@ class DecodeStep:
         self._experts = ExpertSteps(weights, capacity, n_planes)
         inputs = [(each.input, each.scale) for each in weights.layers]
         self._layer_inputs = InputSteps(weights.inputs, inputs, capacity, n_planes, h.norm_eps)
-        self._layers = np.zeros(h.n_layer, fused.LAYER)
-        for i, layer in enumerate(weights.layers):
-            self._fill(i, h, layer, architecture)
+        self._layers = [
+            self._state(i, h, layer, architecture) for i, layer in enumerate(weights.layers)
+        ]
+        self._at = [layer.at for layer in self._layers]
         self._output_norm, self._eps = weights.output_norm, np.float32(h.norm_eps)
 
     def _rows(self, width: int, dtype: type = np.float32) -> np.ndarray:
@@ -102,53 +96,61 @@ class DecodeStep:
         if ropes.window is not ropes.full:
             window_cos[b], window_sin[b] = ropes.window.cos[pos], ropes.window.sin[pos]
 
-    def _fill(self, i: int, h: HParams, weights: LayerWeights, architecture: Architecture) -> None:
-        """Fills the record of layer i, and allocates its ``inputs``."""
-        sizes = h.layers[i]
-        vectors: dict[str, np.ndarray | None] = {
-            "attn_norm": weights.attn_norm,
-            "ffn_norm": weights.ffn_norm,
-            "attn_post_norm": weights.attn_post_norm,
-            "ffn_post_norm": weights.ffn_post_norm,
-            "o_bias": weights.o.bias,
-            **dict.fromkeys(("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "v_norm")),
-        }
+    def _state(
+        self, i: int, h: HParams, weights: LayerWeights, architecture: Architecture
+    ) -> fused.LayerState:
+        """Returns the record of layer i, and allocates its ``inputs``."""
+        sizes, n_projected = h.layers[i], sum(w.n_rows for w in weights.inputs())
+        arrays: dict[str, np.ndarray | None] = {}
         if isinstance(weights, AttentionWeights):
             results = self._attention_inputs(sizes)
             if sizes.source >= 0:
                 results |= {name: self._own[sizes.source][name] for name in ("k", "v", "k_nope")}
-            vectors |= dict(zip(("q_bias", "k_bias", "v_bias"), weights.biases, strict=True))
-            vectors |= {name: getattr(weights, name) for name in ("q_norm", "k_norm", "v_norm")}
+            arrays |= dict(zip(("q_bias", "k_bias", "v_bias"), weights.biases, strict=True))
+            arrays |= {name: getattr(weights, name) for name in ("q_norm", "k_norm", "v_norm")}
             self.inputs.append(list(zip(*results.values(), strict=True)))
         else:
             assert isinstance(weights, StateWeights)
-            results = dict.fromkeys(("q", "k", "v", "q_nope", "k_nope"), self._projected)
+            results = {}
             self.inputs.append(self._state_inputs(weights))
         self._own.append(results)
         has_own = h.window_rope is not None and sizes.kind == WINDOW
-        turns = dict(zip(("cos", "sin"), self._turns[2 * has_own :], strict=False))
-        fields = {
-            "n_embd": h.n_embd,
-            "n_head": sizes.n_head,
-            "n_head_kv": sizes.n_head_kv if sizes.source < 0 else 0,
-            "head_dim": sizes.head_dim,
-            "value_dim": sizes.value_dim or sizes.n_attended,
-            "n_ff": sizes.n_ff,
-            "n_rot": sizes.n_rot,
-            "n_inputs": len(weights.inputs()),
-            "gated": sizes.output_gate,
-            "interleaved": architecture.rope_interleaved,
-            "activation": ACTIVATIONS[architecture.activation],
-            "eps": h.norm_eps,
-            "residual_scale": h.residual_scale,
-            "matrices": address(self._tables[i]),
-            "regions": address(self._regions[sum(map(len, self._tables[:i])) :]),
-            **{name: 0 if a is None else address(a) for name, a in vectors.items()},
-            **{name: address(a) for name, a in (self._shared | results | turns).items()},
-        }
-        assert fields.keys() == set(fused.LAYER.names or ())
-        for name, value in fields.items():
-            self._layers[i][name] = value
+        cos, sin = self._turns[2 * has_own :][:2]
+        value_dim = sizes.value_dim or sizes.n_attended
+        return fused.LayerState(
+            n_head_kv=sizes.n_head_kv if sizes.source < 0 else 0,
+            head_dim=sizes.head_dim,
+            n_ff=sizes.n_ff,
+            n_rot=sizes.n_rot,
+            n_inputs=len(weights.inputs()),
+            gated=sizes.output_gate,
+            interleaved=architecture.rope_interleaved,
+            activation=ACTIVATIONS[architecture.activation],
+            eps=h.norm_eps,
+            residual_scale=h.residual_scale,
+            attn_norm=weights.attn_norm,
+            ffn_norm=weights.ffn_norm,
+            attn_post_norm=weights.attn_post_norm,
+            ffn_post_norm=weights.ffn_post_norm,
+            o_bias=weights.o.bias,
+            matrices=self._tables[i],
+            regions=self._regions[sum(map(len, self._tables[:i])) :],
+            x=self.x,
+            cos=cos,
+            sin=sin,
+            q_scale=self._q_scale,
+            normed=self._normed,
+            projected=self._first(self._projected, self.capacity, n_projected),
+            packed=self._first(self._packed, self.capacity * max(1, sizes.n_head), value_dim),
+            hidden=self._first(self._hidden, self.capacity, 2 * sizes.n_ff + fused.LANES),
+            quantized=self._quantized,
+            **arrays,
+            **results,
+        )
+
+    def _first(self, array: np.ndarray, n_rows: int, width: int) -> np.ndarray:
+        """Returns the first elements of an array, as (n_rows, width)."""
+        return array.reshape(-1)[: n_rows * width].reshape(n_rows, width)
 
     def _attention_inputs(self, sizes: LayerParams) -> dict[str, np.ndarray]:
         """Returns zeros (capacity, heads, 1, d padded to 16) for the rows of AttnInput."""
@@ -168,34 +170,34 @@ class DecodeStep:
     def _state_inputs(self, weights: StateWeights) -> list[LayerInputs]:
         """Returns views (1, width) of each row's projections, which are contiguous."""
         n_wide, n_gates = (sum(w.n_rows for w in part) for part in (weights.wide, weights.gates))
-        rows = self._projected.reshape(-1)[: self.capacity * (n_wide + n_gates)]
-        rows = rows.reshape(self.capacity, 1, n_wide + n_gates)
+        rows = self._first(self._projected, self.capacity, n_wide + n_gates)[:, None]
         return [(row[:, :n_wide], row[:, n_wide:]) for row in rows]
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Computes all per-layer inputs, and ``inputs`` of layer 0. x has the embeddings."""
         self._layer_inputs.begin(tokens, self.x, self._quantized, self.n_threads)
-        fused.project_qkv(self._layers, 0, len(tokens), self.n_threads)
+        fused.project_qkv(self._at[0], len(tokens), self.n_threads)
 
     def finish(self, i: int, attended: np.ndarray, n_rows: int) -> None:
         """Computes layer i after its attention, and ``inputs`` of the next layer.
 
         attended: f32 (n_rows H, >= d_v): the heads of the first row, then those of the next.
         """
-        steps, layers, n = self._experts, self._layers, self.n_threads
-        if self._layer_inputs.are_any:
-            if steps.has(i):
-                fused.finish_attention(layers, i, attended, n_rows, n)
-                experts.add_experts(layers, steps.records, i, n_rows, n)
+        experts_of, inputs_of, n = self._experts.states, self._layer_inputs, self.n_threads
+        at, following = self._at[i], self._at[i + 1] if i + 1 < len(self._at) else 0
+        if inputs_of.are_any:
+            if i in experts_of:
+                fused.finish_attention(at, attended, n_rows, n)
+                experts.add_experts(at, experts_of[i].at, n_rows, n)
             else:
-                fused.finish_layer(layers, i, attended, n_rows, n)
-            add_input(layers, self._layer_inputs.records, i, n_rows, n)
-            if i + 1 < len(layers):
-                fused.project_qkv(layers, i + 1, n_rows, n)
-        elif steps.has(i):
-            experts.next_expert_layer(layers, steps.records, i, attended, n_rows, n)
+                fused.finish_layer(at, attended, n_rows, n)
+            add_input(at, inputs_of.states[i].at, n_rows, n)
+            if following:
+                fused.project_qkv(following, n_rows, n)
+        elif i in experts_of:
+            experts.next_expert_layer(at, experts_of[i].at, following, attended, n_rows, n)
         else:
-            fused.next_layer(layers, i, attended, n_rows, n)
+            fused.next_layer(at, following, attended, n_rows, n)
 
     def hidden(self, n_rows: int) -> np.ndarray:
         """Returns a copy of the output head's last input, f32 (n_rows, n_embd)."""

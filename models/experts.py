@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparsekv_cli.cpu.experts import decode as kernels
 from sparsekv_cli.cpu.experts import routing
+from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.floats import as_f32
-from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.integer import quantized_stride
@@ -105,62 +105,46 @@ class ExpertSteps:
     """The records of the layers' experts for decode steps of up to ``capacity`` rows."""
 
     def __init__(self, weights: Weights, capacity: int, n_planes: int) -> None:
-        self.records = np.zeros(len(weights.layers), kernels.EXPERTS)
-        self._kept: list[np.ndarray] = []  # keeps arrays alive: the records have their addresses
         mixtures = {
             i: layer.ffn
             for i, layer in enumerate(weights.layers)
             if isinstance(layer.ffn, ExpertWeights)
         }
+        self.states: dict[int, MixtureState] = {}  # by the number of the layer
         if not mixtures:
             return
         params = [ffn.params for ffn in mixtures.values()]
         n_embd = weights.token_embd.n_columns
         widest = max(max(each.n_ff_expert, each.n_ff_shared) for each in params)
         n_slots = capacity * (1 + max(each.n_expert_used for each in params))
-        widths = {
-            "gathered": 4 * n_embd + quantized_stride(n_embd),
-            "hidden": 4 * (2 * widest + fused.LANES),
-            "quantized": quantized_stride(widest),
-            "results": 4 * n_embd,
-        }
-        scratch = {
-            name: self._address(on_lines((n_slots, n), np.uint8)) for name, n in widths.items()
-        }
-        scratch |= {f"{name}_row": n for name, n in widths.items() if name != "results"}
+        gathered = on_lines((n_slots, 4 * n_embd + quantized_stride(n_embd)), np.uint8)
+        hidden = on_lines((n_slots, 2 * widest + fused.LANES), np.float32)
+        quantized = on_lines((n_slots, quantized_stride(widest)), np.uint8)
+        results = on_lines((n_slots, n_embd), np.float32)
         for i, ffn in mixtures.items():
             table = fused.matrix_table(ffn.experts.linears(), n_planes)
-            norms = ffn.norms
             table[:, fused.ROWS] //= ffn.params.n_expert
-            gate, bias = ffn.shared_gate, ffn.router.bias
-            of_hidden, of_results = ffn.biases or (None, None)
-            fields = scratch | {
-                "n_expert": ffn.params.n_expert,
-                "n_used": ffn.params.n_expert_used,
-                "n_ff": ffn.params.n_ff_expert,
-                "n_shared": ffn.params.n_ff_shared,
-                "n_parts": len(ffn.experts.gate_up),
-                "normalised": ffn.params.normalised,
-                "choice_bias": 0 if ffn.choice_bias is None else address(ffn.choice_bias),
-                "matrices": self._address(table),
-                "shared_gate": 0 if gate is None else address(gate),
-                "router_bias": 0 if bias is None else address(bias),
-                "hidden_bias": 0 if of_hidden is None else address(of_hidden),
-                "result_bias": 0 if of_results is None else address(of_results),
-                "result_scale": 0 if ffn.scales is None else address(ffn.scales),
-                "router_norm": 0 if norms is None else address(norms.router),
-                "expert_norm": 0 if norms is None else address(norms.experts),
-                "result_norm": 0 if norms is None else address(norms.after),
-                "shared_norm": 0 if norms is None else address(norms.shared),
-            }
-            assert fields.keys() == set(kernels.EXPERTS.names or ())
-            for name, value in fields.items():
-                self.records[i][name] = value
-
-    def has(self, i: int) -> bool:
-        """Returns whether layer i has experts."""
-        return bool(self.records[i]["n_expert"])
-
-    def _address(self, array: np.ndarray) -> int:
-        self._kept.append(array)
-        return address(array)
+            norms, (of_hidden, of_results) = ffn.norms, ffn.biases or (None, None)
+            self.states[i] = MixtureState(
+                n_expert=ffn.params.n_expert,
+                n_used=ffn.params.n_expert_used,
+                n_ff=ffn.params.n_ff_expert,
+                n_shared=ffn.params.n_ff_shared,
+                n_parts=len(ffn.experts.gate_up),
+                normalised=ffn.params.normalised,
+                matrices=table,
+                choice_bias=ffn.choice_bias,
+                router_bias=ffn.router.bias,
+                result_scale=ffn.scales,
+                hidden_bias=of_hidden,
+                result_bias=of_results,
+                shared_gate=ffn.shared_gate,
+                router_norm=norms and norms.router,
+                expert_norm=norms and norms.experts,
+                result_norm=norms and norms.after,
+                shared_norm=norms and norms.shared,
+                gathered=gathered,
+                hidden=hidden,
+                quantized=quantized,
+                results=results,
+            )

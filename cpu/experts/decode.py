@@ -7,7 +7,7 @@ The threads share its cost evenly.
 """
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from sparsekv_cli.cpu.experts.routing import (
     NO_BIAS,
@@ -17,9 +17,9 @@ from sparsekv_cli.cpu.experts.routing import (
     sigmoid_product,
     weigh_row,
 )
+from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep
-from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes
@@ -27,51 +27,26 @@ from sparsekv_cli.cpu.layer.decode import (
     COLUMNS,
     KERNEL,
     PLANES,
-    REGION,
     ROW_BYTES,
     ROWS,
     WEIGHTS,
     add_rows,
     finish_attention,
-    float_rows,
     floats,
     most_planes,
     multiply,
     project_qkv,
     rms_norm,
 )
+from sparsekv_cli.cpu.layer.state import LayerState
+from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.dot import call_rows
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
 from sparsekv_cli.cpu.weights.interleaved import GROUP
 
-# The matrices of such a layer's record in ``LAYER``, after its inputs: o, the router, whose inputs
-# are f32, and the shared expert's gate, up and down. These are zero if there is no shared expert.
+# The matrices of such a layer's LayerState, after its inputs: o, the router, whose inputs are
+# f32, and the shared expert's gate, up and down. These are zero if there is no shared expert.
 ROUTER, SHARED, N_LATER = 1, 2, 5
-
-# A layer's second record. B: rows of the step. There are B (n_used + 1) slots: one for each row and
-# each of its experts, then one for each row and the shared expert.
-EXPERTS = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            *("n_expert", "n_used", "n_ff", "n_shared"),  # n_shared: the shared expert's n_ff, or 0
-            "n_parts",  # matrices of gate and up: two, or one if they are merged
-            "normalised",  # whether the weights of the chosen experts sum to 1
-            "choice_bias",  # f32 (n_expert,): ``route_row`` then takes sigmoids; 0: a softmax
-            "matrices",  # int64 (n_parts + 1, 6): the first expert's, down last; the others follow
-            "shared_gate",  # f32 (n_embd,), or 0
-            "router_bias",  # f32 (n_expert,), or 0
-            *("hidden_bias", "result_bias"),  # f32 (n_expert, 2 n_ff) and (n_expert, n_embd), or 0
-            "result_scale",  # f32 (n_expert,): factors of the experts' results, or 0
-            *("router_norm", "expert_norm"),  # f32 (n_embd,), of x; or 0: both take ``normed``
-            *("result_norm", "shared_norm"),  # f32 (n_embd,), of both sums, or 0
-            *("gathered", "gathered_row"),  # scratch (slots, bytes of a row as f32 and quantised)
-            *("hidden", "hidden_row"),  # scratch (slots, 4 (2 n_ff + 16) bytes)
-            *("quantized", "quantized_row"),  # scratch (slots, bytes of a quantised row of n_ff)
-            "results",  # scratch f32 (slots, n_embd)
-        )
-    ]
-)
 
 # Columns of a table of jobs, int64: those of a matrix, then its inputs and outputs.
 SOURCE, SOURCE_ROW, N_INPUTS, OUT, OUT_ROW, N_COLUMNS = range(6, 12)
@@ -176,23 +151,16 @@ def _expect_down(matrix, offsets):
     keep(regions)
 
 
-@njit(cache=True, nogil=True)
-def _later_matrices(layer):
-    """Returns the layer's matrices after its inputs."""
-    n = layer.n_inputs
-    return carray(integer_pointer(layer.matrices), (n + N_LATER, 6))[n:]
-
-
-@njit(cache=True, nogil=True)
-def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
+@njit(cache=True, nogil=True, forceinline=True)
+def gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
     """Sets the jobs of gate and up of the chosen and the shared experts; returns their number.
 
-    given: addresses of the experts' inputs, in f32 and quantised.
+    layer, mixture: views of LayerState and MixtureState. given: addresses of the experts' inputs,
+    in f32 and quantised.
     """
-    n_embd = layer.n_embd
+    n_embd, n_parts = layer.n_embd, mixture.n_parts
     x_row, stride = 4 * n_embd, quantized_stride(n_embd)
-    n_parts = mixture.n_parts
-    table = carray(integer_pointer(mixture.matrices), (n_parts, 6))
+    hidden, hidden_row = mixture.hidden.ctypes.data, mixture.hidden.strides[0]
     n = 0
     for e in range(mixture.n_expert):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
@@ -202,170 +170,168 @@ def _gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs):
         x, quantized = given[0] + b * x_row, given[1] + b * stride
         inputs = (x, x_row, quantized, stride)
         if count > 1:
-            at, row = mixture.gathered + first * mixture.gathered_row, mixture.gathered_row
+            row = mixture.gathered.strides[0]
+            at = mixture.gathered.ctypes.data + first * row
             for p in range(count):
                 b = rows[first + p]
                 _copy(given[0] + b * x_row, at + p * row, x_row)
                 _copy(given[1] + b * stride, at + p * row + x_row, stride)
             inputs = (at, row, at + x_row, row)
-        out = mixture.hidden + first * mixture.hidden_row
-        _set_jobs(jobs[n : n + n_parts], table, e, inputs, count, out, mixture.hidden_row)
+        _set_jobs(
+            jobs[n : n + n_parts], mixture.matrices[:n_parts], e, inputs, count,
+            hidden + first * hidden_row, hidden_row,
+        )  # fmt: skip
         n += n_parts
     if mixture.n_shared:
-        table = _later_matrices(layer)[SHARED : SHARED + 2]
-        inputs = (layer.normed, x_row, layer.quantized, stride)
-        out = mixture.hidden + rows.shape[0] * mixture.hidden_row
-        _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, mixture.hidden_row)
+        table = layer.matrices[layer.n_inputs + SHARED : layer.n_inputs + SHARED + 2]
+        inputs = (layer.normed.ctypes.data, x_row, layer.quantized.ctypes.data, stride)
+        out = hidden + rows.shape[0] * hidden_row
+        _set_jobs(jobs[n : n + 2], table, 0, inputs, n_rows, out, hidden_row)
         n += 2
     return n
 
 
 @njit(cache=True, nogil=True)
-def _add_biases(slots, offsets, biases, n):
+def _add_biases(slots, offsets, biases):
     """Adds each expert's bias to its slots.
 
-    slots: address and bytes of a row; biases: address of f32 (experts, n), or 0.
+    slots f32 (slots, >= n); biases f32 (experts, n), or empty.
     """
-    if biases == 0:
-        return
-    for e in range(offsets.shape[0] - 1):
-        bias = floats(biases + 4 * n * e, n)
+    for e in range(offsets.shape[0] - 1 if biases.shape[0] else 0):
         for p in range(offsets[e], offsets[e + 1]):
-            row = floats(slots[0] + p * slots[1], n)
-            for c in range(n):
-                row[c] += bias[c]
+            for c in range(biases.shape[1]):
+                slots[p, c] += biases[e, c]
 
 
 @njit(cache=True, nogil=True)
-def _gate_rows(activation, mixture, first, count, n_ff, n_planes):
-    """Overwrites the gate of some slots by act(gate) * up; quantises it if n_planes is not 0."""
-    row = mixture.hidden_row
-    for p in range(first, first + count):
-        gate = mixture.hidden + p * row
-        floats_of = float_rows(gate, 1, n_ff)
-        gate_lanes(floats_of, activation, gate, gate + 4 * n_ff, gate, n_ff)
+def _gate_rows(activation, hidden, quantized, n_ff, n_planes):
+    """Overwrites the gate of slots by act(gate) * up; quantises it if n_planes is not 0.
+
+    hidden f32 (slots, >= 2 n_ff), quantized uint8 (slots, row).
+    """
+    for p in range(hidden.shape[0]):
+        gate = hidden[p].ctypes.data
+        gate_lanes(hidden, activation, gate, gate + 4 * n_ff, gate, n_ff)
     if n_planes:
-        at, stride = mixture.quantized + first * mixture.quantized_row, mixture.quantized_row
-        quantize_rows(mixture.hidden + first * row, row, count, n_ff, n_planes, at, stride)
+        quantize_rows(
+            hidden.ctypes.data, hidden.strides[0], hidden.shape[0], n_ff, n_planes,
+            quantized.ctypes.data, quantized.strides[0],
+        )  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def _down(layer, mixture, offsets, n_slots, n_rows, jobs):
     """Sets the jobs of down of the chosen and the shared experts; returns their number."""
-    n_parts = mixture.n_parts
-    table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))[n_parts:]
-    row, stride, n = mixture.hidden_row, mixture.quantized_row, 0
+    hidden, row = mixture.hidden.ctypes.data, mixture.hidden.strides[0]
+    quantized, stride = mixture.quantized.ctypes.data, mixture.quantized.strides[0]
+    results, result_row, n = mixture.results.ctypes.data, 4 * layer.n_embd, 0
     for e in range(mixture.n_expert):
         first, count = offsets[e], offsets[e + 1] - offsets[e]
         if count:
-            inputs = mixture.hidden + first * row, row, mixture.quantized + first * stride, stride
-            out = mixture.results + 4 * layer.n_embd * first
-            _set_jobs(jobs[n : n + 1], table, e, inputs, count, out, 4 * layer.n_embd)
+            inputs = hidden + first * row, row, quantized + first * stride, stride
+            _set_jobs(
+                jobs[n : n + 1], mixture.matrices[mixture.n_parts :], e, inputs, count,
+                results + first * result_row, result_row,
+            )  # fmt: skip
             n += 1
     if mixture.n_shared:
-        table = _later_matrices(layer)[SHARED + 2 :]
-        at = mixture.hidden + n_slots * row, row, mixture.quantized + n_slots * stride, stride
-        out = mixture.results + 4 * layer.n_embd * n_slots
-        _set_jobs(jobs[n : n + 1], table, 0, at, n_rows, out, 4 * layer.n_embd)
+        last = layer.n_inputs + SHARED + 2
+        inputs = hidden + n_slots * row, row, quantized + n_slots * stride, stride
+        _set_jobs(
+            jobs[n : n + 1], layer.matrices[last : last + 1], 0, inputs, n_rows,
+            results + n_slots * result_row, result_row,
+        )  # fmt: skip
         n += 1
     return n
 
 
 @njit(cache=True, nogil=True)
-def add_experts(layers, mixtures, i, n_rows, n_threads):
-    """x += s (the experts of layer i over ``normed``), for n_rows rows; s: residual_scale.
+def add_experts(at, mixture_at, n_rows, n_threads):
+    """x += s (the experts of a layer over ``normed``), for n_rows rows; s: residual_scale.
 
-    layers, mixtures: records of ``LAYER`` and of ``EXPERTS``. If router and experts have their own
-    norms, these are norms of x, and only the shared expert takes ``normed``. Then both results have
-    a norm, too.
+    at, mixture_at: of records of LayerState and of MixtureState. If router and experts have their
+    own norms, these are norms of x, and only the shared expert takes ``normed``. Then both results
+    have a norm, too.
     """
-    layer, mixture = layers[i], mixtures[i]
+    layer, mixture = view(LayerState, at), view(MixtureState, mixture_at)
     n_embd, n_expert, n_used = layer.n_embd, mixture.n_expert, mixture.n_used
     n_slots, n_parts, eps = n_rows * n_used, mixture.n_parts, np.float32(layer.eps)
-    matrices = _later_matrices(layer)
-    table = carray(integer_pointer(mixture.matrices), (n_parts + 1, 6))
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    router_norm = floats(mixture.router_norm, n_embd)
-    expert_norm = floats(mixture.expert_norm, n_embd)
-    has_norms, routed, given = router_norm.shape[0] > 0, layer.normed, layer.normed
+    matrices, table = layer.matrices[layer.n_inputs :], mixture.matrices
+    x, normed, results = layer.x, layer.normed, mixture.results
+    has_norms = mixture.router_norm.shape[0] > 0
+    routed = given = np.int64(normed.ctypes.data)
     own = np.empty((2, n_rows if has_norms else 0, n_embd), np.float32)
     if has_norms:
         routed, given = np.int64(own[0].ctypes.data), np.int64(own[1].ctypes.data)
         for b in range(n_rows):
-            rms_norm(x[b], router_norm, eps, own[0, b])
-            rms_norm(x[b], expert_norm, eps, own[1, b])
+            rms_norm(x[b], mixture.router_norm, eps, own[0, b])
+            rms_norm(x[b], mixture.expert_norm, eps, own[1, b])
     logits = np.empty((n_rows, n_expert), np.float32)
-    expect(layer.regions + REGION * (layer.n_inputs + SHARED))
+    expect(layer.regions[layer.n_inputs + SHARED :].ctypes.data)
     multiply(
-        matrices[ROUTER : ROUTER + 1], routed, 4 * n_embd, n_rows, layer.quantized,
+        matrices[ROUTER : ROUTER + 1], routed, 4 * n_embd, n_rows, layer.quantized.ctypes.data,
         logits.ctypes.data, 4 * n_expert, n_threads,
     )  # fmt: skip
     keep(logits)
     chosen, weights = np.empty((n_rows, n_used), np.int64), np.empty((n_rows, n_used), np.float32)
     offsets, rows = np.empty(n_expert + 1, np.int64), np.empty(n_slots, np.int64)
     places = np.empty((n_rows, n_used), np.int64)
-    router_bias = floats(mixture.router_bias, n_expert)
-    choice_bias = floats(mixture.choice_bias, n_expert)
-    scale = floats(mixture.result_scale, n_expert)
     for b in range(n_rows):
-        for e in range(router_bias.shape[0]):
-            logits[b, e] += router_bias[e]
-        route_row(logits[b], choice_bias, mixture.normalised != 0, chosen[b], weights[b])
-        if scale.shape[0]:
+        for e in range(mixture.router_bias.shape[0]):
+            logits[b, e] += mixture.router_bias[e]
+        route_row(logits[b], mixture.choice_bias, mixture.normalised, chosen[b], weights[b])
+        if mixture.result_scale.shape[0]:
             for j in range(n_used):
-                weights[b, j] *= scale[chosen[b, j]]
+                weights[b, j] *= mixture.result_scale[chosen[b, j]]
     group_rows(chosen, offsets, rows, places)
 
     n_planes = max(most_planes(table[:n_parts]), most_planes(matrices[SHARED : SHARED + 2]))
-    stride, quantized = quantized_stride(n_embd), layer.quantized
+    stride, quantized = quantized_stride(n_embd), np.int64(layer.quantized.ctypes.data)
     if n_planes:
-        quantize_rows(layer.normed, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
+        quantize_rows(normed.ctypes.data, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
     own_quantized = np.empty(n_rows * stride if has_norms and n_planes else 0, np.uint8)
     if has_norms and n_planes:
         quantized = np.int64(own_quantized.ctypes.data)
         quantize_rows(given, 4 * n_embd, n_rows, n_embd, n_planes, quantized, stride)
     jobs = np.empty((2 * (min(n_slots, n_expert) + 1), N_COLUMNS), np.int64)
     _expect_down(table[n_parts], offsets)
-    n = _gate_and_up(layer, mixture, (given, quantized), offsets, rows, n_rows, jobs)
+    n = gate_and_up(layer, mixture, (given, quantized), offsets, rows, n_rows, jobs)
     run_jobs(jobs[:n], n_threads)
     keep(own)
     keep(own_quantized)
-    hidden = mixture.hidden, mixture.hidden_row
-    _add_biases(hidden, offsets, mixture.hidden_bias, 2 * mixture.n_ff)
-    _gate_rows(layer.activation, mixture, 0, n_slots, mixture.n_ff, table[n_parts, PLANES])
+    hidden, to = mixture.hidden, mixture.quantized
+    _add_biases(hidden, offsets, mixture.hidden_bias)
+    n_planes = table[n_parts, PLANES]
+    _gate_rows(layer.activation, hidden[:n_slots], to[:n_slots], mixture.n_ff, n_planes)
     if mixture.n_shared:
-        n_planes = matrices[SHARED + 2, PLANES]
-        _gate_rows(layer.activation, mixture, n_slots, n_rows, mixture.n_shared, n_planes)
-    expect(layer.regions + REGION * (layer.n_inputs + N_LATER))
+        n_planes, shared = matrices[SHARED + 2, PLANES], slice(n_slots, n_slots + n_rows)
+        _gate_rows(layer.activation, hidden[shared], to[shared], mixture.n_shared, n_planes)
+    expect(layer.regions[layer.n_inputs + N_LATER :].ctypes.data)
     run_jobs(jobs[: _down(layer, mixture, offsets, n_slots, n_rows, jobs)], n_threads)
 
-    _add_biases((mixture.results, 4 * n_embd), offsets, mixture.result_bias, n_embd)
-    results = float_rows(mixture.results, n_slots + n_rows, n_embd)
-    shared_gate = floats(mixture.shared_gate, n_embd)
-    result_norm = floats(mixture.result_norm, n_embd)
-    shared_norm = floats(mixture.shared_norm, n_embd)
+    _add_biases(results, offsets, mixture.result_bias)
     for b in range(n_rows):
-        weight, shared = sigmoid_product(normed[b], shared_gate), results[n_slots + b]
+        weight, shared_row = sigmoid_product(normed[b], mixture.shared_gate), results[n_slots + b]
         weigh_row(results, places[b], weights[b], normed[b])
         if has_norms:
-            rms_norm(normed[b], result_norm, eps, normed[b])
-            rms_norm(shared, shared_norm, eps, shared)
+            rms_norm(normed[b], mixture.result_norm, eps, normed[b])
+            rms_norm(shared_row, mixture.shared_norm, eps, shared_row)
         if mixture.n_shared:
             for c in range(n_embd):
-                normed[b, c] += weight * shared[c]
-    add_rows(
-        x, normed, floats(layer.ffn_post_norm, n_embd), eps, np.float32(layer.residual_scale),
-        n_rows,
-    )  # fmt: skip
+                normed[b, c] += weight * shared_row[c]
+    add_rows(x, normed, layer.ffn_post_norm, eps, np.float32(layer.residual_scale), n_rows)
 
 
 @njit(cache=True, nogil=True)
-def next_expert_layer(layers, mixtures, i, attended, n_rows, n_threads):
-    """Runs layer i after its attention, then ``project_qkv`` of the next layer, if any."""
-    finish_attention(layers, i, attended, n_rows, n_threads)
-    add_experts(layers, mixtures, i, n_rows, n_threads)
-    if i + 1 < layers.shape[0]:
-        project_qkv(layers, i + 1, n_rows, n_threads)
+def next_expert_layer(at, mixture_at, following, attended, n_rows, n_threads):
+    """Runs a layer after its attention, then ``project_qkv`` of the next one.
+
+    following: the address of the next layer's LayerState; 0: there is none.
+    """
+    finish_attention(at, attended, n_rows, n_threads)
+    add_experts(at, mixture_at, n_rows, n_threads)
+    if following:
+        project_qkv(following, n_rows, n_threads)
 
 
 def experts_ref(

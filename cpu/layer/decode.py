@@ -4,7 +4,8 @@
 projection, residual, RMS norm. ``finish_layer``: ``finish_attention``, the gated feed-forward and
 its residual. Each addition to the residual stream may have its own RMS norm. ``next_layer`` joins
 a layer's second stage and the next layer's first stage. One call saves microseconds for the
-arguments. For the same reason all constant arguments are in a record of ``LAYER``.
+arguments. For the same reason all constant arguments are in a record of LayerState, whose address
+the functions get.
 experts/decode.py has layers with experts. A step has one or several rows (sequences), which share
 every weight that is loaded.
 """
@@ -14,10 +15,12 @@ from numba import carray, prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
-from sparsekv_cli.cpu.jit.pointers import address, float_pointer, integer_pointer
+from sparsekv_cli.cpu.jit.pointers import address, float_pointer
 from sparsekv_cli.cpu.jit.pool import N_REGIONS, expect
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SIGMOID, gate_lanes
+from sparsekv_cli.cpu.layer.state import LayerState
+from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights.dot import call_rows, kernel_address
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 from sparsekv_cli.cpu.weights.integer import quantize_rows, quantized_stride
@@ -27,44 +30,6 @@ from sparsekv_cli.cpu.weights.interleaved import GROUP
 # the kernel takes; 0: it takes f32.
 KERNEL, WEIGHTS, ROW_BYTES, ROWS, COLUMNS, PLANES = range(6)
 N_LATER = 4  # matrices of a layer after its n_inputs: o, gate, up, down
-REGION = 16  # bytes of an address and a size
-
-# One layer. All but the last two are int64: sizes, and addresses of contiguous arrays (f32 unless
-# said otherwise), 0 for vectors that the layer lacks. B: rows of the step; d' = d padded to 16.
-LAYER = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in (
-                # n_head_kv: 0 if the layer reads another layer's rows
-                *("n_embd", "n_head", "n_head_kv", "head_dim", "value_dim", "n_ff", "n_rot"),
-                "n_inputs",  # matrices before o: q, k, v; a recurrent layer (n_head = 0) has others
-                "gated",  # whether d elements of a gate follow each query's d projected elements
-                "interleaved",  # whether the pairs of a rotation are (0, 1), (2, 3) ... in q and k
-                "activation",  # of the gate, see layer/activation.py
-                *("attn_norm", "ffn_norm"),  # (n_embd,)
-                *("attn_post_norm", "ffn_post_norm"),  # (n_embd,), of the rows that are added to x
-                *("q_bias", "k_bias", "v_bias", "o_bias"),  # (rows of the matrix,)
-                *("q_norm", "k_norm", "v_norm"),  # (d,), and (d_v,)
-                "matrices",  # int64 (n_inputs + N_LATER, 6): a table (experts/decode.py: others)
-                "regions",  # addresses and sizes of its matrices and the next ones: matrix_regions
-                "x",  # (B, n_embd): the residual stream
-                *("cos", "sin"),  # (B, n_rot / 2): the rotation of each row's position
-                "q_scale",  # (B,): factor of a row's queries
-                *("q", "q_nope"),  # (B, H, d')
-                *("k", "k_nope"),  # (B, G, d')
-                "v",  # (B, G, d_v')
-                "normed",  # scratch (B, n_embd)
-                "projected",  # scratch (B, rows of the inputs' matrices); a recurrent layer's input
-                "packed",  # scratch (B, H d_v)
-                "hidden",  # scratch (B, 2 n_ff + 16)
-                "quantized",  # scratch uint8 (B, quantized_stride of the widest input)
-            )
-        ),
-        ("eps", np.float64),
-        ("residual_scale", np.float64),  # factor of the rows that are added to x
-    ]
-)
 
 
 def matrix_table(linears, n_planes) -> np.ndarray:
@@ -105,11 +70,6 @@ def floats(address, n):
 def float_rows(address, n_rows, n):
     """Returns the f32 array (n_rows, n) at an address."""
     return carray(float_pointer(address), (n_rows, n))
-
-
-@njit(cache=True, nogil=True)
-def padded(d):
-    return (d + LANES - 1) // LANES * LANES
 
 
 @njit(cache=True, nogil=True)
@@ -204,56 +164,44 @@ def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nop
 
 
 @njit(cache=True, nogil=True)
-def project_qkv(layers, i, n_rows, n_threads):
-    """Computes q, k, v, q_nope, k_nope of layer i from x, for n_rows rows.
+def project_qkv(at, n_rows, n_threads):
+    """Computes q, k, v, q_nope, k_nope of a layer from x, for n_rows rows.
 
-    layers: records of ``LAYER``. For a recurrent layer it computes only ``projected``.
+    at: of a record of LayerState. For a recurrent layer it computes only ``projected``.
     """
-    layer = layers[i]
+    layer = view(LayerState, at)
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
-    n_head, n_kv = layer.n_head, layer.n_head_kv
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    norm = floats(layer.attn_norm, n_embd)
+    n_head, n_kv, normed = layer.n_head, layer.n_head_kv, layer.normed
     for b in range(n_rows):
-        rms_norm(x[b], norm, eps, normed[b])
-    table = carray(integer_pointer(layer.matrices), (layer.n_inputs, 6))
-    expect(layer.regions + REGION * layer.n_inputs)
-    q_row = 2 * d if layer.gated else d
-    n_q, n_k, width = n_head * q_row, n_kv * d, table[:, ROWS].sum()
+        rms_norm(layer.x[b], layer.attn_norm, eps, normed[b])
+    expect(layer.regions[layer.n_inputs :].ctypes.data)
     multiply(
-        table, layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.projected, 4 * width,
+        layer.matrices[: layer.n_inputs], normed.ctypes.data, 4 * n_embd, n_rows,
+        layer.quantized.ctypes.data, layer.projected.ctypes.data, layer.projected.strides[0],
         n_threads,
     )  # fmt: skip
-    q_bias, k_bias = floats(layer.q_bias, n_q), floats(layer.k_bias, n_k)
-    v_bias, v_norm = floats(layer.v_bias, n_kv * d_v), floats(layer.v_norm, d_v)
-    q_norm, k_norm = floats(layer.q_norm, d), floats(layer.k_norm, d)
-    half, interleaved = layer.n_rot // 2, layer.interleaved != 0
-    d_out, d_v_out = padded(d), padded(d_v)
-    q_scale, one = floats(layer.q_scale, n_rows), np.float32(1)
+    q_row = 2 * d if layer.gated else d
+    half, one = layer.n_rot // 2, np.float32(1)
     for b in range(n_rows if n_head else 0):
-        cos, sin = floats(layer.cos + 4 * b * half, half), floats(layer.sin + 4 * b * half, half)
-        raw = layer.projected + 4 * b * width
-        at = 4 * b * n_head * d_out
+        cos, sin, raw = layer.cos[b, :half], layer.sin[b, :half], layer.projected[b].ctypes.data
         _rotate_heads(
-            float_rows(raw, n_head, q_row), d, q_bias, q_norm, eps, cos, sin, q_scale[b],
-            interleaved, float_rows(layer.q_nope + at, n_head, d_out),
-            float_rows(layer.q + at, n_head, d_out),
+            float_rows(raw, n_head, q_row), d, layer.q_bias, layer.q_norm, eps, cos, sin,
+            layer.q_scale[b], layer.interleaved, layer.q_nope[b], layer.q[b],
         )  # fmt: skip
-        at = 4 * b * n_kv * d_out
+        raw += 4 * n_head * q_row
         _rotate_heads(
-            float_rows(raw + 4 * n_q, n_kv, d), d, k_bias, k_norm, eps, cos, sin, one, interleaved,
-            float_rows(layer.k_nope + at, n_kv, d_out), float_rows(layer.k + at, n_kv, d_out),
+            float_rows(raw, n_kv, d), d, layer.k_bias, layer.k_norm, eps, cos, sin, one,
+            layer.interleaved, layer.k_nope[b], layer.k[b],
         )  # fmt: skip
-        raw_v = float_rows(raw + 4 * (n_q + n_k), n_kv, d_v)
-        v = float_rows(layer.v + 4 * b * n_kv * d_v_out, n_kv, d_v_out)
+        raw_v, v = float_rows(raw + 4 * n_kv * d, n_kv, d_v), layer.v[b]
         for g in range(n_kv):
             for c in range(d_v):
                 v[g, c] = raw_v[g, c]
-            if v_bias.shape[0]:
+            if layer.v_bias.shape[0]:
                 for c in range(d_v):
-                    v[g, c] += v_bias[g * d_v + c]
-            if v_norm.shape[0]:
-                rms_norm(v[g, :d_v], v_norm, eps, v[g, :d_v])
+                    v[g, c] += layer.v_bias[g * d_v + c]
+            if layer.v_norm.shape[0]:
+                rms_norm(v[g, :d_v], layer.v_norm, eps, v[g, :d_v])
 
 
 @njit(cache=True, nogil=True)
@@ -267,10 +215,10 @@ def add_rows(x, y, norm, eps, scale, n_rows):
 
 
 @njit(cache=True, nogil=True)
-def _gate_heads(layer, packed, n_rows, width):
+def _gate_heads(projected, n_head, packed, n_rows):
     """packed f32 (n_rows H, d_v) times the sigmoid of the gates in ``projected``."""
-    n_head, d, one = layer.n_head, layer.value_dim, np.float32(1)
-    projected, whole = float_rows(layer.projected, n_rows, width), d // LANES * LANES
+    d, one = packed.shape[1], np.float32(1)
+    whole = d // LANES * LANES
     for h in range(n_rows * n_head):
         gate, x = projected[h // n_head, (2 * (h % n_head) + 1) * d :], packed[h]
         gate_lanes(packed, SIGMOID, gate.ctypes.data, x.ctypes.data, x.ctypes.data, whole)
@@ -279,77 +227,70 @@ def _gate_heads(layer, packed, n_rows, width):
 
 
 @njit(cache=True, nogil=True)
-def finish_attention(layers, i, attended, n_rows, n_threads):
+def finish_attention(at, attended, n_rows, n_threads):
     """x += s (W_o attended + b); normed = norm(x), for n_rows rows; s: residual_scale.
 
-    attended f32 (n_rows H, >= d_v): the heads of the first row, then those of the next. A recurrent
-    layer has (n_rows, d_v).
+    at: of a record of LayerState. attended f32 (n_rows H, >= d_v): the heads of the first row, then
+    those of the next. A recurrent layer has (n_rows, d_v).
     """
-    layer = layers[i]
+    layer = view(LayerState, at)
     n_embd, n_head, d_v = layer.n_embd, max(1, layer.n_head), layer.value_dim
-    at = layer.n_inputs
-    table = carray(integer_pointer(layer.matrices), (at + 1, 6))
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
-    packed = float_rows(layer.packed, n_rows * n_head, d_v)
+    x, normed, packed, bias = layer.x, layer.normed, layer.packed, layer.o_bias
     for h in range(n_rows * n_head):
         for c in range(d_v):
             packed[h, c] = attended[h, c]
     if layer.gated:
-        _gate_heads(layer, packed, n_rows, table[:at, ROWS].sum())
-    expect(layer.regions + REGION * (at + 1))
+        _gate_heads(layer.projected, n_head, packed, n_rows)
+    o = layer.n_inputs
+    expect(layer.regions[o + 1 :].ctypes.data)
     multiply(
-        table[at:], layer.packed, 4 * n_head * d_v, n_rows, layer.quantized, layer.normed,
-        4 * n_embd, n_threads,
+        layer.matrices[o : o + 1], packed.ctypes.data, 4 * n_head * d_v, n_rows,
+        layer.quantized.ctypes.data, normed.ctypes.data, 4 * n_embd, n_threads,
     )  # fmt: skip
-    bias = floats(layer.o_bias, n_embd)
     if bias.shape[0]:
         for b in range(n_rows):
             for c in range(n_embd):
                 normed[b, c] += bias[c]
-    norm, eps = floats(layer.ffn_norm, n_embd), np.float32(layer.eps)
-    add_rows(
-        x, normed, floats(layer.attn_post_norm, n_embd), eps, np.float32(layer.residual_scale),
-        n_rows,
-    )  # fmt: skip
+    eps = np.float32(layer.eps)
+    add_rows(x, normed, layer.attn_post_norm, eps, np.float32(layer.residual_scale), n_rows)
     for b in range(n_rows):
-        rms_norm(x[b], norm, eps, normed[b])
+        rms_norm(x[b], layer.ffn_norm, eps, normed[b])
 
 
 @njit(cache=True, nogil=True)
-def finish_layer(layers, i, attended, n_rows, n_threads):
+def finish_layer(at, attended, n_rows, n_threads):
     """Runs ``finish_attention``, then x += s W_down (act(W_gate normed) * W_up normed)."""
-    finish_attention(layers, i, attended, n_rows, n_threads)
-    layer = layers[i]
-    n_embd, n_ff = layer.n_embd, layer.n_ff
-    at = layer.n_inputs
-    table = carray(integer_pointer(layer.matrices), (at + N_LATER, 6))
-    hidden_row = 4 * (2 * n_ff + LANES)
-    expect(layer.regions + REGION * (at + 3))
+    finish_attention(at, attended, n_rows, n_threads)
+    layer = view(LayerState, at)
+    n_embd, n_ff, o = layer.n_embd, layer.n_ff, layer.n_inputs
+    hidden, hidden_row = layer.hidden.ctypes.data, layer.hidden.strides[0]
+    normed, quantized = layer.normed.ctypes.data, layer.quantized.ctypes.data
+    expect(layer.regions[o + 3 :].ctypes.data)
     multiply(
-        table[at + 1 : at + 3], layer.normed, 4 * n_embd, n_rows, layer.quantized, layer.hidden,
-        hidden_row, n_threads,
+        layer.matrices[o + 1 : o + 3], normed, 4 * n_embd, n_rows, quantized, hidden, hidden_row,
+        n_threads,
     )  # fmt: skip
-    x, normed = float_rows(layer.x, n_rows, n_embd), float_rows(layer.normed, n_rows, n_embd)
     for b in range(n_rows):
-        gate = layer.hidden + b * hidden_row
-        gate_lanes(x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
-    expect(layer.regions + REGION * (at + 4))
+        gate = hidden + b * hidden_row
+        gate_lanes(layer.x, layer.activation, gate, gate + 4 * n_ff, gate, n_ff)
+    expect(layer.regions[o + 4 :].ctypes.data)
     multiply(
-        table[at + 3 :], layer.hidden, hidden_row, n_rows, layer.quantized, layer.normed,
+        layer.matrices[o + 3 : o + N_LATER], hidden, hidden_row, n_rows, quantized, normed,
         4 * n_embd, n_threads,
     )  # fmt: skip
-    add_rows(
-        x, normed, floats(layer.ffn_post_norm, n_embd), np.float32(layer.eps),
-        np.float32(layer.residual_scale), n_rows,
-    )  # fmt: skip
+    eps, scale = np.float32(layer.eps), np.float32(layer.residual_scale)
+    add_rows(layer.x, layer.normed, layer.ffn_post_norm, eps, scale, n_rows)
 
 
 @njit(cache=True, nogil=True)
-def next_layer(layers, i, attended, n_rows, n_threads):
-    """Runs ``finish_layer`` i, then ``project_qkv`` of the next layer, if there is one."""
-    finish_layer(layers, i, attended, n_rows, n_threads)
-    if i + 1 < layers.shape[0]:
-        project_qkv(layers, i + 1, n_rows, n_threads)
+def next_layer(at, following, attended, n_rows, n_threads):
+    """Runs ``finish_layer``, then ``project_qkv`` of the next layer.
+
+    following: the address of its record; 0: there is none.
+    """
+    finish_layer(at, attended, n_rows, n_threads)
+    if following:
+        project_qkv(following, n_rows, n_threads)
 
 
 @njit(cache=True, nogil=True)

@@ -5,34 +5,18 @@ A layer adds norm(W_out (act(W_gate x) * input)) to the stream.
 """
 
 import numpy as np
-from numba import carray, prange
+from numba import prange
 
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import LANES
-from sparsekv_cli.cpu.jit.pointers import integer_pointer
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import gate_lanes, gate_ref
-from sparsekv_cli.cpu.layer.decode import add_rows, float_rows, floats, multiply, rms_norm
+from sparsekv_cli.cpu.layer.decode import add_rows, multiply, rms_norm
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
+from sparsekv_cli.cpu.layer.state import InputState, LayerState
+from sparsekv_cli.cpu.vector.views import view
 
 ROOT_HALF = np.float32(0.5**0.5)
-
-# A layer's second record, next to ``LAYER``. All but the last are int64. B: rows of the step.
-INPUT = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in (
-                "n",  # elements of the input; 0: there is none
-                "matrices",  # int64 (2, 6): gate and output, a table as in layer/decode.py
-                "norm",  # f32 (n_embd,)
-                *("inputs", "inputs_row"),  # f32 (B, >= n + 16), and bytes from row to row
-                "hidden",  # scratch f32 (B, n + 16)
-            )
-        ),
-        ("scale", np.float64),  # of the residual stream after the layer
-    ]
-)
 
 
 @njit(cache=True, nogil=True)
@@ -86,30 +70,27 @@ def make_inputs(table, x, projected, norm, eps, quantized, inputs, n_rows, n_thr
 
 
 @njit(cache=True, nogil=True)
-def add_input(layers, records, i, n_rows, n_threads):
-    """Adds layer i's input to x and scales x, for n_rows rows.
+def add_input(at, input_at, n_rows, n_threads):
+    """Adds a layer's input to x and scales x, for n_rows rows.
 
-    layers, records: of ``LAYER`` and of ``INPUT``.
+    at, input_at: of records of LayerState and of InputState.
     """
-    layer, own = layers[i], records[i]
-    n_embd, n = layer.n_embd, own.n
-    x, hidden_row = float_rows(layer.x, n_rows, n_embd), 4 * (n + LANES)
+    layer, own = view(LayerState, at), view(InputState, input_at)
+    n_embd, n, x = layer.n_embd, own.n, layer.x
     if n:
-        table = carray(integer_pointer(own.matrices), (2, 6))
+        quantized, hidden_row = layer.quantized.ctypes.data, own.hidden.strides[0]
         multiply(
-            table[:1], layer.x, 4 * n_embd, n_rows, layer.quantized, own.hidden, hidden_row,
-            n_threads,
+            own.matrices[:1], x.ctypes.data, 4 * n_embd, n_rows, quantized, own.hidden.ctypes.data,
+            hidden_row, n_threads,
         )  # fmt: skip
         for b in range(n_rows):
-            at = own.hidden + b * hidden_row
-            gate_lanes(x, layer.activation, at, own.inputs + b * own.inputs_row, at, n)
+            gate, given = own.hidden[b].ctypes.data, own.inputs[b, own.first :].ctypes.data
+            gate_lanes(x, layer.activation, gate, given, gate, n)
         multiply(
-            table[1:], own.hidden, hidden_row, n_rows, layer.quantized, layer.normed, 4 * n_embd,
-            n_threads,
+            own.matrices[1:], own.hidden.ctypes.data, hidden_row, n_rows, quantized,
+            layer.normed.ctypes.data, 4 * n_embd, n_threads,
         )  # fmt: skip
-        added = float_rows(layer.normed, n_rows, n_embd)
-        norm, one = floats(own.norm, n_embd), np.float32(1)
-        add_rows(x, added, norm, np.float32(layer.eps), one, n_rows)
+        add_rows(x, layer.normed, own.norm, np.float32(layer.eps), np.float32(1), n_rows)
     scale = np.float32(own.scale)
     for b in range(n_rows):
         for c in range(n_embd):

@@ -46,7 +46,8 @@ class _Element:
 
 
 f32, f64 = _Element(np.float32), _Element(np.float64)
-i32, i64, u64 = _Element(np.int32), _Element(np.int64), _Element(np.uint64)
+i32, i64 = _Element(np.int32), _Element(np.int64)
+u8, u64 = _Element(np.uint8), _Element(np.uint64)
 f16 = _Element(np.uint16)  # kernels read the bits of f16
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cpu.jit.pointers import address, on_lines
+from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.layer import decode as fused
 from sparsekv_cli.cpu.layer import layer_input as kernels
+from sparsekv_cli.cpu.layer.state import InputState
 from sparsekv_cli.models.layers.layer_input import InputEmbedding, LayerInput
 
 
@@ -48,11 +49,9 @@ class InputSteps:
         n_planes: int,
         eps: float,
     ) -> None:
-        self.records = np.zeros(len(layers), kernels.INPUT)
+        self.states = [InputState(scale=scale) for _, scale in layers]
         self._embedding = embedding
-        self._kept: list[np.ndarray] = []  # arrays whose addresses are in ``records``
         self.are_any = embedding is not None or any(scale != 1.0 for _, scale in layers)
-        self.records["scale"] = [scale for _, scale in layers]
         if embedding is None:
             return
         n, n_all = len(embedding.norm), embedding.projection.n_rows
@@ -62,21 +61,15 @@ class InputSteps:
             on_lines((capacity, width + fused.LANES), np.float32, zeros=True)
             for width in (n_all, n_all, n)
         )
-        self._kept.append(hidden)
         for i, (layer, _) in enumerate(layers):
             assert layer is not None
-            table = fused.matrix_table([layer.gate, layer.output], n_planes)
-            self._kept.append(table)
-            fields = {
-                "n": n,
-                "matrices": address(table),
-                "norm": address(layer.norm),
-                "inputs": address(self._inputs) + 4 * n * i,
-                "inputs_row": self._inputs.strides[0],
-                "hidden": address(hidden),
-            }
-            for name, value in fields.items():
-                self.records[i][name] = value
+            self.states[i].set(n=n, first=n * i)
+            self.states[i].use(
+                matrices=fused.matrix_table([layer.gate, layer.output], n_planes),
+                norm=layer.norm,
+                inputs=self._inputs,
+                hidden=hidden,
+            )
 
     def begin(
         self, tokens: Sequence[int], x: np.ndarray, quantized: np.ndarray, n_threads: int

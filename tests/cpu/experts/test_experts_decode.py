@@ -6,10 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
+from numba import njit
 from tiny_models import random_rows, tensor_rng
 
 from sparsekv_cli.cpu.experts import decode, routing
+from sparsekv_cli.cpu.experts.state import MixtureState
 from sparsekv_cli.cpu.layer import decode as fused
+from sparsekv_cli.cpu.layer.state import LayerState
+from sparsekv_cli.cpu.vector.views import view
 from sparsekv_cli.cpu.weights import dot, integer, interleaved
 from sparsekv_cli.models.experts import ExpertSteps, expert_matrices
 from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
@@ -79,21 +83,20 @@ class Mixture:
         self.regions = fused.matrix_regions([self.table, self.table])
         self.x, self.normed = np.zeros((2, capacity, N_EMBD), np.float32)
         self.quantized = np.zeros((capacity, integer.quantized_stride(N_EMBD)), np.uint8)
-        self.layers = np.zeros(1, fused.LAYER)
-        fields = {"n_embd": N_EMBD, "n_inputs": 3, "residual_scale": SCALE}
-        arrays = {
-            "matrices": self.table, "regions": self.regions, "x": self.x, "normed": self.normed,
-            "quantized": self.quantized,
-        }  # fmt: skip
-        for name, value in (fields | {k: dot.address(a) for k, a in arrays.items()}).items():
-            self.layers[0][name] = value
+        unused, ones = np.zeros((capacity, 1), np.float32), np.ones(N_EMBD, np.float32)
+        self.layer = LayerState(
+            n_inputs=3, residual_scale=SCALE, matrices=self.table, regions=self.regions, x=self.x,
+            normed=self.normed, quantized=self.quantized, attn_norm=ones, ffn_norm=ones,
+            q_scale=unused[:, 0].copy(),
+            **dict.fromkeys(("cos", "sin", "projected", "packed", "hidden"), unused),
+        )  # fmt: skip
 
     def run(self, normed: np.ndarray, n_threads: int = 2) -> np.ndarray:
         """What a step of these rows adds to x."""
         n_rows = len(normed)
         x = 2 * normed[:, ::-1] if self.norms else 0
         self.x[:n_rows], self.normed[:n_rows] = x, normed
-        decode.add_experts(self.layers, self.steps.records, 0, n_rows, n_threads)
+        decode.add_experts(self.layer.at, self.steps.states[0].at, n_rows, n_threads)
         return self.x[:n_rows] - x
 
     def expected(self, normed: np.ndarray) -> np.ndarray:
@@ -157,16 +160,22 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(wtype, repacks):
         np.testing.assert_array_equal(mixture.run(normed, n_threads), expected)
 
 
+@njit
+def set_jobs(at, mixture_at, offsets, rows, n_rows, jobs):
+    layer, mixture = view(LayerState, at), view(MixtureState, mixture_at)
+    given = layer.normed.ctypes.data, layer.quantized.ctypes.data
+    return decode.gate_and_up(layer, mixture, given, offsets, rows, n_rows, jobs)
+
+
 def test_weights_of_an_expert_are_read_once_for_all_rows():
     """Rows that choose the same experts make no more jobs than one of them."""
     mixture = Mixture(4, "Q8_0")
-    layer, record = mixture.layers[0], mixture.steps.records[0]
-    given = layer["normed"], layer["quantized"]
+    at, mixture_at = mixture.layer.at, mixture.steps.states[0].at
     for n_rows in (1, 4):
         jobs = np.zeros((2 * N_EXPERT, decode.N_COLUMNS), np.int64)
         chosen = np.array([[2, 0, 5]] * n_rows)
         offsets, taken, _ = routing.group_ref(chosen, N_EXPERT)
-        n = decode._gate_and_up(layer, record, given, offsets, taken, n_rows, jobs)
+        n = set_jobs(at, mixture_at, offsets, taken, n_rows, jobs)
         assert n == 2 * N_USED
         np.testing.assert_array_equal(jobs[:n, decode.N_INPUTS], n_rows)
 

@@ -1,0 +1,50 @@
+"""What decode steps read and write of a layer's experts, declared once.
+
+B: rows of the step. There are B (n_used + 1) slots: one for each row and each of its experts, then
+one for each row and the shared expert.
+"""
+
+import numpy as np
+
+from sparsekv_cli.cpu.layer.state import N_COLUMNS
+from sparsekv_cli.cpu.vector.declared import Size, f32, i64, u8
+from sparsekv_cli.cpu.vector.fields import KernelFields
+
+
+class MixtureState(KernelFields):
+    """The experts of one layer. Layers share the scratch."""
+
+    n_embd: Size
+    n_matrices: Size
+    n_of_experts: Size  # n_expert, or 0 if there is no vector of this length
+    n_hidden_bias: Size  # 2 n_ff
+    n_slots: Size
+    gathered_row: Size
+    n_hidden: Size
+    quantized_row: Size
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    n_shared: int  # the shared expert's n_ff, or 0
+    n_parts: int  # matrices of gate and up: two, or one if they are merged
+    normalised: bool  # whether the weights of the chosen experts sum to 1
+
+    # The first expert's matrices, down last; the others follow.
+    matrices: np.ndarray = i64("n_matrices", N_COLUMNS)
+    choice_bias: np.ndarray = f32("n_of_experts", optional=True)  # for sigmoids, see ``route_row``
+    router_bias: np.ndarray = f32("n_of_experts", optional=True)
+    result_scale: np.ndarray = f32("n_of_experts", optional=True)  # of the experts' results
+    hidden_bias: np.ndarray = f32("n_of_experts", "n_hidden_bias", optional=True)
+    result_bias: np.ndarray = f32("n_of_experts", "n_embd", optional=True)
+    shared_gate: np.ndarray = f32("n_embd", optional=True)
+    router_norm: np.ndarray = f32("n_embd", optional=True)  # of x; without it both take ``normed``
+    expert_norm: np.ndarray = f32("n_embd", optional=True)
+    result_norm: np.ndarray = f32("n_embd", optional=True)  # of both sums
+    shared_norm: np.ndarray = f32("n_embd", optional=True)
+
+    # Scratch.
+    gathered: np.ndarray = u8("n_slots", "gathered_row")  # rows as f32, then quantised
+    hidden: np.ndarray = f32("n_slots", "n_hidden")  # 2 n_ff + 16 of the widest expert
+    quantized: np.ndarray = u8("n_slots", "quantized_row")  # rows of n_ff
+    results: np.ndarray = f32("n_slots", "n_embd")
