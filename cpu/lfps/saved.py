@@ -46,16 +46,24 @@ class SavedTables:
             array[:] = before
 
 
+class Indexed(NamedTuple):
+    """What the tables of a layer cover."""
+
+    n: int = 0  # rows; 0: none, and the next step makes an index
+    n_start: int = 0  # rows that they covered at first
+    n_pending: int = 0  # rows after the step whose update is pending; 0: none
+
+
 class SavedStep(NamedTuple):
     """A layer of lfps before a step.
 
-    tables: None before a dense step, which changes none. queries: the last ones. n_indexed: rows in
-    the tables. n_parts: the scout's.
+    tables: None before a dense step, which changes none. queries: the last ones. n_parts: the
+    scout's.
     """
 
     tables: SavedTables | None
     queries: Any
-    n_indexed: int
+    indexed: Indexed
     n_parts: int
 
 

@@ -1,5 +1,7 @@
 """A decode step of LFPS for a whole layer, as one compiled call."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import carray
 
@@ -68,12 +70,26 @@ def _pending_update(n_head: int, n: int) -> PendingUpdate:
     return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
 
 
+class StepPlan(NamedTuple):
+    """What a step is, whoever computes its parts and when."""
+
+    n: int  # rows, with the current token's
+    k_budget: int  # rows that a head attends to besides the sinks, |C2|
+    limit: int  # most rows of C1
+    n_scanned: int  # parts of PART rows that the scout scores; it finds one row in each
+    by_group: bool  # whether the heads of a kv group score each other's candidates
+    a: float  # of eq 8
+
+
 class LFPSStep(KernelStep):
     """Runs the steps of one layer's LFPS cache.
 
     constants: lfps/bypass.py. sinks f32 (H,): each head's score without a value, or empty. raised
-    f64 (H,): factors of the thresholds. statistics int64 (H, N_STATISTICS): steps add to them. The
-    caller calls ``use_tables`` first, and again for new tables.
+    f64 (H,): factors of the thresholds. statistics int64 (H, N_STATISTICS): steps add to them.
+
+    defers: whether ``run`` leaves the update of the tables to ``finish``. ``finish`` also computes
+    the candidates of the next step, which ``run`` takes if it gets the same plan. ``drop`` makes it
+    forget both.
     """
 
     def __init__(
@@ -83,21 +99,22 @@ class LFPSStep(KernelStep):
         sinks: np.ndarray,
         raised: np.ndarray,
         statistics: np.ndarray,
+        tables: Tables,
         n_threads: int,
     ) -> None:
         self._rules = rules
-        self._is_later = self._is_traced = False
+        self.defers = self._is_traced = False
+        self._marked: StepPlan | None = None  # the step whose candidates ``finish`` has computed
         self._journal: Journal | None = None
-        self._shared: tuple[bool, float] | None = None  # what ``share`` has set
+        self._shared: tuple[bool, float] | None = None  # by_group and a, as in the record
         all_sinks = np.full(len(raised), -np.inf, np.float32)
         all_sinks[: len(sinks)] = sinks
-        self.pending = _pending_update(len(raised), 0)  # of the last step that deferred its update
+        self._pending = _pending_update(len(raised), 0)  # of the last step that deferred its update
         state = LFPSState(
             constants=constants, raised=raised, statistics=statistics, sinks=all_sinks,
-            pending=self.pending, rules=rules, n_threads=n_threads,
+            tables=tables, pending=self._pending, rules=rules, n_threads=n_threads,
         )  # fmt: skip
         super().__init__(state, run_thread)
-        self.share(rules.by_group, rules.a)
 
     def use_tables(self, tables: Tables) -> None:
         self.state.use(tables=tables)
@@ -106,19 +123,6 @@ class LFPSStep(KernelStep):
         """Sets the codes. Call it again for new codes."""
         self.state.set(codes=scout.known())
 
-    def trace(self, attended: np.ndarray, counts: np.ndarray) -> None:
-        """Makes steps list the rows that each head attended to, sinks first, until ``untrace``.
-
-        attended int32 (H, m): the first counts[h] columns are set. counts int64 (H,).
-        """
-        self._is_traced = True
-        self.state.use(attended=attended, n_attended=counts)
-
-    def untrace(self) -> None:
-        if self._is_traced:
-            self._is_traced = False
-            self.state.use(attended=None, n_attended=None)
-
     def exclude_sinks(self, lse: np.ndarray) -> None:
         """Makes steps leave the sinks out of their output.
 
@@ -126,64 +130,70 @@ class LFPSStep(KernelStep):
         """
         self.state.use(lse=lse)
 
-    def update_later(self) -> None:
-        """Makes steps defer the update of their tables to ``update_tables``."""
-        self._is_later = True
+    def drop(self) -> None:
+        """Drops the update that ``finish`` would do, and the candidates that it has computed."""
+        self._marked = None
+        self._pending.sizes[:] = 0
 
-    def use_journal(self, journal: Journal | None) -> None:
-        """Makes updates save the entries that they change to ``journal``; None: to no journal."""
+    def run(
+        self,
+        plan: StepPlan,
+        layout: np.ndarray,
+        rows: tuple[np.ndarray, np.ndarray, np.ndarray],
+        out: np.ndarray,
+        attended: tuple[np.ndarray, np.ndarray] | None,
+        journal: Journal | None,
+    ) -> None:
+        """Runs a step: rows f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v) -> out f32 (H, d_v).
+
+        layout: of the KV store. attended: int32 (H, m), which receives the rows that each head
+        attended to, sinks first, and their number int64 (H,); or None. journal: receives the
+        entries of the tables that the step changes; or None.
+        """
+        is_marked, self._marked = self._marked == plan, None
+        self._prepare(plan, layout, is_marked)
+        arrays: dict[str, Any] = dict(zip(("q", "k", "v"), rows, strict=True))
+        if attended is not None or self._is_traced:
+            arrays["attended"], arrays["n_attended"] = attended or (None, None)
+            self._is_traced = attended is not None
         if journal is not self._journal:
-            self._journal = journal
-            self.state.use(journal=journal)
+            self._journal = arrays["journal"] = journal
+        self.state.use(out=out, **arrays)
+        lfps_step(self.at)
 
-    def _keep(self, k_budget: int) -> None:
+    def finish(self, following: StepPlan, layout: np.ndarray) -> None:
+        """Updates the tables with the weights of the last step (eq 10), if it deferred that.
+
+        Then it computes thresholds and candidates C0 (eq 7, 8) of the following step.
+        """
+        lfps_task(self.at, UPDATE)
+        self._prepare(following, layout, False)
+        lfps_task(self.at, MARK)
+        self._marked = following
+
+    def _prepare(self, plan: StepPlan, layout: np.ndarray, is_marked: bool) -> None:
+        state, k_budget = self.state, plan.k_budget
+        recent = max(1, min(self._rules.recent, k_budget // 2))  # the current row is one
+        assert plan.limit >= recent  # or thresholds would never stop rising
+        if (plan.by_group, plan.a) != self._shared:
+            rules = self._rules._replace(by_group=plan.by_group, a=plan.a)
+            state.set(rules=rules, n_head_groups=state.n_kv if plan.by_group else state.n_head)
+            self._shared = plan.by_group, plan.a
+        state.set(
+            layout=layout, n=plan.n, k_budget=k_budget, n_recent=recent, limit=plan.limit,
+            n_scanned=plan.n_scanned, is_marked=is_marked,
+        )  # fmt: skip
+        if self.defers:
+            self._make_room(k_budget)
+
+    def _make_room(self, k_budget: int) -> None:
         """Makes room for the data that one task sets and another reads: each head's C2 and C0."""
         state = self.state
         n_head, n_words = state.n_head, state.n_entries // BLOCK + 2
         if state.n_kept >= k_budget and state.n_bit_words >= n_words:
             return
-        self.pending = _pending_update(n_head, k_budget)
+        self._pending = _pending_update(n_head, k_budget)
         state.use(
-            pending=self.pending, kept_taus=np.zeros((n_head, 2)),
+            pending=self._pending, kept_taus=np.zeros((n_head, 2)),
             kept_bits=on_lines((n_head, n_words), np.uint64),
         )  # fmt: skip
-
-    def update_tables(self) -> None:
-        """Updates the tables with the weights of the last step (eq 10)."""
-        lfps_task(self.at, UPDATE)
-
-    def mark(self) -> None:
-        """Computes thresholds and candidates C0 (eq 7, 8) of the step that ``prepare`` set up."""
-        lfps_task(self.at, MARK)
-
-    def share(self, by_group: bool, a: float) -> None:
-        """Sets whether the heads of a kv group score each other's candidates, and a of eq 8."""
-        if (by_group, a) != self._shared:
-            self._shared = by_group, a
-            n_head_groups = self.state.n_kv if by_group else self.state.n_head
-            rules = self._rules._replace(by_group=by_group, a=a)
-            self.state.set(rules=rules, n_head_groups=n_head_groups)
-
-    def prepare(
-        self, layout: np.ndarray, n: int, k_budget: int, limit: int, n_scanned: int, is_marked: bool
-    ) -> None:
-        """Sets up the next step, to n rows; k_budget: |C2|; limit: most rows of C1.
-
-        n_scanned: parts of PART rows that the scout scores; it finds one row in each. is_marked:
-        whether ``mark`` has run for this step, and nothing has changed since. limit is at least the
-        number of recents, which are always in C1. Otherwise thresholds would never stop rising.
-        """
-        state, rules = self.state, self._rules
-        n_recent = max(1, min(rules.recent, k_budget // 2))  # the current row is always a candidate
-        assert limit >= n_recent
-        state.set(
-            layout=layout, n=n, k_budget=k_budget, n_recent=n_recent, limit=limit,
-            n_scanned=n_scanned, is_marked=is_marked,
-        )  # fmt: skip
-        if self._is_later:
-            self._keep(k_budget)
-
-    def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray) -> None:
-        """Runs a step: f32 q (H, 1, d), k (G, 1, d), v (G, 1, d_v), contiguous -> out (H, d_v)."""
-        self.state.use(q=q, k=k, v=v, out=out)
-        lfps_step(self.at)

@@ -40,9 +40,9 @@ from sparsekv_cli.cpu.lfps import scout, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
-from sparsekv_cli.cpu.lfps.saved import SavedStep, SavedTables
+from sparsekv_cli.cpu.lfps.saved import Indexed, SavedStep, SavedTables
 from sparsekv_cli.cpu.lfps.start import start_tables
-from sparsekv_cli.cpu.lfps.step import LFPSStep
+from sparsekv_cli.cpu.lfps.step import LFPSStep, StepPlan
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import DenseThenPages, Quest
 from sparsekv_cli.settings.option import option
@@ -170,17 +170,13 @@ class LFPSCache(LayerCache):
         self._tables = Tables(none, none, none, none, sums, np.ones(spec.n_head))
         self._raised = np.ones(spec.n_head)
         self._statistics = np.zeros((spec.n_head, state.N_STATISTICS), np.int64)
-        self._n_indexed = 0  # rows that the tables cover; 0: none
-        self._n_start = 0  # rows that they covered at first
+        self._indexed = Indexed()
         self._step = LFPSStep(
-            self._rules, self._constants, spec.sinks, self._raised, self._statistics,
+            self._rules, self._constants, spec.sinks, self._raised, self._statistics, self._tables,
             spec.n_threads,
         )  # fmt: skip
         self._scout = scout.Scout(n_kv, width) if method.scout else None
         self.lse = np.empty(0, np.float32)  # see ``exclude_sinks``
-        self._updates_later = False
-        self._n_pending = 0  # rows after the step whose update is pending; 0: none
-        self._marked = 0  # rows of the step with marked candidates; 0: none
 
     def exclude_sinks(self) -> None:
         """Makes ``decode`` leave the sinks out of its output, because a device attends to them.
@@ -193,17 +189,15 @@ class LFPSCache(LayerCache):
 
     def update_later(self) -> None:
         """Makes ``decode`` leave eq 10, and eq 7 and 8 of the next step, to ``end_step``."""
-        self._updates_later = True
-        self._step.update_later()
+        self._step.defers = True
 
     def end_step(self, n: int) -> None:
-        if not self._n_pending:
+        if not self._indexed.n_pending:
             return
-        self._n_pending = 0
-        self._step.update_tables()
-        self._prepare(n + 1, self.method.budget.rows(n + 1))
-        self._step.mark()
-        self._n_indexed, self._marked = n, n + 1
+        indexed = self._indexed._replace(n=n, n_pending=0)
+        self._indexed = indexed._replace(n=0)  # if it is interrupted
+        self._step.finish(self._plan(n + 1, indexed.n_start), self.store.layout)
+        self._indexed = indexed
 
     def _allocate(self, capacity: int) -> None:
         """Makes tables of ``capacity`` entries in whole blocks. New entries are 0."""
@@ -228,8 +222,7 @@ class LFPSCache(LayerCache):
 
     def _index(self, queries: np.ndarray) -> None:
         """Makes tables and constants from all rows and queries f32 (H, s, d) of the last s."""
-        self._marked = 0
-        self._step.pending.sizes[:] = 0  # drops the update of a step that was taken back
+        self._step.drop()  # of a step that was taken back
         store, spec, constants = self.store, self.spec, self._constants
         means = constants.mean_k, constants.mean_v
         self._sums.extend(store.layout, store.n, means, constants.covariance, spec.n_threads)
@@ -247,7 +240,7 @@ class LFPSCache(LayerCache):
             self._code_rows()
         start_tables(q, store.layout, store.n, self._rules, self._tables, spec.n_threads)
         self._raised[:] = 1.0
-        self._n_indexed = self._n_start = store.n
+        self._indexed = Indexed(store.n, store.n)
 
     def _code_rows(self) -> None:
         """Makes the scout's codes of the rows that have none."""
@@ -267,29 +260,28 @@ class LFPSCache(LayerCache):
             self._queries.record(x.q, n)
             self.lse[:] = ALL
             return self.attend_all(x.q)
-        if self._n_indexed != store.n:  # after dense steps, or a rewind
+        if self._indexed.n != store.n:  # after dense steps, or a rewind
             self._start()
-        if self._n_indexed != store.n:  # index by this row's query and all rows
+        if self._indexed.n != store.n:  # index by this row's query and all rows
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
-        k, is_marked = self.method.budget.rows(n), self._marked == n
-        self._n_indexed = self._marked = self._n_pending = 0  # if the step is interrupted
-        saved = self._saved[-1].own.tables if self._saved else None
-        # Rows of an earlier draft may still be there to take back.
-        self._step.use_journal(saved.journal if saved and saved.n == n else None)
-        self._prepare(n, k, is_marked=is_marked)
+        indexed, self._indexed = self._indexed, Indexed()  # if the step is interrupted
+        plan = self._plan(n, indexed.n_start)
         out = np.empty((spec.n_head, store.v_type.width), np.float32)
-        if self.records_attended:
-            width = N_SINKS + max(k, state.LOCAL + 1)  # a bypassed head lists its local rows
+        if self.records_attended:  # a bypassed head lists its local rows
+            width = N_SINKS + max(plan.k_budget, state.LOCAL + 1)
             attended = np.empty((spec.n_head, width), np.int32)
             self.attended = attended, np.zeros(spec.n_head, np.int64)
-            self._step.trace(*self.attended)
-        else:
-            self._step.untrace()
         keys, values = store.k_type, store.v_type
-        self._step.run(keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v), out)
+        rows = keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v)
+        traced = self.attended if self.records_attended else None
+        saved: SavedTables | None = self._saved[-1].own.tables if self._saved else None
+        # Rows of an earlier draft may still be there to take back.
+        journal = saved.journal if saved and saved.n == n else None
+        self._step.run(plan, store.layout, rows, out, traced, journal)
         store.n = n
-        self._n_pending, self._n_indexed = (n, 0) if self._updates_later else (0, n)
+        defers = self._step.defers
+        self._indexed = Indexed(0 if defers else n, indexed.n_start, n if defers else 0)
         return store.v_type.rotated(out)
 
     def decode_rows(self, rows: Sequence[AttnInput]) -> np.ndarray:
@@ -304,20 +296,21 @@ class LFPSCache(LayerCache):
         self.lse[:] = ALL
         return self._decode_all(rows, count)
 
-    def _prepare(self, n: int, k: int, *, is_marked: bool = False) -> None:
-        """Prepares a step to n rows, of which a head attends to k. Makes room for new entries."""
+    def _plan(self, n: int, n_start: int) -> StepPlan:
+        """Returns what the step to n rows is. Makes room for new rows, codes and entries."""
         self.store.reserve(n)
         if self._scout and self._scout.n_parts < self.store.n // scout.PART:
             self._code_rows()
         if n > self._tables.ver.shape[1]:
             self._allocate(n + n // 8 + 256)
         method, limit, by_group = self.method, n, self._scores_by_group(n)
-        n_scanned = -(-method.rows_scouted(n, self._n_start) // scout.PART)
+        k = method.budget.rows(n)
+        n_scanned = -(-method.rows_scouted(n, n_start) // scout.PART)
         if method.candidates:
             limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
             limit += self.spec.n_head * min(n_scanned, scout.FOUND)
-        self._step.share(by_group, self._a_of_group if by_group else method.a)
-        self._step.prepare(self.store.layout, n, k, limit, n_scanned, is_marked)
+        a = self._a_of_group if by_group else float(method.a)
+        return StepPlan(n, k, limit, n_scanned, by_group, a)
 
     def _scores_by_group(self, n: int) -> bool:
         """Returns whether a kv group's heads score each other's candidates at n rows."""
@@ -328,16 +321,16 @@ class LFPSCache(LayerCache):
 
     def save_own(self) -> SavedStep:
         if self._is_dense_at(self.store.n + 1):  # the step only records its query
-            return SavedStep(None, self._queries.copy(), self._n_indexed, 0)
+            return SavedStep(None, self._queries.copy(), self._indexed, 0)
         n, method = self.store.n + 1, self.method
         tables = SavedTables(
             self._tables, n, method.budget.rows(n), method.decay, self._raised, self._statistics
         )
         n_parts = self._scout.n_parts if self._scout else 0
-        return SavedStep(tables, self._queries, self._n_indexed, n_parts)
+        return SavedStep(tables, self._queries, self._indexed, n_parts)
 
     def take_back_own(self, own: SavedStep) -> None:
-        tables, self._queries, self._n_indexed, n_parts = own
+        tables, self._queries, self._indexed, n_parts = own
         if tables is None:
             return
         tables.restore(self._tables)
@@ -347,8 +340,8 @@ class LFPSCache(LayerCache):
 
     def truncate(self, n: int) -> int:
         self._queries.truncate(n)
-        if n < max(self._n_indexed, self._n_pending):  # steps have changed the tables
-            self._n_indexed = self._marked = self._n_pending = 0
+        if n < max(self._indexed.n, self._indexed.n_pending):  # steps have changed the tables
+            self._indexed = Indexed()
         self._sums.truncate(n)
         return super().truncate(n)
 

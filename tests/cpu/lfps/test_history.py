@@ -10,7 +10,7 @@ from sparsekv_cli.cpu.lfps import history, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
-from sparsekv_cli.cpu.lfps.step import LFPSStep
+from sparsekv_cli.cpu.lfps.step import LFPSStep, StepPlan
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
 
@@ -207,11 +207,10 @@ class Layer:
         # The row is stored already.
         k, v = (np.ascontiguousarray(rows[:, self.n - 1, None]) for rows in (self.k, self.v))
         rules = self.rules(a, epsilon)
-        step = LFPSStep(rules, constants, self.sinks, self.raised, self.statistics, 2)
-        step.use_tables(self.tables)
-        step.trace(self.attended, self.counts)
-        step.prepare(layout(*self.stored), self.n, k_budget, limit or self.n, 0, False)
-        step.run(self.q[:, None], k, v, self.out)
+        step = LFPSStep(rules, constants, self.sinks, self.raised, self.statistics, self.tables, 2)
+        plan = StepPlan(self.n, k_budget, limit or self.n, 0, self.by_group, a)
+        rows, attended = (self.q[:, None], k, v), (self.attended, self.counts)
+        step.run(plan, layout(*self.stored), rows, self.out, attended, None)
 
 
 @pytest.mark.parametrize(("n_head", "n_kv", "d"), [(3, 3, 64), (9, 3, 64), (8, 1, 80), (4, 2, 128)])
