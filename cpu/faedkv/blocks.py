@@ -260,8 +260,7 @@ class BlockSpectrum:
         inverse = np.ones((2, n_group * LANES), np.float32)
         inverse[:, :capacity] = self._inverse
         self._inverse = inverse
-        self._step.state.set(layout=layout_of(self.k, self.v))
-        self._step.state.use(inverse=inverse)
+        self._step.state.set(layout=layout_of(self.k, self.v), inverse=inverse)
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
         """Appends blocks of tokens k f32 (G, m, d), v f32 (G, m, d_v); m: a multiple of basis.n."""
@@ -320,8 +319,7 @@ class BlockSpectrum:
         state = self._step.state
         state.set(
             exact=store.layout, n_exact=store.n, n_block=self.n_segments, scale=scale,
-            softcap=softcap, n_threads=n_threads,
+            softcap=softcap, n_threads=n_threads, q=q, sinks=sinks if len(sinks) else None, out=out,
         )  # fmt: skip
-        state.use(q=q, sinks=sinks if len(sinks) else None, out=out)
         attend_blocks(self._step.at)
         return out

@@ -151,8 +151,9 @@ class FreeKVStep(KernelStep):
         """
         if cache.pages is not self._pages:
             self._pages = cache.pages
-            self.state.use(pages=cache.pages)
-            self.state.set(n_sink=cache.n_sink, n_ring=cache.n_ring, meanstd=cache.meanstd)
+            self.state.set(
+                pages=cache.pages, n_sink=cache.n_sink, n_ring=cache.n_ring, meanstd=cache.meanstd
+            )
         self.state.set(n=n, window=window, offloaded=cache.offloaded, n_best=n_best)
 
     def ahead(self) -> Callable[[], None]:
@@ -167,6 +168,5 @@ class FreeKVStep(KernelStep):
 
     def run(self, current: bool, **arrays: np.ndarray | None) -> None:
         """Runs ``recall_step``. arrays: all from ``q`` to ``n_attended`` of FreeKVState."""
-        self.state.set(current=current)
-        self.state.use(**arrays)
+        self.state.set(current=current, **arrays)
         recall_step(self.at)

@@ -70,6 +70,14 @@ def _pending_update(n_head: int, n: int) -> PendingUpdate:
     return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
 
 
+class Indexed(NamedTuple):
+    """What the tables of a layer cover."""
+
+    n: int = 0  # rows; 0: none, and the next step makes an index
+    n_start: int = 0  # rows that they covered at first
+    n_pending: int = 0  # rows after the step whose update is pending; 0: none
+
+
 class StepPlan(NamedTuple):
     """What a step is, whoever computes its parts and when."""
 
@@ -117,7 +125,7 @@ class LFPSStep(KernelStep):
         super().__init__(state, run_thread)
 
     def use_tables(self, tables: Tables) -> None:
-        self.state.use(tables=tables)
+        self.state.set(tables=tables)
 
     def use_scout(self, scout: Scout) -> None:
         """Sets the codes. Call it again for new codes."""
@@ -128,7 +136,7 @@ class LFPSStep(KernelStep):
 
         lse f32 (H,): receives the log of the sum of exponentials of the scores that are included.
         """
-        self.state.use(lse=lse)
+        self.state.set(lse=lse)
 
     def drop(self) -> None:
         """Drops the update that ``finish`` would do, and the candidates that it has computed."""
@@ -158,7 +166,7 @@ class LFPSStep(KernelStep):
             self._is_traced = attended is not None
         if journal is not self._journal:
             self._journal = arrays["journal"] = journal
-        self.state.use(out=out, **arrays)
+        self.state.set(out=out, **arrays)
         lfps_step(self.at)
 
     def finish(self, following: StepPlan, layout: np.ndarray) -> None:
@@ -193,7 +201,7 @@ class LFPSStep(KernelStep):
         if state.n_kept >= k_budget and state.n_bit_words >= n_words:
             return
         self._pending = _pending_update(n_head, k_budget)
-        state.use(
+        state.set(
             pending=self._pending, kept_taus=np.zeros((n_head, 2)),
             kept_bits=on_lines((n_head, n_words), np.uint64),
         )  # fmt: skip

@@ -364,9 +364,6 @@ def reconstruct_range(count, basis, latents, out, slot):
         _reconstruct_piece(start, size, basis, latents, out, slot + start)
 
 
-# --- rows that stay reconstructed -----------------------------------------------------------------
-
-
 @njit(cache=True, nogil=True)
 def assign_slots(chosen, kept, slots, missing, missing_slots):
     """Assigns slots to the chosen latents. A latent that is reconstructed already keeps its slot.

@@ -160,12 +160,7 @@ class KernelFields(metaclass=Declaration):
         self._missing = {f.name for f in cls._of_arrays if not f.kind.optional}
         self._arrays: dict[str, np.ndarray | None] = {}
         self._fitting: dict[str, tuple[tuple[int, ...], np.dtype, int]] = {}
-        arrays, numbers = dict[str, Any](), dict[str, Any]()
-        for name, value in values.items():
-            has_arrays = any(isinstance(f.kind, Array) for f, _ in self._fields_of(name, value))
-            (arrays if has_arrays else numbers)[name] = value
-        self.use(**arrays)
-        self.set(**numbers)
+        self.set(**values)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a number, an array outside the record, or a part. None: the array is missing."""
@@ -191,17 +186,29 @@ class KernelFields(metaclass=Declaration):
             raise ValueError(f"{self._told(', '.join(sorted(self._missing)))}: not given")
         return self._at
 
-    def set(self, **numbers: Any) -> None:
-        """Sets numbers, arrays inside the record, and parts without arrays."""
+    def set(self, **values: Any) -> None:
+        """Sets numbers, takes arrays, and does both with parts.
+
+        None: an optional array is missing. Sizes follow from the shapes of arrays. ValueError: the
+        type, the shape or the order in memory of an array is wrong.
+        """
         whole, parts, words = self._whole, self._whole_parts, self._words
-        for name, value in numbers.items():
+        others: dict[str, np.ndarray] = {}
+        for name, value in values.items():
             if name in whole:
                 words[whole[name]] = value
             elif name in parts:
                 words[parts[name]] = array(words.format, value)
-            else:
-                for field, each in self._fields_of(name, value):
-                    self._set(field, each)
+            elif not self._put(name, value):
+                for field, given in self._fields_of(name, value):
+                    if not isinstance(field.kind, Array):
+                        self._set(field, given)
+                    elif given is None:
+                        self._leave_out(field)
+                    elif not self._put(field.name, given):
+                        others[field.name] = given
+        if others:
+            self._use_others(others)
 
     def _set(self, field: Field, value: Any) -> None:
         if field.kind in (int, bool):
@@ -209,33 +216,19 @@ class KernelFields(metaclass=Declaration):
         elif field.kind in (float, np.float32):
             self._floats[field.word] = value
         else:
-            raise TypeError(f"{self._told(field.name)}: set by the arrays that are used")
+            raise TypeError(f"{self._told(field.name)}: follows from arrays")
 
-    def use(self, **arrays: Any) -> None:
-        """Takes arrays, and parts with arrays; None for an optional one that is missing.
-
-        Sizes follow from their shapes. ValueError: a type, a shape or the order in memory is wrong.
-        """
-        others: dict[str, np.ndarray] = {}
-        for name, value in arrays.items():
-            if value is not None and self._put(name, value):
-                continue
-            for field, given in self._fields_of(name, value):
-                if not isinstance(field.kind, Array):
-                    self._set(field, given)
-                elif given is None:
-                    if not field.kind.optional:
-                        raise ValueError(f"{self._told(field.name)}: not optional")
-                    self._arrays[field.name], self._words[field.word] = None, 0
-                elif not self._put(field.name, given):
-                    others[field.name] = given
-        if others:
-            self._use_others(others)
+    def _leave_out(self, field: Field) -> None:
+        if not field.kind.optional:
+            raise ValueError(f"{self._told(field.name)}: not optional")
+        self._arrays[field.name], self._words[field.word] = None, 0
 
     def _put(self, name: str, array: Any) -> bool:
         """Takes one array of a known shape. Returns False if it is not, or if it is no array."""
         fitting = self._fitting.get(name)
-        if fitting is None or array.dtype is not fitting[1] or array.shape != fitting[0]:
+        if fitting is None or array is None:
+            return False
+        if array.dtype is not fitting[1] or array.shape != fitting[0]:
             return False
         try:  # as ``address``, which says nothing of an array that is not contiguous
             self._words[fitting[2]] = addressof(_from_buffer(array))

@@ -63,8 +63,9 @@ class InputSteps:
         )
         for i, (layer, _) in enumerate(layers):
             assert layer is not None
-            self.states[i].set(n=n, first=n * i)
-            self.states[i].use(
+            self.states[i].set(
+                n=n,
+                first=n * i,
                 matrices=fused.matrix_table([layer.gate, layer.output], n_planes),
                 norm=layer.norm,
                 inputs=self._inputs,

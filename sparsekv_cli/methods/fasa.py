@@ -159,8 +159,10 @@ class FASACache(LayerCache):
         rows = np.empty((spec.n_head, n_fac), np.int32)
         out = np.empty((spec.n_head, store.v.shape[2]), np.float32)
         state, (rest, values) = self._step.state, store.halves
-        state.set(n=n, n_sinks=forced[0], n_recent=forced[1])
-        state.use(dom=dom, rest=rest, values=values, q=x.q, k=x.k, v=x.v, rows=rows, out=out)
+        state.set(
+            n=n, n_sinks=forced[0], n_recent=forced[1], dom=dom, rest=rest, values=values, q=x.q,
+            k=x.k, v=x.v, rows=rows, out=out,
+        )  # fmt: skip
         fasa_step(self._step.at)
         store.n = n
         self.attended = rows, np.full(spec.n_head, n_fac)

@@ -309,16 +309,13 @@ class SALSCache(LayerCache):
             self._rows, self._kept = KVStore(spec), np.full(len(chosen) + SPARE, -1, np.int32)
             self._rows.reserve(len(self._kept))
         out = np.empty((spec.n_head, exact.v.shape[2]), np.float32)
-        state = self._step.state
-        state.set(
+        self._step.state.set(
             latents=latents.table, leaving=leaving, n_latent=n_latent, n_front=n_front,
-            n_back=n_back, exact=exact.layout, rows=self._rows.layout,
+            n_back=n_back, exact=exact.layout, rows=self._rows.layout, q=x.q, q_nope=x.q_nope,
+            exact_rows=exact_rows, chosen=chosen, kept=self._kept, out=out,
         )  # fmt: skip
-        state.use(
-            q=x.q, q_nope=x.q_nope, exact_rows=exact_rows, chosen=chosen, kept=self._kept, out=out
-        )
         sals_step(self._step.at)
-        n_new = int(state.n_new[0])
+        n_new = int(self._step.state.n_new[0])
         latents.n, self._n = n_latent, n
         if self.records_attended:
             rows = np.concatenate([self._sinks, first + chosen, np.arange(start, n)])

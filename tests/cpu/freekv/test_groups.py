@@ -84,7 +84,7 @@ def test_steps_use_groups_where_they_leave_out_half():
         step = FreeKVStep(np.float32(0.125), np.float32(0), NO_SINKS, 0.9, 1)
         step.prepare(cache, cache.n + 1, end, best)
         unused = {name: np.zeros((n_kv, 1, d), np.float32) for name in "qkv"}
-        step.state.use(
+        step.state.set(
             previous=previous, out=previous, n_attended=np.zeros(n_kv, np.int64), **unused
         )
         step.ahead()()

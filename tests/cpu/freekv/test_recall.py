@@ -269,7 +269,7 @@ class Step:
 
     def ahead(self):
         step = self.step()
-        step.state.use(**self.arrays())
+        step.state.set(**self.arrays())
         step.ahead()()
         self.cache.offloaded = self.window
 

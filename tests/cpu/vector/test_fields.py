@@ -105,38 +105,38 @@ def test_compiled_code_sees_the_fields():
     assert state.sums[2, 1] == 7
     assert (state.n_head, state.n, state.scale, state.sinks) == (3, 2**33, 0.5, None)
     first, second = np.zeros((3, 4), np.int32), np.array([1, 2, 3, 4], np.float16)
-    state.use(pair=Pair(0.5, 9, first, second), sinks=np.zeros(3, np.float32))
+    state.set(pair=Pair(0.5, 9, first, second), sinks=np.zeros(3, np.float32))
     assert read(state)[9:12] == [3, 4, 4] and first[2, 3] == 0x4000
     assert read(state)[15:] == [0.5, 9]
-    state.use(pair=Pair(0.5, 9, None, None), sinks=None)
+    state.set(pair=Pair(0.5, 9, None, None), sinks=None)
     assert read(state)[9:12] == [0, 0, 0]
-    state.use(pair=Pair(1.5, 8, first[:, ::1], second))
+    state.set(pair=Pair(1.5, 8, first[:, ::1], second))
     assert read(state)[9:12] == [0, 4, 4]
 
 
 def test_sizes_follow_from_the_arrays():
     state = state_of()
-    state.use(**arrays_of(n_wide=9))
+    state.set(**arrays_of(n_wide=9))
     assert read(state)[1] == 9
-    state.use(**arrays_of(7, 2))
+    state.set(**arrays_of(7, 2))
     assert read(state)[:2] == [7, 2]
     shape = (7, 1, 2)
     with pytest.raises(ValueError, match=r"State\.x: float32 \(6, 1, 2\), .* n_head|State\.sums"):
-        state.use(x=np.zeros((6, 1, 2), np.float32))
+        state.set(x=np.zeros((6, 1, 2), np.float32))
     for wrong in (
         np.zeros(shape), np.zeros((7, 2), np.float32), np.zeros((7, 2, 2), np.float32),
         np.zeros((7, 1, 4), np.float32)[..., ::2], np.zeros((2, 1, 7), np.float32).T,
         np.zeros(shape, ">f4"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"State\.(x|sums)"):
-            state.use(x=wrong)
+            state.set(x=wrong)
         assert state.x.dtype == np.float32 and state.x.shape == shape
         assert read(state)[:2] == [7, 2]
     with pytest.raises(ValueError, match=r"State\.x: not optional"):
-        state.use(x=None)
+        state.set(x=None)
     read_only = np.ones(shape, np.float32)
     read_only.flags.writeable = False
-    state.use(x=read_only)
+    state.set(x=read_only)
     state.sums[:] = 0
     assert read(state)[1] == 2 and state.sums[2, 1] == 1
 
@@ -145,7 +145,7 @@ def test_shapes_that_never_come_again_are_forgotten():
     """A server meets ever new lengths, and the memory for their sizes has a bound."""
     state = state_of()
     for n in range(3, 2 * fields._MOST_ALIKE):
-        state.use(**arrays_of(n, 2))
+        state.set(**arrays_of(n, 2))
         assert read(state)[:2] == [n, 2]
     assert 0 < len(fields._ALIKE) <= fields._MOST_ALIKE
 
@@ -159,9 +159,9 @@ def test_numbers_are_checked():
         state.set(layout=np.zeros(4, np.int64))
     with pytest.raises(ValueError, match="different structures"):
         state.set(layout=np.zeros(3, np.int32))
-    with pytest.raises(TypeError, match=r"State\.n_head: set by the arrays"):
+    with pytest.raises(TypeError, match=r"State\.n_head: follows from arrays"):
         state.set(n_head=4)
-    for call in (state.set, state.use, State):
+    for call in (state.set, State):
         with pytest.raises(TypeError, match=r"State\.nothing: there is no such field"):
             call(nothing=1)
     for place in ((1, 2, 3), (1,)):
@@ -181,7 +181,7 @@ def test_a_record_with_a_missing_array_has_no_address():
     state = State(sums=np.zeros((3, 2)))
     with pytest.raises(ValueError, match=r"State\.x: not given"):
         state.at  # noqa: B018
-    state.use(x=arrays_of()["x"])
+    state.set(x=arrays_of()["x"])
     assert state.at % 64 == 0
 
 
@@ -189,11 +189,11 @@ def test_arrays_stay_alive_until_others_take_their_place():
     state = state_of()
     array = np.zeros((3, 1, 5), np.float32)
     gone = weakref.ref(array)
-    state.use(x=array)
+    state.set(x=array)
     del array
     gc.collect()
     assert gone() is not None
-    state.use(x=np.zeros((3, 1, 5), np.float32))
+    state.set(x=np.zeros((3, 1, 5), np.float32))
     gc.collect()
     assert gone() is None
 
