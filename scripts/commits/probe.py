@@ -6,7 +6,7 @@ was found, by name. With --list it prints all names instead.
 
 layer/METHOD/TYPE/I: one layer with a method's case I, on one of three geometries. It takes a
     prompt, 200 steps, drafts of which rows are taken back, and the first steps once more.
-model/ARCHITECTURE and weights/TYPE: logits of a tiny model.
+model/ARCHITECTURE and weights/TYPE: logits of a tiny model, in bf16 if the CPU has it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tiny_models import ARCHITECTURES, WEIGHT_TYPES, make_model
 
 import sparsekv_cli.cpu
 from sparsekv_cli.cache.store import padded
+from sparsekv_cli.cpu.jit import bf16
 from sparsekv_cli.methods import METHODS, build_method, method_class
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -122,6 +123,8 @@ def of_model(arch: str, folder: Path) -> Found:
     sparse = SPARSE[ARCHITECTURES.index(arch) % len(SPARSE)]
     found: Found = {}
     for dtype, threads in (("f32", 1), ("f32", 3), ("bf16", 2), ("int8", 2)):
+        if dtype == "bf16" and not bf16.is_available():
+            continue
         config = {"prefill_dtype": dtype, "threads": threads}
         found |= told(f"{dtype}, {threads} threads", path, "full", config)
     return found | told(sparse, path, sparse, {"prefill_dtype": "int8", "threads": 2})
@@ -131,6 +134,8 @@ def of_weights(kind: str, folder: Path) -> Found:
     path = make_model(folder / "model.gguf", wtype=kind, n_ff=768, attention_gain=1.0)
     found: Found = {}
     for dtype, repack, bits in (("f32", "off", "16"), ("int8", "on", "8"), ("bf16", "on", "16")):
+        if dtype == "bf16" and not bf16.is_available():
+            continue
         config = {"prefill_dtype": dtype, "repack": repack, "activations": bits, "threads": 2}
         found |= told(f"{dtype}, repack {repack}, {bits} bits", path, "full", config)
     return found
