@@ -1,4 +1,4 @@
-"""What decode steps read and write of a layer's experts, declared once.
+"""The record of a layer's experts, which decode steps read and write, declared once.
 
 B: rows of the step. There are B (n_used + 1) slots: one for each row and each of its experts, then
 one for each row and the shared expert.

@@ -47,7 +47,7 @@ class SavedTables:
 
 
 class Indexed(NamedTuple):
-    """What the tables of a layer cover."""
+    """The rows that the tables of a layer cover."""
 
     n: int = 0  # rows; 0: none, and the next step makes an index
     n_start: int = 0  # rows that they covered at first

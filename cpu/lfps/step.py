@@ -70,16 +70,8 @@ def _pending_update(n_head: int, n: int) -> PendingUpdate:
     return PendingUpdate(rows, weights, np.zeros(n_head, np.int64), np.zeros(n_head))
 
 
-class Indexed(NamedTuple):
-    """What the tables of a layer cover."""
-
-    n: int = 0  # rows; 0: none, and the next step makes an index
-    n_start: int = 0  # rows that they covered at first
-    n_pending: int = 0  # rows after the step whose update is pending; 0: none
-
-
-class StepPlan(NamedTuple):
-    """What a step is, whoever computes its parts and when."""
+class LFPSPlan(NamedTuple):
+    """A step, whoever computes its parts and when."""
 
     n: int  # rows, with the current token's
     k_budget: int  # rows that a head attends to besides the sinks, |C2|
@@ -112,7 +104,7 @@ class LFPSStep(KernelStep):
     ) -> None:
         self._rules = rules
         self.defers = self._is_traced = False
-        self._marked: StepPlan | None = None  # the step whose candidates ``finish`` has computed
+        self._marked: LFPSPlan | None = None  # the step whose candidates ``finish`` has computed
         self._journal: Journal | None = None
         self._shared: tuple[bool, float] | None = None  # by_group and a, as in the record
         all_sinks = np.full(len(raised), -np.inf, np.float32)
@@ -145,7 +137,7 @@ class LFPSStep(KernelStep):
 
     def run(
         self,
-        plan: StepPlan,
+        plan: LFPSPlan,
         layout: np.ndarray,
         rows: tuple[np.ndarray, np.ndarray, np.ndarray],
         out: np.ndarray,
@@ -169,7 +161,7 @@ class LFPSStep(KernelStep):
         self.state.set(out=out, **arrays)
         lfps_step(self.at)
 
-    def finish(self, following: StepPlan, layout: np.ndarray) -> None:
+    def finish(self, following: LFPSPlan, layout: np.ndarray) -> None:
         """Updates the tables with the weights of the last step (eq 10), if it deferred that.
 
         Then it computes thresholds and candidates C0 (eq 7, 8) of the following step.
@@ -179,7 +171,7 @@ class LFPSStep(KernelStep):
         lfps_task(self.at, MARK)
         self._marked = following
 
-    def _prepare(self, plan: StepPlan, layout: np.ndarray, is_marked: bool) -> None:
+    def _prepare(self, plan: LFPSPlan, layout: np.ndarray, is_marked: bool) -> None:
         state, k_budget = self.state, plan.k_budget
         recent = max(1, min(self._rules.recent, k_budget // 2))  # the current row is one
         assert plan.limit >= recent  # or thresholds would never stop rising

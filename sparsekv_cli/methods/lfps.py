@@ -42,7 +42,7 @@ from sparsekv_cli.cpu.lfps.covariance import RowSums
 from sparsekv_cli.cpu.lfps.history import Tables
 from sparsekv_cli.cpu.lfps.saved import Indexed, SavedStep, SavedTables
 from sparsekv_cli.cpu.lfps.start import start_tables
-from sparsekv_cli.cpu.lfps.step import LFPSStep, StepPlan
+from sparsekv_cli.cpu.lfps.step import LFPSPlan, LFPSStep
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import DenseThenPages, Quest
 from sparsekv_cli.settings.option import option
@@ -296,7 +296,7 @@ class LFPSCache(LayerCache):
         self.lse[:] = ALL
         return self._decode_all(rows, count)
 
-    def _plan(self, n: int, n_start: int) -> StepPlan:
+    def _plan(self, n: int, n_start: int) -> LFPSPlan:
         """Returns what the step to n rows is. Makes room for new rows, codes and entries."""
         self.store.reserve(n)
         if self._scout and self._scout.n_parts < self.store.n // scout.PART:
@@ -310,7 +310,7 @@ class LFPSCache(LayerCache):
             limit = max(min(method.candidates, n) * (2 if by_group else 1), 2 * k)
             limit += self.spec.n_head * min(n_scanned, scout.FOUND)
         a = self._a_of_group if by_group else float(method.a)
-        return StepPlan(n, k, limit, n_scanned, by_group, a)
+        return LFPSPlan(n, k, limit, n_scanned, by_group, a)
 
     def _scores_by_group(self, n: int) -> bool:
         """Returns whether a kv group's heads score each other's candidates at n rows."""

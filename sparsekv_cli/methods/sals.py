@@ -24,8 +24,7 @@ Departures; docs/methods.md has their reasons and figures:
 (6) While budget, sinks and window cover the context, nothing is compressed.
 (7) Layers have ranks of their own, with the same sum (``allocation``).
 (8) A later prefill attends to all rows: latents are reconstructed for it, and kept.
-(9) Rows that a step chooses again are not reconstructed again.
-``preset=paper`` undoes 1 to 3 and 7.
+(9) Rows that a step chooses again are kept as they are. ``preset=paper`` undoes 1 to 3 and 7.
 """
 
 from collections.abc import Sequence
@@ -184,8 +183,8 @@ class SALSCache(LayerCache):
             *method.basis_of(spec), spec.theta, spec.rope_scale, spec.n_head_kv, spec.value_dim
         )
         self._blocks = queries.make_block_basis(self._basis, spec.theta, self._score_rank)
-        blocks = self._blocks.decode, self._blocks.scales
-        matrices = self._basis.encode, self._basis.decode, *blocks
+        of_basis, of_blocks = self._basis, self._blocks
+        matrices = of_basis.encode, of_basis.decode, of_blocks.decode, of_blocks.scales
         self._basis_bytes = sum(matrix.nbytes for matrix in matrices)
         state = SALSState(
             basis=self._basis, blocks=self._blocks, scale=spec.scale, softcap=spec.softcap,
@@ -240,8 +239,7 @@ class SALSCache(LayerCache):
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
         """Returns the places in ``_exact`` of rows start .. stop, at most the ring's size."""
-        at = start % self._ring
-        return self._slots[at : at + stop - start]
+        return self._slots[start % self._ring :][: stop - start]
 
     def _compress(self) -> None:
         """Moves the rows of ``store`` to latents and exact rows. Keeps existing latents."""
@@ -284,7 +282,8 @@ class SALSCache(LayerCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         if self._latents is None:
             if self.method.is_dense_at(self.store.n + 1):
-                return self._decode_dense(x)
+                self.store.append_row(x.k, x.v)  # stored as ``full`` stores it
+                return self.attend_all(x.q)
             if self._start.n_latent is None:
                 self._start = self._start._replace(rows=self.store.copy(self._start.n))
             self._compress()
@@ -327,11 +326,6 @@ class SALSCache(LayerCache):
         self.ledger.step(spec.n_head * n, scored, spec.n_head * n_attended, n_bytes, True)
         self.ledger.counts["rows_reconstructed"] += n_new
         return out
-
-    def _decode_dense(self, x: AttnInput) -> np.ndarray:
-        """Attends to the whole context while it is still stored as ``full`` stores it."""
-        self.store.append_row(x.k, x.v)
-        return self.attend_all(x.q)
 
     def most_rows(self, n: int) -> int:
         return n if self._latents else rows_alike(self.method.is_dense_at, self.store.n + 1, n)
@@ -402,7 +396,5 @@ class SALSCache(LayerCache):
 
     def memory(self) -> Memory:
         """Counts rows in every form; ``index`` is E and D."""
-        host = self.store.nbytes + self._exact.nbytes + self._rows.nbytes
-        host += self._start.rows.nbytes if self._start.rows else 0
-        host += self._latents.nbytes if self._latents else 0
-        return Memory(host, index=self._basis_bytes)
+        held = self.store, self._exact, self._rows, self._start.rows, self._latents
+        return Memory(sum(each.nbytes for each in held if each), index=self._basis_bytes)

@@ -10,7 +10,7 @@ from sparsekv_cli.cpu.lfps import history, state
 from sparsekv_cli.cpu.lfps.bypass import Constants
 from sparsekv_cli.cpu.lfps.history import BLOCK, SINKS, Tables
 from sparsekv_cli.cpu.lfps.start import lfps_init
-from sparsekv_cli.cpu.lfps.step import LFPSStep, StepPlan
+from sparsekv_cli.cpu.lfps.step import LFPSPlan, LFPSStep
 
 SIZES = [5, 63, 64, 65, 127, 128, 129, 200]
 
@@ -208,7 +208,7 @@ class Layer:
         k, v = (np.ascontiguousarray(rows[:, self.n - 1, None]) for rows in (self.k, self.v))
         rules = self.rules(a, epsilon)
         step = LFPSStep(rules, constants, self.sinks, self.raised, self.statistics, self.tables, 2)
-        plan = StepPlan(self.n, k_budget, limit or self.n, 0, self.by_group, a)
+        plan = LFPSPlan(self.n, k_budget, limit or self.n, 0, self.by_group, a)
         rows, attended = (self.q[:, None], k, v), (self.attended, self.counts)
         step.run(plan, layout(*self.stored), rows, self.out, attended, None)
 
