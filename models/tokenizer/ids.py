@@ -1,9 +1,9 @@
-"""Compares sequences of token ids."""
+"""Compares sequences of token ids, or texts."""
 
 from collections.abc import Sequence
 
 
-def n_common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns the length of the common prefix of two sequences of ids."""
+def n_common(left: Sequence[int] | str, right: Sequence[int] | str) -> int:
+    """Returns the length of the common prefix of two sequences of ids, or of two texts."""
     n = min(len(left), len(right))
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), n)

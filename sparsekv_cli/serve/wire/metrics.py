@@ -66,10 +66,10 @@ class Metrics:
             unused.add_metric((name,), n)
         yield unused
         for name, label, text, counts_of in LABELLED:
-            family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+            labelled = CounterMetricFamily(PREFIX + name, text, labels=(label,))
             for value, n in sum(map(counts_of, self._models), Counter[str]()).items():
-                family.add_metric((value,), n)
-            yield family
+                labelled.add_metric((value,), n)
+            yield labelled
         names = ("model",) if len(self._models) > 1 else ()
         for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text, value_of in families:
