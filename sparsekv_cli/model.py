@@ -195,8 +195,8 @@ def load_model(
         if config.draft_model:
             draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)
         draft_bytes = draft.row_bytes(n_ctx) if draft and draft.method.holds_all_rows else 0
+        n_threads = use_threads(config.threads)  # first: a router's rows are dequantised at once
         weights = read_weights(file, hparams, architecture, n_ctx)
-        n_threads = use_threads(config.threads)
         # While kernels lay out the weights, a thread reads the tokenizer. Both take half a second.
         with ThreadPoolExecutor(1) as reader:
             read = partial(load_tokenizer, file.metadata)

@@ -128,12 +128,12 @@ def test_follows_the_host_for_many_pages():
     "options",
     [
         {"summary": "minmax", "page": 6, "cache_pages": 1, "tau": 0.99},
-        {"page": 4},
+        {"page": 4, "tau": 0.99},
         {"tau": 2.0},
         {"correct": False},
         {"speculate": False},
-        {"overlap": "false"},
-        {"budget": Budget(share=0.4)},
+        {"overlap": "false", "tau": 0.99},
+        {"budget": Budget(share=0.4), "tau": 0.99},
     ],
     ids="-".join,
 )

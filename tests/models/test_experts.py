@@ -132,6 +132,6 @@ def test_what_a_step_prefetches_follows_the_order_of_use(tmp_path):
     output = sequence.model.decoder.weights.output
     expected.append((address(output.data), output.data.nbytes))
     np.testing.assert_array_equal(step._regions, [*expected, *expected[:4]])
-    first, second = (int(step._layers[i]["regions"]) for i in range(2))
+    first, second = (address(step._layers[i].regions) for i in range(2))
     assert first == address(step._regions) and second - first == 8 * 16
     sequence.model.gguf.close()

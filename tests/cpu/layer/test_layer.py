@@ -49,6 +49,10 @@ def test_rms_norm(n, size):
     np.testing.assert_allclose(out, norm_ref(x, weight), rtol=2e-5)
 
 
+HEADS = ("q", "q_nope", "k", "k_nope", "v")
+NUMBERS = ("n_head_kv", "head_dim", "n_ff", "n_rot", "n_inputs", "interleaved")
+
+
 class Layer:
     """A layer of random weights, the buffers of ``n_rows`` rows, and its record."""
 
@@ -61,15 +65,17 @@ class Layer:
         width = heads * h["head_dim"] + kv_heads * (h["head_dim"] + h["value_dim"])
         columns = max(h["n_embd"], heads * h["value_dim"], h["n_ff"])
         stride = integer.quantized_stride(-(-columns // 32) * 32)
-        scratch = {
+        shapes = {
             "normed": (n_rows, h["n_embd"]), "projected": (n_rows, width),
-            "packed": (n_rows, heads * h["value_dim"]), "hidden": (n_rows, 2 * h["n_ff"] + 16),
-            "quantized": (n_rows, -(-stride // 4)), "q": (n_rows, heads, d),
-            "q_nope": (n_rows, heads, d), "k": (n_rows, kv_heads, d),
+            "packed": (n_rows * heads, h["value_dim"]), "hidden": (n_rows, 2 * h["n_ff"] + 16),
+            "q": (n_rows, heads, d), "q_nope": (n_rows, heads, d), "k": (n_rows, kv_heads, d),
             "k_nope": (n_rows, kv_heads, d), "v": (n_rows, kv_heads, d_v),
+            "cos": (n_rows, h["n_rot"] // 2), "sin": (n_rows, h["n_rot"] // 2),
+            "attn_norm": (h["n_embd"],), "ffn_norm": (h["n_embd"],),
         }  # fmt: skip
-        self.arrays = {name: np.zeros(shape, np.float32) for name, shape in scratch.items()}
+        self.arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         self.arrays |= {"q_scale": np.ones(n_rows, np.float32), **arrays}
+        self.arrays["x"] = self.arrays["x"].reshape(n_rows, -1)
         tables = [
             decode.matrix_table([matrices[name]], 2)
             if name in matrices
@@ -77,13 +83,14 @@ class Layer:
             for name in ("q", "k", "v", "o", "gate", "up", "down")
         ]
         self.matrices = np.concatenate(tables)
-        self.regions = decode.matrix_regions([self.matrices])
-        self.records = np.zeros(1, decode.LAYER)
-        fields = h | {"eps": EPS, "matrices": dot.address(self.matrices)}
-        fields["regions"], fields["residual_scale"] = dot.address(self.regions), 1.0
-        fields |= {name: dot.address(array) for name, array in self.arrays.items()}
-        for name, value in fields.items():
-            self.records[0][name] = value
+        apart = {name: self.arrays[name][:, :, None] for name in HEADS}
+        self.state = decode.LayerState(
+            **{name: h[name] for name in NUMBERS}, eps=float(EPS), residual_scale=1.0,
+            matrices=self.matrices, regions=decode.matrix_regions([self.matrices]),
+            quantized=np.zeros((n_rows, stride), np.uint8),
+            **{name: array for name, array in self.arrays.items() if name not in HEADS},
+            **apart,
+        )  # fmt: skip
 
     def __getattr__(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -117,7 +124,7 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
         sin=np.sin(angles).astype(np.float32), **{f"{n}_bias": a for n, a in bias.items()},
         **{f"{n}_norm": a for n, a in norms.items()},
     )  # fmt: skip
-    decode.project_qkv(found.records, 0, n_rows, n_threads)
+    decode.project_qkv(found.state.at, n_rows, n_threads)
 
     def heads_ref(name, row):
         heads = pairs[name][1] @ norm_ref(x[row], norm)
@@ -174,9 +181,9 @@ def test_finish_layer(wtypes, n_ff, scale, n_threads, n_rows):
     sizes = {"n_embd": n_embd, "n_head": n_head, "value_dim": d_v, "n_ff": n_ff}
     matrices = {"o": o, "gate": gate, "up": up, "down": down}
     found = Layer(n_rows, matrices, sizes, x=x, ffn_norm=norm)
-    found.records[0]["residual_scale"] = scale
+    found.state.set(residual_scale=float(scale))
     rows = attended.reshape(n_rows * n_head, 48)
-    decode.finish_layer(found.records, 0, rows, n_rows, n_threads)
+    decode.finish_layer(found.state.at, rows, n_rows, n_threads)
     np.testing.assert_allclose(x, expected, atol=1e-4 * np.abs(expected).max())
 
 
@@ -194,8 +201,8 @@ def test_gate_of_any_size(gate):
     found = Layer(
         1, matrices, {"n_embd": n, "value_dim": n, "n_ff": n}, x=x, ffn_norm=np.ones(n, np.float32)
     )
-    found.records[0]["eps"] = 0
-    decode.finish_layer(found.records, 0, np.zeros((1, n), np.float32), 1, 1)
+    found.state.set(eps=0.0)
+    decode.finish_layer(found.state.at, np.zeros((1, n), np.float32), 1, 1)
     with np.errstate(over="ignore"):
         silu = gate / (1 + np.exp(np.float64(-gate)))
     np.testing.assert_allclose(x, 1 + down_values @ np.full(n, silu), rtol=1e-3, atol=1e-5)

@@ -6,8 +6,8 @@ import { withFiles } from "../files.js";
 const FORMAT = "sparsekv-cli conversations";
 const MOST = 256 << 20;  // bytes of a file
 const MOST_MESSAGES = 100_000, DEEPEST = 100, MOST_LAYERS = 1024, MOST_BINS = 256;
-const ABOUT = ["method", "model", "budget", "n", "prompt", "cached", "changed", "used", "size", "attended"];
-ABOUT.push("speed", "first", "accepted", "sparse_from");
+const ABOUT = ["method", "model", "budget", "n", "prompt", "cached", "used", "size", "attended"];
+ABOUT.push("speed", "first", "accepted", "sparse_from", "changed");
 
 // Saves the shown branch of a conversation as a Markdown file.
 export function exportChat(chat) {
