@@ -34,7 +34,7 @@ from sparsekv_cli.commands.options.sampling import server_sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.sampler import SamplingOptions
-from sparsekv_cli.serve.forms.volatile import HEADERS, VolatileHeaders
+from sparsekv_cli.serve.forms.volatile import HEADERS
 from sparsekv_cli.system.installation import install_command
 
 if TYPE_CHECKING:
@@ -192,7 +192,6 @@ def command(
                 tell=say,
             )
             given = {**chosen.method_options, **named}
-            headers = VolatileHeaders(volatile, asked.stats.volatile_lines)
             service = Service(
                 model,
                 scheduler,
@@ -201,7 +200,7 @@ def command(
                 sampling,
                 options.seed,
                 asked.name,
-                headers,
+                volatile,
             )
         except BaseException:
             model.close()

@@ -139,9 +139,9 @@ def _place(before: Sequence[int], found: Difference, names: Names) -> str:
     if is_role or any(names.is_control(side[0]) for side in sides):
         return TEMPLATE if controls else TEXT
     for last in reversed(controls[-MOST_CONTROLS:]):
-        said = names.decode(before[last + 1 :])
-        if (role := ROLE.match(said)) is not None:
-            if role[1].lower() not in ("system", "developer"):
-                return MESSAGE
-            return TOOLS if OF_TOOLS.search(said) else SYSTEM
+        role = ROLE.match(names.decode(before[last + 1 :][:WINDOW]))
+        if role is not None and role[1].lower() not in ("system", "developer"):
+            return MESSAGE
+        if role is not None:
+            return TOOLS if OF_TOOLS.search(names.decode(before[last + 1 :])) else SYSTEM
     return TEXT

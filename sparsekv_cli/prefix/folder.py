@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,21 +134,24 @@ class PrefixFolder:
         return None
 
     def tokens_behind(
-        self, n: int, headers: Sequence[BlockHeader], parents: Iterable[str]
+        self,
+        n: int,
+        headers: Sequence[BlockHeader],
+        parents: Iterable[str],
+        children: Mapping[str, Sequence[str]],
     ) -> list[int]:
         """Returns tokens of a kept prompt from position n on, MOST_BEHIND or a few more.
 
         headers: of the blocks with its first n tokens. parents: the possible parents of the next
-        block, if the blocks hold n tokens exactly.
+        block, if the blocks hold n tokens exactly. children: of the folder.
         """
-        children = self.children()
         goes_on = bool(headers) and n < headers[-1].first + len(headers[-1].tokens)
         names = [name for parent in parents for name in children.get(parent, ())]
         header = headers[-1] if goes_on else next(filter(None, map(self.header, names)), None)
         tokens: list[int] = []
         while header is not None and len(tokens) < MOST_BEHIND:
             tokens += header.tokens[max(0, n - header.first) :]
-            names = children.get(block_hash(header.parent, header.tokens), [])
+            names = [*children.get(block_hash(header.parent, header.tokens), ())]
             header = next(filter(None, map(self.header, names)), None)
         return tokens
 

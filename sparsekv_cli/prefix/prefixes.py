@@ -24,7 +24,7 @@ from sparsekv_cli.prefix.blocks import (
     read_header,
     read_piece,
 )
-from sparsekv_cli.prefix.difference import difference
+from sparsekv_cli.prefix.difference import LEAST_AGAIN, difference
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.pieces import (
     block_layers,
@@ -92,8 +92,11 @@ class Prefixes:
             parents = [block_hash(parent, header.tokens) for parent in parents]
         if not parents:
             return Found()
-        kept = [*ids[:n], *self.folder.tokens_behind(n, headers, parents)]
-        return self._found(headers, n, ids, LEAST)._replace(difference=difference(kept, ids))
+        found = self._found(headers, n, ids, LEAST)
+        if len(ids) - n < LEAST_AGAIN:
+            return found
+        kept = [*ids[:n], *self.folder.tokens_behind(n, headers, parents, children)]
+        return found._replace(difference=difference(kept, ids))
 
     def known_roots(self) -> list[str]:
         """Returns the roots of rows that may serve, its own first; none while it is unknown."""

@@ -29,7 +29,7 @@ from sparsekv_cli.serve.forms.tools import (
     forced_call,
     format_of,
 )
-from sparsekv_cli.serve.forms.volatile import VolatileHeaders
+from sparsekv_cli.serve.forms.volatile import HEADERS, VolatileHeaders
 from sparsekv_cli.serve.jobs import ContextFullError, Request
 from sparsekv_cli.serve.scheduler import Scheduler
 from sparsekv_cli.settings.option import options_of
@@ -72,12 +72,12 @@ class Service:
         sampling: SamplingOptions,
         seed: int | None = None,
         name: str = "",
-        volatile: VolatileHeaders | None = None,
+        volatile: Sequence[str] = HEADERS,
     ) -> None:
-        """name: the name in responses; empty: the name of the model's file."""
+        """name: in responses; empty: that of the model's file. volatile: see VolatileHeaders."""
         self.model, self.tokenizer, self._seed = model, model.tokenizer, seed
         self.scheduler, self.limits = scheduler, limits
-        self.volatile = volatile or VolatileHeaders(counts=scheduler.stats.volatile_lines)
+        self.volatile = VolatileHeaders(volatile, scheduler.stats.volatile_lines)
         self.name = name or model.gguf.path.stem
         self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)

@@ -14,7 +14,7 @@ from sparsekv_cli.generation.messages import read_messages
 from sparsekv_cli.serve.anthropic import _conversation
 from sparsekv_cli.serve.forms.items import read_items
 from sparsekv_cli.serve.forms.schema import CountFields
-from sparsekv_cli.serve.forms.volatile import VolatileHeaders
+from sparsekv_cli.serve.forms.volatile import HEADERS, VolatileHeaders
 
 Read = Callable[[list[Any]], list[dict[str, Any]]]
 PNG = base64.b64encode(bytes(12_000)).decode()
@@ -24,7 +24,9 @@ ASKED = {"role": "user", "content": "And now?"}
 
 
 def claude(messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
-    return _conversation(CountFields(messages=messages, **fields), VolatileHeaders())
+    return _conversation(
+        CountFields(messages=messages, **fields), VolatileHeaders(HEADERS, Counter())
+    )
 
 
 def source(kind: str, media: str, **more: Any) -> dict[str, Any]:
@@ -214,5 +216,5 @@ def test_the_line_of_claude_codes_accounts_is_left_out() -> None:
     assert volatile.of_messages(told) == [told[0], {"role": "developer", "content": "Go."}]
     assert volatile.of_messages([{"role": "system", "content": blocks[:1]}]) == []
     assert counts == {"x-anthropic-billing-header:": 2, "Now:": 1}
-    assert VolatileHeaders([""]).of_system(blocks) == blocks
+    assert VolatileHeaders([""], counts).of_system(blocks) == blocks
     assert volatile.of_messages([1, {"role": "system"}]) == [1, {"role": "system"}]

@@ -254,7 +254,7 @@ _numba_compile = dispatcher.Dispatcher.compile
 _numba_compile_callback = ccallback.CFunc.compile
 
 
-# What numba's classes have instead of their own (cpu/jit/install.py).
+# ``install`` (cpu/jit/install.py) sets these attributes of numba's classes.
 REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     (codegen.JITCodeLibrary, "_finalize_final_module", _finalize),
     (codegen.JITCodeLibrary, "_optimize_final_module", _optimize_lightly),

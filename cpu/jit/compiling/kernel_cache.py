@@ -47,7 +47,7 @@ def _index_key(self: Any, sig: Any, codegen: Any) -> tuple[Any, ...]:
     return (*_numba_index_key(self, sig, codegen), PACKAGE, _kind())
 
 
-# What numba's classes have instead of their own (cpu/jit/install.py).
+# ``install`` (cpu/jit/install.py) sets these attributes of numba's classes.
 REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     (caching.FunctionCache, "_index_key", _index_key),
 )

@@ -17,9 +17,9 @@ class VolatileHeaders:
     the number of lines that are left out, by header.
     """
 
-    def __init__(self, names: Sequence[str] = HEADERS, counts: Counter[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str], counts: Counter[str]) -> None:
         self._names = tuple(name for name in names if name.strip())
-        self._counts = Counter() if counts is None else counts
+        self._counts = counts
 
     def of_messages(self, messages: Any) -> Any:
         """Returns messages as clients send them, without such lines in those of the system.

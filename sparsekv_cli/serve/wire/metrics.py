@@ -59,17 +59,12 @@ class Metrics:
         for labels, n in self._requests.items():
             requests.add_metric(labels, n)
         yield requests
-        unused = CounterMetricFamily(
-            PREFIX + "unused_fields", "Fields of requests without full effect.", labels=("field",)
+        yield _labelled(
+            "unused_fields", "field", "Fields of requests without full effect.", self._unused
         )
-        for name, n in self._unused.items():
-            unused.add_metric((name,), n)
-        yield unused
         for name, label, text, counts_of in LABELLED:
-            labelled = CounterMetricFamily(PREFIX + name, text, labels=(label,))
-            for value, n in sum(map(counts_of, self._models), Counter[str]()).items():
-                labelled.add_metric((value,), n)
-            yield labelled
+            counts = sum(map(counts_of, self._models), Counter[str]())
+            yield _labelled(name, label, text, counts)
         names = ("model",) if len(self._models) > 1 else ()
         for kind, families in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text, value_of in families:
@@ -89,6 +84,14 @@ LABELLED: tuple[tuple[str, str, str, Callable[[Any], Counter[str]]], ...] = (
         lambda model: model.stats.volatile_lines,
     ),
 )  # fmt: skip
+
+
+def _labelled(name: str, label: str, text: str, counts: Counter[str]) -> CounterMetricFamily:
+    """Returns a counter with a value for each label."""
+    family = CounterMetricFamily(PREFIX + name, text, labels=(label,))
+    for value, n in counts.items():
+        family.add_metric((value,), n)
+    return family
 
 
 def _of_scheduler(name: str) -> ValueOf:
