@@ -81,9 +81,7 @@ class Explained(NamedTuple):
 
     def fields(self) -> dict[str, object]:
         """Returns the part for a client: without the kept prompt, which may be another client's."""
-        found = self._asdict()
-        del found["kept"]
-        return found
+        return {name: value for name, value in self._asdict().items() if name != "kept"}
 
 
 def difference(kept: Sequence[int], ids: Sequence[int]) -> Difference | None:
@@ -116,8 +114,7 @@ def _value(before: str, kept: str, now: str) -> str | None:
     at = len(before.rpartition("\n")[2])
     if all(_covers(TIME, line, at) for line in lines):
         return CLOCK
-    words = [_word(line, at) for line in lines]
-    return NUMBER if all(re.search(r"\d", word) for word in words) else None
+    return NUMBER if all(re.search(r"\d", _word(line, at)) for line in lines) else None
 
 
 def _covers(pattern: re.Pattern[str], line: str, at: int) -> bool:

@@ -134,12 +134,9 @@ class PrefixFolder:
         return None
 
     def tokens_behind(
-        self,
-        n: int,
-        headers: Sequence[BlockHeader],
-        parents: Iterable[str],
+        self, n: int, headers: Sequence[BlockHeader], parents: Iterable[str],
         children: Mapping[str, Sequence[str]],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Returns tokens of a kept prompt from position n on, MOST_BEHIND or a few more.
 
         headers: of the blocks with its first n tokens. parents: the possible parents of the next

@@ -24,9 +24,8 @@ ASKED = {"role": "user", "content": "And now?"}
 
 
 def claude(messages: list[Any], **fields: Any) -> list[dict[str, Any]]:
-    return _conversation(
-        CountFields(messages=messages, **fields), VolatileHeaders(HEADERS, Counter())
-    )
+    volatile = VolatileHeaders(HEADERS, Counter())
+    return _conversation(CountFields(messages=messages, **fields), volatile)
 
 
 def source(kind: str, media: str, **more: Any) -> dict[str, Any]:
@@ -207,8 +206,7 @@ def test_the_line_of_claude_codes_accounts_is_left_out() -> None:
     assert claude(messages, system="You code.\n" + header)[0]["content"] == "You code.\n"
     assert [each["role"] for each in claude(messages, system=header % "d")] == ["user"]
     assert same[1]["content"] == header % "user"
-    counts = Counter[str]()
-    volatile = VolatileHeaders(["", "Now:", "x-anthropic-billing-header:"], counts)
+    volatile = VolatileHeaders(["", "Now:", "x-anthropic-billing-header:"], counts := Counter())
     told = [
         {"role": role, "content": f"{header % 1}\n now: 12:01\nGo."}
         for role in ("user", "developer")
