@@ -301,6 +301,7 @@ def test_a_long_prefill_says_now_and_then_how_far_it_is(start, monkeypatch) -> N
     scheduler = start(tell=said.append)
     assert Asked(scheduler, tokens(700), 2).text and not said
     monkeypatch.setattr("sparsekv_cli.serve.jobs.LINE_S", 0.0)
+    monkeypatch.setattr("sparsekv_cli.serve.scheduler.LEAST_PREFILL_S", 0.0)  # after every chunk
     assert Asked(scheduler, tokens(900, 5), 2).text
-    line = re.fullmatch(r"prefill: (\d+) of 900 tokens, \d+ t/s, \d+ s left", said[-1])
-    assert line and 0 < int(line[1]) < 900
+    lines = [re.fullmatch(r"prefill: (\d+) of 900 tokens, \d+ t/s, \d+ s left", x) for x in said]
+    assert 0 < int(lines[0][1]) < 900 and all(lines)
