@@ -42,10 +42,11 @@ class ChunkSteps(Protocol):
     def rounded(self, x: Any) -> Any:
         """Returns x in the compute type."""
 
-    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
+    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: Any) -> AttnInput:
         """Makes q, k and v of projections raw (T, H d + G d + G d_v): bias, norm, rotation, scale.
 
-        With an output gate q has H 2 d elements. A layer may lack k and v.
+        With an output gate q has H 2 d elements. A layer may lack k and v. pos: position of the
+        first row, or on the CPU int64 (T,) of each row.
         """
 
     def gate_heads(self, attended: Any, raw: Any, sizes: LayerParams) -> Any:
@@ -95,11 +96,12 @@ class FusedChunkSteps:
         kernels.round_rows(x, out, self._n_threads)
         return out
 
-    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: int) -> AttnInput:
+    def heads(self, raw: Any, layer: AttentionWeights, sizes: LayerParams, pos: Any) -> AttnInput:
         n_head, n_rows = sizes.n_head, len(raw)
+        at = pos if isinstance(pos, np.ndarray) else slice(pos, pos + n_rows)
         n_kv = sizes.n_head_kv if layer.kv else 0
         q, k, v = (n_head, sizes.head_dim), (n_kv, sizes.head_dim), (n_kv, sizes.value_dim)
-        at, half = slice(pos, pos + n_rows), sizes.n_rot // 2
+        half = sizes.n_rot // 2
         outs = [self._new(n, n_rows, d) for n, d in (q, k, v, q, k)]
         rope = self._ropes.of(sizes.kind)
         kernels.split_heads(

@@ -333,22 +333,22 @@ class Forward(ABC):
         products = self.products(i)
         for start, stop in pairwise(cuts_of(len(x), grid or self.chunk, pos if grid else 0)):
             rows = x[start:stop]
-            self._forward_chunk(i, products, rows, pos + start, cache, attend, part)
+            self.forward_chunk(i, products, rows, pos + start, cache, attend, part)
             self.add_inputs(i, products, rows, inputs, pos + start)
             yield stop
         self.end_layer(i)
 
-    def _forward_chunk(
+    def forward_chunk(
         self,
         i: int,
         products: Mapping[str, Product],
         x: Any,
-        pos: int,
+        pos: Any,
         cache: LayerCache,
         attend: ChunkAttention,
         part: Part,
     ) -> None:
-        """Runs one layer over a chunk x f32 (T, n_embd) in place."""
+        """Runs one layer over a chunk x f32 (T, n_embd) in place. pos: see ``ChunkSteps.heads``."""
         layer, sizes, rows = self.layers[i], self.hparams.layers[i], self.rows
         normed = rows.norm(x, layer.attn_norm)
         raw = products["qkv"](normed)

@@ -6,8 +6,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Generator
 from collections.abc import Sequence as Ids
+from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -21,11 +22,14 @@ from sparsekv_cli.models.forward import Forward, Progress
 from sparsekv_cli.models.hparams import room_for
 from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
-from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
+from sparsekv_cli.models.reuse.repair import repair_steps
+from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Found, Moved, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
 from sparsekv_cli.system.memory import release_code
 from sparsekv_cli.warmup import OnCompile
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from sparsekv_cli.models.decoder import Decoder
@@ -113,6 +117,7 @@ class DecoderEngine(ABC):
             rows = None
         try:
             started, found = time.perf_counter(), Found()
+            known, n_moved, n_again = None, 0, 0
             if rows is not None:
                 found = rows.find(ids)
             sequence.difference = found.difference
@@ -135,24 +140,44 @@ class DecoderEngine(ABC):
             reserve(caches, n_room, is_checked=self.shares_prefill, more_bytes=more)
             if rows is not None:
                 n_loaded = rows.load(found, sequence.caches, n_room)
-                rows.begin(ids, found, n_loaded, sequence.caches)
+                known = rows.move(ids, n_loaded, sequence.caches, n_room)
+                if known is None and n_loaded <= found.moved.n_exact:
+                    rows.begin(ids, found, n_loaded, sequence.caches)
+            n_begun = n_loaded
+            if known is not None:
+                n_begun += len(known.rows)
+                n_again = yield from _of_more(
+                    repair_steps(
+                        self.decoder, ids[n_loaded:n_begun], n_loaded, sequence.caches, known
+                    ),
+                    n - n_loaded,
+                    0,
+                )
+                n_moved = int(known.rows.sum())
             attend, grid = (None, 0) if all_logits else self.decoder.attention_of(n_past + n)
-            logits = yield from self.decoder.forward_steps(
-                ids[n_loaded:], n_past + n_loaded, sequence.caches,
+            steps = self.decoder.forward_steps(
+                ids[n_begun:], n_past + n_begun, sequence.caches,
                 all_logits=all_logits, attend=attend, grid=grid,
                 on_rows=None if rows is None else rows.take,
                 on_part=None if rows is None else rows.take_part,
                 on_hidden=None if block is None else partial(block.take_prompt, ids, n_past),
             )  # fmt: skip
+            logits = yield from _of_more(steps, n - n_loaded, n_begun - n_loaded)
             last = logits[-1] if all_logits else logits
             sequence.commit(ids, Checkpoint(n_past + n, last.copy()))
+            if n_past <= sequence.moved.n_exact:  # all earlier rows are exact
+                sequence.moved = found.moved if n_loaded else NONE_MOVED
+                if known is not None:
+                    n_exact, reused, repaired = sequence.moved
+                    reused, repaired = reused + n_moved, repaired + n_again
+                    sequence.moved = Moved(min(n_exact, n_loaded), reused, repaired)
         except BaseException:
             if rows is not None:
                 rows.abandon()
             sequence.settle()
             raise
         timings.prefill_s += time.perf_counter() - started
-        timings.prefill_tokens += n - n_loaded
+        timings.prefill_tokens += n - n_loaded - n_moved + n_again
         timings.cached_tokens += n_loaded
         return logits
 
@@ -204,6 +229,22 @@ class DecoderEngine(ABC):
                 bad = low if low < 0 else high
                 raise SparseKVError(f"token id {bad} is not in the vocabulary of {hparams.n_vocab}")
         self.decoder.weights.file.check_intact()
+
+
+def _of_more(
+    steps: Generator[Progress, None, T], n: int, n_before: int
+) -> Generator[Progress, None, T]:
+    """Runs the steps of a part of n rows, which n_before rows precede; yields all rows' progress.
+
+    Returns what the steps return.
+    """
+    with closing(steps):
+        while True:
+            try:
+                at = next(steps)
+            except StopIteration as end:
+                return end.value
+            yield Progress(n_before + at.done, n, at.ends_layer)
 
 
 class HostEngine(DecoderEngine):

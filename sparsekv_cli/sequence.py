@@ -21,7 +21,7 @@ from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.difference import Difference
 from sparsekv_cli.prefix.prefixes import STEP
-from sparsekv_cli.prefix.prompt_rows import PromptRows
+from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Moved, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 
 # Returns the token chosen by logits f32 (n_vocab,) and the sequence's tokens.
@@ -139,6 +139,7 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     n_ctx: int = 0  # the most tokens; 0 takes the engine's
     drafts: Drafts | None = None  # the source of drafts for its answers
+    moved: Moved = field(default=NONE_MOVED, init=False)  # rows of other prompts
     # Where the last prompt leaves a kept one that it has a later part of.
     difference: Difference | None = field(default=None, init=False)
     next_rows: NextTokenRows | None = field(init=False)  # of the block that makes drafts, if any
@@ -288,21 +289,25 @@ class Sequence:
         if self.next_rows is not None:
             self.next_rows.truncate(n)
 
-    def n_alike(self, ids: Ids[int], method: Method, least: int = 1) -> int:
+    def n_alike(
+        self, ids: Ids[int], method: Method, least: int = 1, *, is_exact: bool = True
+    ) -> int:
         """Returns how many first tokens of ``ids`` have the rows that a prefill of ``ids`` gives.
 
         These are rows of the last prefill, because steps round otherwise, and sparse ones leave out
         rows. least: tokens at the end of ``ids`` that are computed anew; ``method`` may need the
-        queries of more. Kept rows end at a multiple of STEP.
+        queries of more. Kept rows end at a multiple of STEP. is_exact: moved rows do not count, nor
+        those that attend to them.
         """
         at, n_queried = self.checkpoint, method.n_queried
         if at is None or n_queried is None:
             return 0
         n = min(n_common(ids, self.tokens[: at.n]), len(ids) - max(least, n_queried))
+        n = min(n, self.moved.n_exact) if is_exact else n
         return max(0, n // STEP * STEP)
 
     def keep_common(
-        self, ids: Ids[int], *, goes_on: bool = False, has_disk: bool = False
+        self, ids: Ids[int], *, goes_on: bool = False, has_disk: bool = False, moves: bool = False
     ) -> Ids[int]:
         """Keeps the tokens that ``ids`` begin with. Returns the rest of ``ids``, to be prefilled.
 
@@ -310,10 +315,11 @@ class Sequence:
         that a new sequence gives. So an answer's tokens are read again, and all tokens if the
         method has changed or dropped rows. goes_on: keeps these too, as the turns of a chat do.
         has_disk: long prompts that are mostly new begin anew, because the disk keeps whole prompts.
+        moves: so do all with many new tokens, because rows of known passages are moved then only.
         """
         self.settle()
         n, at, n_queried = n_common(ids, self.tokens), self.checkpoint, self.method.n_queried or 0
-        if has_disk and n < N_WHOLE <= len(ids) - n:
+        if has_disk and (moves or n < N_WHOLE) and len(ids) - n >= N_WHOLE:
             self.rewind(0)
         elif at is not None and n >= at.n == len(ids):
             self.rewind(n)

@@ -205,7 +205,21 @@ def _attend_tiles(layout, head, widths, queries, n_visible, scale, window, cap, 
 
 @njit(cache=True, nogil=True)
 def _attend_tasks(
-    counter, q, layout, n_kv, n, scale, window, cap, sinks, queries, scratch, mass, acc, narrow, out
+    counter,
+    q,
+    layout,
+    n_kv,
+    ends,
+    scale,
+    window,
+    cap,
+    sinks,
+    queries,
+    scratch,
+    mass,
+    acc,
+    narrow,
+    out,
 ):
     """Runs tasks until none is left, the long ones first. A task is some tiles of a kv head.
 
@@ -227,7 +241,7 @@ def _attend_tasks(
             for i in range(WIDTH):
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
-                n_visible[t, i] = n - n_new + token + 1
+                n_visible[t, i] = ends[token]
                 scratch[4][t, i] = sinks[h] / scale * LOG2_E if len(sinks) else LOWEST
                 mass[t, i] = len(sinks) > 0
                 for c in range(d // 2):
@@ -251,7 +265,7 @@ def _attend_tasks(
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threads):
+def _attend(q, layout, n_kv, ends, scale, window, cap, sinks, scratch, out, n_threads):
     queries, keys, values, scores, weights, peak, small, limits, mass, acc, narrow = scratch
     counter = np.zeros(1, np.int64)
     for thread in prange(n_threads):
@@ -260,7 +274,7 @@ def _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threa
             small[thread], limits[thread],
         )  # fmt: skip
         _attend_tasks(
-            counter, q, layout, n_kv, n, scale, window, cap, sinks, queries[thread], own,
+            counter, q, layout, n_kv, ends, scale, window, cap, sinks, queries[thread], own,
             mass[thread], acc[thread], narrow[thread], out,
         )  # fmt: skip
 
@@ -269,11 +283,11 @@ def _rounded_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads) -> None:
-    """Computes attention of the last T of n stored rows, each to ``window`` rows up to its own.
+def attend_causal(q, layout, n_kv, ends, scale, window, softcap, sinks, out, n_threads) -> None:
+    """Computes attention of T rows: row t to the last ``window`` of the first ends[t] stored rows.
 
     q bf16 bits, uint16 (H, T, d), d even. layout int64 (8,): addresses of K and V, see
-    attention/rows.py. out bf16 bits (T, H, d_v). window, softcap, sinks: as prefill_f32.py.
+    attention/rows.py. out bf16 bits (T, H, d_v). ends, window, softcap, sinks: as prefill_f32.py.
     """
     (n_head, n_new, d), d_v = q.shape, out.shape[2]
     n_tiles = -(-n_new * (n_head // n_kv) // WIDTH)
@@ -296,4 +310,4 @@ def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_thre
     scratch = tuple(on_lines((n_threads, *shape), dtype, zeros=True) for shape, dtype in shapes)
     cap = np.float32(softcap / scale)  # scores are scaled after the cap
     scale = np.float32(scale) * LOG2_E
-    _attend(q, layout, n_kv, n, scale, window, cap, sinks, scratch, out, n_threads)
+    _attend(q, layout, n_kv, ends, scale, window, cap, sinks, scratch, out, n_threads)

@@ -282,7 +282,7 @@ def _attend_tiles(
 
 
 @njit(cache=True, nogil=True)
-def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out):
+def _attend_tasks(counter, q, layout, n_kv, ends, scale, window, cap, sinks, most_tiles, out):
     """Runs tasks until none is left, the long ones first. A task is some tiles of a kv head.
 
     The rows of a kv head are counted token by token. Row r belongs to token r // group, and to
@@ -310,7 +310,7 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_t
             for i in range(WIDTH):
                 r = min((first + t) * WIDTH + i, n_rows - 1)
                 token, h = r // group, head * group + r % group
-                n_visible[t, i] = n - n_new + token + 1
+                n_visible[t, i] = ends[token]
                 for c in range(d):
                     queries[t, c, i] = q[h, token, c] * scale
                 peak[t, i] = sinks[h] * LOG2_E if len(sinks) else LOWEST
@@ -331,11 +331,12 @@ def _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_t
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_threads):
-    """Computes attention of the last T of n stored rows, each to ``window`` rows up to its own.
+def attend_causal(q, layout, n_kv, ends, scale, window, softcap, sinks, out, n_threads):
+    """Computes attention of T rows: row t to the last ``window`` of the first ends[t] stored rows.
 
-    q f32 (H, T, d); layout int64 (8,): where K and V lie, see attention/rows.py; out f32 (T, H,
-    d_v). window: flash.ALL_ROWS for all; softcap: 0 for none; sinks f32 (H,), or empty.
+    q f32 (H, T, d); layout int64 (8,): where K and V lie, see attention/rows.py; ends int64 (T,),
+    ascending; out f32 (T, H, d_v). window: flash.ALL_ROWS for all; softcap: 0 for none; sinks f32
+    (H,), or empty.
     """
     n_head, n_new, d = q.shape
     n_tiles = (n_new * (n_head // n_kv) + WIDTH - 1) // WIDTH
@@ -346,4 +347,4 @@ def attend_causal(q, layout, n_kv, n, scale, window, softcap, sinks, out, n_thre
     scale *= LOG2_E  # weights are powers of 2
     cap = softcap * LOG2_E
     for _thread in prange(n_threads):
-        _attend_tasks(counter, q, layout, n_kv, n, scale, window, cap, sinks, most_tiles, out)
+        _attend_tasks(counter, q, layout, n_kv, ends, scale, window, cap, sinks, most_tiles, out)

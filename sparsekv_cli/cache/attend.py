@@ -10,19 +10,24 @@ from sparsekv_cli.cpu.attention import decode, prefill_bf16, prefill_f32
 from sparsekv_cli.cpu.attention.flash import ALL_ROWS
 
 
-def attend_causal(q: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
+def attend_causal(
+    q: np.ndarray, store: KVStore, spec: LayerSpec, ends: np.ndarray | None = None
+) -> np.ndarray:
     """Returns causal attention of a chunk whose K and V are the last T rows of ``store``.
 
     In a window layer a row attends to the last ``spec.window`` rows, its own included. q (H, T, d)
-    -> (H, T, d_v), both f32 or both bf16 with an even d.
+    -> (H, T, d_v), both f32 or both bf16 with an even d. ends: int64 (T,), ascending: for chunks
+    of other rows, the number of stored rows up to each one's own.
     """
+    if ends is None:
+        ends = np.arange(store.n - q.shape[1] + 1, store.n + 1)
     q = np.ascontiguousarray(store.k_type.rotated(q, spec.n_threads))
     kernels = prefill_f32 if q.dtype == np.float32 else prefill_bf16
     # The output's rows lie by token, as its projection reads them.
     out = np.empty((q.shape[1], spec.n_head, spec.value_dim), q.dtype)
     kernels.attend_causal(
-        q, store.layout, spec.n_head_kv, store.n, spec.scale, spec.window or ALL_ROWS,
-        spec.softcap, spec.sinks, out, spec.n_threads,
+        q, store.layout, spec.n_head_kv, ends, spec.scale, spec.window or ALL_ROWS, spec.softcap,
+        spec.sinks, out, spec.n_threads,
     )  # fmt: skip
     return store.v_type.rotated(out, spec.n_threads).swapaxes(0, 1)
 

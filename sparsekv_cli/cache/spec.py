@@ -40,7 +40,8 @@ class AttnInput(NamedTuple):
     v: Any  # (G, T, d_v)
     q_nope: Any  # (H, T, d), before RoPE (after bias and q/k norm)
     k_nope: Any  # (G, T, d)
-    pos: int  # absolute position of the first row
+    # absolute position of the first row; or of each row, int64 (T,) (models/reuse/repair.py)
+    pos: Any
 
 
 class StateInput(NamedTuple):

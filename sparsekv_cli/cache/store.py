@@ -219,6 +219,13 @@ class KVStore:
         self.v_type.write(self.v[:, new], v, self._n_threads)
         self.n += n_new
 
+    def write(self, at: np.ndarray | slice, k: np.ndarray, v: np.ndarray) -> None:
+        """Stores rows as ``append`` does, at T positions below ``capacity``; ``n`` stays."""
+        for held, of_type, x in ((self.k, self.k_type, k), (self.v, self.v_type, v)):
+            new = np.empty((len(held), x.shape[1], held.shape[2]), held.dtype)
+            of_type.write(new, x, self._n_threads)
+            held[:, at] = new
+
     def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
         self.append_rows(k[None, :, 0], v[None, :, 0])

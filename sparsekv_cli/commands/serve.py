@@ -29,7 +29,7 @@ from sparsekv_cli.commands.options.model import (
     prepare_methods,
 )
 from sparsekv_cli.commands.options.numbers import FiniteRange, WholeRange
-from sparsekv_cli.commands.options.prefix import PrefixOptions, folder_options, prefixes_maker
+from sparsekv_cli.commands.options.prefix import PrefixOptions, prefixes_maker, server_options
 from sparsekv_cli.commands.options.sampling import server_sampling_options
 from sparsekv_cli.commands.shared.terminal import explain_faults, one_line, say
 from sparsekv_cli.errors import SparseKVError
@@ -129,7 +129,7 @@ class Listen:
     help="Time for running answers when the server ends. [default: 60]",
 )  # fmt: skip
 @model_options(models=MODELS_OPTION)
-@folder_options
+@server_options
 @server_sampling_options
 @gathered("listen", lambda v: Listen(*(v.pop(each.name) for each in fields(Listen))), [])
 @gathered("memory", lambda v: (v.pop("models_memory"), v.pop("kv_memory")), [])
@@ -188,6 +188,7 @@ def command(
                 n_queue=queue,
                 kv_bytes=share_of_rows(model.engine.room, len(hosted), rows, kv_bytes),
                 disk_of=prefixes_maker(model, prefix),
+                repair=prefix.repair,
                 stats=asked.stats,
                 tell=say,
             )

@@ -55,13 +55,21 @@ class LanguageModel:
     """
 
     def __init__(
-        self, model: Model, folder: Path | None = None, limit: float | None = None
+        self,
+        model: Model,
+        folder: Path | None = None,
+        limit: float | None = None,
+        repair: float | None = None,
     ) -> None:
-        """folder: keeps the rows of prompts, up to ``limit`` GiB; None: see ``limit_of``."""
+        """folder: keeps the rows of prompts, up to ``limit`` GiB; None: see ``limit_of``.
+
+        repair: see ``move_passages``.
+        """
         self._model = model
         self._sequence = model.sequence()
         self._attention = cache(model.attention_of)
-        self._rows = cache(partial(rows_on_disk, replace(model, draft=None), folder, limit))
+        of_disk = replace(model, draft=None), folder, limit
+        self._rows = cache(partial(rows_on_disk, *of_disk, repair=repair))
         self._lock = threading.Lock()  # held while an answer begins
         self._running: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._is_open = True

@@ -11,6 +11,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.library.language_model import LanguageModel, built
 from sparsekv_cli.library.prompts import plain
 from sparsekv_cli.model import load_model
+from sparsekv_cli.models.reuse.repair import check_movable, share_repaired
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.prefix.folder import check_folder
 from sparsekv_cli.settings.config import SessionConfig
@@ -44,6 +45,8 @@ def load(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     cache_dir: str | Path | None = None,
     cache_limit: float | None = None,
+    reuse: Literal["exact", "passages"] = "exact",
+    reuse_repair: float | None = None,
     **settings: Any,
 ) -> LanguageModel:
     """Opens a model. The result is a context manager, which closes the model at its end.
@@ -52,7 +55,8 @@ def load(
     attend by default. n_ctx: the most tokens of prompt and answer; 0 takes the length that the
     model was trained for. threads: 0 takes one thread for each physical core. cache_dir: a folder
     that keeps the rows of prompts, as ``run --cache-dir`` does, up to cache_limit GiB. None
-    takes a tenth of the free disk, at most 16 GiB. settings: other fields of SessionConfig, such as
+    takes a tenth of the free disk, at most 16 GiB. reuse, reuse_repair: as ``run --reuse`` and
+    ``--reuse-repair``, the second from 0 to 1. settings: other fields of SessionConfig, such as
     ``prefill_dtype``. Raises SparseKVError for a model that cannot be opened, ValueError for a
     method, an option or a setting that does not exist.
     """
@@ -66,14 +70,31 @@ def load(
     folder = None if cache_dir is None else Path(cache_dir)
     if folder is not None:
         check_folder(folder)
+    repair = share_repaired(reuse, reuse_repair)
+    if repair is not None and folder is None:
+        raise SparseKVError("reuse='passages' needs kept prompts: give cache_dir")
     model = load_model(resolve_model(str(name_or_path)), chosen, config)
-    return LanguageModel(model, folder, cache_limit)
+    try:
+        if repair is not None:
+            check_movable(model)
+        return LanguageModel(model, folder, cache_limit, repair)
+    except BaseException:
+        model.close()
+        raise
 
 
 def _check(settings: Mapping[str, Any]) -> None:
     """Raises ValueError for a setting that does not exist."""
     known = [OWN.get(each.name, each.name) for each in fields(SessionConfig)]
-    known += ["method", "budget", "method_options", "cache_dir", "cache_limit"]
+    known += [
+        "method",
+        "budget",
+        "method_options",
+        "cache_dir",
+        "cache_limit",
+        "reuse",
+        "reuse_repair",
+    ]
     for name in settings:
         if name in known:
             continue

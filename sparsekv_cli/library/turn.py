@@ -80,7 +80,9 @@ class Turn:
         started = time.perf_counter()
         if rows is not None:
             rows.abandon()  # those of an answer that was interrupted
-        missing = sequence.keep_common(ids, has_disk=rows is not None)
+        has_disk = rows is not None
+        moves = rows is not None and rows.repair is not None
+        missing = sequence.keep_common(ids, has_disk=has_disk, moves=moves)
         if missing:
             sequence.prefill(missing, lambda *_: check(), rows=rows)
         self._n_cached = len(ids) - len(missing) + sequence.timings.cached_tokens
@@ -107,6 +109,7 @@ class Turn:
         usage = {
             "prompt_tokens": n_prompt,
             "cached_tokens": self._n_cached,
+            **self.sequence.moved.usage(),
             "completion_tokens": n_answer,
             "total_tokens": n_prompt + n_answer,
         }
@@ -140,13 +143,19 @@ def use_threads(model: Model) -> None:
 
 
 def rows_on_disk(
-    model: Model, folder: Path | None, limit: float | None, method: Method
+    model: Model,
+    folder: Path | None,
+    limit: float | None,
+    method: Method,
+    repair: float | None = None,
 ) -> Prefixes | None:
     """Returns the prompts of a method in a folder, or None if it keeps none.
 
-    limit: see ``limit_of``.
+    limit: see ``limit_of``. repair: see ``move_passages``.
     """
     if folder is None or not model.engine.shares_prefill or method.n_queried is None:
         return None
     kept = PrefixFolder(folder, limit_of(folder, limit), LOG.warning)
-    return prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)
+    prompts = prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)
+    prompts.repair = repair
+    return prompts

@@ -13,7 +13,9 @@ from pathlib import Path
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.models.forward import Forward
 from sparsekv_cli.models.identity import RowsIdentity
+from sparsekv_cli.models.reuse.repair import Known
 from sparsekv_cli.models.tokenizer.ids import n_common
+from sparsekv_cli.prefix.block_documents import BlockDocument, documents_in
 from sparsekv_cli.prefix.blocks import (
     BLOCK,
     NAME_DIGITS,
@@ -26,13 +28,8 @@ from sparsekv_cli.prefix.blocks import (
 )
 from sparsekv_cli.prefix.difference import LEAST_AGAIN, difference
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.pieces import (
-    block_layers,
-    check_finite,
-    converted,
-    empty_piece,
-    row_types,
-)
+from sparsekv_cli.prefix.passages import move_passages
+from sparsekv_cli.prefix.pieces import block_layers, check_finite, converted, empty_piece, row_types
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import latest_snapshot, restore_snapshot, snapshot_headers
@@ -55,6 +52,8 @@ class Prefixes:
     layers that need snapshots. While the root is not known, no rows are found. A prompt is kept if
     the root is known at the end of its answer.
     """
+
+    repair: float | None = None  # see ``move_passages``
 
     def __init__(
         self,
@@ -208,6 +207,17 @@ class Prefixes:
 
     def _path(self, header: BlockHeader) -> Path:
         return self.folder.path / header.name
+
+    def documents(self) -> list[BlockDocument]:
+        """Returns the prompts whose passages others may reuse; none if only beginnings are."""
+        return [] if self.repair is None else documents_in(self.folder, self.identity, self._drop)
+
+    def move(
+        self, ids: Sequence[int], first: int, caches: Sequence[LayerCache], n_room: int
+    ) -> Known | None:
+        """See PromptRows."""
+        last = len(ids) - self._n_queried
+        return move_passages(self.documents(), ids, first, last, caches, n_room, self.repair)
 
     # --- to disk ----------------------------------------------------------------------------------
 

@@ -148,5 +148,6 @@ def about(end: Finished, service: Service, request: Request) -> dict[str, Any]:
         "context": {"used": end.n_prompt + end.n_generated, "size": service.model.n_ctx},
         "timings": {name: round(value, 4) for name, value in end.timings.items()},
         "ledger": end.ledger,
+        **end.moved.usage(),
         **({} if end.difference is None else {"difference": end.difference.fields()}),
     }

@@ -20,6 +20,7 @@ from sparsekv_cli.models.chat.thinking import Thinking
 from sparsekv_cli.models.forward import Progress
 from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks
 from sparsekv_cli.prefix.difference import Explained
+from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Moved
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.rows import SharedRows, gib
 
@@ -112,6 +113,7 @@ class Finished(NamedTuple):
     timings: dict[str, float]
     ledger: dict[str, int]  # as ``run --json`` has it
     difference: Explained | None = None  # why known tokens were computed again
+    moved: Moved = NONE_MOVED  # rows of other prompts
 
 
 class Failed(NamedTuple):

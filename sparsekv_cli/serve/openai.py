@@ -6,6 +6,7 @@ import codecs
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -325,11 +326,14 @@ def usage(ends: Mapping[int, Finished], n: int) -> dict[str, Any]:
     n_prompt = sum(same[0].n_prompt for same in prompts)
     n_answer = sum(end.n_generated for end in ends.values())
     cached = sum(min(end.n_cached for end in same) for same in prompts)
+    moved = Counter[str]()
+    for same in prompts:
+        moved.update(same[0].moved.usage())
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_answer,
         "total_tokens": n_prompt + n_answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": cached, **moved},
     }
 
 

@@ -24,10 +24,12 @@ from sparsekv_cli.cache.row_sizes import layer_bytes
 from sparsekv_cli.cache.spec import FULL, LayerSpec
 from sparsekv_cli.cache.store import KVStore
 from sparsekv_cli.methods.base import Method
+from sparsekv_cli.models.reuse.repair import Known
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.difference import difference
-from sparsekv_cli.prefix.prefixes import STEP
-from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
+from sparsekv_cli.prefix.passages import KnownDocument, MemoryDocument, move_passages
+from sparsekv_cli.prefix.prefixes import STEP, Prefixes
+from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.sequence import N_HEADROOM, Sequence
 from sparsekv_cli.system import memory_file
 from sparsekv_cli.system.memory import available_memory
@@ -45,13 +47,14 @@ class Parked(NamedTuple):
     sequence: Sequence
 
 
-def reusable(sequence: Sequence, ids: Ids[int], method: Method) -> int:
+def reusable(sequence: Sequence, ids: Ids[int], method: Method, is_exact: bool = True) -> int:
     """Returns how many first rows a sequence can give to the prompt ``ids``.
 
     0 if the rows have another identity, if a method has changed them, or needs all queries.
+    is_exact: not those that were moved, or attend to moved ones.
     """
     gives = keeps_rows(sequence) and sequence.serves(method)
-    return sequence.n_alike(ids, method) if gives else 0
+    return sequence.n_alike(ids, method, is_exact=is_exact) if gives else 0
 
 
 def keeps_rows(sequence: Sequence) -> bool:
@@ -63,18 +66,19 @@ class SharedRows:
     """Finds a prompt's rows in other sequences first, then on disk (a PromptRows).
 
     donors: sequences that may give rows. disk_of: returns the store on disk for a method; None: the
-    disk is not used.
+    disk is not used. repair: see ``move_passages``.
     """
 
     def __init__(
         self,
-        disk_of: Callable[[Method], PromptRows | None],
+        disk_of: Callable[[Method], Prefixes | None],
         donors: Callable[[], Iterable[Sequence]],
+        repair: float | None = None,
     ) -> None:
-        self._donors = donors
+        self._donors, self.repair = donors, repair
         self._method: Method | None = None  # the method of the next prompt
         self._disk_of = lru_cache(N_METHODS)(disk_of)
-        self._disk: PromptRows | None = None  # of the sequence that is or was prefilled last
+        self._disk: Prefixes | None = None  # of the sequence that is or was prefilled last
         self._donor: Sequence | None = None
         self._found = Found()  # the rows that were found on disk
         self._writer = ThreadPoolExecutor(1, "prefixes")
@@ -96,7 +100,7 @@ class SharedRows:
         self._donor = None
         prompts = []
         for sequence in self._donors():
-            n = reusable(sequence, ids, method)
+            n = reusable(sequence, ids, method, self.repair is None)
             if n > best:
                 best, self._donor = n, sequence
             if sequence.checkpoint is not None:
@@ -105,7 +109,9 @@ class SharedRows:
         other = difference(nearest, ids)
         if other is not None and (left is None or other.at > left.at):
             left = other
-        found = Found((), best, best) if self._donor is not None else self._found
+        found = self._found
+        if self._donor is not None:
+            found = Found((), best, best, moved=self._donor.moved)
         return found._replace(difference=left if left is not None and left.at >= best else None)
 
     def load(self, found: Found, caches: Ids[LayerCache], n_room: int) -> int:
@@ -114,6 +120,19 @@ class SharedRows:
             return self._disk.load(found, caches, n_room) if self._disk is not None else 0
         share_prefix(donor.caches, caches, found.n, n_room)
         return found.n
+
+    def move(self, ids: Ids[int], first: int, caches: Ids[LayerCache], n_room: int) -> Known | None:
+        method = self._method
+        if self.repair is None or method is None or method.n_queried is None:
+            return None
+        documents: list[KnownDocument] = [] if self._disk is None else [*self._disk.documents()]
+        documents += [
+            MemoryDocument(each.tokens[: min(each.checkpoint.n, each.moved.n_exact)], each.caches)
+            for each in self._donors()
+            if each.checkpoint is not None and keeps_rows(each) and each.serves(method)
+        ]
+        last = len(ids) - max(1, method.n_queried)
+        return move_passages(documents, ids, first, last, caches, n_room, self.repair)
 
     def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
         if self._disk is not None:

@@ -14,6 +14,7 @@ from sparsekv_cli.generation.generation import Generation, step
 from sparsekv_cli.generation.sampler import new_sampler
 from sparsekv_cli.model import Model
 from sparsekv_cli.prefix.difference import explain
+from sparsekv_cli.prefix.prompt_rows import Moved
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.serve.jobs import Failed, Finished, Job, NewToken, bins_of
 
@@ -28,6 +29,8 @@ class Stats:
     kv_bytes: int = 0  # of all sequences
     prompt_tokens: int = 0  # that were computed
     cached_tokens: int = 0  # tokens of prompts whose rows existed already
+    reused_tokens: int = 0  # tokens of known passages, whose rows were moved
+    repaired_tokens: int = 0  # of these, the tokens whose rows were computed again
     differences: Counter[str] = field(default_factory=Counter)  # prompts, by Explained.cause
     volatile_lines: Counter[str] = field(default_factory=Counter)  # left out, by header
     generated_tokens: int = 0
@@ -42,6 +45,12 @@ class Stats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of drafts
     first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=N_KEPT))
+
+    def add_moved(self, moved: Moved, n_cached: int) -> None:
+        """Adds the rows that a prefill moved, after n_cached rows that existed."""
+        if moved.n_exact == n_cached:
+            self.reused_tokens += moved.reused
+            self.repaired_tokens += moved.repaired
 
     def add_step(self, n_tokens: int, seconds: float) -> None:
         self.n_steps += 1
@@ -196,6 +205,6 @@ class Running:
             Finished(
                 text, thinking, logprobs, answer.stop_reason, answer.stopped_by,
                 len(job.request.ids), job.n_cached, len(answer.tokens), timings, ledger,
-                job.difference,
+                job.difference, generation.sequence.moved,
             )
         )  # fmt: skip

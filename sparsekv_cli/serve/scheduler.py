@@ -60,8 +60,8 @@ class Scheduler:
     """Answers jobs with a model, which only the scheduler uses while it runs.
 
     n_parallel: sequences that are decoded together. n_queue: jobs that may wait. kv_bytes: memory
-    for the rows of all sequences. disk_of: see SharedRows. stats: counts that it continues. tell:
-    gets lines about long prefills.
+    for the rows of all sequences. disk_of, repair: see SharedRows. stats: counts that it continues.
+    tell: gets lines about long prefills.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Scheduler:
         n_queue: int,
         kv_bytes: int,
         disk_of: Callable[[Method], Prefixes | None] = lambda method: None,
+        repair: float | None = None,
         stats: Stats | None = None,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -91,8 +92,8 @@ class Scheduler:
         self._rows: SharedRows | None = None
         self._short_rows: SharedRows | None = None  # of a prefill within another one
         if model.engine.shares_prefill:
-            self._rows = SharedRows(disk_of, self._donors)
-            self._short_rows = SharedRows(lambda method: None, self._donors)
+            self._rows = SharedRows(disk_of, self._donors, repair)
+            self._short_rows = SharedRows(lambda method: None, self._donors, repair)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self.failure: Exception | None = None  # that ended the thread
@@ -348,6 +349,7 @@ class Scheduler:
             return
         self.stats.prompt_tokens += n_prompt - job.n_cached
         self.stats.cached_tokens += job.n_cached
+        self.stats.add_moved(sequence.moved, job.n_cached)
         self._indexes.add(request.method, n_prompt, sequence.caches)
         _, job.n_bytes = self.bytes_of(request)
         job.emit(PromptProgress(n_prompt, n_prompt, job.n_cached))

@@ -112,12 +112,18 @@ class Conversation:
         own = old.engine.identity(sequence.method)
         if own.serves(model.engine.identity(model.method)) and sequence.next_rows is None:
             renewed.tokens, renewed.caches = sequence.tokens, sequence.caches
+            renewed.moved = sequence.moved
             if model.gguf.changed_values() == old.gguf.changed_values():  # the logits are alike
                 renewed.checkpoint = sequence.checkpoint
         self.model, self.sequence, self.rows = model, renewed, rows
         old.close()
         self.renew_sampler()
         self.replace(self.messages)
+
+    def _disk(self) -> dict[str, bool]:
+        """Returns the arguments of ``keep_common`` that say what the disk keeps."""
+        rows = self.rows
+        return {"has_disk": rows is not None, "moves": rows is not None and rows.repair is not None}
 
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""
@@ -196,7 +202,7 @@ class Conversation:
             ids = self.encode(messages)
             if len(ids) >= sequence.n_ctx:
                 messages, ids = self._shortened(messages, len(ids), 1)
-            missing = sequence.keep_common(ids, goes_on=True, has_disk=self.rows is not None)
+            missing = sequence.keep_common(ids, goes_on=True, **self._disk())
         sequence.timings.reset()
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
@@ -212,9 +218,7 @@ class Conversation:
                 messages, ids = self._shortened(messages, sequence.n_ctx, len(tokens) + 1)
             except SparseKVError:  # the turn alone is too long: the answer ends
                 return None
-            return sequence.keep_common(
-                [*ids, *tokens], goes_on=True, has_disk=self.rows is not None
-            )
+            return sequence.keep_common([*ids, *tokens], goes_on=True, **self._disk())
 
         stops = settings.stop if self.template else (*settings.stop, CHATML_END)
         begin = partial(

@@ -42,6 +42,22 @@ class FiniteRange(click.FloatRange):
         self.fail(f"{value!r}: expected a number{_words(self.min, self.max)}", param, ctx)
 
 
+class Percent(click.ParamType):
+    """A share, such as 15%. Its value is from 0 to 1."""
+
+    name = "percent"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        with contextlib.suppress(ValueError):
+            if 0 <= (number := float(value.removesuffix("%"))) <= 100:
+                return number / 100
+        self.fail(f"{value!r}: expected a share from 0% to 100%", param, ctx)
+
+
 def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
     """Callback of an option that takes numbers separated by commas. Returns them."""
     numbers = [part.strip() for part in value.split(",")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sparsekv_cli.commands.options.model import Invocation, gathered
-from sparsekv_cli.commands.options.numbers import FiniteRange
+from sparsekv_cli.commands.options.numbers import FiniteRange, Percent
 from sparsekv_cli.commands.shared.terminal import one_line, say
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import TRUTH
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prefixes import Prefixes
-    from sparsekv_cli.prefix.prompt_rows import PromptRows
 
 SWITCH = "SPARSEKV_NO_CACHE"
 
@@ -29,17 +28,39 @@ DIRECTORY_OPTION = click.option(
     help="Folder of kept prompts. [default: sparsekv-cli/prefixes in the user's cache]",
 )  # fmt: skip
 
-OPTIONS: list[Callable[[Any], Any]] = [
+FOLDER: list[Callable[[Any], Any]] = [
     DIRECTORY_OPTION,
     click.option(
-        "--cache-limit", metavar="GIB", type=FiniteRange(min=0, min_open=True),
+        "--cache-limit",
+        metavar="GIB",
+        type=FiniteRange(min=0, min_open=True),
         help="Largest size of the folder; the least recently used files are removed. [default: a "
         "tenth of the free disk, at most 16]",
     ),
     click.option(
-        "--no-cache", is_flag=True,
+        "--no-cache",
+        is_flag=True,
         help=f"Do not write the prompt's rows to disk, nor read them. [env: {SWITCH}=1]",
     ),
+]
+REUSE: list[Callable[[Any], Any]] = [
+    click.option(
+        "--reuse",
+        type=click.Choice(["exact", "passages"]),
+        default="exact",
+        show_default=True,
+        help="Rows of kept prompts that serve again: of equal beginnings, or also of passages that "
+        "stand in another place, with a small loss.",
+    ),
+    click.option(
+        "--reuse-repair",
+        metavar="PERCENT",
+        type=Percent(),
+        default=None,
+        help="Share of a passage's rows that are computed again. [default: 15%]",
+    ),
+]
+SESSION: list[Callable[[Any], Any]] = [
     click.option(
         "--session", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
         help="Keep the prompt's rows in FILE, not in the folder. A missing FILE is made. Its rows "
@@ -56,13 +77,18 @@ class PrefixOptions:
     limit: float | None  # GiB; None: a tenth of the free disk, at most 16
     is_off: bool
     session: Path | None  # a file to use instead
+    repair: float | None = None  # the share of passages that is computed again; None: exact rows
 
 
 def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
+    from sparsekv_cli.models.reuse.repair import share_repaired
     from sparsekv_cli.prefix.folder import check_folder
 
     directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
     no_cache, session = values.pop("no_cache"), values.pop("session", None)
+    repair = share_repaired(values.pop("reuse", "exact"), values.pop("reuse_repair", None))
+    if session is not None and repair is not None:
+        raise click.UsageError("--session keeps one prompt: leave it or --reuse passages out")
     is_off = no_cache or is_switched_off()
     if session is not None:
         if no_cache or directory is not None:
@@ -72,12 +98,12 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
         is_off = False  # the environment does not stop what the user asks for
     elif directory is not None and not is_off:
         check_folder(directory)
-    return PrefixOptions(directory, limit, is_off, session)
+    return PrefixOptions(directory, limit, is_off, session, repair)
 
 
-prefix_options = gathered("prefix", _gather_prefix, OPTIONS)
-# The options of the prefix cache, except --session.
-folder_options = gathered("prefix", _gather_prefix, OPTIONS[:-1])
+prefix_options = gathered("prefix", _gather_prefix, [*FOLDER, *REUSE, *SESSION])
+server_options = gathered("prefix", _gather_prefix, [*FOLDER, *REUSE])
+folder_options = gathered("prefix", _gather_prefix, FOLDER)
 
 
 def check_session_file(path: Path) -> None:
@@ -105,10 +131,14 @@ def is_switched_off() -> bool:
     return bool(value) and TRUTH[value]
 
 
-def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> PromptRows | None:
+def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Prefixes | None:
     """Returns the object that finds and keeps prompts on disk; None if off or impossible."""
     from sparsekv_cli.prefix.session_file import SessionFile
 
+    if options.repair is not None and options.is_off:
+        raise SparseKVError(
+            f"--reuse passages needs kept prompts: leave --no-cache out, and {SWITCH} unset"
+        )
     if options.session is None:
         return prefixes_maker(model, options)(method)
     reason, n_queried = _reason_against(model, method), method.n_queried
@@ -128,14 +158,25 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
 
 
 def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], Prefixes | None]:
-    """Returns a function that returns a method's prompts on disk, or None if impossible."""
+    """Returns a function that returns a method's prompts on disk, or None if impossible.
+
+    Raises SparseKVError if the options ask for passages, and the model's rows cannot be moved.
+    """
+    from sparsekv_cli.models.reuse.repair import check_movable
     from sparsekv_cli.prefix.folder import PrefixFolder, default_prefix_folder, limit_of
     from sparsekv_cli.prefix.prefixes import prompts_in
 
+    if options.repair is not None:
+        check_movable(model)
     tell = _teller()
     directory = options.directory or default_prefix_folder()
 
     def make(method: Method) -> Prefixes | None:
+        if options.repair is not None and method.n_queried is None:
+            raise SparseKVError(
+                f"--reuse passages: {method.name} needs the queries of all tokens; leave it out, "
+                "or use another method"
+            )
         if options.is_off:
             return None
         reason, n_queried = _reason_against(model, method), method.n_queried
@@ -145,7 +186,9 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
             (tell if options.directory is None else _warn)(f"prefix cache: off, {reason}")
             return None
         folder = PrefixFolder(directory, limit_of(directory, options.limit), _warn)
-        return prompts_in(folder, model.decoder, method.kv_types, n_queried, tell)
+        prompts = prompts_in(folder, model.decoder, method.kv_types, n_queried, tell)
+        prompts.repair = options.repair
+        return prompts
 
     return make
 

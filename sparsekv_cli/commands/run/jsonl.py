@@ -22,7 +22,7 @@ from sparsekv_cli.system.files import naming
 
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
-    from sparsekv_cli.prefix.prompt_rows import PromptRows
+    from sparsekv_cli.prefix.prefixes import Prefixes
     from sparsekv_cli.sequence import Sequence
     from sparsekv_cli.serve.rows import SharedRows
 
@@ -76,7 +76,7 @@ class Line:
         answer = self.generation.finish()
         if line := full_context_line(model, self.generation.sequence, answer):
             tell(f"line {self.number}: {line}")
-        result = answer_fields(answer, self.n_prompt)
+        result = answer_fields(answer, self.n_prompt) | self.generation.sequence.moved.usage()
         if self.task.logprobs is not None:
             result["logprobs"] = answer.logprobs
         return with_id(self.number, self.task.id, result)
@@ -86,9 +86,14 @@ class LineAnswers:
     """Answers lines, up to ``n_parallel`` at a time, whose decode steps are one."""
 
     def __init__(
-        self, model: Model, n_parallel: int, output: Output, rows: PromptRows | None
+        self,
+        model: Model,
+        n_parallel: int,
+        output: Output,
+        rows: Prefixes | None,
+        repair: float | None = None,
     ) -> None:
-        """rows: finds and keeps the rows of prompts on disk."""
+        """rows: finds and keeps the rows of prompts on disk. repair: see SharedRows."""
         from sparsekv_cli.cache.counters import Timings  # which imports numba
         from sparsekv_cli.serve.rows import SharedRows
 
@@ -97,7 +102,7 @@ class LineAnswers:
         self._output = output
         self._rows: SharedRows | None = None
         if model.engine.shares_prefill:
-            self._rows = SharedRows(lambda _: rows, self._donors)
+            self._rows = SharedRows(lambda _: rows, self._donors, repair)
             self._rows.use(model.method)
         self._active: list[Line] = []
         self._held: tuple[int, Task] | None = None  # waits for the memory of an active line

@@ -41,6 +41,7 @@ from sparsekv_cli.commands.shared.answer import (
     depth_note,
     full_context_line,
     ledger_line,
+    moved_note,
     speculation_line,
     stream_answer,
     timing_line,
@@ -183,7 +184,7 @@ def command(
             printed["logprobs"] = answer.logprobs
         write_text(json.dumps(printed) + "\n")
     else:
-        say(timing_line(sequence.timings) + depth_note(sequence, len(ids)))
+        say(timing_line(sequence.timings) + moved_note(sequence) + depth_note(sequence, len(ids)))
         if is_verbose:
             say(ledger_line(sequence, options.method))
             if line := speculation_line(sequence.timings):
@@ -230,7 +231,7 @@ def _answer_lines(
         else:
             output = Output(write)
             rows = open_prompt_rows(model, prefix, model.method)
-            answers = LineAnswers(model, n_parallel, output, rows)
+            answers = LineAnswers(model, n_parallel, output, rows, prefix.repair)
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             depth = f" | {options.method}: {dense_below(n)}" if (n := model.sparse_from) else ""
@@ -248,6 +249,7 @@ def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> d
     return {
         **answer_fields(answer, len(ids)),
         "cached_tokens": sequence.timings.cached_tokens,
+        **sequence.moved.usage(),
         "timings": sequence.timings.as_dict(),
         "method": {
             "name": method,

@@ -173,6 +173,14 @@ def timing_line(timings: Timings) -> str:
     return " | ".join(parts) or "nothing was computed"
 
 
+def moved_note(sequence: Sequence) -> str:
+    """Returns what follows the timings if rows of known passages were moved; else nothing."""
+    moved = sequence.moved
+    if not moved.reused:
+        return ""
+    return f" | {moved.reused} tokens of known passages, {moved.repaired} of them computed again"
+
+
 def depth_note(sequence: Sequence, n_prompt: int) -> str:
     """Returns what follows the timings if a method did not select rows for a prompt; or nothing."""
     if n_prompt >= sequence.sparse_from:

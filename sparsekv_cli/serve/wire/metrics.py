@@ -106,6 +106,8 @@ def _of_scheduler(name: str) -> ValueOf:
 COUNTERS: tuple[tuple[str, str, ValueOf], ...] = (
     ("prompt_tokens", "Tokens of prompts that were computed.", lambda m: m.stats.prompt_tokens),
     ("cached_tokens", "Tokens of prompts that had rows already.", lambda m: m.stats.cached_tokens),
+    ("reused_tokens", "Tokens of known passages, moved.", lambda m: m.stats.reused_tokens),
+    ("repaired_tokens", "Of these, computed again.", lambda m: m.stats.repaired_tokens),
     ("generated_tokens", "Tokens of answers.", lambda m: m.stats.generated_tokens),
     ("rows", "KV rows of the context, added up over steps.", lambda m: m.stats.rows_total),
     ("rows_attended", "KV rows that steps attended to.", lambda m: m.stats.rows_attended),

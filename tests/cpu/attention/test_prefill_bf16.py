@@ -20,8 +20,9 @@ def attend(q, k, v, scale, n_threads=2, window=ALL_ROWS, softcap=0.0, sinks=NO_S
     store = KVStore(spec)
     store.append(k, v)
     out = np.full((q.shape[1], q.shape[0], v.shape[2]), 0xFFFF, np.uint16)  # NaN
+    ends = np.arange(store.n - q.shape[1] + 1, store.n + 1)
     kernels.attend_causal(
-        q, store.layout, spec.n_head_kv, store.n, scale, window, softcap, sinks, out, n_threads
+        q, store.layout, spec.n_head_kv, ends, scale, window, softcap, sinks, out, n_threads
     )
     return as_f32(out).swapaxes(0, 1)
 

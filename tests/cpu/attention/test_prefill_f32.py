@@ -34,8 +34,9 @@ def attend(
 ) -> np.ndarray:
     """f32 (H, T, d_v)."""
     out = np.full((q.shape[1], q.shape[0], store.v_type.d), np.nan, np.float32)
+    ends = np.arange(store.n - q.shape[1] + 1, store.n + 1)
     kernels.attend_causal(
-        q, store.layout, store.k.shape[0], store.n, np.float32(scale), window, np.float32(softcap),
+        q, store.layout, store.k.shape[0], ends, np.float32(scale), window, np.float32(softcap),
         sinks, out, n_threads,
     )  # fmt: skip
     return out.swapaxes(0, 1)

@@ -1,0 +1,1 @@
+"""Reading prompts of which passages are known from other prompts."""
