@@ -282,6 +282,7 @@ MEASUREMENTS: Mapping[str, Callable[[Runner, Sizes, Any], Records]] = {
     "real_prefill": of_trained(trained_prefill),
     "real_speed": of_trained(partial(trained_speed, "real_speed", SAMPLES)),
     "several": of_trained(partial(trained_speed, "several", 1)),
+    "reuse": of_trained(partial(trained_script, "accuracy/reuse", "reuse")),
     "second_question": of_trained(
         partial(trained_script, "bench/second_question", "second_question")
     ),

@@ -86,7 +86,10 @@ def _gather_prefix(values: dict[str, Any]) -> PrefixOptions:
 
     directory, limit = values.pop("cache_dir"), values.pop("cache_limit")
     no_cache, session = values.pop("no_cache"), values.pop("session", None)
-    repair = share_repaired(values.pop("reuse", "exact"), values.pop("reuse_repair", None))
+    try:
+        repair = share_repaired(values.pop("reuse", "exact"), values.pop("reuse_repair", None))
+    except SparseKVError as error:
+        raise click.UsageError(str(error)) from None
     if session is not None and repair is not None:
         raise click.UsageError("--session keeps one prompt: leave it or --reuse passages out")
     is_off = no_cache or is_switched_off()

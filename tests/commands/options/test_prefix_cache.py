@@ -146,3 +146,42 @@ def test_a_session_file_is_no_other_file(invoke, tmp_path):
         result = invoke("run", "-p", "x", "--session", str(path))
         assert result.code in (1, 2) and result.err.count("\n") == 1
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_passages_are_reused_and_counted(ask):
+    """The document follows another beginning, so its rows are moved."""
+    clock = "It is 10:31 on Monday. "
+    first, second = ask("Who?"), ask("When?", clock=clock)
+    assert not second["cached_tokens"] and "reused_tokens" not in first | second
+    line = "tokens of known passages, "
+    moved = ask("Where?", "--reuse", "passages", clock="It is 9:05 on a Tuesday. ")
+    assert moved["reused_tokens"] > 512
+    assert moved["repaired_tokens"] == -(-15 * moved["reused_tokens"] // 100)
+    all_again = ask(
+        "Why?", "--reuse", "passages", "--reuse-repair", "100", clock="It is 8:07 in June. "
+    )
+    assert all_again["repaired_tokens"] == all_again["reused_tokens"] > 512
+    assert line not in moved["err"] + all_again["err"]  # --json has the numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--reuse-repair", "20%"], "--reuse-repair has no effect without --reuse passages"),
+        (["--reuse", "passages", "--reuse-repair", "101%"], "expected a share from 0% to 100%"),
+        (["--reuse", "passages", "--reuse-repair", "nan"], "expected a share from 0% to 100%"),
+        (["--reuse", "passages", "--no-cache"], "leave --no-cache out"),
+        (["--reuse", "passages", "--method", "h2o"], "h2o needs the queries of all tokens"),
+        (["--reuse", "some"], "'some' is not one of 'exact', 'passages'"),
+    ],
+)
+def test_passages_that_cannot_be_reused_are_refused(ask, arguments, expected):
+    code = 2 if "leave" not in expected and "h2o" not in expected else 1
+    error = ask("Who?", *arguments, code=code)["err"]
+    assert expected in " ".join(error.split()), error
+
+
+def test_passages_and_a_session_exclude_each_other(ask, tmp_path):
+    session = str(tmp_path / "kept.session")
+    error = ask("Who?", "--session", session, "--reuse", "passages", code=2)["err"]
+    assert "--session keeps one prompt" in " ".join(error.split())
