@@ -393,8 +393,8 @@ def _tokens(ends: Sequence[Finished]) -> str:
     """Returns the tokens of a request's answers for its line in the log."""
     if not ends:
         return ""
-    n_prompt, n_cached = sum(end.n_prompt for end in ends), sum(end.n_cached for end in ends)
-    n_generated = sum(end.n_generated for end in ends)
+    counts = [(end.n_prompt, end.n_cached, end.n_generated, end.moved.reused) for end in ends]
+    n_prompt, n_cached, n_generated, n_moved = map(sum, zip(*counts, strict=True))
     told = {f"; {end.difference.short()}": None for end in ends if end.difference is not None}
-    said = f", prompt {n_prompt} tokens, {n_cached} cached, answer {n_generated} tokens"
-    return said + "".join(told)
+    cached = f"{n_cached} cached{f', {n_moved} moved' if n_moved else ''}"
+    return f", prompt {n_prompt} tokens, {cached}, answer {n_generated} tokens" + "".join(told)

@@ -164,3 +164,27 @@ def test_metrics_and_the_log(client: httpx.Client, server: Any) -> None:
     row = agents.row_of("x", "1.0", agents.requests_of(server.log[-1] + "\n", 1))
     assert (row["n"], row["refused"], row["without"]) == (1, 1, 0) and row["first"] == "-"
     assert not any("secret" in line for line in server.log)
+
+
+def test_passages_of_earlier_prompts_are_counted(serve: Callable[..., Any]) -> None:
+    """A changed first line moves the rows after it; a request that goes on keeps them."""
+    server = serve(ctx_size=2048, body_bytes=1 << 20, repair=0.25)
+    document = " ".join(f"Line {i}: the ship had left before the rain." for i in range(12))
+    with httpx.Client(base_url=server.url, timeout=240) as client:
+
+        def asked(first_line: str, more: str = "") -> dict[str, Any]:
+            content = f"{first_line}. {document}{more}"
+            messages = [{"role": "user", "content": content}]
+            answer = client.post(CHAT, json={"messages": messages, "max_tokens": 2}).json()
+            return answer["usage"]["prompt_tokens_details"] | answer["sparsekv"]
+
+        assert "reused_tokens" not in asked("It is 10:31")
+        moved = asked("It is 9:05 on a Tuesday")
+        assert moved["reused_tokens"] > 100
+        assert moved["repaired_tokens"] == -(-moved["reused_tokens"] // 4)
+        later = asked("It is 9:05 on a Tuesday", " And then?")
+        assert later["cached_tokens"] > moved["reused_tokens"]
+        assert later["reused_tokens"] == moved["reused_tokens"]
+        counts = client.get("/metrics").text
+    assert f"\nsparsekv_reused_tokens_total {moved['reused_tokens']}" in counts
+    assert any(f"{moved['reused_tokens']} moved" in line for line in server.log)
