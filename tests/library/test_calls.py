@@ -241,6 +241,30 @@ def test_rows_on_disk(path, tmp_path):
         load(path, **{**given, "cache_dir": tmp_path / "mine"})
 
 
+def test_passages_on_disk(path, tmp_path):
+    """A text after another beginning, and twice in a conversation that goes on."""
+    given = {"n_ctx": 2000, "cache_dir": tmp_path / "rows", "reuse": "passages", **FAST}
+    text = "".join(f"{i} word " for i in range(100))
+    with load(path, **given, reuse_repair=0.5) as model:
+        model._model.gguf.content.wait()
+        first = model.generate(text, **GREEDY)
+        other = model.generate("Another beginning. " + text, **GREEDY)
+        twice = model.generate(text + "and again " + text, **GREEDY)
+    assert "reused_tokens" not in first.usage
+    for usage in (other.usage, twice.usage):
+        assert usage["reused_tokens"] > 400
+        assert usage["repaired_tokens"] == -(-usage["reused_tokens"] // 2)
+    assert twice.usage["cached_tokens"] > 400
+    for wrong, words in (
+        ({"reuse": "some"}, "must be exact or passages"),
+        ({"reuse_repair": 2.0}, "from 0 to 1"),
+        ({"reuse": "exact", "reuse_repair": 0.1}, "no effect"),
+        ({"cache_dir": None}, "give cache_dir"),
+    ):
+        with pytest.raises(SparseKVError, match=words):
+            load(path, **{**given, **wrong})
+
+
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in ("fasa", "sals", "faedkv")])
 def test_the_same_call_has_the_same_answer(name, model):
     """Whatever was asked before, and with whatever method."""

@@ -19,6 +19,7 @@ from sparsekv_cli.commands.shared.answer import (
     PrefillInterrupted,
     depth_note,
     ledger_line,
+    moved_note,
     speculation_line,
     timing_line,
 )
@@ -216,7 +217,8 @@ def _load(chat: Chat, argument: str) -> None:
 def _stats(chat: Chat, _argument: str) -> None:
     sequence = chat.conversation.sequence
     n_used = chat.conversation.n_used
-    say(timing_line(sequence.timings) + (depth_note(sequence, n_used) if n_used else ""))
+    note = moved_note(sequence) + (depth_note(sequence, n_used) if n_used else "")
+    say(timing_line(sequence.timings) + note)
     say(ledger_line(sequence, chat.method))
     if line := speculation_line(sequence.timings):
         say(line)

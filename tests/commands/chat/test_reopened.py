@@ -80,3 +80,19 @@ def test_a_change_that_fails_changes_nothing(talk):
             change_setting(talk, text)
         assert talk.model is model and talk.sequence.tokens == tokens
     assert said(talk, "a") < 100
+
+
+def test_a_text_that_is_read_again_costs_a_part(tmp_path):
+    """The new version of a text follows the old one; most of its rows are moved."""
+    path = make_model(tmp_path / "m.gguf", n_layer=2, n_embd=64, n_ff=64, n_ctx=4096)
+    model = load_model(path, build_method("full", {}), SessionConfig(threads=1))
+    model.gguf.content.wait()
+    prefix = PrefixOptions(tmp_path / "rows", 1.0, False, None, repair=0.2)
+    settings = ChatSettings(SamplingOptions({"temp": 0.0}, ignore_eos=True), 0, n_predict=3)
+    talk = Conversation(model, settings, "x", lambda *of: open_prompt_rows(of[0], prefix, of[1]))
+    text = "".join(f"{i} word " for i in range(100))
+    n_first = said(talk, text)
+    n_again = said(talk, f"The new one: {text}")
+    assert talk.sequence.moved.reused > 500
+    assert n_again < 0.6 * n_first
+    assert talk.sequence.timings.cached_tokens > 500
