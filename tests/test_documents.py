@@ -128,7 +128,7 @@ def test_commands_exist(page, line):
             assert builtin or shutil.which(words[0], path=PATH), f"{page}: {line}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pipeline_of_the_readme_runs(default_model):
     line = next(line for line in shell_lines(README) if line.startswith("cat "))
     done = subprocess.run(

@@ -166,14 +166,20 @@ def test_calibrate(run, model, tmp_path):
     assert done.returncode == 0 and sidecar.exists(), done.stderr
 
 
-def test_a_gpu_wants_the_extra(run, model, wheel, tmp_path):
-    # Dense weights, since products of quantised ones take a minute in the interpreter.
-    on_device = ("run", "-m", model, "-p", "abc", "-n", 2, "--json", "--device", "cuda")
-    on_device += ("--gpu-weights", "bf16")
-    done = run("sparsekv-cli", *on_device)
+# Dense weights, since products of quantised ones take a minute in the interpreter.
+ON_DEVICE = ("-p", "abc", "-n", 2, "--json", "--device", "cuda", "--gpu-weights", "bf16")
+
+
+def test_a_gpu_wants_the_extra(run, model):
+    done = run("sparsekv-cli", "run", "-m", model, *ON_DEVICE)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "pip install 'sparsekv-cli[gpu]'" in done.stderr
+
+
+@pytest.mark.nightly
+def test_a_gpu_is_used_with_the_extra(run, model, wheel, tmp_path):
     extra = link(requirements_of(wheel), "gpu", tmp_path / "gpu")
-    done = run("sparsekv-cli", *on_device, PYTHONPATH=str(extra), TRITON_INTERPRET="1")
+    variables = {"PYTHONPATH": str(extra), "TRITON_INTERPRET": "1"}
+    done = run("sparsekv-cli", "run", "-m", model, *ON_DEVICE, **variables)
     assert done.returncode == 0, done.stderr
     assert 1 <= json.loads(done.stdout)["generated_tokens"] <= 2

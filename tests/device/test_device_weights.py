@@ -20,7 +20,7 @@ IDS = [1, 262, 280, 17, 310, 99, 266, 4, 401, 267]
 
 
 def weights_of(path):
-    config = SessionConfig(threads=1, prefill_dtype="f32")
+    config = SessionConfig(threads=1, prefill_dtype="f32", repack="off")
     return load_model(path, build_method("full", {}, budget=None), config).decoder.weights
 
 

@@ -31,6 +31,8 @@ from sparsekv_cli.models import decoder, forward
 from sparsekv_cli.sequence import Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
+# Formats whose kernels for repacked weights take longest to compile.
+LONG = ("IQ4_XS", "Q1_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "TQ2_0")
 N_DECODED = 64  # positions of the default model that go through the fused path
 
 
@@ -52,15 +54,22 @@ def decode_all(sequence: Sequence, ids) -> np.ndarray:
     return np.stack(rows)
 
 
+def repacking(config: pytest.Config) -> str:
+    return "auto" if config.getoption("--all") else "off"
+
+
 # --- tiny models ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=sweep(list(REFERENCE_CASES)))
 def tiny(request, tmp_path_factory):
-    """(case, path, logits of forward, logits of decode); prompts in chunks of 7."""
+    """(case, path, logits of forward, logits of decode); prompts in chunks of 7.
+
+    Weights are repacked with ``--all`` only. The kernels of repacked weights take long to compile.
+    """
     path = tmp_path_factory.mktemp("tiny") / f"{request.param}.gguf"
     make_model(path, **REFERENCE_CASES[request.param])
-    sequence = open_model(path, chunk=7)
+    sequence = open_model(path, chunk=7, repack=repacking(request.config))
     forward = sequence.prefill(REFERENCE_IDS, all_logits=True)
     yield request.param, path, forward, decode_all(sequence, REFERENCE_IDS)
     sequence.model.gguf.close()
@@ -76,7 +85,7 @@ def skip_without(dtype: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not tiles_int8.is_available(), reason="needs byte products (AVX2)")
-def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
+def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch, pytestconfig):
     """Products of every format, of plain floats as the rows are, in chunks of 7.
 
     The rows are bf16 in half of the cases, where this CPU has products of them.
@@ -86,7 +95,8 @@ def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
     monkeypatch.setattr(decoder, "FEW_ROWS", 0)
     monkeypatch.setattr(decoder, "rows_dtype", lambda *_: rows)
     _, path, forward, _ = tiny
-    sequence = open_model(path, prefill_dtype="int8", threads=2, chunk=7)
+    repack = repacking(pytestconfig)
+    sequence = open_model(path, prefill_dtype="int8", threads=2, chunk=7, repack=repack)
     assert nmse(forward, sequence.prefill(REFERENCE_IDS, all_logits=True)) < 1e-3
     sequence.reset()
     assert nmse(forward[-1:], sequence.prefill(REFERENCE_IDS)[None]) < 1e-3
@@ -95,13 +105,14 @@ def test_int8_products_give_the_same_but_for_rounding(tiny, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_few_rows_are_exact(tiny, dtype, monkeypatch):
+def test_few_rows_are_exact(tiny, dtype, monkeypatch, pytestconfig):
     """And so are further ones behind more rows, which are not. Decode rounds to 8 bits."""
     skip_without(dtype)
     _, path, forward, _ = tiny
     n = len(REFERENCE_IDS)
     monkeypatch.setattr(decoder, "FEW_ROWS", n)
     config = {"prefill_dtype": dtype, "activations": "8", "threads": 2, "chunk": 7}
+    config["repack"] = repacking(pytestconfig)
     sequence = open_model(path, **config)
     few = sequence.prefill(REFERENCE_IDS, all_logits=True)
     assert nmse(forward, few) < 2e-7
@@ -157,8 +168,11 @@ def test_output_of_many_rows_crosses_the_vocabulary_step(tmp_path):
     np.testing.assert_allclose(few, logits[:3], atol=1e-4)
 
 
-def test_mixed_weight_types_and_partial_rotation(tmp_path):
-    kinds = {"blk.0.attn_v.weight": "Q6_K", "blk.0.attn_q.weight": "Q2_K", "output.weight": "Q6_K"}
+@pytest.mark.parametrize(
+    ("one", "other"), [("Q8_0", "Q4_0"), pytest.param("Q6_K", "Q2_K", marks=pytest.mark.nightly)]
+)
+def test_mixed_weight_types_and_partial_rotation(one, other, tmp_path):
+    kinds = {"blk.0.attn_v.weight": one, "blk.0.attn_q.weight": other, "output.weight": one}
     path = make_model(
         tmp_path / "model.gguf", wtype="Q4_1", tied=False, wtypes=kinds,
         metadata={"llama.rope.dimension_count": 32},
@@ -185,7 +199,7 @@ def test_decode_returns_logits_of_its_own(tmp_path):
     [
         ("Q4_1", {"n_head": 6, "n_embd": 192, "n_head_kv": 2}),
         ("F16", {"arch": "qwen2"}),
-        ("Q6_K", {"n_embd": 256}),
+        ("Q4_K", {"n_embd": 256}),
     ],
 )
 def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path):
@@ -212,7 +226,13 @@ def test_a_batch_gives_the_bits_of_each_sequence(wtype, sizes, n_rows, tmp_path)
 @pytest.mark.parametrize(
     ("repack", "activations"), [("on", "8"), ("on", "16"), ("off", "16"), ("off", "8")]
 )
-@pytest.mark.parametrize("wtype", WEIGHT_TYPES)
+@pytest.mark.parametrize(
+    "wtype",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in LONG else ())
+        for name in WEIGHT_TYPES
+    ],
+)
 def test_rows_of_a_draft_give_the_bits_of_single_steps(wtype, repack, activations, tmp_path):
     """As many rows as a step can have, and numbers that do not fill the kernels' tiles."""
     path = make_model(tmp_path / "model.gguf", wtype=wtype, n_embd=256, n_layer=1, n_vocab=300)

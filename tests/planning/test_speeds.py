@@ -267,7 +267,14 @@ def test_what_is_measured_is_what_a_session_holds(header, briefly):
     assert all(point.sparse.seconds > 0 for point in found.points)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gemma4", "gpt-oss", "lfm2", "qwen35moe"])
+# gpt-oss has gemma3's windows, qwen35moe has lfm2's recurrent layers.
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("gemma4", "gpt-oss", "qwen35moe"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3", "lfm2")),
+    ],
+)
 def test_layers_of_all_kinds_and_experts(architecture, tmp_path, briefly):
     """Methods have a part in full layers only, which bounds what they can gain."""
     path = make_model(tmp_path / "model.gguf", arch=architecture, n_layer=6, n_ff=256)

@@ -38,10 +38,21 @@ def test_a_target(
     assert int(said.split()[0]) >= n
 
 
-def test_faults_in_every_writer() -> None:
-    """The old file is there or the new one, the user's other files are too, and it goes on."""
-    found = re.findall(r"(.+): (\d+) operations, (\d+) faults\n", ran("scripts/faults"))
-    assert len(found) == 10
+@pytest.mark.parametrize(
+    ("writers", "n_writers"),
+    [
+        (("kernel cache", "chat history", "session file"), 3),
+        pytest.param((), 10, marks=pytest.mark.nightly),
+    ],
+)
+def test_faults_in_writers(writers: tuple[str, ...], n_writers: int) -> None:
+    """The old file is there or the new one, the user's other files are too, and it goes on.
+
+    Three writers stand for all: test_files_are_written_in_one_place says that they write alike.
+    """
+    said = ran("scripts/faults", *writers)
+    found = re.findall(r"(.+): (\d+) operations, (\d+) faults\n", said)
+    assert len(found) == n_writers
     assert all(int(n) >= 3 and int(n_faults) == 7 * int(n) for _, n, n_faults in found)
 
 

@@ -33,7 +33,7 @@ def test_a_short_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(found["pss_mb"]) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_client_is_answered_under_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its times are for a run by hand: other tests use the machine."""
     script = load_script("soak")

@@ -8,7 +8,14 @@ STORY = (
 )
 
 
-@pytest.mark.parametrize("name", ["full", "lfps", "quest", "freekv", "h2o"])
+# Quest and lfps keep the rows of full: tests/sequence/test_same_call.py has all methods.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "freekv", "h2o"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("lfps", "quest")),
+    ],
+)
 def test_the_same_answer_again(name, invoke, default_model):
     story = "".join(STORY.format(7 * day % 11, day) for day in range(1, 6))
     lines = [

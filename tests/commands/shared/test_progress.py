@@ -55,7 +55,7 @@ def test_what_is_read_for_a_measurement_says_how_far_it_is(
 ):
     monkeypatch.setattr(progress, "PREFILL_LINE_S", 0.0)
     monkeypatch.setattr(progress, "SECONDS_BEFORE_BAR", 1e-9)
-    (tmp_path / "text").write_text("The ship had left before the rain. " * 700)
+    (tmp_path / "text").write_text("The ship had left before the rain. " * 150)
     file = ("-f", str(tmp_path / "text")) if arguments[0] == "eval" else ()
     options = ("-m", str(tiny_model(**SHAPE)), "-t", "1", "--device", "cpu")
     result = invoke(*arguments, *options, *file)

@@ -1,5 +1,7 @@
 """Repacked weights: their layout, and their products against the reference."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numba import njit, types
@@ -14,6 +16,8 @@ from sparsekv_cli.models.weights import Linear
 
 NAMES = [name for name, each in FORMATS.items() if each.interleaves]
 TWO_PLANES = ("Q4_0", "Q4_K", "Q6_K", "MXFP4")  # whose products of 16 bits are tried without VNNI
+# Formats whose kernels for all numbers of inputs take longest to compile.
+LONG = ("IQ4_XS", "Q1_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "TQ2_0")
 repacks = pytest.mark.skipif(
     not interleaved.can_repack(FORMATS["Q4_1"].code, interleaved.GROUP),
     reason="this CPU does not repack",
@@ -51,9 +55,15 @@ def products(linears, x: np.ndarray, n_threads: int, n_planes: int = 2) -> np.nd
     return out
 
 
+def marked(sizes: list[tuple[str, int]]) -> list[Any]:
+    """Those of LONG formats as nightly: ``test_products_of_one_input`` has them always."""
+    nightly = pytest.mark.nightly
+    return [pytest.param(*each, marks=nightly if each[0] in LONG else ()) for each in sizes]
+
+
 @repacks
 @pytest.mark.parametrize("n_planes", sweep([1, 2], fast=1))
-@pytest.mark.parametrize(("name", "n_columns"), columns(32, 64, 96, 224, 576))
+@pytest.mark.parametrize(("name", "n_columns"), marked(columns(32, 64, 96, 224, 576)))
 def test_products_are_exact_but_for_the_activations(name, n_columns, n_planes):
     w, code = random_rows(name, 48, n_columns), FORMATS[name].code
     linear = Linear(code, repacked(name, w), n_columns, repacked=True)
@@ -82,6 +92,32 @@ def largest_products(name: str, n_columns: int, n_planes: int) -> tuple[np.ndarr
         row[:] = value / integer.LARGEST[n_planes]
         row[::32] = 1  # so that these are the values
     return w, x
+
+
+def one_dot(
+    code, n_planes, w, row_bytes, n_columns, x, x_row, n_inputs, out, out_row, first, last
+):  # fmt: skip
+    """``groups_dot`` of one input only, which is compiled in a tenth of the time."""
+    interleaved._group_dots(code, n_planes, 1, w, x, x_row, n_columns, out, out_row)
+
+
+@repacks
+@pytest.mark.parametrize("name", LONG)
+def test_products_of_one_input(name):
+    code, n_columns = FORMATS[name].code, 768
+    w = random_rows(name, 16, n_columns)
+    x = np.random.default_rng(1).standard_normal((1, n_columns)).astype(np.float32)
+    signature = (types.literal(code), types.literal(2)) + (types.int64,) * 10
+    kernel = dot.function_address(njit(one_dot), signature)
+    quantized, found = integer.quantize(x[0], 2), np.empty((1, 16), np.float32)
+    packed = repacked(name, w)
+    dot._matvec_parallel(
+        kernel, dot.address(packed), w.strides[0], n_columns, dot.address(quantized),
+        quantized.nbytes, 1, dot.address(found), found.strides[0], 16, 1,
+    )  # fmt: skip
+    values, scales, _ = integer.quantize_ref(x[0], 2)
+    expected = dot.matvec_ref(code, w, n_columns, values * np.repeat(scales, 32))
+    assert np.sum((found[0] - expected) ** 2) < 1e-9 * np.sum(expected**2)
 
 
 def three_dots(

@@ -1,5 +1,7 @@
 """Recorded sessions of agents: no request is refused, and each finds more rows than the one before.
 
+Without ``--all``, one session for each address that clients ask.
+
 A file of tests/data/agents has the requests of a client with its texts cut. ``keep`` says how many
 messages of the request before stay. The fields of the request before stay, too.
 """
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+SAMPLE = ("aider", "claude_opus", "codex")
 SESSIONS = sorted(Path(__file__).parents[2].joinpath("data/agents").glob("*.json"))
 
 
@@ -44,7 +47,18 @@ def server(serve: Callable[..., Any]) -> Any:
     return serve(tokens=4, ctx_size=16384, body_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("path", SESSIONS, ids=[path.stem for path in SESSIONS])
+def test_the_sample_has_every_address() -> None:
+    addresses = {path.stem: json.loads(path.read_text())["path"] for path in SESSIONS}
+    assert {addresses[name] for name in SAMPLE} == set(addresses.values())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in SAMPLE else pytest.mark.nightly)
+        for path in SESSIONS
+    ],
+)
 def test_a_session_of_an_agent(server: Any, path: Path) -> None:
     session = json.loads(path.read_text())
     cached = []
