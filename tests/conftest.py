@@ -192,6 +192,14 @@ def share_types(block: Any, tensor: Any) -> None:
 
 INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
 SLOW_SHARE = 8
+# Files that take a minute each go first, or one process would be left with the last of them.
+LONGEST = tuple(
+    f"{Path(__file__).parent / name}"
+    for name in (
+        "methods/test_contract.py", "kernels/test_compile.py", "distributed/test_ray_cluster.py",
+        "models/test_decoder.py", "test_wheel.py", "scripts/test_fuzz.py", "device/",
+    )
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -202,8 +210,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the tests of GPU code as slow without a GPU, and leaves a sample of the tests.
 
     Triton's interpreter runs GPU code, which is slow. With ``--all``, ``-k``, or if a test is asked
-    for by name, nothing is left out.
+    for by name, nothing is left out. The longest files go first.
     """
+    items.sort(key=lambda item: not str(item.path).startswith(LONGEST))
     if not torch.cuda.is_available():
         for item in items:
             if str(item.path).startswith(INTERPRETED):
