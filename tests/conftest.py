@@ -8,6 +8,8 @@ import atexit
 import gc
 import os
 import signal
+import tomllib
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -192,6 +194,7 @@ def share_types(block: Any, tensor: Any) -> None:
 
 INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
 SLOW_SHARE = 8
+LONG = tomllib.loads((Path(__file__).parent / "data/long_tests.toml").read_text("utf-8"))
 # Files that take a minute each go first, or one process would be left with the last of them.
 LONGEST = tuple(
     f"{Path(__file__).parent / name}"
@@ -229,26 +232,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The tests that bring a parameter a value which no test of the same function had before.
 
-    So every value of every parameter is tested, but not each with each. A slow function keeps one
-    test in ``SLOW_SHARE`` of these. A test without parameters, or marked
-    unsampled, stays. A test marked nightly is left out.
+    So every value of every parameter is tested, but not each with each. A function that is marked
+    slow, or is long by tests/data/long_tests.toml, keeps one test in ``SLOW_SHARE`` of these; its
+    name decides which. Other tests without parameters, or marked unsampled, stay. Nightly tests are
+    left out, by their mark or by that file.
     """
     kept: list[pytest.Item] = []
     seen: set[tuple[str, str, str]] = set()
-    n_new: Counter[str] = Counter()
+    n_of: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("nightly") is not None:
+        function = function_of(item)
+        if item.get_closest_marker("nightly") is not None or function in LONG["nightly"]:
             continue
         spec = getattr(item, "callspec", None)
-        function = item.nodeid.partition("[")[0]
-        values = {(function, name, repr(x)) for name, x in spec.params.items()} if spec else set()
         if spec is not None and item.get_closest_marker("unsampled") is None:
+            values = {(function, name, repr(x)) for name, x in spec.params.items()}
             if not values - seen:
                 continue
             seen |= values
-            n_new[function] += 1
-            is_slow = item.get_closest_marker("slow") is not None
-            if is_slow and n_new[function] % SLOW_SHARE != 1:
-                continue
+        n_of[function] += 1
         kept.append(item)
-    return kept
+    places: Counter[str] = Counter()
+    return [item for item in kept if is_in_share(item, n_of, places)]
+
+
+def is_in_share(item: pytest.Item, n_of: Counter[str], places: Counter[str]) -> bool:
+    """Whether a test is one in SLOW_SHARE of its function; all are, of a function that is short.
+
+    n_of: tests of each function. places: of the next test of each function.
+    """
+    function = function_of(item)
+    place = places[function]
+    places[function] += 1
+    if item.get_closest_marker("slow") is None and function not in LONG["one_in_eight"]:
+        return True
+    first = zlib.crc32(function.encode()) % min(SLOW_SHARE, n_of[function])
+    return place % SLOW_SHARE == first
+
+
+def function_of(item: pytest.Item) -> str:
+    """The file and the name of a test's function."""
+    return item.nodeid.partition("[")[0]
