@@ -23,7 +23,7 @@ from sparsekv_cli.models.hparams import room_for
 from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.reuse.repair import repair_steps
-from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Found, Moved, PromptRows
+from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
 from sparsekv_cli.system.memory import release_code
@@ -164,13 +164,10 @@ class DecoderEngine(ABC):
             )  # fmt: skip
             logits = yield from _of_more(steps, n - n_loaded, n_begun - n_loaded)
             last = logits[-1] if all_logits else logits
-            sequence.commit(ids, Checkpoint(n_past + n, last.copy()))
             if n_past <= sequence.moved.n_exact:  # all earlier rows are exact
-                sequence.moved = found.moved if n_loaded else NONE_MOVED
-                if known is not None:
-                    n_exact, reused, repaired = sequence.moved
-                    reused, repaired = reused + n_moved, repaired + n_again
-                    sequence.moved = Moved(min(n_exact, n_loaded), reused, repaired)
+                before = found.moved if n_loaded > found.moved.n_exact else NONE_MOVED
+                sequence.moved = before.and_then(n_loaded, n_moved, n_again)
+            sequence.commit(ids, Checkpoint(n_past + n, last.copy()))
         except BaseException:
             if rows is not None:
                 rows.abandon()

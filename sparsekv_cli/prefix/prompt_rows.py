@@ -1,5 +1,7 @@
 """The interface of a store of prompts' rows, for an engine."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -22,6 +24,11 @@ class Moved(NamedTuple):
     n_exact: int = ALL
     reused: int = 0
     repaired: int = 0
+
+    def and_then(self, n: int, reused: int, repaired: int) -> Moved:
+        """Returns the same with ``reused`` more tokens, moved after the first n; 0: none are."""
+        n_exact = min(self.n_exact, n) if reused else self.n_exact
+        return Moved(n_exact, self.reused + reused, self.repaired + repaired)
 
     def usage(self) -> dict[str, int]:
         """Returns the counts as the fields of an answer; empty if no row was moved."""

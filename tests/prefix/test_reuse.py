@@ -137,6 +137,10 @@ def test_sequences_in_memory_give_passages(sequence_of: Callable[..., Any]) -> N
     third.prefill([*SECOND, *C])
     assert third.timings.cached_tokens >= len(SECOND) - 16
     assert third.moved == second.moved
+    third.reset()
+    rows.find([*FIRST, *C])  # the exact rows of the source
+    third.prefill([*FIRST, *C])
+    assert third.timings.cached_tokens and third.moved == NONE_MOVED
     rows.repair = None
     third.reset()
     third.timings.reset()
