@@ -234,8 +234,8 @@ def sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     So every value of every parameter is tested, but not each with each. A function that is marked
     slow, or is long by tests/data/long_tests.toml, keeps one test in ``SLOW_SHARE`` of these; its
-    name decides which. Other tests without parameters, or marked unsampled, stay. Nightly tests are
-    left out, by their mark or by that file.
+    name decides which. Other tests without parameters, or marked unsampled, stay; so do those that
+    are unsampled and slow. Nightly tests are left out, by their mark or by that file.
     """
     kept: list[pytest.Item] = []
     seen: set[tuple[str, str, str]] = set()
@@ -264,7 +264,8 @@ def is_in_share(item: pytest.Item, n_of: Counter[str], places: Counter[str]) -> 
     function = function_of(item)
     place = places[function]
     places[function] += 1
-    if item.get_closest_marker("slow") is None and function not in LONG["one_in_eight"]:
+    is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("unsampled")
+    if not is_slow and function not in LONG["one_in_eight"]:
         return True
     first = zlib.crc32(function.encode()) % min(SLOW_SHARE, n_of[function])
     return place % SLOW_SHARE == first

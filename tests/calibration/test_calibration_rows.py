@@ -81,7 +81,7 @@ class Counted:
     def __init__(self, model, monkeypatch: pytest.MonkeyPatch) -> None:
         decoder, self.passes, self.n_logits = model.decoder, 0, 0
         self.rows: Counter[int] = Counter()
-        forward, chunk, output = decoder.forward, decoder._forward_chunk, decoder.output
+        forward, chunk, output = decoder.forward, decoder.forward_chunk, decoder.output
 
         def count_pass(*args: Any, **options: Any) -> Any:
             self.passes += 1
@@ -97,7 +97,7 @@ class Counted:
             return logits
 
         self.forward = count_pass
-        monkeypatch.setattr(decoder, "_forward_chunk", count_rows)
+        monkeypatch.setattr(decoder, "forward_chunk", count_rows)
         monkeypatch.setattr(decoder, "output", count_logits)
 
 

@@ -22,6 +22,7 @@ from sparsekv_cli.commands.chat import conversation as chat_conversation
 from sparsekv_cli.commands.run import run as run_module
 from sparsekv_cli.commands.run import task as task_module
 from sparsekv_cli.evaluation import roofline
+from sparsekv_cli.prefix.prompt_rows import NONE_MOVED
 from sparsekv_cli.sequence import Checkpoint, Sequence
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -106,7 +107,7 @@ class FakeModel:
         self.tokens: list[int] = []
         self.checkpoint: Checkpoint | None = None
         self.sparse_from = 0
-        self.difference = None
+        self.difference, self.moved = None, NONE_MOVED
         self.drafts, self.draft_caches = None, ()
         self.timings = Timings(load_s=0.5)
         self.counts = {"rows_total": 0, "rows_scored": 0, "rows_attended": 0, "bytes_moved": 0}

@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from kept_prompts import keep, keeping
+from tiny_models import make_model
 from tiny_sequences import decoded, tokens
 
-from sparsekv_cli.methods import METHODS
+from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.model import load_model
+from sparsekv_cli.models.reuse.repair import check_movable
 from sparsekv_cli.prefix.prompt_rows import NONE_MOVED
 from sparsekv_cli.serve.rows import SharedRows
+from sparsekv_cli.settings.config import SessionConfig
 
 A, B, C = tokens(700, 1), tokens(600, 2), tokens(300, 3)
 FIRST = [*tokens(50, 4), *A, *B]
@@ -158,6 +163,52 @@ def test_an_interrupted_repair_leaves_an_empty_sequence(opened: Callable[..., An
     assert not sequence.tokens and sequence.moved == NONE_MOVED
     sequence.rows.repair = None
     np.testing.assert_array_equal(sequence.prefill(SECOND), alone.prefill(SECOND))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arch": "qwen2"},
+        {"arch": "qwen3", "head_dim": 64},
+        {"arch": "phi3", "rope_scaling": ("longrope", 2.0)},
+        {"arch": "llama", "rope_freqs": True, "rope_scaling": ("yarn", 4.0, 512)},
+        {"arch": "qwen3moe", "head_dim": 64},
+        {"arch": "smollm3", "n_layer": 4},
+        {"arch": "granite"},
+    ],
+    ids=lambda options: options["arch"],
+)
+def test_models_of_many_kinds(options: dict[str, Any], tmp_path: Path) -> None:
+    """Rows of a source that are all computed again are those of a prefill; none is worse."""
+    path = make_model(tmp_path / "m.gguf", n_ctx=4096, **options)
+    config = SessionConfig(threads=1, prefill_dtype="f32")
+    model = load_model(path, build_method("full", {}), config)
+    source, exact = model.sequence(), model.sequence()
+    source.prefill(FIRST[:700])
+    prompt = [*tokens(40, 5), *FIRST[200:650], *tokens(20, 6)]
+    expected = exact.prefill(prompt)
+    errors = []
+    for share in (1.0, 0.3):
+        rows = SharedRows(lambda method: None, lambda: [source], share)
+        rows.use(model.method)
+        sequence = model.sequence()
+        errors.append(np.abs(sequence.prefill(prompt, rows=rows) - expected).max())
+        assert sequence.moved.reused > 400
+        rows.close()
+    assert errors[0] < 0.02 * np.abs(expected).max() and errors[0] <= errors[1]
+    model.close()
+
+
+def test_a_model_whose_rows_cannot_be_moved_is_refused(tmp_path: Path) -> None:
+    for options, words in (
+        ({"arch": "gemma3"}, "do not keep the rows of all tokens"),
+        ({"arch": "llama", "n_layer": 1}, "one alone"),
+    ):
+        path = make_model(tmp_path / f"{options['arch']}.gguf", **options)
+        model = load_model(path, build_method("full", {}), SessionConfig(threads=1))
+        with pytest.raises(SparseKVError, match=words):
+            check_movable(model)
+        model.close()
 
 
 def test_progress_never_goes_back(opened: Callable[..., Any]) -> None:

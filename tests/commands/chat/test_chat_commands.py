@@ -168,7 +168,9 @@ def test_a_change_that_is_stopped_late_has_the_rows_of_its_method(fake, invoke, 
         raise KeyboardInterrupt
 
     def rows_of(_model: Any, _options: Any, method: Any) -> Any:
-        return SimpleNamespace(name=getattr(method, "name", "full"), finish=lambda: None)
+        return SimpleNamespace(
+            repair=None, name=getattr(method, "name", "full"), finish=lambda: None
+        )
 
     def prefill(self: Any, *arguments: Any, rows: Any) -> None:
         used.append(rows.name)
