@@ -146,6 +146,7 @@ class DecoderEngine(ABC):
             n_begun = n_loaded
             if known is not None:
                 n_begun += len(known.rows)
+                sequence.difference = None  # known tokens are not computed again
                 n_again = yield from _of_more(
                     repair_steps(
                         self.decoder, ids[n_loaded:n_begun], n_loaded, sequence.caches, known

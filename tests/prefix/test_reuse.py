@@ -70,6 +70,7 @@ def test_a_share_is_computed_again(opened: Callable[..., Any]) -> None:
     moved = sequence.moved
     assert moved.repaired == int(np.ceil(0.2 * moved.reused))
     assert sequence.timings.prefill_tokens == len(SECOND) - moved.reused + moved.repaired
+    assert sequence.difference is None
     assert moved.usage() == {"reused_tokens": moved.reused, "repaired_tokens": moved.repaired}
 
 
