@@ -199,10 +199,15 @@ def _attend_pieces(
 
 @njit(cache=True, nogil=True)
 def _tasks_of_kv_head(n_split, owners, n_threads):
-    """Returns a kv head's tasks, int64 (n, 4): first token, token after the last, piece, pieces.
+    """Returns the tasks of one kv head, int64 (n, 4), a row a task.
 
-    Neighbouring tokens of one owner share a task, because they read the same rows. If there are
-    several threads, each token of a short context, whose keys are one piece, is a task of its own.
+    A row is (first token, token after the last one, piece, number of pieces). n_split int64 (B,):
+    the pieces into which the keys of each token are cut. owners int64 (B,): see ``attend_dense``.
+    Neighbouring tokens share a task if they have one owner and equally many pieces. With several
+    threads, a token whose keys are one piece has a task of its own.
+
+    Example: n_split = (2, 2, 1), owners = (7, 7, 7) and two threads give the rows (0, 2, 0, 2),
+    (0, 2, 1, 2) and (2, 3, 0, 1).
     """
     tasks, n, b = np.empty((n_split.sum(), 4), np.int64), 0, 0
     while b < len(n_split):

@@ -46,7 +46,7 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 # Keys between two updates of the running softmax: a multiple of 32 and of ROWS.
 BLOCK = 512 if bf16.HAS_TILES else 192
-F32_ROWS = -1  # quantised rows, widened to f32; attention/rows.py has no such kind
+F32_ROWS = -1  # rows of f32, to which quantised rows are widened; no kind of attention/rows.py
 TASK_TILES = 12  # most tiles of a task; fewer tasks read the keys less often
 TASKS_A_THREAD = 3  # fewest, if there are enough rows: threads then end together
 UNIT = 4 * PAIRS  # bytes of a unit of pairs
@@ -64,7 +64,10 @@ def wide_lanes(b, kind, row, c):
 
 @intrinsic
 def _narrow(typingctx, kind, row, width, out):
-    """out bf16 (width,) = a row of floats; addresses. width: a multiple of 16."""
+    """Writes out bf16 (width,) = the row of f16 or f32 numbers at the address ``row``.
+
+    kind: the literal F16_ROWS or F32_ROWS. width: a multiple of 16. out: an address.
+    """
     if not isinstance(kind, types.IntegerLiteral):
         return None
 
@@ -86,10 +89,13 @@ def _narrow(typingctx, kind, row, width, out):
 
 @intrinsic
 def _narrow_transposed(typingctx, kind, rows, row_bytes, last, width, out, out_row):
-    """out bf16 (width, 32) = 32 rows of floats. Rows after ``last`` are copies of row ``last``.
+    """Writes out bf16 (width, 32): the transpose of 32 rows of ``width`` f16 or f32 numbers.
 
-    kind: a literal, F16_ROWS or F32_ROWS. Addresses; out_row: bytes from one row of ``out`` to the
-    next.
+    Column j of ``out`` is row j, and row ``last`` if j > last. With last = 4 the columns 5 to 31
+    equal column 4.
+
+    kind: the literal F16_ROWS or F32_ROWS. rows, out: addresses. row_bytes, out_row: bytes from one
+    row of the input, or of ``out``, to the next. width: a multiple of 16.
     """
     if not isinstance(kind, types.IntegerLiteral):
         return None

@@ -48,9 +48,10 @@ ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to a whole number
 
 
 def _products(b, count, wide, wide_step, columns):
-    """Returns ROWS wide vectors: the sums over i < count of columns(i)[r] times vector i, r < ROWS.
+    """Returns ROWS vectors <WIDTH x f32>. Vector r is the sum of a[i, r] * x[i] over i < count.
 
-    wide: address of the vectors, wide_step bytes apart. columns(i): ROWS addresses of f32.
+    x[i] is the vector <WIDTH x f32> at the address ``wide`` + i wide_step. columns(i) returns the
+    addresses of the ROWS f32 numbers a[i, 0], a[i, 1] and so on.
     """
 
     def steps(n):

@@ -121,11 +121,14 @@ def float_of(typingctx, bits):
 
 @njit(cache=True, nogil=True)
 def _guess(low, high, n_low, n_high, k):
-    """Returns a key in (low, high] that about k keys reach, guessed by the scores of low and high.
+    """Returns a key in (low, high], a guess of the k-th largest key.
 
-    n_low keys reach low and n_high exceed high. The guess assumes that the square root of the
-    number of scores above a value is linear in the value. This is nearly true in the upper part of
-    a bell-shaped distribution. If low or high is no score, it returns the middle.
+    n_low keys are at least low, and n_high keys are above high. A key is a score as an integer of
+    ``order_keys``. The guess assumes that the square root of the number of scores above a value is
+    linear in the value. This is nearly true in the upper part of a bell-shaped distribution.
+    Example: scores 0 and 4 with n_low = 900, n_high = 0, k = 100 give the key of the score 2.67.
+
+    If low or high is the key of no finite score, it returns the middle of low and high.
     """
     a, b = float_of(_ordered(np.int32(low))), float_of(_ordered(np.int32(high)))
     if not -LARGEST < a <= b < LARGEST:
@@ -140,9 +143,12 @@ def _guess(low, high, n_low, n_high, k):
 def threshold_of_largest(keys, n, k):
     """Returns a threshold for the k largest of keys[:n] int32, 1 <= k <= n.
 
-    At most k keys are above it, and keys equal to it fill up to k. A pass only compares and counts;
-    nothing is moved or allocated. Bell-shaped scores need about 7 passes of guesses. Other scores
-    need a bisection of some 16 passes, at most 32.
+    At most k keys are above it, and at least k keys are above it or equal to it. Keys (5, 9, 5, 2)
+    and k = 2 give the threshold 5: the two largest are 9 and one of the fives.
+
+    A pass compares all keys with one number and counts. It moves and allocates nothing. Bell-shaped
+    scores need about 7 passes with guesses. Other scores need a bisection of some 16 passes, at
+    most 32.
     """
     low, high = keys[0], keys[0]
     whole = n - n % LANES

@@ -54,7 +54,11 @@ def exp_in_place(typingctx, scores, count, peak):
 
 @intrinsic
 def soften(typingctx, scores, count, cap):
-    """scores[j] = cap tanh(scores[j] / cap), j < count rounded up to 16; tanh by e^(-2 |x|)."""
+    """Replaces the scores f32 at an address by cap * tanh(score / cap). Infinity and NaN stay.
+
+    It changes the first ``count`` scores, rounded up to a multiple of 16. tanh is computed by
+    e^(-2 |x|).
+    """
 
     def codegen(context, b, signature, args):
         scores, count, cap = args

@@ -1,7 +1,8 @@
 """The record of a layer's experts, which decode steps read and write, declared once.
 
-B: rows of the step. There are B (n_used + 1) slots: one for each row and each of its experts, then
-one for each row and the shared expert.
+A row of a step uses n_used experts, and the shared expert, if there is one. A row and an expert
+have a slot in the scratch. With B rows there are B (n_used + 1) slots. The B slots of the shared
+expert are last. Two rows of four experts have slots 0 to 7, then 8 and 9 for the shared expert.
 """
 
 import numpy as np

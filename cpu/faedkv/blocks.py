@@ -130,9 +130,12 @@ def _attend_exact(this, q, g, sinks, peak, mass, acc, buffer):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_group(this, q, g, first, n_block, peak, mass, acc, z, x):
-    """Computes the softmax state of kv head g's query heads over ``n_block`` blocks from ``first``.
+    """Computes the softmax of one kv head's query heads over blocks first .. first + n_block - 1.
 
-    z f32 (TILE, >= rows + PAD), x: scratch. See ``_attend_exact``, ``_weigh_blocks``.
+    this: the view of a BlocksState (faedkv/state.py). g: the kv head. q f32 (heads, d): its query
+    heads, scaled. It writes the state that ``merge_pieces`` takes: peak, mass f32 (heads,) and acc
+    f32 (heads, d_v). z f32 (TILE, at_once n_rows + PAD): scratch, the scores of a tile of heads. x:
+    scratch of ``_weigh_blocks``.
     """
     layout, n_rows, d, d_v = this.layout, this.n_rows, q.shape[1], acc.shape[1]
     from_k, from_v = this.inverse[0, first:], this.inverse[1, first:]

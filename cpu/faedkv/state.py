@@ -11,7 +11,7 @@ from sparsekv_cli.cpu.attention.tile import PAD
 from sparsekv_cli.cpu.vector.declared import Size, f32, words
 from sparsekv_cli.cpu.vector.fields import KernelFields, Scratch
 
-N_PARTS = "1 + (n_block + at_once - 1) // at_once"  # the exact rows, then groups of blocks
+N_PARTS = "1 + (n_block + at_once - 1) // at_once"  # part 0: exact rows; others: at_once blocks
 
 
 class BlocksState(KernelFields):

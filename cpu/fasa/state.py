@@ -16,7 +16,7 @@ class FASAState(KernelFields):
     d_v: Size  # elements of a value, padded
     d: Size  # dims of a key
     n_dom: Size  # dominant dims
-    d_rest: Size  # elements of a row of the other dims, padded
+    d_rest: Size  # d - n_dom, the dims that are not dominant, padded to a multiple of 16
     n_block: Size
     capacity: Size
     n_fac: Size  # rows that a head attends to
@@ -35,8 +35,8 @@ class FASAState(KernelFields):
     values: np.ndarray = f16("n_kv", "capacity", "d_v")
     sinks: np.ndarray = f32("n_head", optional=True)  # scores without values
     q: np.ndarray = f32("n_head", 1, "width")
-    k: np.ndarray = f32("n_kv", 1, "width")  # of the current token, as v
-    v: np.ndarray = f32("n_kv", 1, "d_v")
+    k: np.ndarray = f32("n_kv", 1, "width")  # the current token's key
+    v: np.ndarray = f32("n_kv", 1, "d_v")  # the current token's value
     rows: np.ndarray = i32("n_head", "n_fac")  # the step sets them to those attended to, ascending
     out: np.ndarray = f32("n_head", "d_v")
 

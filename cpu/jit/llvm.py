@@ -120,7 +120,11 @@ def memory_fence(b: ir.IRBuilder) -> None:
 
 
 def together(b: ir.IRBuilder, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Returns the vectors unchanged. LLVM computes all of them first, and moves no load past it."""
+    """Returns the vectors unchanged, through inline assembly that has no instruction.
+
+    LLVM computes all of them before it uses one of the results. It moves no load or store past this
+    place.
+    """
     n = len(values)
     type_ = ir.FunctionType(
         ir.LiteralStructType([v.type for v in values]), [v.type for v in values]

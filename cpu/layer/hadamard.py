@@ -14,7 +14,10 @@ from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 
 
 def block_of(d: int) -> int:
-    """Returns the elements that one rotation mixes: the largest power of two that divides d."""
+    """Returns how many elements one rotation mixes: the largest power of two that divides d.
+
+    A head of 96 elements is three blocks of 32.
+    """
     return d & -d
 
 

@@ -21,7 +21,11 @@ ROOT_HALF = np.float32(0.5**0.5)
 
 @njit(cache=True, nogil=True)
 def _make(projected, norm, eps, embedded, out):
-    """Computes one layer's input of one token: out f32 (n,). Overwrites ``projected``."""
+    """Computes one layer's input of one token, f32 (n,).
+
+    out = (rms_norm(projected) * norm + embedded) / sqrt(2). All arrays are f32 (n,). ``projected``
+    is overwritten.
+    """
     rms_norm(projected, norm, eps, projected)
     for c in range(norm.shape[0]):
         out[c] = (projected[c] + embedded[c]) * ROOT_HALF

@@ -26,7 +26,7 @@ from sparsekv_cli.cpu.weights import dot
 from sparsekv_cli.cpu.weights.dot import call_dequantize
 from sparsekv_cli.cpu.weights.formats import FORMAT_OF_CODE
 
-VECTORS = 2 if bf16.HAS_TILES else 4  # vectors of columns of a product
+VECTORS = 2 if bf16.HAS_TILES else 4  # vectors of 16 results that a product computes for an input
 COLUMNS = VECTORS * LANES  # weight rows of a panel
 BLOCK_COLUMNS = 288  # columns of the weights in a block: their panel stays in the L1 cache
 TASK_TILES = 16  # tiles of rows at a time

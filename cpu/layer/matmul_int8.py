@@ -250,7 +250,11 @@ def multiply_group(matrix, first, following, tiles, n, scratch):
 
 @njit(cache=True, nogil=True)
 def store_sums(sums, n_rows, out, first, last, column):
-    """out[first:last, column : column + n_rows] = sums f32 (inputs, GROUP)."""
+    """Writes out[first:last, column : column + n_rows] = sums[: last - first, :n_rows].
+
+    sums f32 (last - first or more, GROUP): the products of each input with GROUP rows of weights.
+    They are rounded to the type of ``out``, f32 or bf16.
+    """
     for i in range(first, last):
         if n_rows == GROUP:
             for r in range(GROUP):
@@ -290,7 +294,12 @@ def _multiply_tasks(counter, table, tiles, n, n_groups, n_parts, out):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def multiply(table, x, out, n_threads):
-    """out (T, all rows) = the products of the matrices of a table with x (T, n): f32 or bf16."""
+    """Multiplies each input by all matrices: out[t] = (matrix 0 x[t], matrix 1 x[t], ...).
+
+    table int64 (matrices, columns): a row describes a matrix of n columns. x (T, n) and out (T,
+    rows of all matrices): f32, or bf16 as uint16. Matrices of 4096, 1024 and 1024 rows give rows of
+    6144 results.
+    """
     n_inputs, n = x.shape
     n_tiles = (n_inputs + TILE - 1) // TILE
     tiles = np.empty((n_tiles, tile_bytes(n)), np.uint8)

@@ -29,7 +29,7 @@ def rounded(typingctx, out, value):
 
 @intrinsic
 def widen(typingctx, value):
-    """Returns the f32 of bf16 bits, or the f32 itself (numba code)."""
+    """Returns a number as f32, in numba code. value: the bits of a bf16, uint16, or an f32."""
 
     def codegen(context, builder, signature, args):
         if signature.args[0] == types.float32:

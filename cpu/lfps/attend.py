@@ -158,7 +158,11 @@ def _attend_rows(h, rows, scores, part, step, memory):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_head(h, step, memory):
-    """Attends with a head and updates its tables, unless the head is bypassed."""
+    """Attends with query head h to its best candidates and updates its two tables.
+
+    It does nothing if the high-sparsity test has bypassed the head, i.e. work.active[h] is 0.
+    step: the view of an LFPSState (lfps/state.py). memory: the scratch of the step and the thread.
+    """
     work, tables = memory.work, step.tables
     if not work.active[h]:
         return

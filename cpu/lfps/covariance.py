@@ -130,10 +130,13 @@ def _add(at, row_bytes, kind, first, count, centre, total, products):
 
 
 class RowSums:
-    """The sums over a layer's rows of K and V after the sinks, now and at an earlier length.
+    """The sums over a layer's rows of K and V after the sinks, at two lengths of the sequence.
 
-    The earlier length is the end of the earlier prefill. For the first prefill it is BACK rows
-    before its end. After a rewind to it, or to a later length, only later rows are read again.
+    The later length is where the last prefill ended. The earlier length is where the prefill before
+    it ended. After the first prefill, it is BACK rows before the end. Both are cut to whole blocks.
+
+    The sums at the earlier length save work after a rewind. If the sequence goes back to this
+    length or a later one, ``extend`` reads only the rows from there on.
     """
 
     def __init__(self, n_kv_head: int, d: int, d_v: int, *, covariance: bool) -> None:

@@ -122,7 +122,11 @@ def _blocks_above(bounds, first, n_blocks, tau):
 
 @njit(cache=True, nogil=True)
 def prefetch_above(table, bounds, n, tau):
-    """Prefetches the blocks that a scan of n entries for entries above tau will read."""
+    """Prefetches the blocks of a table that may have an entry above tau among the first n entries.
+
+    A block of 64 entries may have one if its bound exceeds tau. table f32 (>= n,); bounds f32, one
+    a block.
+    """
     n_blocks = (n + BLOCK - 1) // BLOCK
     for first in range(0, n_blocks, BLOCK):
         found = _blocks_above(bounds, first, n_blocks, np.float32(tau))
@@ -328,7 +332,10 @@ def _replace_powers(sums, old, new, n):
 
 @njit(cache=True, nogil=True)
 def rescale(table, bounds, sums, gain, n):
-    """Multiplies the lazy scale g into the entries and recomputes their sums and bounds."""
+    """Multiplies the first n entries of a table by ``gain``, so that its scale g becomes 1.
+
+    It computes the power sums f64 (4,) and the bound of each block of 64 entries anew.
+    """
     gain, none = np.float32(gain), np.zeros(BLOCK, np.float32)
     sums[:] = 0
     for block in range((n + BLOCK - 1) // BLOCK):

@@ -97,8 +97,8 @@ class LFPSState(KernelFields):
     codes: Codes
 
     q: np.ndarray = f32("n_head", 1, "k_width")
-    k: np.ndarray = f32("n_kv", 1, "k_width")  # of the current token, as v
-    v: np.ndarray = f32("n_kv", 1, "v_width")
+    k: np.ndarray = f32("n_kv", 1, "k_width")  # the current token's key
+    v: np.ndarray = f32("n_kv", 1, "v_width")  # the current token's value
     out: np.ndarray = f32("n_head", "v_width")
     tables: Tables
     constants: Constants

@@ -89,11 +89,15 @@ def summarise_rows(typingctx, meanstd, rows, row_bytes, count, d, hi, lo):
 def page_summaries(
     k, k_head, k_row, first_page, last_page, page, n_kv_head, d, meanstd, hi, lo, n_sinks=0
 ):
-    """Writes hi, lo of the whole pages first_page..last_page - 1 of every kv head.
+    """Summarises the whole pages first_page .. last_page - 1 of every kv head.
 
-    k: address of f16 keys; k_head, k_row: bytes between kv heads and rows; d: padded head size. hi,
-    lo: f16 bits, uint16 (G, >= last_page, d). n_sinks < page: rows of page 0 that are left out of
-    its summary. They are attended to anyway, and their large elements would widen the bounds.
+    A page is ``page`` rows. Its summary is two rows, hi and lo, see ``summarise_rows``. With page =
+    16, hi[g, 3] is over the rows 48 to 63 of kv head g. hi, lo: f16 bits, uint16 (G, >= last_page,
+    d). d: padded head size.
+
+    k: address of f16 keys. k_head, k_row: bytes from one kv head, or row, to the next. n_sinks <
+    page: first rows that the summary of page 0 leaves out. They are attended to anyway, and their
+    large elements would widen the bounds.
     """
     for kv_head in range(n_kv_head):
         for j in range(first_page, last_page):
@@ -195,7 +199,12 @@ def listed_page_scores(q, hi, lo, listed, scale, out):
 
 
 def page_scores_ref(q, hi, lo, scale):
-    """numpy reference: q (H, d), hi, lo (G, n_page, d) -> f64 (H, n_page)."""
+    """Returns the pages' scores, f64 (H, n_page), by numpy: the reference of the tests.
+
+    q (H, d). hi, lo (G, n_page, d): the summaries of the pages, see ``summarise_rows``. A score is
+    the sum of q[c] hi[c] where q[c] > 0, and of q[c] lo[c] elsewhere. q = (2, -1), hi = (3, 5) and
+    lo = (1, 4) give 6 - 4 = 2, times scale.
+    """
     group = q.shape[0] // hi.shape[0]
     hi, lo = (np.repeat(x.astype(np.float64), group, axis=0) for x in (hi, lo))
     q = q.astype(np.float64)[:, None]

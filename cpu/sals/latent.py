@@ -298,9 +298,9 @@ def prefetch_rows(chosen, latents):
 
 @njit(cache=True, nogil=True)
 def reconstruct_rows(chosen, slots, basis, latents, out):
-    """Reconstructs K and V of the latents ``chosen`` int32, at most PIECE.
+    """Writes K and V of latent chosen[j] as f16 rows slots[j] of ``out``, for all j < count.
 
-    K is decoded and rotated to its position. The f16 rows go to rows ``slots`` int32 of ``out``.
+    K is decoded and rotated. V is dequantised. chosen, slots int32 (count,), count <= PIECE.
     """
     count = len(chosen)
     n_kv, r, r_star = basis.n_kv, latents.rank, latents.score_rank

@@ -154,9 +154,12 @@ def _pack_turned(typingctx, turned, n_words, tile):
 
 @intrinsic
 def _project(typingctx, n_rows, words, n_words, scales, unit, tile, out):
-    """Multiplies rows of D^T by a tile, as bytes: out[m] f32 (16,) = unit scales[m] (row m) tile.
+    """Multiplies rows of bytes by a tile of bytes: out[m] = unit * scales[m] * (row m . tile).
 
-    n_rows: at most MAX_QUERIES. words: rows of ``_round_rows``. Arrays are addresses.
+    Row m is a row of D^T, as ``_round_rows`` writes it: n_words words of four bytes, then an
+    offset. The tile is bytes (n_words, 16, 4), as ``_pack_turned`` writes it: 16 columns of 4
+    n_words bytes. out f32 (n_rows, 16). n_rows: at most MAX_QUERIES (attention/byte_scores.py).
+    words, scales, tile, out: addresses.
     """
 
     def codegen(context, b, signature, args):

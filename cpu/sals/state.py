@@ -56,7 +56,8 @@ class SALSState(KernelFields):
 
     basis: LatentBasis
     blocks: BlockBasis
-    # Scores without values, which the attention and the softmax that weighs latents include.
+    # Each head's sink: a score without a value. It takes part in the softmax of the attention, and
+    # in the softmax by which the latents are chosen.
     sinks: np.ndarray = f32("n_head", optional=True)
     q: np.ndarray = f32("n_head", 1, "width")
     q_nope: np.ndarray = f32("n_head", 1, "width")  # before the rotation

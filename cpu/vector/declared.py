@@ -72,7 +72,12 @@ class Field(NamedTuple):
 
 
 class FieldGroup(NamedTuple):
-    """The fields of one class. cls: the NamedTuple of its view. members: Field, or FieldGroup."""
+    """The fields that one class declares.
+
+    name: of the field that holds the class; empty for the record itself. cls: the NamedTuple that
+    compiled code sees. members: a Field for each number or array, a FieldGroup for each class
+    inside this one.
+    """
 
     name: str
     cls: Any

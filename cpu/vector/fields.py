@@ -230,7 +230,7 @@ class KernelFields(metaclass=Declaration):
             return False
         if array.dtype is not fitting[1] or array.shape != fitting[0]:
             return False
-        try:  # as ``address``, which says nothing of an array that is not contiguous
+        try:  # ``_from_buffer`` raises TypeError if the array is not contiguous
             self._words[fitting[2]] = addressof(_from_buffer(array))
         except (TypeError, ValueError):
             return False

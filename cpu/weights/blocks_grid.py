@@ -26,7 +26,10 @@ LARGEST_PERMUTED = 1024  # most groups of a grid in registers; for 2048, loads a
 
 
 def _table(b: ir.IRBuilder, name: str) -> ir.GlobalVariable:
-    """Returns the grid of the format ``name``, a constant of the module with an integer a group."""
+    """Returns the grid of the format ``name`` as a constant of the LLVM module.
+
+    The constant is an array of integers. Each integer is a group: its 8 or 4 elements as bytes.
+    """
     global_name = f"grid_{name}"
     found = b.module.globals.get(global_name)
     if found is not None:
@@ -56,7 +59,11 @@ def _loaded(b: ir.IRBuilder, name: str, indices: ir.Value) -> list[ir.Value]:
 
 
 def _codes(b: ir.IRBuilder, table: np.ndarray, indices: ir.Value) -> ir.Value:
-    """table[indices] for <32 x i16> indices: permutes of 64 entries, selected by higher bits."""
+    """Returns table[indices] <32 x i16>, for a table of 64, 128, 256 .. entries in registers.
+
+    A permute looks up the low six bits of the 32 indices in 64 entries. The higher bits then select
+    one of the permutes' results: index 130 is entry 2 of the third permute.
+    """
     type_ = indices.type
     rows = [ir.Constant(type_, row.tolist()) for row in table.reshape(-1, 32)]
     found = [

@@ -50,7 +50,15 @@ def _q3_k(b: ir.IRBuilder, p: ir.Value) -> Block:
 
 
 def _k_affine(b: ir.IRBuilder, p: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Returns scales, offsets <8 x float> of Q4_K and Q5_K: 6-bit pairs in 12 bytes at offset 4."""
+    """Returns scales and offsets, <8 x float>, of the block of Q4_K or Q5_K at address p.
+
+    Each is for 32 weights. The block begins with d and dmin, two f16. Then 12 bytes hold eight
+    6-bit scales s and eight 6-bit minimums m. A scale is d s and an offset is -dmin m:
+
+        bytes 4 to 7    low six bits: s[0] to s[3]; high two bits: the high bits of s[4] to s[7]
+        bytes 8 to 11   the same of m
+        bytes 12 to 15  low four bits of s[4] to s[7], then (high nibble) of m[4] to m[7]
+    """
     d, dmin = halves(b, p, 0, 2)
     first, second, third = (load(b, vec(I8, 4), p, at) for at in (4, 8, 12))
 

@@ -139,7 +139,11 @@ def pair_products(b: ir.IRBuilder, w: ir.Value, x: ir.Value) -> ir.Value:
 
 
 class BlockInputs(NamedTuple):
-    """Addresses of the activations of one block."""
+    """The addresses of one input's activations of one block, in the order of ``quantized_bytes``.
+
+    values: i16, one an element. scales: f32, one for 32 elements. sums16, sums32: f32, the sum of
+    scale * value over each 16 or 32 elements.
+    """
 
     values: ir.Value
     scales: ir.Value
@@ -161,7 +165,11 @@ def _emit_block(
     rows: Sequence[BlockInputs],
     old: Sequence[Sums],
 ) -> list[Sums]:
-    """Adds the block at p times its activations at ``rows`` to the running sums of each row."""
+    """Adds the products of one block of weights with each input's activations to its sums.
+
+    p: address of the block. rows: for each input, where its activations of this block lie. old: the
+    sums of each input so far. Returns the new sums, in the order of ``rows``.
+    """
     assert format_.decode is not None
     block = format_.decode(b, p)
     widen = b.sext if block.signed else b.zext

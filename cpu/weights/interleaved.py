@@ -38,7 +38,7 @@ from sparsekv_cli.cpu.weights.vnni import BLOCK, BYTES, LINE, ByteInputs
 GROUP = LANES  # rows that are interleaved
 ROWS_AT_ONCE = 4  # rows of bytes whose sums AVX2's registers hold
 MOST_INPUTS = 8 if llvm.has_feature("avx512vnni") else 4  # inputs that share the unpacked weights
-AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes between weights in use and their prefetch
+AHEAD = 7168 if llvm.ON_AMD else 16384  # bytes from the weights in use to those prefetched
 
 
 class Scales(NamedTuple):

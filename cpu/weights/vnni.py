@@ -102,9 +102,10 @@ def _concatenated(b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def _decode(b: ir.IRBuilder, format_: BlockFormat, p: ir.Value, n_blocks: int) -> Block:
-    """Decodes ``n_blocks`` blocks at p (1, 2 or 4) as one, with q for ``add_dots``, 64 bytes each.
+    """Decodes n_blocks (1, 2 or 4) neighbouring blocks from address p on as one Block.
 
-    A single block of 32 is padded with zeros, which have its scale.
+    Its q are vectors of 64 bytes, as ``add_dots`` takes them. A single block of 32 weights is
+    padded with 32 zeros, which have the block's scale. Four blocks of 32 give two vectors.
     """
     assert format_.decode is not None
     if n_blocks == 4 and format_.decode_four is not None:
@@ -210,7 +211,7 @@ def emit_row(
     width = ACCUMULATORS + 1
 
     def add_blocks(i: ir.Value, count: int, carried: list[ir.Value]) -> list[ir.Value]:
-        """Adds ``count`` blocks from block i on."""
+        """Returns the sums ``carried`` with the products of blocks i .. i + count - 1 added."""
         p = b.add(w, b.mul(i, I64(format_.n_bytes)))
         block = _decode(b, format_, p, count)
         ahead = range(AHEAD, AHEAD + count * format_.n_bytes, LINE)
