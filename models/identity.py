@@ -65,7 +65,10 @@ def identify(file: GGUFFile, hparams: HParams, ropes: RopeTables) -> ModelIdenti
 
 
 def rope_tables(hparams: HParams, factors: np.ndarray | None) -> RopeTables:
-    """Returns the tables of a model. factors: divisors of the angles of full layers."""
+    """Returns the RoPE tables of a model's full layers and of its window layers.
+
+    factors f32: the angles of full layers are divided by them; None: they are not.
+    """
     temperature = hparams.temperature_scale
     full = window = RopeTable(hparams.n_rot, hparams.rope, factors, temperature)
     if hparams.window_rope is not None:
@@ -117,9 +120,11 @@ class RowsIdentity:
         return replace(self, types=(), products=(), attention="")
 
     def known(self) -> str | None:
-        """Returns the name of the parent of all prompts' first blocks, 32 hex digits.
+        """Returns a hash of all fields, 32 hex digits, or None.
 
-        None: the model's hash is not known yet, or its file has changed.
+        The stored blocks of rows form a tree. This hash is the name of its root, the parent of the
+        first block of every prompt. It is None if the model's own hash is not known yet, or if the
+        model's file has changed.
         """
         model = self.model.content.known()
         if model is None:

@@ -50,7 +50,10 @@ class LayerWeights(ABC):
         return (*self.inputs(), self.o)
 
     def linears(self) -> tuple[Linear, ...]:
-        """Returns the matrices in the order of use, without the router and ``input``."""
+        """Returns the layer's matrices in the order of use: of the attention, then of the FFN.
+
+        An expert layer's router and the matrices of the field ``input`` are left out.
+        """
         return (*self.attention(), *self.ffn.linears())
 
     def mapped(self, change: Callable[[Linear], Linear]) -> LayerWeights:

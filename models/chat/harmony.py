@@ -8,7 +8,8 @@ from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, plain
 
 NAMES = ("channel", "message", "start", "end", "return", "call", "constrain")
 ENDS = ("end", "return", "call")
-# What follows a spelled end of a message, if the answer does not end there.
+# A mark such as <|end|> may be spelled as plain text. It then ends a message only if the answer
+# ends there, or if one of these texts follows.
 NEXT = ("<|start|>assistant<|channel|>", "<|start|>assistant to=", "<|channel|>")
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 BEGINS = re.compile(

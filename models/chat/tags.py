@@ -45,10 +45,13 @@ MAX_REFERENCES = 8  # most references that are followed from one schema
 def read_tagged(
     text: str, at: int, notation: Notation, *, is_whole: bool, is_sure: bool
 ) -> tuple[list[ToolCall], int]:
-    """Returns the call whose tags begin at a place of a text, and the place after it.
+    """Returns the calls whose tags begin at text[at], and the place after them.
 
-    is_whole: no more text arrives. is_sure: a mark that is a token ends the call, so a tag without
-    it may belong to a value. Raises CutError if more text decides, and ValueError for other texts.
+    A value may itself contain ``</function>``. So the first such tag need not end the call.
+    is_sure: the model ends a call with a mark that is one token. A tag without the mark may then be
+    part of a value. is_whole: no more text arrives.
+
+    Raises CutError if only more text can decide, and ValueError if the text is no call.
     """
     head = FUNCTION.match(text, at)
     if head is None:

@@ -223,7 +223,10 @@ class ThinkingSplitter:
         return self._step(self._held + text)
 
     def flush(self) -> tuple[str, str]:
-        """Returns the text that was held back. Call it after the last piece."""
+        """Returns the text that ``push`` has held back, as (thinking, answer).
+
+        One of them is empty. Call it after the last piece.
+        """
         held, self._held = self._held, ""
         if self._step == self._think:
             return held.rstrip(), ""

@@ -37,7 +37,10 @@ class InputEmbedding:
     norm: np.ndarray  # f32 (P,)
 
     def rows(self, ids: Sequence[int] | np.ndarray, layer: int | None = None) -> np.ndarray:
-        """Returns embeddings times sqrt(P): f32 (T, P) of one layer, or (T, layers P) of all."""
+        """Returns the embeddings of T tokens, times sqrt(P).
+
+        They are f32 (T, P) for one layer, or (T, layers P) for all layers (``layer`` None).
+        """
         table, n = self.table, len(self.norm)
         data, n_columns = table.data[np.asarray(ids)], table.n_columns
         if layer is not None:

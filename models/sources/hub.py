@@ -200,10 +200,11 @@ def listed_files(repo: str, info: Any) -> dict[str, HubFile]:
 
 
 def fetch_file(repo: str, file: HubFile, revision: str, endpoint: str, say: Say) -> Path:
-    """Returns the path of a file in the folder of its repository. Downloads a missing file.
+    """Returns the path of a repository's file in the cache. Downloads it if it is missing.
 
-    Its bytes have the name of their checksum, in the folder ``blobs``. Raises SparseKVError for a
-    wrong length or checksum.
+    The bytes lie in the repository's folder ``blobs``, under the name of their checksum. The
+    returned path, ``snapshots/REVISION/NAME``, is a link to them, if the file system has links.
+    Raises SparseKVError for a wrong length or checksum.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 

@@ -70,10 +70,10 @@ class LayerCache(PrefillContract, UndoContract):
         self.attended = None
 
     def _decode_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
-        """Does ``decode_rows`` in one kernel call, for rows that attend to all rows up to their
-        own.
+        """Adds T rows and returns their attention, f32 (T H, >= d_v), by one kernel call.
 
-        count: called after each row, while the store ends with it.
+        Each row attends to all rows before it and to itself. count: this function is called once a
+        row, when the store ends with that row.
         """
         out = attend_dense(self._add_all(rows, count), [self.store], [len(rows)], self.spec)
         return out.reshape(-1, out.shape[2])
@@ -252,7 +252,10 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 if later rows have replaced rows that it needs."""
+        """Forgets all but the first n rows; returns n. See StoreContract (contracts.py).
+
+        Returns 0 if n is below the length at which rows were last dropped. Dropped rows are lost.
+        """
         if n < self._n_settled:
             return 0
         self.store.truncate(n - self._n_dropped)
@@ -265,7 +268,11 @@ class EvictingCache(LayerCache):
 
 
 def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
-    """Returns queries (H, T, d), without padding, as f32 (G, T H/G, padded d), by position."""
+    """Returns queries (H, T, d) as f32 (G, T H/G, padded d): those of a kv head are neighbours.
+
+    Row t (H/G) + i of kv head g is query head g (H/G) + i at position t. H = 8, G = 2, T = 3 give
+    two times 12 rows: first the four heads at position 0. q has no padding; the result has zeros.
+    """
     n_head_kv, n_position, d = spec.n_head_kv, q.shape[1], spec.head_dim
     rows = np.zeros((n_head_kv, n_position, spec.group, padded(d)), np.float32)
     rows[..., :d] = as_f32(q).reshape(n_head_kv, spec.group, n_position, d).swapaxes(1, 2)

@@ -19,7 +19,7 @@ class LastQueries:
         self._chunks: list[np.ndarray] = []  # f32 (H, T, d)
 
     def add(self, q: Any) -> None:
-        """Adds q (H, T, d) of the next chunk, as AttnInput has it."""
+        """Adds the queries of the next chunk, q (H, T, d), as in AttnInput (spec.py)."""
         self._chunks.append(as_f32(q[:, -self.size :]).copy())  # a copy: a view keeps all of q
         while sum(chunk.shape[1] for chunk in self._chunks[1:]) >= self.size:
             self._chunks.pop(0)
@@ -54,7 +54,7 @@ class PastQueries:
         return new
 
     def extend(self, q: Any) -> None:
-        """Adds q (H, T, d) of the next chunk of a prefill, as AttnInput has it."""
+        """Adds the queries of a prefill's next chunk, q (H, T, d), as in AttnInput (spec.py)."""
         self._coming.add(q)
 
     def finish_prefill(self, n: int) -> None:

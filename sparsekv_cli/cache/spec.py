@@ -116,7 +116,7 @@ class Budget:
     """
 
     tokens: int | None = None  # rows, if the budget is a number
-    share: float | None = None  # of the context, above 0 to 1
+    share: float | None = None  # rows divided by the context's rows, in (0, 1]
     floor: int = 1  # least rows of a share
     ceiling: int = 1 << 62  # most rows of a share
     sparse_from: int = 0  # rows up to which a step attends to all of them (methods/depth.py)

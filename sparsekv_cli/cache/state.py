@@ -118,7 +118,10 @@ class Checkpoints:
         self._sets[n] = room
 
     def latest(self, n: int) -> int:
-        """Returns the largest length of at most n; 0 if there is none: the empty sequence."""
+        """Returns the largest kept length that is at most n, or 0, the length without rows.
+
+        With the lengths 100 and 300 kept, latest(250) is 100 and latest(50) is 0.
+        """
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
@@ -235,7 +238,7 @@ class StateCache(BoundedCache):
         return n if n == self._n else self._checkpoints.latest(n)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 for lengths without a checkpoint."""
+        """Goes back to length n; returns n, or 0 if n has no checkpoint. See contracts.py."""
         if n >= self._n:
             return self._n
         if n and n not in self._checkpoints:

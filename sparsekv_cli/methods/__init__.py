@@ -46,12 +46,13 @@ def calibrated_methods() -> list[str]:
 
 
 def build_method(name: str, options: Mapping[str, str], **named: str | None) -> Method:
-    """Returns a method by the texts of the command line.
+    """Returns the method ``name`` with the options of a command line, whose values are texts.
 
-    options: by name, as ``-o`` has them. named: options with their own flag, such as ``budget``.
+    options: those of ``-o``, such as {"page": "16"}. named: those with their own flag, such as
+    budget="512"; None: the flag is not given. ``preset`` is applied first, and other options
+    override its values. An option may have its old name: a FutureWarning then tells the new one.
 
-    ``preset`` is applied first, so that other options change it. An option may have its old name: a
-    FutureWarning names the new one. Raises ValueError, which names the fault and lists the options.
+    Raises ValueError for a wrong option or value. The error lists the options.
     """
     cls = method_class(name)
     given = dict(options)

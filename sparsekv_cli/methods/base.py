@@ -117,7 +117,11 @@ class Method(ABC):
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the cache of one layer. In a sparse full layer it is the method's own."""
+        """Returns the cache of one layer.
+
+        A layer that is not of the kind FULL has the cache of its kind. A FULL layer has a dense
+        cache if ``is_dense`` says so, else the method's own sparse cache.
+        """
         spec = self.layer_spec(spec)
         if spec.kind != FULL:
             return CACHES[spec.kind](spec)

@@ -51,7 +51,7 @@ ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
 NO_HORIZON = 1 << 62
 MOST = 10**9  # of factors and shares
 PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
-GROUP_ROWS = 8192  # rows beyond which the heads of a kv group score candidates together
+GROUP_ROWS = 8192  # in longer contexts the heads of a kv group share their candidates
 SHARED = 0.855, 2  # added to the factor of a for each other head of the group; most heads
 
 

@@ -143,7 +143,7 @@ class _Start(NamedTuple):
     """The state of a cache at the end of a prefill of n rows."""
 
     n: int
-    n_latent: int | None = None  # rows that are latents; None: all n rows are in ``store``
+    n_latent: int | None = None  # number of latents; None: the cache's ``store`` has all n rows
     ring_from: int = 0
     rows: KVStore | None = None  # a copy of the exact rows; None: they still lie in ``store``
 

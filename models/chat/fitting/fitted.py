@@ -82,7 +82,10 @@ def _with_own_calls(template: str | None, messages: Messages) -> Messages:
 
 
 def _with_lost_results(messages: Messages) -> Messages:
-    """Returns a conversation in which results without a call before them are the user's texts."""
+    """Returns a conversation in which every result follows its call, or a result that does.
+
+    Any other result becomes a text of the user.
+    """
     result: Messages = []
     follows = False
     for message in messages:

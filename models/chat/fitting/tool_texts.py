@@ -1,6 +1,7 @@
-"""Tools, calls and results as texts, for chat templates that do not write them.
+"""Writes tools, calls and results as texts, for chat templates that cannot write them.
 
-The marks are those of Qwen and Hermes, unless the template's words show other ones.
+A call stands between the marks ``<tool_call>`` and ``</tool_call>``, as Qwen and Hermes write it.
+If a template's own text shows other marks, these are used.
 """
 
 import json

@@ -102,7 +102,7 @@ class Naive:
         """Goes back to n rows. It must be a length to which the method's cache can go back."""
         self.k, self.v = self.k[:, :n], self.v[:, :n]
 
-    # --- parts that some methods change -----------------------------------------------------------
+    # Parts that some methods change.
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns K (G, n, d) and V (G, n, d_v) as attention uses them."""
@@ -121,7 +121,7 @@ class Naive:
     def finish_step(self, choices: list[Choice]) -> None:
         """Ends a step."""
 
-    # Formulas -------------------------------------------------------------------------------------
+    # Formulas.
 
     def scores(self, h: int, q: np.ndarray, k: np.ndarray, rows: Any = slice(None)) -> np.ndarray:
         """Returns scaled, capped scores of head h of q (H, d) with rows of k (G, n, d)."""

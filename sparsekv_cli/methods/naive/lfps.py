@@ -178,7 +178,11 @@ class NaiveLFPS(Naive):
         return ws / (ws + np.exp(log_wg - peak) + wl)
 
     def log_global(self, h: int) -> float:
-        """Returns ln wg = ln of nn times the mean of e^score, for normally distributed scores."""
+        """Returns ln wg, the log of the expected sum of e^score over the rows after the sinks.
+
+        The scores are taken as normally distributed. With n - N_SINKS rows, mean m and variance s2,
+        ln wg = ln(n - N_SINKS) + m + s2 / 2. With a softcap the mean is a numerical integral.
+        """
         q, g = self.q[h], h // self.group
         if self.method.sigma == "cov":
             variance = q @ self.covariance[g] @ q * self.scale**2
@@ -218,7 +222,13 @@ class NaiveLFPS(Naive):
         return np.empty(0, int), margin
 
     def near(self, h: int, factor: float) -> tuple[np.ndarray, float]:
-        """Steps 6 and 7: returns which rows are in C0 or next to it, and the least margin."""
+        """Returns whether head h makes each row a candidate, bool (n,), and the least margin.
+
+        Step 6 finds C0: the rows with an entry above factor * threshold in either table. Step 7
+        adds the row before and the two rows after each row of C0. With ``expand=filtered`` it adds
+        only rows with an entry above the table's mean. Sinks are no candidates. The margin is the
+        smallest |entry / border - 1|: how near a rounding comes to another choice.
+        """
         rows = np.arange(N_SINKS, self.n)
         tables = np.stack([self.ver[h, rows], self.dist[h, self.n - 1 - rows]])  # (2, nn)
         tau = factor * np.array([[self.threshold(x)] for x in tables])
