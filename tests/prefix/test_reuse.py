@@ -48,7 +48,6 @@ def opened(sequence_of: Callable[..., Any], tmp_path: Path) -> Callable[..., Any
 
 
 @pytest.mark.slow
-@pytest.mark.unsampled
 @pytest.mark.parametrize("name", SHARING)
 def test_rows_that_are_all_computed_again_give_the_answer(
     name: str, opened: Callable[..., Any]
