@@ -234,7 +234,7 @@ def sample(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
     So every value of every parameter is tested, but not each with each. A function that is marked
     slow, or is long by tests/data/long_tests.toml, keeps one test in ``SLOW_SHARE`` of these; its
-    file decides which. Other tests without parameters, or marked unsampled, stay; so do those that
+    name decides which. Other tests without parameters, or marked unsampled, stay; so do those that
     are unsampled and slow. Nightly tests are left out, by their mark or by that file.
     """
     kept: list[pytest.Item] = []
@@ -267,8 +267,7 @@ def is_in_share(item: pytest.Item, n_of: Counter[str], places: Counter[str]) -> 
     is_slow = item.get_closest_marker("slow") and not item.get_closest_marker("unsampled")
     if not is_slow and function not in LONG["one_in_eight"]:
         return True
-    file = function.partition("::")[0]  # its functions need the same kernels
-    first = zlib.crc32(file.encode()) % min(SLOW_SHARE, n_of[function])
+    first = zlib.crc32(function.encode()) % min(SLOW_SHARE, n_of[function])
     return place % SLOW_SHARE == first
 
 

@@ -94,7 +94,7 @@ def test_too_few_open_files_are_one_line_that_says_what_to_do(n, tiny_model):
         if command == "run" and n == 8 and done.returncode == 0:
             continue
         assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-        assert "ulimit -n 1024" in done.stderr
+        assert "ulimit -n" in done.stderr
 
 
 def test_a_library_that_finds_no_room_is_out_of_memory():
