@@ -194,7 +194,8 @@ def share_types(block: Any, tensor: Any) -> None:
 
 INTERPRETED = tuple(f"{Path(__file__).parent / folder}/" for folder in ("device", "kernels"))
 SLOW_SHARE = 8
-LONG = tomllib.loads((Path(__file__).parent / "data/long_tests.toml").read_text("utf-8"))
+LONG_TESTS = (Path(__file__).parent / "data/long_tests.toml").read_text("utf-8")
+LONG = {name: frozenset(tests) for name, tests in tomllib.loads(LONG_TESTS).items()}
 # Files that take a minute each go first, or one process would be left with the last of them.
 LONGEST = tuple(
     f"{Path(__file__).parent / name}"

@@ -173,7 +173,7 @@ def difference(store: KVStore, at: np.ndarray, x: AttnInput, known: np.ndarray) 
         return total
     for held, rows, new in ((store.k, store.k_type, x.k), (store.v, store.v_type, x.v)):
         computed = as_f32(new)[:, known]
-        moved = rows.read(np.ascontiguousarray(held[:, at[known]]))[..., : rows.d].astype("f4")
+        moved = rows.elements(np.ascontiguousarray(held[:, at[known]]))
         distance = np.square(moved - computed).sum((0, 2))
         total[known] += distance / (np.square(computed).sum((0, 2)).mean() + TINY)
     return total

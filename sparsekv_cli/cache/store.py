@@ -58,6 +58,10 @@ class RowType:
             return stored
         return self.rotated(rows.dequantize_rows_ref(stored, self.width, self.kind))
 
+    def elements(self, stored: np.ndarray) -> np.ndarray:
+        """Returns the elements of rows of this type, f32 (..., d), without padding."""
+        return self.read(stored)[..., : self.d].astype(np.float32)
+
     def rotated(self, x: np.ndarray, n_threads: int = 1) -> np.ndarray:
         """Returns x (..., >= d) rotated, of x's type; x itself if rows of this type are not."""
         if not self.rotates:
@@ -214,17 +218,18 @@ class KVStore:
         """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
-        new = slice(self.n, self.n + n_new)
-        self.k_type.write(self.k[:, new], k, self._n_threads)
-        self.v_type.write(self.v[:, new], v, self._n_threads)
+        self.write(slice(self.n, self.n + n_new), k, v)
         self.n += n_new
 
     def write(self, at: np.ndarray | slice, k: np.ndarray, v: np.ndarray) -> None:
         """Stores rows as ``append`` does, at T positions below ``capacity``; ``n`` stays."""
         for held, of_type, x in ((self.k, self.k_type, k), (self.v, self.v_type, v)):
-            new = np.empty((len(held), x.shape[1], held.shape[2]), held.dtype)
-            of_type.write(new, x, self._n_threads)
-            held[:, at] = new
+            if isinstance(at, slice):
+                of_type.write(held[:, at], x, self._n_threads)
+            else:
+                new = np.empty((len(held), x.shape[1], held.shape[2]), held.dtype)
+                of_type.write(new, x, self._n_threads)
+                held[:, at] = new
 
     def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
         """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""

@@ -18,11 +18,9 @@ from sparsekv_cli.prefix.blocks import (
     read_piece,
 )
 from sparsekv_cli.prefix.folder import PrefixFolder
-from sparsekv_cli.prefix.passages import Rows
+from sparsekv_cli.prefix.passages import Rows, can_be_turned
 from sparsekv_cli.prefix.pieces import block_layers, check_finite, empty_piece, row_types
 from sparsekv_cli.system.files import open_regular
-
-MOVABLE = ("f16", "q8_0")  # types of rows that are exact enough to be turned
 
 
 class BlockDocument:
@@ -69,10 +67,7 @@ class BlockDocument:
                 read_piece(file, header, layer, piece)
                 types = row_types(cache, header.types)
                 check_finite(layer, piece, types)
-                k, v = (
-                    of.read(held[:, start:])[..., : of.d].astype(np.float32)
-                    for held, of in zip(piece, types, strict=True)
-                )
+                k, v = (of.elements(x[:, start:]) for x, of in zip(piece, types, strict=True))
                 rows.append((k, v))
         return rows
 
@@ -107,4 +102,4 @@ def documents_in(
 
 def _is_movable(header: BlockHeader, first: int) -> bool:
     """Returns whether a block begins at token ``first`` and its rows can be turned."""
-    return header.first == first and all(each in MOVABLE for each in header.types)
+    return header.first == first and can_be_turned(header.types)

@@ -11,7 +11,7 @@ an inserted line moves none of them. A passage grows from an anchor while the to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ EVERY = 8  # windows an anchor, on average
 LEAST = 64  # tokens of a passage
 N_FIRST = 16  # first tokens of a document and of a prompt: they are attended as sinks, so they stay
 MOST_ALIKE = 8  # anchors of equal hash that are compared with one of the prompt
+TURNED = ("f16", "q8_0")  # types of rows that are exact enough to be turned
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth's multiplicative hashing)
 Rows = list[tuple[np.ndarray, np.ndarray]]  # K and V of each layer, f32 (G, T, d)
 
@@ -137,8 +138,13 @@ def n_equal(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
+def can_be_turned(types: Sequence[str]) -> bool:
+    """Returns whether rows of these types, of K and of V, are exact enough to be moved."""
+    return all(each in TURNED for each in types)
+
+
 def move_passages(
-    documents: Sequence[KnownDocument],
+    list_documents: Callable[[], Sequence[KnownDocument]],
     ids: Sequence[int],
     first: int,
     last: int,
@@ -148,13 +154,14 @@ def move_passages(
 ) -> Known | None:
     """Writes the rows of known passages of ids[first:last] into the caches' stores.
 
-    Their keys are turned to their new positions. n_room: rows in all that the caches will hold.
-    repair: the share of the rows that will be computed again; None: nothing is moved. Returns None
-    if no passage is known; else the rows from ``first`` up to the end of the last passage.
+    Their keys are turned to their new positions. list_documents: called if a passage may fit.
+    n_room: rows in all that the caches will hold. repair: the share of the rows that will be
+    computed again; None: nothing is moved. Returns None if no passage is known; else the rows from
+    ``first`` up to the end of the last passage.
     """
-    if repair is None or not documents:
+    if repair is None or last - max(first, N_FIRST) < LEAST:
         return None
-    known = np.zeros(max(0, last - first), bool)
+    documents, known = list_documents(), np.zeros(last - first, bool)
     passages = PassageIndex(documents).find(ids, first, last)
     for cache in caches if passages else ():
         cache.store.reserve(n_room)
@@ -184,19 +191,12 @@ class MemoryDocument:
         self, start: int, stop: int, caches: Sequence[LayerCache]
     ) -> Iterator[tuple[int, int, Rows]]:
         for begin in range(start, stop, BLOCK):
-            end = min(stop, begin + BLOCK)
-            yield (
-                begin,
-                end,
-                [
-                    (
-                        store.k_type.read(store.k[:, begin:end])[..., : store.k_type.d].astype(
-                            "f4"
-                        ),
-                        store.v_type.read(store.v[:, begin:end])[..., : store.v_type.d].astype(
-                            "f4"
-                        ),
-                    )
-                    for store in (cache.store for cache in self._caches)
-                ],
-            )
+            end, stores = min(stop, begin + BLOCK), [cache.store for cache in self._caches]
+            rows = [
+                (
+                    store.k_type.elements(store.k[:, begin:end]),
+                    store.v_type.elements(store.v[:, begin:end]),
+                )
+                for store in stores
+            ]
+            yield begin, end, rows

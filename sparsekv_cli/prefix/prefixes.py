@@ -209,15 +209,15 @@ class Prefixes:
         return self.folder.path / header.name
 
     def documents(self) -> list[BlockDocument]:
-        """Returns the prompts whose passages others may reuse; none if only beginnings are."""
-        return [] if self.repair is None else documents_in(self.folder, self.identity, self._drop)
+        """Returns the prompts whose passages others may reuse."""
+        return documents_in(self.folder, self.identity, self._drop)
 
     def move(
         self, ids: Sequence[int], first: int, caches: Sequence[LayerCache], n_room: int
     ) -> Known | None:
         """See PromptRows."""
         last = len(ids) - self._n_queried
-        return move_passages(self.documents(), ids, first, last, caches, n_room, self.repair)
+        return move_passages(self.documents, ids, first, last, caches, n_room, self.repair)
 
     # --- to disk ----------------------------------------------------------------------------------
 

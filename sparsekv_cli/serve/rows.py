@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from sparsekv_cli.cache.counters import held_bytes
@@ -27,7 +27,7 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.reuse.repair import Known
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.prefix.difference import difference
-from sparsekv_cli.prefix.passages import KnownDocument, MemoryDocument, move_passages
+from sparsekv_cli.prefix.passages import KnownDocument, MemoryDocument, can_be_turned, move_passages
 from sparsekv_cli.prefix.prefixes import STEP, Prefixes
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.sequence import N_HEADROOM, Sequence
@@ -60,6 +60,13 @@ def reusable(sequence: Sequence, ids: Ids[int], method: Method, is_exact: bool =
 def keeps_rows(sequence: Sequence) -> bool:
     """Returns whether all layers have the rows of all tokens of the sequence."""
     return all(layer.can_prefill_in_parts and layer.spec.kind == FULL for layer in sequence.caches)
+
+
+def is_source(sequence: Sequence, method: Method) -> bool:
+    """Returns whether passages may be moved from a sequence: its rows are all there, and dense."""
+    is_sparse = sequence.engine.identity(sequence.method).grid
+    is_exact = can_be_turned(sequence.method.kv_types) and not is_sparse
+    return is_exact and keeps_rows(sequence) and sequence.serves(method)
 
 
 class SharedRows:
@@ -123,16 +130,20 @@ class SharedRows:
 
     def move(self, ids: Ids[int], first: int, caches: Ids[LayerCache], n_room: int) -> Known | None:
         method = self._method
-        if self.repair is None or method is None or method.n_queried is None:
+        if method is None or method.n_queried is None:
             return None
-        documents: list[KnownDocument] = [] if self._disk is None else [*self._disk.documents()]
-        documents += [
-            MemoryDocument(each.tokens[: min(each.checkpoint.n, each.moved.n_exact)], each.caches)
-            for each in self._donors()
-            if each.checkpoint is not None and keeps_rows(each) and each.serves(method)
-        ]
         last = len(ids) - max(1, method.n_queried)
+        documents = partial(self._documents, method)
         return move_passages(documents, ids, first, last, caches, n_room, self.repair)
+
+    def _documents(self, method: Method) -> list[KnownDocument]:
+        """Returns the prompts whose passages may be moved, on disk and in memory."""
+        documents: list[KnownDocument] = [] if self._disk is None else [*self._disk.documents()]
+        for each in self._donors():
+            if each.checkpoint is not None and is_source(each, method):
+                n = min(each.checkpoint.n, each.moved.n_exact)
+                documents.append(MemoryDocument(each.tokens[:n], each.caches))
+        return documents
 
     def begin(self, ids: Ids[int], found: Found, n_loaded: int, caches: Ids[LayerCache]) -> None:
         if self._disk is not None:

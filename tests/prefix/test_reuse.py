@@ -154,6 +154,20 @@ def test_sequences_in_memory_give_passages(sequence_of: Callable[..., Any]) -> N
     rows.close()
 
 
+@pytest.mark.parametrize("types", [("q8_0", "f16"), ("q4_0", "f16"), ("f16", "q5_1")])
+def test_rows_of_few_bits_in_memory_are_not_moved(
+    types: tuple[str, str], sequence_of: Callable[..., Any]
+) -> None:
+    source, sequence = (sequence_of("full", ctx_size=4096, types=types) for _ in range(2))
+    source.prefill(FIRST)
+    rows = SharedRows(lambda method: None, lambda: [source], 0.2)
+    rows.use(sequence.method)
+    sequence.rows = rows
+    sequence.prefill(SECOND)
+    assert (sequence.moved.reused > 0) == (types == ("q8_0", "f16"))
+    rows.close()
+
+
 def test_an_interrupted_repair_leaves_an_empty_sequence(opened: Callable[..., Any]) -> None:
     sequence, alone, _ = opened(repair=0.5)
     steps = sequence.engine.prefill(sequence, SECOND, rows=sequence.rows)

@@ -91,9 +91,8 @@ class LineAnswers:
         n_parallel: int,
         output: Output,
         rows: Prefixes | None,
-        repair: float | None = None,
     ) -> None:
-        """rows: finds and keeps the rows of prompts on disk. repair: see SharedRows."""
+        """rows: finds and keeps the rows of prompts on disk."""
         from sparsekv_cli.cache.counters import Timings  # which imports numba
         from sparsekv_cli.serve.rows import SharedRows
 
@@ -102,6 +101,7 @@ class LineAnswers:
         self._output = output
         self._rows: SharedRows | None = None
         if model.engine.shares_prefill:
+            repair = None if rows is None else rows.repair
             self._rows = SharedRows(lambda _: rows, self._donors, repair)
             self._rows.use(model.method)
         self._active: list[Line] = []

@@ -231,7 +231,7 @@ def _answer_lines(
         else:
             output = Output(write)
             rows = open_prompt_rows(model, prefix, model.method)
-            answers = LineAnswers(model, n_parallel, output, rows, prefix.repair)
+            answers = LineAnswers(model, n_parallel, output, rows)
             answers.run(lines, task)
             n_answered, n_failed = output.n_answered, output.n_failed
             depth = f" | {options.method}: {dense_below(n)}" if (n := model.sparse_from) else ""
