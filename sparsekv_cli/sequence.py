@@ -307,19 +307,20 @@ class Sequence:
         return max(0, n // STEP * STEP)
 
     def keep_common(
-        self, ids: Ids[int], *, goes_on: bool = False, has_disk: bool = False, moves: bool = False
+        self, ids: Ids[int], *, goes_on: bool = False, rows: PromptRows | None = None
     ) -> Ids[int]:
         """Keeps the tokens that ``ids`` begin with. Returns the rest of ``ids``, to be prefilled.
 
         Nothing is left if the last prefill ended where ``ids`` end. Otherwise the answer is the one
         that a new sequence gives. So an answer's tokens are read again, and all tokens if the
         method has changed or dropped rows. goes_on: keeps these too, as the turns of a chat do.
-        has_disk: long prompts that are mostly new begin anew, because the disk keeps whole prompts.
-        moves: so do all with many new tokens, because rows of known passages are moved then only.
+        rows: long prompts that are mostly new begin anew, because the disk keeps whole prompts. So
+        do all with many new tokens if rows of known passages are moved, which is done only then.
         """
         self.settle()
         n, at, n_queried = n_common(ids, self.tokens), self.checkpoint, self.method.n_queried or 0
-        if has_disk and (moves or n < N_WHOLE) and len(ids) - n >= N_WHOLE:
+        begins_anew = rows is not None and (rows.repair is not None or n < N_WHOLE)
+        if begins_anew and len(ids) - n >= N_WHOLE:
             self.rewind(0)
         elif at is not None and n >= at.n == len(ids):
             self.rewind(n)

@@ -80,9 +80,7 @@ class Turn:
         started = time.perf_counter()
         if rows is not None:
             rows.abandon()  # those of an answer that was interrupted
-        has_disk = rows is not None
-        moves = rows is not None and rows.repair is not None
-        missing = sequence.keep_common(ids, has_disk=has_disk, moves=moves)
+        missing = sequence.keep_common(ids, rows=rows)
         if missing:
             sequence.prefill(missing, lambda *_: check(), rows=rows)
         self._n_cached = len(ids) - len(missing) + sequence.timings.cached_tokens

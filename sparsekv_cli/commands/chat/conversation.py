@@ -120,11 +120,6 @@ class Conversation:
         self.renew_sampler()
         self.replace(self.messages)
 
-    def _disk(self) -> dict[str, bool]:
-        """Returns the arguments of ``keep_common`` that say what the disk keeps."""
-        rows = self.rows
-        return {"has_disk": rows is not None, "moves": rows is not None and rows.repair is not None}
-
     def renew_sampler(self) -> None:
         """Makes the sampler that the settings describe."""
         model, settings = self.model, self.settings
@@ -202,7 +197,7 @@ class Conversation:
             ids = self.encode(messages)
             if len(ids) >= sequence.n_ctx:
                 messages, ids = self._shortened(messages, len(ids), 1)
-            missing = sequence.keep_common(ids, goes_on=True, **self._disk())
+            missing = sequence.keep_common(ids, goes_on=True, rows=self.rows)
         sequence.timings.reset()
         shown = ShownAnswer(
             sys.stdout if sys.stdout.isatty() else sys.stderr,
@@ -218,7 +213,7 @@ class Conversation:
                 messages, ids = self._shortened(messages, sequence.n_ctx, len(tokens) + 1)
             except SparseKVError:  # the turn alone is too long: the answer ends
                 return None
-            return sequence.keep_common([*ids, *tokens], goes_on=True, **self._disk())
+            return sequence.keep_common([*ids, *tokens], goes_on=True, rows=self.rows)
 
         stops = settings.stop if self.template else (*settings.stop, CHATML_END)
         begin = partial(
