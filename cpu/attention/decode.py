@@ -7,6 +7,8 @@ on rows is in attention/tile.py.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import prange
 
@@ -41,44 +43,91 @@ def scaled_copy(q, scale):
     return q * scale
 
 
+class HeadRows(NamedTuple):
+    """The rows of a kv head that its query heads attend to.
+
+    They are the first ``count`` rows. With GATHER in the mode, they are the rows with ``count``
+    numbers.
+    """
+
+    k: int  # address of the first row
+    v: int
+    k_row: int  # bytes of a row
+    v_row: int
+    mode: int  # kind of K + 4 times kind of V, and GATHER
+    numbers: int  # address of int32 numbers of rows; 0 without GATHER
+    count: int
+
+
 @njit(cache=True, nogil=True)
-def begin_softmax(sinks, peak, mass):
-    """Sets peak, mass f32 (heads,) to the state of softmaxes without rows.
+def successive_rows(layout, kv_head, first, count):
+    """Returns ``count`` rows of a kv head from row ``first`` on, as HeadRows."""
+    return HeadRows(
+        k=layout[K] + kv_head * layout[K_HEAD] + first * layout[K_ROW],
+        v=layout[V] + kv_head * layout[V_HEAD] + first * layout[V_ROW],
+        k_row=layout[K_ROW],
+        v_row=layout[V_ROW],
+        mode=layout[K_KIND] | layout[V_KIND] << 2,
+        numbers=np.int64(0),
+        count=np.int64(count),
+    )
+
+
+@njit(cache=True, nogil=True)
+def listed_rows(layout, kv_head, numbers, count):
+    """Returns a kv head's rows with ``count`` int32 numbers, at an address, as HeadRows."""
+    return HeadRows(
+        k=layout[K] + kv_head * layout[K_HEAD],
+        v=layout[V] + kv_head * layout[V_HEAD],
+        k_row=layout[K_ROW],
+        v_row=layout[V_ROW],
+        mode=GATHER | layout[K_KIND] | layout[V_KIND] << 2,
+        numbers=np.int64(numbers),
+        count=np.int64(count),
+    )
+
+
+class Softmax(NamedTuple):
+    """The state of the running softmax of each head."""
+
+    peak: np.ndarray  # f32 (heads,): the largest score
+    mass: np.ndarray  # f32 (heads,): the sum of exp(score - peak)
+    acc: np.ndarray  # f32 (heads, d_v): the sum of exp(score - peak) times the row of V
+
+
+@njit(cache=True, nogil=True)
+def begin_softmax(sinks, state):
+    """Sets a Softmax to its state without rows.
 
     sinks f32 (heads,): scores without values that the softmaxes include, or empty.
     """
-    for h in range(len(peak)):
-        peak[h] = sinks[h] if len(sinks) else NEGATIVE_INFINITY
-        mass[h] = 1 if len(sinks) else 0
+    for h in range(len(state.peak)):
+        state.peak[h] = sinks[h] if len(sinks) else NEGATIVE_INFINITY
+        state.mass[h] = 1 if len(sinks) else 0
+    state.acc[:] = 0
 
 
 @njit(cache=True, nogil=True)
-def layout_mode(layout):
-    """Returns the mode of ``attend_heads`` for a layout: kind of K + 4 times kind of V."""
-    return layout[K_KIND] | layout[V_KIND] << 2
-
-
-@njit(cache=True, nogil=True)
-def attend_heads(q, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores):
-    """Folds ``count`` rows into the running softmax of heads that share them.
+def attend_heads(q, rows, softcap, state, scores):
+    """Folds HeadRows into the Softmax of the heads that share them.
 
     All heads use a block of rows, TILE heads at a time, before the next block is read. So a row is
     read from memory once.
 
-    q f32 (heads, d) scaled by 1/sqrt(d). k, v: addresses of rows of k_row, v_row bytes. mode: see
-    ``layout_mode``. With + GATHER the rows are int32 numbers at the address idx, else 0..count.
-    softcap: of the scores, 0 for none. State: peak, mass f32 (heads,), acc f32 (heads, d_v), the
-    numerators relative to peak. scores: scratch f32 (TILE, BLOCK + PAD).
+    q f32 (heads, d) scaled by 1/sqrt(d). softcap: of the scores, 0 for none. scores: scratch f32
+    (TILE, BLOCK + PAD).
     """
     n_head, d = q.shape
+    peak, mass, acc = state
+    mode, count, k_row, v_row = rows.mode, rows.count, rows.k_row, rows.v_row
     k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
     stride = scores.shape[1]
     for start in range(0, count, BLOCK):
         size = min(BLOCK, count - start)
-        at = idx + 4 * start
-        k_at, v_at = k, v
+        at = rows.numbers + 4 * start
+        k_at, v_at = rows.k, rows.v
         if not mode & GATHER:
-            k_at, v_at = k + start * k_row, v + start * v_row
+            k_at, v_at = k_at + start * k_row, v_at + start * v_row
         for first in range(0, n_head, TILE):
             tile = min(TILE, n_head - first)
             tile_scores(
@@ -121,26 +170,25 @@ def n_key_splits(n, n_kv_head, n_threads):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def attend_list(q, k, v, k_row, v_row, mode, idx, count, scale, softcap, sinks, out, scores):
-    """Computes attention of heads that share a list of rows, in this thread's memory.
+def attend_list(q, rows, scale, softcap, sinks, out, scores):
+    """Computes attention of heads that share HeadRows, in this thread's memory.
 
     sinks: see ``begin_softmax``. out f32 (heads, d_v).
     """
     n_head, d_v = out.shape
     peak, mass = np.empty(n_head, np.float32), np.empty(n_head, np.float32)
-    begin_softmax(sinks, peak, mass)
-    acc = np.zeros((n_head, d_v), np.float32)
-    scaled = scaled_copy(q, scale)
-    attend_heads(scaled, k, v, k_row, v_row, mode, idx, count, softcap, peak, mass, acc, scores)
+    state = Softmax(peak=peak, mass=mass, acc=np.empty((n_head, d_v), np.float32))
+    begin_softmax(sinks, state)
+    attend_heads(scaled_copy(q, scale), rows, softcap, state, scores)
     for h in range(n_head):
         factor = np.float32(1) / mass[h]
         for c in range(d_v):
-            out[h, c] = acc[h, c] * factor
+            out[h, c] = state.acc[h, c] * factor
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _attend_tokens(
-    q, layouts, kv_head, spans, scale, softcap, sinks, whole, target, peak_out, mass_out, scores
+    q, layouts, kv_head, spans, scale, softcap, sinks, whole, piece, out, scores
 ):  # fmt: skip
     """Computes attention of tokens and heads that share a kv head's rows, in this thread's memory.
 
@@ -148,51 +196,56 @@ def _attend_tokens(
     from memory once.
 
     q f32 (B, heads, d). layouts int64 (B, 8). spans int64 (B, 2): each token's first row, and the
-    row after its last one. target f32 (B, heads, d_v): the output, if the spans have all rows
-    (``whole``). Otherwise it gets numerators, relative to the peaks and masses written at peak_out,
-    mass_out f32 (B, heads).
+    row after its last one. out f32 (B, heads, d_v): set, if the spans have all rows (``whole``).
+    Otherwise ``piece`` is set, a Softmax of (B, heads).
     """
-    n_token, n_head, d_v = target.shape
+    n_token, n_head, d_v = out.shape
     peak, mass = np.empty((n_token, n_head), np.float32), np.empty((n_token, n_head), np.float32)
-    acc, scaled = np.zeros((n_token, n_head, d_v), np.float32), scaled_copy(q, scale)
+    acc, scaled = np.empty((n_token, n_head, d_v), np.float32), scaled_copy(q, scale)
     longest = 0
     for b in range(n_token):
-        begin_softmax(sinks, peak[b], mass[b])
+        begin_softmax(sinks, Softmax(peak=peak[b], mass=mass[b], acc=acc[b]))
         longest = max(longest, spans[b, 1] - spans[b, 0])
     for start in range(0, longest, BLOCK):
         for b in range(n_token):
-            first, last, at = spans[b, 0] + start, spans[b, 1], layouts[b]
+            first, last = spans[b, 0] + start, spans[b, 1]
             if first < last:
-                attend_heads(
-                    scaled[b], at[K] + kv_head * at[K_HEAD] + first * at[K_ROW],
-                    at[V] + kv_head * at[V_HEAD] + first * at[V_ROW], at[K_ROW], at[V_ROW],
-                    layout_mode(at), 0, min(BLOCK, last - first), softcap, peak[b], mass[b], acc[b],
-                    scores,
-                )  # fmt: skip
+                rows = successive_rows(layouts[b], kv_head, first, min(BLOCK, last - first))
+                state = Softmax(peak=peak[b], mass=mass[b], acc=acc[b])
+                attend_heads(scaled[b], rows, softcap, state, scores)
+    if not whole:
+        piece.peak[:], piece.mass[:], piece.acc[:] = peak, mass, acc
+        return
     for b in range(n_token):
         for h in range(n_head):
-            factor = np.float32(1) / mass[b, h] if whole else np.float32(1)
+            factor = np.float32(1) / mass[b, h]
             for c in range(d_v):
-                target[b, h, c] = acc[b, h, c] * factor
-            peak_out[b, h], mass_out[b, h] = peak[b, h], mass[b, h]
+                out[b, h, c] = acc[b, h, c] * factor
 
 
 @njit(cache=True, nogil=True)
 def _attend_pieces(
-    counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out
-):
-    """Runs tasks until none is left. A task is a kv head and a row of ``tasks``."""
+    counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out
+):  # fmt: skip
+    """Runs tasks until none is left. A task is a kv head and a row of ``tasks``.
+
+    pieces: a Softmax of (S, B, H), a piece of the keys a row.
+    """
     group, n_task = q.shape[1] // n_kv_head, len(tasks)
     scores = np.empty((TILE, BLOCK + PAD), np.float32)
     task = next_task(counter)
     while task < n_kv_head * n_task:
         kv_head, (b, last, split, n_split) = task // n_task, tasks[task % n_task]
         h, end = kv_head * group, (kv_head + 1) * group
-        target = out[b:last, h:end] if n_split == 1 else acc[split, b:last, h:end]
+        piece = Softmax(
+            peak=pieces.peak[split, b:last, h:end],
+            mass=pieces.mass[split, b:last, h:end],
+            acc=pieces.acc[split, b:last, h:end],
+        )
         _attend_tokens(
             q[b:last, h:end], layouts[b:last], kv_head, spans[split, b:last], scale, softcap,
-            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, target,
-            peak[split, b:last, h:end], mass[split, b:last, h:end], scores,
+            sinks[h:end] if split == 0 else sinks[:0], n_split == 1, piece, out[b:last, h:end],
+            scores,
         )  # fmt: skip
         task = next_task(counter)
 
@@ -224,15 +277,14 @@ def _tasks_of_kv_head(n_split, owners, n_threads):
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
 def _attend_all(
-    tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out, n_threads
-):
+    tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out, n_threads
+):  # fmt: skip
     """Runs all tasks on several threads."""
     counter = np.zeros(1, np.int64)
     for _thread in prange(n_threads):
         _attend_pieces(
-            counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc,
-            out,
-        )  # fmt: skip
+            counter, tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out
+        )
 
 
 @njit(cache=True, nogil=True)
@@ -265,16 +317,13 @@ def attend_dense(
     mass = np.empty((most, n_token, n_head), np.float32)
     acc = np.empty((most, n_token, n_head, d_v), np.float32)
     used = 1 if n_rows < ONE_THREAD_BELOW else n_threads
-    _attend_all(
-        tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, peak, mass, acc, out, used
-    )
+    pieces = Softmax(peak=peak, mass=mass, acc=acc)
+    _attend_all(tasks, q, layouts, spans, n_kv_head, scale, softcap, sinks, pieces, out, used)
     for b in range(n_token):
-        pieces = n_split[b]
-        if pieces > 1:
+        n = n_split[b]
+        if n > 1:
             for h in range(n_head):
-                merge_pieces(
-                    peak[:pieces, b, h], mass[:pieces, b, h], acc[:pieces, b, h], out[b, h]
-                )
+                merge_pieces(peak[:n, b, h], mass[:n, b, h], acc[:n, b, h], out[b, h])
 
 
 @njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -307,13 +356,8 @@ def attend_rows(q, layout, idx, counts, n_kv_head, scale, softcap, sinks, out, n
         unit = next_task(counter)
         while unit < n_list:
             h, end = unit * heads_a_list, (unit + 1) * heads_a_list
-            kv_head = h // group
-            attend_list(
-                q[h:end], layout[K] + kv_head * layout[K_HEAD],
-                layout[V] + kv_head * layout[V_HEAD], layout[K_ROW], layout[V_ROW],
-                GATHER | layout_mode(layout), idx[unit].ctypes.data, counts[unit], scale,
-                softcap, sinks[h:end], out[h:end], scores,
-            )  # fmt: skip
+            rows = listed_rows(layout, h // group, idx[unit].ctypes.data, counts[unit])
+            attend_list(q[h:end], rows, scale, softcap, sinks[h:end], out[h:end], scores)
             unit = next_task(counter)
 
 

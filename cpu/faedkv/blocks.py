@@ -21,7 +21,14 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from sparsekv_cli.cpu.attention.decode import TILE, attend_heads, begin_softmax, merge_pieces
+from sparsekv_cli.cpu.attention.decode import (
+    TILE,
+    Softmax,
+    attend_heads,
+    begin_softmax,
+    merge_pieces,
+    successive_rows,
+)
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, layout_of
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import tile_scores, tile_values
@@ -119,13 +126,10 @@ def _attend_exact(this, q, g, sinks, peak, mass, acc, buffer):
     q f32 (heads, d) scaled; sinks f32 (heads,): scores without values, or empty. State: peak, mass
     f32 (heads,), acc f32 (heads, d_v). buffer: scratch, see ``attend_heads``.
     """
-    layout = this.exact
-    begin_softmax(sinks, peak, mass)
-    acc[:] = 0
-    attend_heads(
-        q, layout[K] + g * layout[K_HEAD], layout[V] + g * layout[V_HEAD], layout[K_ROW],
-        layout[V_ROW], 0, 0, this.n_exact, this.softcap, peak, mass, acc, buffer,
-    )  # fmt: skip
+    state = Softmax(peak=peak, mass=mass, acc=acc)
+    begin_softmax(sinks, state)
+    rows = successive_rows(this.exact, g, 0, this.n_exact)
+    attend_heads(q, rows, this.softcap, state, buffer)
 
 
 @njit(cache=True, nogil=True, forceinline=True)

@@ -11,7 +11,8 @@ layout. f16 rows are passed as uint64, four elements in one, because numba has n
 
 import numpy as np
 
-from sparsekv_cli.cpu.attention.decode import attend_list
+from sparsekv_cli.cpu.attention.decode import HeadRows, attend_list
+from sparsekv_cli.cpu.attention.rows import F16, GATHER
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     BEST,
@@ -183,9 +184,13 @@ def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
     """Computes attention of a kv head's queries (group, d) over resident rows; out (group, d_v)."""
     n_kv_head, width = pages.k.shape[2:]
     width_v = pages.v.shape[3]
-    k = np.int64(pages.k.ctypes.data) + g * 8 * width
-    v = np.int64(pages.v.ctypes.data) + g * 8 * width_v
-    attend_list(
-        q, k, v, n_kv_head * 8 * width, n_kv_head * 8 * width_v, 1, np.int64(rows.ctypes.data),
-        count, scale, softcap, sinks, out, scores,
-    )  # fmt: skip
+    listed = HeadRows(
+        k=np.int64(pages.k.ctypes.data) + g * 8 * width,
+        v=np.int64(pages.v.ctypes.data) + g * 8 * width_v,
+        k_row=np.int64(n_kv_head * 8 * width),
+        v_row=np.int64(n_kv_head * 8 * width_v),
+        mode=np.int64(GATHER | F16),
+        numbers=np.int64(rows.ctypes.data),
+        count=np.int64(count),
+    )
+    attend_list(q, listed, scale, softcap, sinks, out, scores)

@@ -8,7 +8,13 @@ work: of SALSWork.
 import numpy as np
 from numba import carray
 
-from sparsekv_cli.cpu.attention.decode import attend_heads, begin_softmax, merge_pieces
+from sparsekv_cli.cpu.attention.decode import (
+    Softmax,
+    attend_heads,
+    begin_softmax,
+    listed_rows,
+    merge_pieces,
+)
 from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit.kernel import njit
@@ -45,20 +51,19 @@ def _rows(layout):
 
 
 @njit(cache=True, nogil=True)
-def _attend(q, g, n_kv, rows, idx, count, softcap, sinks, peak, mass, acc, buffer):
-    """Computes the softmax state of kv head g's query heads over ``count`` rows.
+def _attend(work, g, n_kv, rows, softcap, sinks, piece, buffer):
+    """Computes a piece of the softmax state of kv head g's query heads, over HeadRows.
 
-    q f32 (H, d') scaled. rows: RowPointers. idx: address of int32 rows. softcap: 0 for none. sinks
-    f32 (H,): scores without values, or empty. peak, mass f32 (H,), acc f32 (H, d_v'): set.
+    work: a SALSWork, which has the queries and gets the state. softcap: 0 for none. sinks f32
+    (H,): scores without values, or empty.
     """
-    group = q.shape[0] // n_kv
+    group = work.queries.shape[0] // n_kv
     heads = slice(g * group, (g + 1) * group)
-    begin_softmax(sinks[heads], peak[heads], mass[heads])
-    acc[heads] = 0
-    attend_heads(
-        q[heads], rows.k + g * rows.k_head, rows.v + g * rows.v_head, rows.k_row, rows.v_row, 1,
-        idx, count, softcap, peak[heads], mass[heads], acc[heads], buffer,
-    )  # fmt: skip
+    state = Softmax(
+        peak=work.peak[piece, heads], mass=work.mass[piece, heads], acc=work.acc[piece, heads]
+    )
+    begin_softmax(sinks[heads], state)
+    attend_heads(work.queries[heads], rows, softcap, state, buffer)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -68,16 +73,14 @@ def _first_tasks(counter, this, work, buffer):
     Without by_head there are no spans.
     """
     latents, n_kv, n_latent, softcap = this.latents, this.n_kv, this.n_latent, this.softcap
-    exact, n_spans = _rows(this.exact), len(work.words) if this.by_head else 0
+    n_spans = len(work.words) if this.by_head else 0
     words, factors = work.words, work.factors
     task = next_task(counter)
     while task < n_kv + n_spans:
         span = task - n_kv
         if span < 0:
-            _attend(
-                work.queries, task, n_kv, exact, this.exact_rows.ctypes.data, this.n_exact, softcap,
-                this.sinks, work.peak[0], work.mass[0], work.acc[0], buffer,
-            )  # fmt: skip
+            rows = listed_rows(this.exact, task, this.exact_rows.ctypes.data, this.n_exact)
+            _attend(work, task, n_kv, rows, softcap, this.sinks, 0, buffer)
         else:
             first = latents.first + span * SPAN
             prefetch_samples(span, latents, n_latent)
@@ -129,16 +132,14 @@ def _reconstruct_tasks(counter, this, work):
 @njit(cache=True, nogil=True, forceinline=True)
 def _attend_tasks(counter, this, work, buffer):
     """Runs tasks, each a kv head and a piece of the chosen rows: computes their softmax state."""
-    rows, no_sinks, slots = _rows(this.rows), this.sinks[:0], work.slots
+    no_sinks, slots = this.sinks[:0], work.slots
     n_piece = len(work.peak) - 1
     task = next_task(counter)
     while task < n_piece * this.n_kv:
         g, piece = task // n_piece, task % n_piece
         first, last = piece * len(slots) // n_piece, (piece + 1) * len(slots) // n_piece
-        _attend(
-            work.queries, g, this.n_kv, rows, slots[first:].ctypes.data, last - first, this.softcap,
-            no_sinks, work.peak[piece + 1], work.mass[piece + 1], work.acc[piece + 1], buffer,
-        )  # fmt: skip
+        rows = listed_rows(this.rows, g, slots[first:].ctypes.data, last - first)
+        _attend(work, g, this.n_kv, rows, this.softcap, no_sinks, piece + 1, buffer)
         task = next_task(counter)
 
 

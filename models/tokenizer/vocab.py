@@ -159,9 +159,20 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
         eog_ids -= {ids["</s>"]}
         kinds[ids["</s>"]] = NORMAL
     return Vocabulary(
-        model, texts, ids, kinds, scores, bos_id, eos_id, eot_id, eom_id, unk_id, pad_id, eog_ids,
-        infill,
-    )  # fmt: skip
+        model=model,
+        texts=texts,
+        ids=ids,
+        kinds=kinds,
+        scores=scores,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        eot_id=eot_id,
+        eom_id=eom_id,
+        unk_id=unk_id,
+        pad_id=pad_id,
+        eog_ids=eog_ids,
+        infill=infill,
+    )
 
 
 def string_list(metadata: Mapping[str, Any], name: str) -> list[str]:
