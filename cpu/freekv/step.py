@@ -95,9 +95,11 @@ def run_thread(at, task, counter, shared, own):
         heads = slice(g * group, (g + 1) * group)
         turned = not this.current and mean_cosine(this.q[heads], this.previous[heads]) < this.tau
         if this.current or turned:
-            _select(this, g, this.q, n)
-        elif not _has_chosen(this, g):
-            _select(this, g, this.previous, n - 1)
+            query, of_rows = this.q, n
+        else:
+            query, of_rows = this.previous, n - 1
+        if this.current or turned or not _has_chosen(this, g):
+            _select(this, g, query, of_rows)
         count = resident_rows(
             pages, g, n, this.window, this.n_sink, this.n_ring, buffers.rows, this.attended[g]
         )
