@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "overlap, speculation only": {"correct": False, "overlap": "true"},
     "small cache": {"cache_pages": 1.0, "overlap": "true", "tau": 0.9},
     "odd pages": {"page": 7, "sinks": 14, "window": 30, "overlap": "true"},
-    "groups": {"page": 1, "budget": Budget(tokens=24), "sinks": 4, "window": 8},
+    "groups": {"page": 1, "budget": Budget(tokens=5), "sinks": 1, "window": 1},
 }
 
 
