@@ -56,6 +56,7 @@ def engine(path: Path, plain: dict[str, list[np.ndarray]]) -> Iterator[Checked]:
         yield engine
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_and_captures(method, engine, plain):
     check(engine, steps(engine, method), plain[method])
