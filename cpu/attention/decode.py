@@ -23,6 +23,8 @@ from sparsekv_cli.cpu.attention.rows import (
     V_ROW,
     K,
     V,
+    listed_rows,
+    successive_rows,
 )
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exp_in_place, max_of, soften
 from sparsekv_cli.cpu.attention.store import store_row
@@ -41,50 +43,6 @@ ONE_THREAD_BELOW = 160  # rows under which starting threads costs more than they
 def scaled_copy(q, scale):
     """Returns q * scale in a new array (numba keeps array expressions out of prange loops)."""
     return q * scale
-
-
-class HeadRows(NamedTuple):
-    """The rows of a kv head that its query heads attend to.
-
-    They are the first ``count`` rows. With GATHER in the mode, they are the rows with ``count``
-    numbers.
-    """
-
-    k: int  # address of the first row
-    v: int
-    k_row: int  # bytes of a row
-    v_row: int
-    mode: int  # kind of K + 4 times kind of V, and GATHER
-    numbers: int  # address of int32 numbers of rows; 0 without GATHER
-    count: int
-
-
-@njit(cache=True, nogil=True)
-def successive_rows(layout, kv_head, first, count):
-    """Returns ``count`` rows of a kv head from row ``first`` on, as HeadRows."""
-    return HeadRows(
-        k=layout[K] + kv_head * layout[K_HEAD] + first * layout[K_ROW],
-        v=layout[V] + kv_head * layout[V_HEAD] + first * layout[V_ROW],
-        k_row=layout[K_ROW],
-        v_row=layout[V_ROW],
-        mode=layout[K_KIND] | layout[V_KIND] << 2,
-        numbers=np.int64(0),
-        count=np.int64(count),
-    )
-
-
-@njit(cache=True, nogil=True)
-def listed_rows(layout, kv_head, numbers, count):
-    """Returns a kv head's rows with ``count`` int32 numbers, at an address, as HeadRows."""
-    return HeadRows(
-        k=layout[K] + kv_head * layout[K_HEAD],
-        v=layout[V] + kv_head * layout[V_HEAD],
-        k_row=layout[K_ROW],
-        v_row=layout[V_ROW],
-        mode=GATHER | layout[K_KIND] | layout[V_KIND] << 2,
-        numbers=np.int64(numbers),
-        count=np.int64(count),
-    )
 
 
 class Softmax(NamedTuple):
@@ -119,7 +77,7 @@ def attend_heads(q, rows, softcap, state, scores):
     """
     n_head, d = q.shape
     peak, mass, acc = state
-    mode, count, k_row, v_row = rows.mode, rows.count, rows.k_row, rows.v_row
+    mode, count, k_row, v_row = rows.mode, rows.n, rows.k_row, rows.v_row
     k_mode, v_mode = mode & (KIND | GATHER), (mode & GATHER) | (mode >> 2 & KIND)
     stride = scores.shape[1]
     for start in range(0, count, BLOCK):

@@ -16,7 +16,11 @@ addresses.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+from sparsekv_cli.cpu.jit.kernel import njit
 
 GATHER = 1  # mode of attention/tile.py: rows are listed by number
 F16, Q8_0, Q5_1, Q4_0 = 0, 2, 4, 6  # the kinds of rows; kind + GATHER is a mode
@@ -58,6 +62,49 @@ def layout_of(k: np.ndarray, v: np.ndarray, k_kind: int = F16, v_kind: int = F16
     places = (x.__array_interface__["data"][0] for x in (k, v))
     strides = k.strides[0], v.strides[0], k.strides[1], v.strides[1]
     return np.array([*places, *strides, k_kind, v_kind], np.int64)
+
+
+class HeadRows(NamedTuple):
+    """The rows of a kv head that its query heads attend to.
+
+    They are the first n rows. With GATHER in the mode, they are the rows with n numbers.
+    """
+
+    k: np.int64  # address of the first row
+    v: np.int64
+    k_row: np.int64  # bytes of a row
+    v_row: np.int64
+    mode: np.int64  # kind of K + 4 times kind of V, and GATHER
+    numbers: np.int64  # address of int32 numbers of rows; 0 without GATHER
+    n: np.int64
+
+
+@njit(cache=True, nogil=True)
+def successive_rows(layout, kv_head, first, count):
+    """Returns ``count`` rows of a kv head from row ``first`` on, as HeadRows."""
+    return HeadRows(
+        k=layout[K] + kv_head * layout[K_HEAD] + first * layout[K_ROW],
+        v=layout[V] + kv_head * layout[V_HEAD] + first * layout[V_ROW],
+        k_row=layout[K_ROW],
+        v_row=layout[V_ROW],
+        mode=layout[K_KIND] | layout[V_KIND] << 2,
+        numbers=np.int64(0),
+        n=np.int64(count),
+    )
+
+
+@njit(cache=True, nogil=True)
+def listed_rows(layout, kv_head, numbers, count):
+    """Returns a kv head's rows with ``count`` int32 numbers, at an address, as HeadRows."""
+    return HeadRows(
+        k=layout[K] + kv_head * layout[K_HEAD],
+        v=layout[V] + kv_head * layout[V_HEAD],
+        k_row=layout[K_ROW],
+        v_row=layout[V_ROW],
+        mode=GATHER | layout[K_KIND] | layout[V_KIND] << 2,
+        numbers=np.int64(numbers),
+        n=np.int64(count),
+    )
 
 
 def quantize_rows_ref(x: np.ndarray, kind: int = Q8_0) -> np.ndarray:

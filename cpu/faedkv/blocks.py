@@ -27,9 +27,17 @@ from sparsekv_cli.cpu.attention.decode import (
     attend_heads,
     begin_softmax,
     merge_pieces,
+)
+from sparsekv_cli.cpu.attention.rows import (
+    K_HEAD,
+    K_ROW,
+    V_HEAD,
+    V_ROW,
+    K,
+    V,
+    layout_of,
     successive_rows,
 )
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, layout_of
 from sparsekv_cli.cpu.attention.softmax import NEGATIVE_INFINITY, exponentiate
 from sparsekv_cli.cpu.attention.tile import tile_scores, tile_values
 from sparsekv_cli.cpu.faedkv.frequencies import FourierBasis, centred_waves

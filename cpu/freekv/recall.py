@@ -11,8 +11,8 @@ layout. f16 rows are passed as uint64, four elements in one, because numba has n
 
 import numpy as np
 
-from sparsekv_cli.cpu.attention.decode import HeadRows, attend_list
-from sparsekv_cli.cpu.attention.rows import F16, GATHER
+from sparsekv_cli.cpu.attention.decode import attend_list
+from sparsekv_cli.cpu.attention.rows import F16, GATHER, HeadRows
 from sparsekv_cli.cpu.freekv.choice import choose_pages, choose_pages_by_groups
 from sparsekv_cli.cpu.freekv.pages import (
     BEST,
@@ -191,6 +191,6 @@ def attend_head(pages, g, q, rows, count, scale, softcap, sinks, scores, out):
         v_row=np.int64(n_kv_head * 8 * width_v),
         mode=np.int64(GATHER | F16),
         numbers=np.int64(rows.ctypes.data),
-        count=np.int64(count),
+        n=np.int64(count),
     )
     attend_list(q, listed, scale, softcap, sinks, out, scores)

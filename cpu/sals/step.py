@@ -12,10 +12,9 @@ from sparsekv_cli.cpu.attention.decode import (
     Softmax,
     attend_heads,
     begin_softmax,
-    listed_rows,
     merge_pieces,
 )
-from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V
+from sparsekv_cli.cpu.attention.rows import K_HEAD, K_ROW, V_HEAD, V_ROW, K, V, listed_rows
 from sparsekv_cli.cpu.attention.select import order_keys, select_largest
 from sparsekv_cli.cpu.jit.kernel import njit
 from sparsekv_cli.cpu.jit.llvm import keep, next_task
