@@ -96,6 +96,7 @@ class Forward(ABC):
     chunk: int
     prefill_dtype: str  # the type of the products: f32, bf16 or int8
     rows_dtype: str  # the type of the rows between the products: f32 or bf16
+    gpu: tuple[Any, ...] = ()  # of a GPU: see RowsIdentity
     n_planes: int = 0  # bytes of an input of decode's products, and of few rows; 0: not rounded
     rows: ChunkSteps  # the steps between the products, for arrays or for tensors
     layers: Sequence[Any]  # for each layer the norms and biases for ``rows``
@@ -109,7 +110,7 @@ class Forward(ABC):
         """Returns the identity of rows that it makes. types: of K and of V."""
         products = self.prefill_dtype, str(self.n_planes)
         made = self.model_identity, types, products, self.rows_dtype, self.reading
-        return RowsIdentity(*made)
+        return RowsIdentity(*made, gpu=self.gpu)
 
     @property
     def reading(self) -> tuple[int, ...]:

@@ -88,7 +88,8 @@ class RowsIdentity:
 
     types: of K and of V. products: types of the prefill's products, and bytes of the inputs of few
     rows. attention: the type of the rows that the prefill attends with. reading: DENSE, or of a
-    sparse prefill the budget, the chunk and the number of dense layers.
+    sparse prefill the budget, the chunk and the number of dense layers. gpu: what made the rows, if
+    not the CPU: the GPU's name, the version of torch, the form of the weights and the chunk.
     """
 
     model: ModelIdentity
@@ -97,11 +98,18 @@ class RowsIdentity:
     attention: str
     reading: tuple[int, ...] = DENSE
     program: str = __version__
+    gpu: tuple[Any, ...] = ()
 
     @property
     def grid(self) -> int:
-        """Rows of a chunk of a sparse prefill; 0: dense. Rows are found at multiples of it only."""
-        return self.reading[1] if self.reading else 0
+        """Rows of a chunk, if a row's bits depend on the chunk that it was read in; 0: they do not.
+
+        A sparse prefill chooses rows for each chunk. A GPU's libraries choose kernels by the
+        chunk's size. Rows are kept and found at multiples of the grid only.
+        """
+        if self.reading:
+            return self.reading[1]
+        return int(self.gpu[-1]) if self.gpu else 0
 
     def serves(self, asked: "RowsIdentity") -> bool:
         """Returns whether rows that were made so may serve where those of ``asked`` are needed.
@@ -117,7 +125,7 @@ class RowsIdentity:
 
     def of_any_products(self) -> "RowsIdentity":
         """Returns the identity without types and products, for rows that move to a machine."""
-        return replace(self, types=(), products=(), attention="")
+        return replace(self, types=(), products=(), attention="", gpu=())
 
     def known(self) -> str | None:
         """Returns a hash of all fields, 32 hex digits, or None.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -53,6 +53,22 @@ class StoreContract(ABC):
     def memory(self) -> Memory:
         return Memory(host=self.store.nbytes)
 
+    def fill_rows(
+        self, first: int, stop: int, write: Callable[[np.ndarray, np.ndarray], None]
+    ) -> None:
+        """Lets ``write`` write rows that the store has room for: K and V, each (G, T, items).
+
+        The items are those of the types of ``spec``, as a KVStore has them. ``n`` stays.
+        """
+        write(self.store.k[:, first:stop], self.store.v[:, first:stop])
+
+    @abstractmethod
+    def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        """Returns a function that gives these rows, K and V, in the form of ``fill_rows``.
+
+        They are the rows of now. It may be called later, from any thread, while steps add rows.
+        """
+
     def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
         """Announces the lengths at which messages end in the next prefill."""
 
@@ -83,9 +99,12 @@ class PrefillContract(ABC):
     q_nope and k_nope. A decoder may leave out what is not read.
 
     has_index: whether the cache keeps more than the rows: an index, or rows in another form.
+
+    reads_on_gpu: whether a GPU reads the prompt. It is so fast that no layer waits for the disk.
     """
 
     can_prefill_in_parts: ClassVar[bool] = False
+    reads_on_gpu: ClassVar[bool] = False
     queries_read: int | None = None
     has_index: ClassVar[bool] = True
 

@@ -43,6 +43,13 @@ class LayerCache(PrefillContract, UndoContract):
         self.store.append(x.k, x.v)
         return self.store
 
+    def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        store = self.store
+        if self.can_prefill_in_parts:  # the rows stay where they are
+            return lambda: (store.k[:, first:stop], store.v[:, first:stop])
+        k, v = (rows[:, first:stop].copy() for rows in (store.k, store.v))
+        return lambda: (k, v)
+
     def decode_rows(self, rows: Sequence[Any]) -> Any:
         attended = []
         for t, x in enumerate(rows):

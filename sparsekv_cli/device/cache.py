@@ -16,9 +16,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparsekv_cli.cache.layer import LayerCache
+from sparsekv_cli.cache.row_sizes import padded
 from sparsekv_cli.cache.spec import LayerSpec, Memory
 from sparsekv_cli.device.streams import SideStream
 from sparsekv_cli.kernels.attention import decode as attention
@@ -26,6 +28,7 @@ from sparsekv_cli.kernels.attention.decode import NewRow
 
 AHEAD = 64  # rows for later steps that a bound includes, at least
 LEAST_STEP = 256  # rows: bounds are multiples of it
+Piece = tuple[np.ndarray, np.ndarray]  # K and V of some rows on the host
 UNLIMITED = 1 << 62  # rows, of a cache that does not know how many there will be at most
 
 
@@ -75,6 +78,11 @@ def grid_bound(n: int) -> int:
 def spread(x: torch.Tensor, n: int) -> torch.Tensor:
     """Returns a sequence's part (1, ...) of a common tensor with the next parts, as (n, ...)."""
     return x.as_strided((n, *x.shape[1:]), x.stride())
+
+
+def rows_like(x: torch.Tensor) -> np.ndarray:
+    """Returns memory of the host for rows f16 (G, T, d), padded with zeros as a KVStore's are."""
+    return np.zeros((*x.shape[:2], padded(x.shape[2])), np.float16)
 
 
 class DeviceStore:
@@ -146,7 +154,10 @@ class DeviceCache(LayerCache):
     ``end_step``, or derives from DeviceSelecting. ``drop_step`` takes the place of ``end_step``.
     """
 
+    reads_on_gpu = True
     store: Any  # a DeviceStore, or the method's own store
+    # Copies rows of a prefill to the host: host.py rows_on_host.
+    to_host: Callable[[torch.Tensor, torch.Tensor], Callable[[], Piece]]
     n_ctx: int = UNLIMITED  # the most rows that there will be
     side: SideStream | None = None  # the stream of a cache that launches work during the steps
     # Called after ``decode`` with its input. Steps of a cache that has one are not captured. If it
@@ -226,6 +237,18 @@ class DeviceCache(LayerCache):
         return [spread(x, n) for x in self.tensors()]
 
     # --- the rest ---------------------------------------------------------------------------------
+
+    def fill_rows(
+        self, first: int, stop: int, write: Callable[[np.ndarray, np.ndarray], None]
+    ) -> None:
+        places = [self.store.k[0, :, first:stop], self.store.v[0, :, first:stop]]
+        rows = [rows_like(place) for place in places]
+        write(*rows)
+        for place, given in zip(places, rows, strict=True):
+            place.copy_(torch.from_numpy(given)[..., : place.shape[2]])
+
+    def rows_of(self, first: int, stop: int) -> Callable[[], Piece]:
+        return self.to_host(self.store.k[0, :, first:stop], self.store.v[0, :, first:stop])
 
     def share_constants(self, other: Any) -> None:
         """Called once: shares the constants of ``other``, a cache of the same layer."""

@@ -59,9 +59,11 @@ class DeviceDecoder(Forward):
     """A model's forward pass on a device.
 
     foreign: takes a cache that was not made for the device, and returns one that can be prefilled.
+    wait: waits until the host has all rows that are on their way to it.
     """
 
     foreign: Callable[[LayerCache], HostCache]
+    wait: Callable[[], None]
 
     def __init__(
         self,
@@ -81,6 +83,9 @@ class DeviceDecoder(Forward):
         self.device = device_weights.device
         self.dtype = device_weights.dtype
         self.prefill_dtype = self.rows_dtype = "f32" if self.dtype == torch.float32 else "bf16"
+        is_gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if is_gpu else str(self.device)
+        self.gpu = name, torch.__version__, device_weights.mode, chunk
         self._on_device = device_weights
         table = RopeTable(
             hparams.n_rot, hparams.rope, weights.rope_freqs, hparams.temperature_scale
@@ -124,9 +129,7 @@ class DeviceDecoder(Forward):
             on_rows=on_rows, on_part=on_part, on_hidden=on_hidden, copies=copies,
             vocabulary=vocabulary,
         )  # fmt: skip
-        for cache in mine:
-            if isinstance(cache, HostCache):
-                cache.wait()
+        self.wait()
         return logits
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:

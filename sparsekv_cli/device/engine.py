@@ -1,6 +1,7 @@
 """The engine on a GPU: the device, the decoder, and the place of each cache."""
 
 from collections.abc import Callable, Container, Hashable, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -10,7 +11,7 @@ from sparsekv_cli.cache.spec import LayerSpec
 from sparsekv_cli.device.cache import LEAST_STEP, DeviceCache
 from sparsekv_cli.device.cuda import report_compiling
 from sparsekv_cli.device.decoder import DeviceDecoder
-from sparsekv_cli.device.host import HostCache, HostWorker
+from sparsekv_cli.device.host import HostCache, HostWorker, rows_on_host
 from sparsekv_cli.device.methods import dense_cache, device_cache, host_cache
 from sparsekv_cli.device.weights import DeviceWeights, resident_bytes
 from sparsekv_cli.engine import DecoderEngine
@@ -64,6 +65,7 @@ class DeviceEngine(DecoderEngine):
             WeakValueDictionary()
         )  # one a layer
         decoder.foreign = lambda cache: HostCache(cache, self._worker)
+        decoder.wait = self._worker.wait
 
     def layer(self, method: Method, spec: LayerSpec) -> LayerCache:
         spec = method.layer_spec(spec)
@@ -82,6 +84,7 @@ class DeviceEngine(DecoderEngine):
         made.n_ctx = -(-self.n_ctx // LEAST_STEP) * LEAST_STEP
         tensors = spec.calibration.values()
         of_layer = method, spec.layer, *(x.ctypes.data for x in tensors)
+        made.to_host = partial(rows_on_host, self._worker)
         made.share_constants(self._made.setdefault(of_layer, made))
         return made
 

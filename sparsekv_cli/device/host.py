@@ -8,6 +8,7 @@ then adds them to the cache.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
 from sparsekv_cli.cache.spec import AttnInput, Memory
 from sparsekv_cli.cache.store import KVStore
-from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore
+from sparsekv_cli.device.cache import UNLIMITED, CachePlan, DeviceStore, rows_like
 from sparsekv_cli.kernels.attention.decode import Attended
 
 Result = TypeVar("Result")
 ALIGNMENT = 64  # bytes: a vector of the kernels that read the rows
+ROWS_A_COPY = 2048  # of K and V that lie on the device
 N_BUFFERS = 4  # chunks on their way to the host: copied, waiting or read
 
 
@@ -126,6 +128,35 @@ class HostWorker:
         return reader
 
 
+def rows_on_host(
+    worker: HostWorker, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+    """Begins to copy rows of a prefill, f16 (G, T, d), to the host.
+
+    Returns a function that waits for them, and returns them padded as a KVStore's. The rows stay in
+    use until ``worker.wait``.
+    """
+    copies = rows_like(k), rows_like(v)
+
+    def take(first: int, x: AttnInput) -> None:
+        for to, rows in zip(copies, (x.k, x.v), strict=True):
+            to[:, first : first + rows.shape[1], : rows.shape[2]] = rows
+
+    def copy(first: int) -> Future[None]:
+        at, none = slice(first, first + ROWS_A_COPY), k[:, :0]
+        x = AttnInput(none, k[:, at], v[:, at], none, none, first)
+        return worker.hand_over(x, partial(take, first))
+
+    readers = [copy(first) for first in range(0, k.shape[1], ROWS_A_COPY)]
+
+    def rows() -> tuple[np.ndarray, np.ndarray]:
+        for reader in readers:
+            reader.result()
+        return copies
+
+    return rows
+
+
 class HostCache(LayerCache):
     """A cache of the host, ``cache``, in a decoder on the device.
 
@@ -133,6 +164,7 @@ class HostCache(LayerCache):
     """
 
     has_device_part: ClassVar[bool] = False
+    reads_on_gpu = True
 
     def __init__(self, cache: LayerCache, worker: HostWorker) -> None:
         self.cache = cache
@@ -181,9 +213,9 @@ class HostCache(LayerCache):
         self._rows = None
         self._worker.submit(self.cache.finish_prefill)
 
-    def wait(self) -> None:
-        """Waits until the cache has all rows of the prefill."""
-        self._worker.wait()
+    def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        made = self._worker.submit(lambda: self.cache.rows_of(first, stop))
+        return lambda: made.result()()
 
     def decode(self, x: Any) -> np.ndarray:
         """See LayerCache.decode. x: an AttnInput on the host."""

@@ -90,7 +90,7 @@ class DeviceWeights:
         self, weights: Weights, device: torch.device, mode: str, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.device, self.dtype = device, dtype
-        self._quantized = mode == "quantized"
+        self.mode = mode
         self.layers = tuple(self._layer(layer) for layer in weights.layers)
         self.output = self._stack(weights.output)
         self.output_norm = self._vector(weights.output_norm)
@@ -121,7 +121,7 @@ class DeviceWeights:
         return None if array is None else torch.from_numpy(array).to(self.device)
 
     def _stack(self, *linears: Linear) -> Stack:
-        if self._quantized:
+        if self.mode == "quantized":
             return Stack(merge_alike([self._packed(linear) for linear in linears]))
         whole = torch.cat([self._bf16(linear) for linear in linears])
         return Stack([PackedMatrix("BF16", len(whole), whole.shape[1], whole)])

@@ -151,7 +151,7 @@ def rows_on_disk(
 
     limit: see ``limit_of``. repair: see ``move_passages``.
     """
-    if folder is None or not model.engine.shares_prefill or method.n_queried is None:
+    if folder is None or method.n_queried is None:
         return None
     kept = PrefixFolder(folder, limit_of(folder, limit), LOG.warning)
     prompts = prompts_in(kept, model.decoder, method.kv_types, method.n_queried, LOG.debug)

@@ -1,13 +1,16 @@
 """The part of one layer in a file: the sizes of its rows, and the conversion of their types."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from sparsekv_cli.cache.layer import BoundedCache, LayerCache
 from sparsekv_cli.cache.store import CACHE_TYPES, RowType
 from sparsekv_cli.cpu.attention.rows import F16, are_finite, quantize_rows_ref
-from sparsekv_cli.prefix.blocks import DamagedError, Piece
+from sparsekv_cli.prefix.blocks import BlockHeader, DamagedError, Piece, read_header, read_piece
+from sparsekv_cli.system.files import open_regular
 
 NONE = (0, 0, 0)  # the sizes of a layer without a piece
 
@@ -48,6 +51,32 @@ def check_finite(layer: int, piece: Piece, types: Sequence[RowType]) -> None:
     for rows, of in zip(piece, types, strict=True):
         if not all(are_finite(head, of.kind, of.width) for head in rows):  # a head fits the cache
             raise DamagedError(f"the rows of layer {layer} are not finite numbers")
+
+
+def fill_from(
+    path: Path, header: BlockHeader, stop: int, types: tuple[str, str], caches: Sequence[LayerCache]
+) -> None:
+    """Reads a block's rows up to position ``stop`` to the caches, whose rows are of these types.
+
+    Raises OSError and DamagedError.
+    """
+    with open_regular(path) as file:
+        if read_header(file) != header:
+            raise DamagedError("it was replaced")
+
+        def fill(layer: int, cache: LayerCache, k: np.ndarray, v: np.ndarray) -> None:
+            place, is_direct = (k, v), header.types == types
+            piece = place if is_direct else empty_piece(cache, header.types, stop - header.first)
+            read_piece(file, header, layer, piece)
+            check_finite(layer, piece, row_types(cache, header.types))
+            if not is_direct:
+                ways = (row_types(cache, each) for each in (header.types, types))
+                for rows, to, of in zip(piece, place, zip(*ways, strict=True), strict=True):
+                    to[:] = converted(rows, *of)
+
+        for layer, cache in enumerate(caches):
+            if header.layers[layer][0]:
+                cache.fill_rows(header.first, stop, partial(fill, layer, cache))
 
 
 def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:

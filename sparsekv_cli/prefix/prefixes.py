@@ -23,17 +23,15 @@ from sparsekv_cli.prefix.blocks import (
     DamagedError,
     block_hash,
     block_name,
-    read_header,
-    read_piece,
 )
 from sparsekv_cli.prefix.difference import LEAST_AGAIN, difference
 from sparsekv_cli.prefix.folder import PrefixFolder
 from sparsekv_cli.prefix.passages import move_passages
-from sparsekv_cli.prefix.pieces import block_layers, check_finite, converted, empty_piece, row_types
+from sparsekv_cli.prefix.pieces import block_layers, fill_from
 from sparsekv_cli.prefix.prompt_rows import Found
 from sparsekv_cli.prefix.rows_writer import RowsWriter
 from sparsekv_cli.prefix.snapshots import latest_snapshot, restore_snapshot, snapshot_headers
-from sparsekv_cli.system.files import open_regular
+from sparsekv_cli.system.memory import available_memory
 
 LEAST = 512  # the least tokens for which a file is written or read
 # A multiple of so many tokens is reused: rows of chunks that start at such a position have the same
@@ -44,7 +42,7 @@ UNKNOWN = "0" * NAME_DIGITS  # placeholder of the root while the model's hash is
 
 
 class Prefixes:
-    """Blocks of one model's prompts in a folder, for sequences whose caches are on the host.
+    """Blocks of one model's prompts in a folder.
 
     model: its file's name. identity: of the rows. The name of it is the root, the parent of the
     first block of all prompts. types: of the sequence's rows. n_queried: last tokens of a prompt
@@ -165,7 +163,10 @@ class Prefixes:
         n = 0
         with ThreadPoolExecutor(caches[0].spec.n_threads) as pool:
             stops = [min(found.n, _end(header)) for header in wanted]
-            reads = [pool.submit(self._read, *of, caches) for of in zip(wanted, stops, strict=True)]
+            reads = [
+                pool.submit(fill_from, self._path(header), header, stop, self.types, caches)
+                for header, stop in zip(wanted, stops, strict=True)
+            ]
             for header, stop, read in zip(wanted, stops, reads, strict=True):
                 try:
                     read.result()
@@ -173,6 +174,7 @@ class Prefixes:
                     self._drop(header, error)
                     break
                 n = stop
+        n -= n % (self.identity.grid or 1)
         if self._is_bounded:
             n = restore_snapshot(self.folder, wanted, n, caches)
         for cache in full:
@@ -182,24 +184,6 @@ class Prefixes:
             cache.store.n = n
         self.folder.touch(header.name for header in wanted)
         return n
-
-    def _read(self, header: BlockHeader, stop: int, caches: Sequence[LayerCache]) -> None:
-        """Reads a block's rows up to position ``stop``. Raises OSError and DamagedError."""
-        first, is_direct = header.first, header.types == self.types
-        with open_regular(self._path(header)) as file:
-            if read_header(file) != header:
-                raise DamagedError("it was replaced")
-            for layer, cache in enumerate(caches):
-                if not header.layers[layer][0]:
-                    continue
-                place = cache.store.k[:, first:stop], cache.store.v[:, first:stop]
-                piece = place if is_direct else empty_piece(cache, header.types, stop - first)
-                read_piece(file, header, layer, piece)
-                check_finite(layer, piece, row_types(cache, header.types))
-                if not is_direct:
-                    ways = (row_types(cache, types) for types in (header.types, self.types))
-                    for rows, to, of in zip(piece, place, zip(*ways, strict=True), strict=True):
-                        to[:] = converted(rows, *of)
 
     def _drop(self, header: BlockHeader, error: Exception) -> None:
         """Removes a damaged file, with a remark."""
@@ -248,7 +232,8 @@ class Prefixes:
             headers = headers if snapshots else []  # without any, rows are of no use
         if headers:
             try:
-                if self._may_keep([*headers, *snapshots]):
+                n_bytes = row_bytes * (len(ids) - n_loaded)
+                if self._may_hold(caches, n_bytes) and self._may_keep([*headers, *snapshots]):
                     self._storing = RowsWriter(
                         ids, headers, snapshots, caches, self._path, self._not_kept
                     )
@@ -267,9 +252,11 @@ class Prefixes:
     ) -> list[BlockHeader]:
         """Returns the blocks of ``ids`` that are worth keeping.
 
-        n_known: tokens that are not new. n_kept: those whose blocks are not written again.
+        n_known: tokens that are not new. n_kept: those whose blocks are not written again. Rows of
+        a chunk that the prompt's end cuts off are not those of a longer prompt.
         """
         parent, headers = self._begun, []
+        ids = ids[: len(ids) - len(ids) % (self.identity.grid or 1)]
         for first in range(0, len(ids) if len(ids) - n_known >= LEAST else 0, BLOCK):
             tokens = tuple(int(token) for token in ids[first : first + BLOCK])
             if first + BLOCK > n_kept:
@@ -291,6 +278,19 @@ class Prefixes:
     @property
     def _limit(self) -> str:
         return f"{self.folder.limit / 2**30:.3g} GiB"
+
+    def _may_hold(self, caches: Sequence[LayerCache], n_bytes: int) -> bool:
+        """Returns whether the host's memory can hold the rows until the answer ends."""
+        available = available_memory()
+        if not any(each.reads_on_gpu for each in caches) or available is None:
+            return True
+        if fits := 2 * n_bytes <= available:
+            return fits
+        self.folder.warn(
+            f"the prompt is not kept: its rows take {n_bytes / 2**30:.3g} GiB of the host's memory "
+            "until the answer ends, more than half of what is available"
+        )
+        return False
 
     def _may_keep(self, headers: Sequence[BlockHeader]) -> bool:
         """Returns whether the folder can keep the blocks. Raises OSError if it cannot be made."""

@@ -12,6 +12,7 @@ from sparsekv_cli.prefix.blocks import BLOCK, BlockHeader, BlockWriter, Piece, b
 from sparsekv_cli.prefix.pieces import converted, row_types
 from sparsekv_cli.prefix.snapshots import snapshot_of
 
+RowsLater = Callable[[], Piece]  # LayerCache.rows_of
 N_PENDING = 2  # layers with rows that wait for the disk
 
 
@@ -21,7 +22,7 @@ class RowsWriter:
     A cache that keeps its rows is read after the answer, and after each part of a long prompt. If a
     cache drops or moves rows, a thread writes a copy of them while the next layers are computed. A
     layer's snapshot is written as soon as it exists. After a part there is one more snapshot, until
-    the next one comes.
+    the next one comes. Rows that a GPU has read wait in the host's memory until the answer ends.
 
     ids: of the whole prompt. path_of: a header's file. failed: called with the error of a snapshot.
     """
@@ -42,7 +43,7 @@ class RowsWriter:
         self._part_snapshot: Path | None = None  # goes when there is a later one
         self._writers: list[BlockWriter] = []
         self._snapshots: dict[int, BlockWriter] = {}  # by the tokens before their ends
-        self._keeping: list[tuple[int, LayerCache]] = []
+        self._keeping: list[tuple[int, RowsLater, LayerCache]] = []
         self._pending: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
         try:
@@ -61,25 +62,28 @@ class RowsWriter:
     def take(self, layer: int, cache: LayerCache) -> None:
         if not self._writers[0].header.layers[layer][0]:
             return
-        if cache.can_prefill_in_parts:
-            self._keeping.append((layer, cache))
-            return
         first, stop = self._writers[0].rows.start, self._writers[-1].rows.stop
-        k, v = (rows[:, first:stop].copy() for rows in (cache.store.k, cache.store.v))
+        rows = cache.rows_of(first, stop)
+        if cache.can_prefill_in_parts or cache.reads_on_gpu:
+            self._keeping.append((layer, rows, cache))
+            return
         self._thread = self._thread or ThreadPoolExecutor(1, "prefix")
-        self._pending.append(self._thread.submit(self._write, layer, (k, v), first, cache))
+        self._pending.append(self._thread.submit(self._write, layer, rows(), first, cache))
         while len(self._pending) > N_PENDING:
             self._pending.pop(0).result()
 
     def take_part(self, n: int, begun: str, root: str) -> None:
         """Finishes the blocks of the first n rows, which all caches hold. See ``finish``."""
+        if any(each.reads_on_gpu for each in self._caches):
+            return
         parents = self._parents(begun, root)
         for writer in self._writers[self._n_finished :]:
             if writer.rows.stop > n:
                 break
             for layer, cache in enumerate(self._caches):
                 if writer.header.layers[layer][0]:
-                    self._write_block(writer, layer, (cache.store.k, cache.store.v), 0, cache)
+                    rows = cache.rows_of(writer.rows.start, writer.rows.stop)()
+                    self._write_block(writer, layer, rows, writer.rows.start, cache)
             self._name(writer, parents)
             self._n_finished += 1
             if writer.rows.stop == n and any(
@@ -118,7 +122,7 @@ class RowsWriter:
     ) -> None:
         """Writes one layer's rows to a block. first: position of the first of ``rows``."""
         at = slice(writer.rows.start - first, writer.rows.stop - first)
-        own = cache.store.k_type, cache.store.v_type
+        own = row_types(cache, (cache.spec.cache_type_k, cache.spec.cache_type_v))
         kept = row_types(cache, writer.header.types)
         k, v = (converted(x[:, at], *of) for x, *of in zip(rows, own, kept, strict=True))
         writer.write(layer, (k, v))
@@ -137,8 +141,8 @@ class RowsWriter:
 
         begun: the root that their names have now. root: the right one.
         """
-        for layer, cache in self._keeping:
-            self._write(layer, (cache.store.k, cache.store.v), 0, cache)
+        for layer, rows, cache in self._keeping:
+            self._write(layer, rows(), self._writers[0].rows.start, cache)
         for future in self._pending:
             future.result()
         self._close()

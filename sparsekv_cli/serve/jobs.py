@@ -207,7 +207,7 @@ class Prefilling:
     job: Job
     sequence: Sequence
     steps: Generator[Progress, None, Any]
-    rows: SharedRows | None  # finds and keeps the prompt's rows
+    rows: SharedRows  # finds and keeps the prompt's rows
     started: float
     reported: float = 0.0  # time of the last progress event
     told: float = 0.0  # time of the last line about it

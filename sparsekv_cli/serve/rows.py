@@ -64,7 +64,7 @@ def keeps_rows(sequence: Sequence) -> bool:
 
 def is_source(sequence: Sequence, method: Method) -> bool:
     """Returns whether passages may be moved from a sequence: its rows are all there, and dense."""
-    is_sparse = sequence.engine.identity(sequence.method).grid
+    is_sparse = sequence.engine.identity(sequence.method).reading
     is_exact = can_be_turned(sequence.method.kv_types) and not is_sparse
     return is_exact and keeps_rows(sequence) and sequence.serves(method)
 
@@ -72,8 +72,8 @@ def is_source(sequence: Sequence, method: Method) -> bool:
 class SharedRows:
     """Finds a prompt's rows in other sequences first, then on disk (a PromptRows).
 
-    donors: sequences that may give rows. disk_of: returns the store on disk for a method; None: the
-    disk is not used. repair: see ``move_passages``.
+    donors: sequences that may give rows; those on a GPU give none. disk_of: returns the store on
+    disk for a method; None: the disk is not used. repair: see ``move_passages``.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class SharedRows:
         self._donor = None
         prompts = []
         for sequence in self._donors():
-            n = reusable(sequence, ids, method, self.repair is None)
+            can_give = sequence.engine.shares_prefill
+            n = reusable(sequence, ids, method, self.repair is None) if can_give else 0
             if n > best:
                 best, self._donor = n, sequence
             if sequence.checkpoint is not None:

@@ -89,11 +89,9 @@ class Scheduler:
         self._step_ended = self._step_s = self._watched = 0.0
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
-        self._rows: SharedRows | None = None
-        self._short_rows: SharedRows | None = None  # of a prefill within another one
-        if model.engine.shares_prefill:
-            self._rows = SharedRows(disk_of, self._donors, repair)
-            self._short_rows = SharedRows(lambda method: None, self._donors, repair)
+        self._rows = SharedRows(disk_of, self._donors, repair)
+        # Of a prefill within another one.
+        self._short_rows = SharedRows(lambda _: None, self._donors, repair)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self.failure: Exception | None = None  # that ended the thread
@@ -203,8 +201,8 @@ class Scheduler:
             job.emit(Failed(error))
         self._paused.end()
         self._running.jobs, self._prefilling, self._parked, self.stats.kv_bytes = [], [], [], 0
-        for rows in filter(None, (self._rows, self._short_rows)):
-            rows.close()
+        self._rows.close()
+        self._short_rows.close()
 
     def _waits_for_work(self) -> bool:
         """Waits for a job, or the end of a pause. Returns False when the scheduler stops."""
@@ -277,7 +275,7 @@ class Scheduler:
 
         return self.model.attention_of(method, sparse_from, tell)
 
-    def _begin(self, job: Job, rows: SharedRows | None) -> None:
+    def _begin(self, job: Job, rows: SharedRows) -> None:
         """Starts the prefill of a job's prompt. rows: finds and keeps the prompt's rows."""
         if going_on := self._paused.resumed(job):
             self._prefilling += going_on
@@ -293,8 +291,7 @@ class Scheduler:
             self._starting = []
             self._running.fail(job, error)
             return
-        if rows is not None:
-            rows.use(attention.method)
+        rows.use(attention.method)
         job.n_cached = n_kept = len(sequence.tokens)
         steps = engine.prefill(sequence, ids[n_kept:], rows=rows)
         now = Prefilling(job, sequence, steps, rows, started)
@@ -306,11 +303,11 @@ class Scheduler:
 
     def _sequence_for(self, attention: Attention, ids: Ids[int]) -> Sequence:
         """Returns a parked sequence that begins as ``ids`` do, or a new one."""
-        best, n_best = best_parked(self._parked, attention.method, ids, self._rows is not None)
+        can_share = self.model.engine.shares_prefill
+        best, n_best = best_parked(self._parked, attention.method, ids, can_share)
         if best is None:
             return self.model.sequence(attention)
-        if self._rows is not None:
-            self._rows.wait()
+        self._rows.wait()
         self._parked.remove(best)
         best.sequence.rewind(n_best)
         best.sequence.difference = None
@@ -353,8 +350,7 @@ class Scheduler:
         self._indexes.add(request.method, n_prompt, sequence.caches)
         _, job.n_bytes = self.bytes_of(request)
         job.emit(PromptProgress(n_prompt, n_prompt, job.n_cached))
-        if now.rows is not None:
-            now.rows.finish()
+        now.rows.finish()
 
     def _has_turn(self, now: Prefilling, at: Progress) -> bool:
         """Returns, after a chunk of a prefill, whether it is the others' turn."""

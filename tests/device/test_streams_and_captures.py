@@ -24,6 +24,7 @@ from checked_device import (
 )
 from fake_cuda import FakeCuda
 
+from sparsekv_cli.models.forward import drain
 from sparsekv_cli.sampling.chain import make_sampler
 from sparsekv_cli.sampling.params import SamplingParams
 
@@ -83,6 +84,31 @@ def test_sequences_that_come_and_go(method, engine, plain):
     """Each has its own length; behind a rewind of one, what was captured goes on."""
     launched = check(engine, come_and_go(engine, method), plain[f"batch of {method}"])
     assert (launched[N_STEPS + 1] == []) == (method != "freekv")  # which leaves its pages
+
+
+@pytest.mark.parametrize("method", ["full", "sals", "freekv", "lfps"])
+def test_rows_go_to_the_disk_and_come_from_it(method, engine):
+    """They are copied while the device goes on, and it has them before it attends to them."""
+    n_known, decoder, cuda = 48, engine.model.decoder, engine.cuda
+    ids = np.random.default_rng(0).integers(3, 259, N_PROMPT).tolist()
+    caches, again, kept = engine.caches(method), engine.caches(method), []
+    steps = decoder.forward_steps(
+        ids, 0, caches, on_rows=lambda _, cache: kept.append(cache.rows_of(0, n_known))
+    )
+    expected = drain(steps)
+    for cache, rows in zip(again, kept, strict=True):
+
+        def write(k, v, rows=rows):
+            k[:], v[:] = rows()
+
+        cache.reserve(N_PROMPT)
+        cache.store.reserve(N_PROMPT)
+        cache.fill_rows(0, n_known, write)
+        cache.store.n = n_known
+    found = decoder.forward(ids[n_known:], n_known, again)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    if cuda.found:
+        raise cuda.found[0]
 
 
 def test_a_prompt_behind_a_step_that_was_broken_off(engine, monkeypatch):

@@ -144,13 +144,11 @@ def open_prompt_rows(model: Model, options: PrefixOptions, method: Method) -> Pr
         )
     if options.session is None:
         return prefixes_maker(model, options)(method)
-    reason, n_queried = _reason_against(model, method), method.n_queried
+    reason, n_queried = _reason_against(method), method.n_queried
     if not reason and model.hparams.other_layers:
         reason = f"{model.hparams.other_layers} do not keep the rows of all tokens"
     if reason or n_queried is None:
-        raise SparseKVError(
-            f"--session: {reason}; leave it out, or use another method, device or model"
-        )
+        raise SparseKVError(f"--session: {reason}; leave it out, or use another method or model")
     identity = model.decoder.identity_of(method.kv_types)
     if identity.known() is None:
         size = f"{model.gguf.size / 2**30:.1f} GiB"
@@ -182,7 +180,7 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
             )
         if options.is_off:
             return None
-        reason, n_queried = _reason_against(model, method), method.n_queried
+        reason, n_queried = _reason_against(method), method.n_queried
         if directory is None:
             reason = "there is no home folder and no XDG_CACHE_HOME"
         if reason or n_queried is None or directory is None:
@@ -196,10 +194,8 @@ def prefixes_maker(model: Model, options: PrefixOptions) -> Callable[[Method], P
     return make
 
 
-def _reason_against(model: Model, method: Method) -> str:
-    """Returns why this model and method cannot keep prompts on disk; empty if they can."""
-    if not model.engine.shares_prefill:
-        return "rows on a GPU are not kept on disk yet"
+def _reason_against(method: Method) -> str:
+    """Returns why a method cannot keep prompts on disk; empty if it can."""
     return f"{method.name} needs the queries of all tokens" if method.n_queried is None else ""
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.prefix.prefixes import Prefixes
     from sparsekv_cli.sequence import Sequence
-    from sparsekv_cli.serve.rows import SharedRows
 
 
 class Output:
@@ -99,11 +98,9 @@ class LineAnswers:
         self.timings = Timings(load_s=model.load_s)
         self._model, self._n_parallel = model, n_parallel
         self._output = output
-        self._rows: SharedRows | None = None
-        if model.engine.shares_prefill:
-            repair = None if rows is None else rows.repair
-            self._rows = SharedRows(lambda _: rows, self._donors, repair)
-            self._rows.use(model.method)
+        repair = None if rows is None else rows.repair
+        self._rows = SharedRows(lambda _: rows, self._donors, repair)
+        self._rows.use(model.method)
         self._active: list[Line] = []
         self._held: tuple[int, Task] | None = None  # waits for the memory of an active line
         self._n_room = n_parallel  # most active lines; fewer while a line is held
@@ -132,8 +129,7 @@ class LineAnswers:
                         self._leave(active[i])
                     self.timings.decode_s += time.perf_counter() - started
         finally:
-            if self._rows is not None:
-                self._rows.close()
+            self._rows.close()
 
     def _donors(self) -> Iterable[Sequence]:
         """Returns the sequences whose rows a prompt with the same beginning can read."""
@@ -166,8 +162,7 @@ class LineAnswers:
             sequence = model.sequence()
             with PrefillProgress(f"line {number}") as bar:
                 sequence.prefill(ids, bar, rows=self._rows)
-            if self._rows is not None:
-                self._rows.finish()
+            self._rows.finish()
             generation = begin(sequence)
         except LostModelError:
             raise
