@@ -92,6 +92,16 @@ def too_many_parameters() -> Iterator[str]:
                     yield f"{shown(path)}: {node.name}"
 
 
+def too_many_positions() -> Iterator[str]:
+    """Calls in cpu/ and models/ with many arguments by position, by file and called function."""
+    for path, tree in trees().items():
+        if not shown(path).startswith(("cpu/", "models/")):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > MOST["arguments_by_position"]:
+                yield f"{shown(path)}: {ast.unparse(node.func)}"
+
+
 def named_after_a_builtin() -> Iterator[str]:
     for path in FILES:
         module = path.parent if path.stem == "__init__" else path.with_suffix("")
@@ -112,6 +122,7 @@ def arrows_of_modules() -> Iterator[str]:
         ("folders", too_many_files),
         ("files", too_long),
         ("functions", too_many_parameters),
+        ("calls", too_many_positions),
         ("builtins", named_after_a_builtin),
         ("arrows", arrows_of_modules),
     ],
