@@ -6,6 +6,7 @@ from typing import Any
 
 from sparsekv_cli.evaluation.intervals import drawn_means, groups_of, is_equal
 from sparsekv_cli.methods import spec_of
+from sparsekv_cli.planning.auto import ORACLE
 from sparsekv_cli.planning.trial import MethodTrial
 
 N_BEST = 3  # methods in the report next to ``full``
@@ -92,6 +93,14 @@ class Advice:
         return a.is_as_fast_as(b)
 
     @property
+    def oracle(self) -> MethodTrial | None:
+        """The trial of exact top-k, if it loses too much and so does every other method."""
+        asked = [trial for trial in self.trials if len(trial.same)]
+        if any(map(self.loses_little, asked)):
+            return None
+        return next((trial for trial in asked if trial.method.name == "topk"), None)
+
+    @property
     def why(self) -> str:
         """The reason, in a sentence."""
         chosen = self.chosen
@@ -102,6 +111,12 @@ class Advice:
                 return "full: the machine was busy, and its speeds are not to be believed"
             if not self.best:
                 return "full: no method that was tried is faster here or takes less memory"
+            if (oracle := self.oracle) is not None:
+                return "full: " + ORACLE.format(
+                    spec=spec_of(oracle.method),
+                    kld=float(oracle.kld.mean()),
+                    max_loss=self.max_loss,
+                )
             return "full: the methods that gain something lose too much, or gain too little"
         share = f"{chosen.n_bytes / self.full.n_bytes:.0%} of the memory of full"
         gain = f"{chosen.speedup:.1f} times as fast as full" if chosen.is_faster else (

@@ -40,6 +40,10 @@ N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each me
 # In addition to the default of each method.
 BUDGETS = ("2%", "10%")
 LEAST_TEXT = 1024  # tokens; in shorter texts methods drop too little for a measurable loss
+ORACLE = (
+    "even exact top-k ({spec}) loses {kld:.3f}, and {max_loss:g} is allowed, so no choice of so "
+    "many rows is good enough on this model; take full, more --dense-layers or a larger --budget"
+)
 GAIN = 1.02  # times as fast as ``full`` that a method must be
 
 
@@ -56,6 +60,20 @@ class Losses:
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
         """Returns the given methods that were not measured with these options."""
         return [each for each in methods if method_key(each) not in self.kld]
+
+    def oracle(self, max_loss: float) -> str:
+        """Returns a sentence if even exact top-k, with most rows, loses too much; else nothing.
+
+        Then a method that chooses rows better cannot help.
+        """
+        fewest, most = BUDGETS
+        options: tuple[dict[str, str], ...] = ({"budget": most}, {}, {"budget": fewest})
+        by_rows = [build_method("topk", each) for each in options]
+        tried = [each for each in by_rows if method_key(each) in self.kld]
+        if not tried or min(self.kld.values()) <= max_loss:
+            return ""
+        spec, kld = spec_of(tried[0]), self.kld[method_key(tried[0])]
+        return ORACLE.format(spec=spec, kld=kld, max_loss=max_loss)
 
     def as_entry(self, n_tokens: int, text: CalibrationText) -> Entry:
         losses = {**vars(self), "kld": dict(self.kld)}
@@ -139,10 +157,11 @@ class MethodChoice:
         ]
         beyond = f"; faster ones lose more: {', '.join(faster)}" if faster else ""
         if name == "full":
+            oracle = found.oracle(self.max_loss)
             return (
                 f"auto: full, because at {self.n} tokens no method that loses at most "
                 f"{self.max_loss:g} is predicted to be faster ({measured}){beyond}"
-            )
+            ) + (f"; {oracle}" if oracle else "")
         return (
             f"auto: {name}, because at {self.n} tokens {self.chosen.tps:.0f} tokens/s are "
             f"predicted of it, {self.full_tps:.0f} of full, and it loses {self.chosen.kld:.3f} of "

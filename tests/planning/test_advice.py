@@ -95,6 +95,13 @@ def test_full_is_advised_where_nothing_is_gained():
         assert found.chosen is found.full and found.why.startswith("full: ")
 
 
+def test_where_exact_top_k_loses_too_much_that_is_the_reason():
+    lost = [trial("topk", 1.3, kld=0.4), trial("quest", 2.0, kld=0.5)]
+    found = advice(*lost)
+    assert found.why.startswith("full: even exact top-k (topk) loses 0.400, and 0.1 is")
+    assert "top-k" not in advice(*lost, trial("lfps", 0.5, noise=2.0)).why  # which is near
+
+
 def test_memory_alone_is_a_gain():
     found = advice(trial("snapkv", 1.0, n_bytes=20))
     assert found.chosen.method.name == "snapkv" and "20% of the memory" in found.why

@@ -74,6 +74,18 @@ def test_a_busy_machine_gives_no_choice_by_speed():
     assert "not to be believed" in choice.why and not choice.as_dict()["is_believable"]
 
 
+@pytest.mark.parametrize(("quest", "says_so"), [(0.25, True), (0.05, False)])
+def test_a_model_on_which_no_choice_of_rows_holds(quest, says_so):
+    """The oracle is the variant of top-k with most rows. Another method within the loss refutes."""
+    topk = {text: build_method("topk", {"budget": text}) for text in ("2%", "10%")}
+    of_topk = {method_key(topk["2%"]): 0.4, method_key(topk["10%"]): 0.2}
+    found = Losses("a CPU", "2026-01-01", of_topk | {method_key(QUEST): quest})
+    choice = choose(FakeForecast(), [], found, 8000, 0.1)
+    assert choice.chosen.method.name == "full"
+    words = "even exact top-k (topk:budget=10%) loses 0.200, and 0.1 is allowed"
+    assert (words in choice.why) == says_so
+
+
 def test_methods_that_were_not_measured_are_not_chosen():
     choice = choose(FakeForecast(), METHODS[1:], losses(quest=0.25), 8000, 0.3)
     assert [each.method.name for each in choice.rated] == ["quest"]
