@@ -33,8 +33,8 @@ class ChunkSteps(Protocol):
     def join(self, parts: Sequence[Any]) -> Any:
         """Returns residual streams joined in new memory."""
 
-    def norm(self, x: Any, weight: np.ndarray) -> Any:
-        """Returns the RMS norm of x in the compute type."""
+    def norm(self, x: Any, weight: np.ndarray | None) -> Any:
+        """Returns the RMS norm of x in the compute type, or x itself without a weight."""
 
     def last_norm(self, x: Any, weight: np.ndarray) -> Any:
         """Returns the RMS norm of x in f32, for the output head."""
@@ -81,7 +81,9 @@ class FusedChunkSteps:
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
 
-    def norm(self, x: np.ndarray, weight: np.ndarray) -> Any:
+    def norm(self, x: np.ndarray, weight: np.ndarray | None) -> Any:
+        if weight is None:
+            return self.rounded(x)
         out = self._new(*x.shape)
         kernels.norm_rows(x, weight, self._eps, out, self._n_threads)
         return out

@@ -37,7 +37,7 @@ class StackProducts(Protocol):
 
 def prefill_experts(
     ffn: ExpertWeights,
-    ffn_norm: np.ndarray,
+    ffn_norm: np.ndarray | None,
     x: np.ndarray,
     products: StackProducts,
     rows: ChunkSteps,
@@ -48,6 +48,7 @@ def prefill_experts(
     ffn_norm: the norm of the layer. rows: the steps for the type of the products.
     """
     norms = ffn.norms
+    assert ffn_norm is not None
     normed = rows.last_norm(x, ffn_norm if norms is None else norms.router)
     given = rows.norm(x, ffn_norm if norms is None else norms.experts)
     params, router, experts, shared = ffn.params, ffn.router, ffn.experts, ffn.shared
@@ -58,7 +59,8 @@ def prefill_experts(
     chosen, places = np.zeros((2, n_rows, n_used), np.int64)
     weights = np.zeros((n_rows, n_used), np.float32)
     bias = routing.NO_BIAS if ffn.choice_bias is None else ffn.choice_bias
-    routing.route_rows(logits, bias, params.normalised, chosen, weights, n_threads)
+    is_sigmoid = params.gating == "sigmoid"
+    routing.route_rows(logits, bias, is_sigmoid, params.normalised, chosen, weights, n_threads)
     if ffn.scales is not None:
         weights *= ffn.scales[chosen]
     offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
@@ -131,6 +133,7 @@ class ExpertSteps:
                 n_ff=ffn.params.n_ff_expert,
                 n_shared=ffn.params.n_ff_shared,
                 n_parts=len(ffn.experts.gate_up),
+                sigmoid=ffn.params.gating == "sigmoid",
                 normalised=ffn.params.normalised,
                 matrices=table,
                 choice_bias=ffn.choice_bias,

@@ -4,7 +4,7 @@ Source of names, defaults and meaning: llama.cpp's llama_model::load_hparams, gg
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from sparsekv_cli.cache.spec import FULL, STATE, WINDOW, window_rows
@@ -15,7 +15,7 @@ from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
 from sparsekv_cli.models.layers.state_params import StateParams, read_states
 from sparsekv_cli.models.layers.window_params import read_sources, read_windows
-from sparsekv_cli.models.rope import RopeParams, read_rope
+from sparsekv_cli.models.rope import RopeParams, check_sections, read_rope, read_window_rope
 from sparsekv_cli.settings.changes import ModelChanges
 
 N_ANSWER = 1024  # tokens that a stretched context has for an answer
@@ -178,11 +178,12 @@ def read_hparams(file: GGUFFile) -> HParams:
     if not keys.flag("attention.causal", True):
         raise keys.unsupported("attention.causal", "is false: an embedding model cannot be run")
     n_blocks, n_skipped = keys.integer("block_count", 1, MAX_LAYERS), 0
-    if architecture.recurrence == "delta_net":
+    if architecture.next_blocks:
         n_skipped = keys.integer("nextn_predict_layers", 0, n_blocks - 1, default=0)
     n_layer, n_ctx_train = n_blocks - n_skipped, keys.integer("context_length", 1, MAX_TOKENS)
     n_embd = keys.integer("embedding_length", 1, MAX_WIDTH)
     scalars = _read_scalars(keys, architecture, n_embd)
+    check_sections(keys, architecture)
     of_file, rope = (
         read_rope(keys, n_ctx_train, scalars["rope.scaling.yarn_log_multiplier"], changes)
         for changes in (ModelChanges(), file.changes)
@@ -190,7 +191,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     if rope.freq_scale != of_file.freq_scale:
         n_ctx_train = min(MAX_TOKENS, max(1, int(rope.n_ctx_native / rope.freq_scale)))
     layers = _read_layers(keys, architecture, n_blocks, n_layer, n_embd, scalars)
-    window_rope = _read_window_rope(keys, architecture, rope, of_file)
+    window_rope = read_window_rope(keys, architecture, rope, of_file)
     hparams = HParams(
         architecture=name,
         n_ctx_train=n_ctx_train,
@@ -209,7 +210,7 @@ def read_hparams(file: GGUFFile) -> HParams:
         if architecture.layer_inputs
         else 0,
         n_skipped=n_skipped,
-        next_block=layers[n_layer] if n_skipped else None,
+        next_block=layers[n_layer] if n_skipped and architecture.next_blocks == "drafts" else None,
     )
     keys.check_changes()
     if rope != of_file and not hparams.n_rot:
@@ -219,34 +220,18 @@ def read_hparams(file: GGUFFile) -> HParams:
     return hparams
 
 
-def _read_window_rope(
-    keys: ModelKeys, architecture: Architecture, rope: RopeParams, of_file: RopeParams
-) -> RopeParams | None:
-    """Returns the RoPE of the window layers, or None if it is ``rope``.
-
-    They keep the base and the factor of the file, ``of_file``. Source: llama.cpp.
-    """
-    windows, name = architecture.windows, "rope.freq_base_swa"
-    if windows is None:
-        return None
-    scaling = "none" if windows.freq_base else of_file.scaling
-    own = replace(rope, scaling=scaling, factor=of_file.factor)
-    base = keys.number(name, low=1.0, default=windows.freq_base or of_file.freq_base)
-    own = replace(own, freq_base=base)
-    return None if own == rope and not windows.freq_base else own
-
-
 def _read_scalars(keys: ModelKeys, architecture: Architecture, n_embd: int) -> dict[str, float]:
     """Returns all SCALARS. A missing number is 0, and a missing flag is 1."""
     values = dict.fromkeys(SCALARS, 0.0) | {"rope.scaling.finetuned": 1.0}
     names = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = zip(names, architecture.softcaps, strict=True)
     defaults = {"logit_scale": None, **dict(caps)}
+    otherwise = None if architecture.needs_scalars else 0.0
     for name in architecture.scalars:
         if name == "rope.scaling.finetuned":
             values[name] = float(keys.flag(name, True))
         else:
-            values[name] = keys.number(name, low=0.0, default=defaults.get(name, 0.0))
+            values[name] = keys.number(name, low=0.0, default=defaults.get(name, otherwise))
     if "logit_scale" in architecture.scalars and not values["logit_scale"]:
         raise keys.fail("logit_scale", "is 0; it must be above 0, for logits are divided by it")
     if architecture.embeds_by_width:
@@ -291,6 +276,8 @@ def _read_layers(
     layers = []
     for i in range(n_layer):
         is_rotated = scalars["rope.scaling.finetuned"] and not (step and (i + 1) % step == 0)
+        if any(windows) and architecture.windows and not architecture.windows.rotates_full:
+            is_rotated = windows[i]
         experts = None
         if mixture is not None and i >= n_dense:
             experts = read_experts(keys, mixture, i, n_layer, n_ff[i])

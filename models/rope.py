@@ -7,7 +7,7 @@ other pairs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from sparsekv_cli.cache.spec import WINDOW
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 from sparsekv_cli.errors import SparseKVError
+from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.settings.changes import ModelChanges, as_float32
 
@@ -128,6 +129,37 @@ def read_rope(
         if getattr(changes, name) not in (getattr(ModelChanges, name), "none"):
             raise SparseKVError(f"{keys.file.path}: {name} has no effect, because {why}")
     return rope
+
+
+def read_window_rope(
+    keys: ModelKeys, architecture: Architecture, rope: RopeParams, of_file: RopeParams
+) -> RopeParams | None:
+    """Returns the RoPE of the window layers, or None if it is ``rope``.
+
+    They keep the base and the factor of the file, ``of_file``. Source: llama.cpp.
+    """
+    windows, name = architecture.windows, "rope.freq_base_swa"
+    if windows is None or not windows.rotates_full:
+        return None
+    scaling = "none" if windows.freq_base else of_file.scaling
+    own = replace(rope, scaling=scaling, factor=of_file.factor)
+    if not windows.scaled:
+        return RopeParams(freq_base=of_file.freq_base, n_ctx_original=of_file.n_ctx_original)
+    base = keys.number(name, low=1.0, default=windows.freq_base or of_file.freq_base)
+    own = replace(own, freq_base=base)
+    return None if own == rope and not windows.freq_base else own
+
+
+def check_sections(keys: ModelKeys, architecture: Architecture) -> None:
+    """Raises UnsupportedModelError for M-RoPE in an architecture that pairs 2i and 2i + 1.
+
+    With M-RoPE llama.cpp pairs i and i + n_rot/2 in such a file. Other files have that pairing
+    anyway, and then M-RoPE is RoPE for text.
+    """
+    name = "rope.dimension_sections"
+    sections = keys.get(name) if name in keys else ()
+    if architecture.rope_interleaved and isinstance(sections, np.ndarray) and any(sections[1:2]):
+        raise keys.unsupported(name, "is not 0: M-RoPE cannot be run with this architecture")
 
 
 def inverse_frequencies(

@@ -29,9 +29,9 @@ from sparsekv_cli.models.layers.state_weights import read_mixer
 class LayerWeights(ABC):
     """The weights that all layers have."""
 
-    attn_norm: np.ndarray
+    attn_norm: np.ndarray | None  # None: the input has no norm
     o: Linear  # the output projection of attention or of a recurrence
-    ffn_norm: np.ndarray
+    ffn_norm: np.ndarray | None
     ffn: GatedWeights | ExpertWeights
     attn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the attention's output
     ffn_post_norm: np.ndarray | None = None  # f32 (n_embd,), norm of the feed-forward's output
@@ -69,8 +69,8 @@ class AttentionWeights(LayerWeights):
     q: Linear
     # projections of keys and values; empty in a layer that reads another layer's K and V
     kv: tuple[Linear, ...]
-    q_norm: np.ndarray | None  # f32 (head_dim,)
-    k_norm: np.ndarray | None  # f32 (head_dim,)
+    q_norm: np.ndarray | None  # f32 (head_dim,), or (n_head head_dim,) for a norm over all heads
+    k_norm: np.ndarray | None  # f32 (head_dim,), or (n_head_kv head_dim,)
     v_norm: np.ndarray | None = None  # ones f32 (value_dim,)
     # f32 (n_head,): each head's sink, a score without a value in the softmax
     sinks: np.ndarray | None = None
@@ -157,10 +157,11 @@ class WeightsReader(TensorReader):
     def attention(self, at: str, i: int, hparams: HParams, architecture: Architecture) -> Any:
         """Returns the fields of AttentionWeights that other layers lack, and ``o``."""
         n_embd, layer, bias = hparams.n_embd, hparams.layers[i], architecture.qkv_bias
-        d, d_v, has_norm = layer.head_dim, layer.value_dim, architecture.qk_norm
+        d, d_v, is_wide = layer.head_dim, layer.value_dim, architecture.wide_qk_norm
+        n_norm, has_norm = (layer.n_head * d if is_wide else d), is_wide or architecture.qk_norm
         n_q = layer.n_head * d * (1 + layer.output_gate)
         fields: dict[str, Any] = {
-            "q_norm": self.vector(f"{at}attn_q_norm.weight", d, has_norm),
+            "q_norm": self.vector(f"{at}attn_q_norm.weight", n_norm, has_norm),
             "sinks": self.vector(f"{at}attn_sinks.weight", layer.n_head)
             if layer.has_sinks
             else None,
@@ -174,10 +175,11 @@ class WeightsReader(TensorReader):
             return fields | {"q": q, "kv": (), "k_norm": None}
         rows = (n_q, layer.n_head_kv * d, layer.n_head_kv * d_v)
         q, *kv = self.qkv(at, rows, n_embd, bias, architecture.value_norm)
+        n_norm = layer.n_head_kv * d if is_wide else d
         return fields | {
             "q": q,
             "kv": tuple(kv),
-            "k_norm": self.vector(f"{at}attn_k_norm.weight", d, has_norm),
+            "k_norm": self.vector(f"{at}attn_k_norm.weight", n_norm, has_norm),
             "v_norm": np.ones(d_v, np.float32) if architecture.value_norm else None,
         }
 
@@ -200,8 +202,10 @@ class WeightsReader(TensorReader):
             ffn = self.fused_gated(at, n_embd, layer.n_ff)
         else:
             ffn = self.gated(at, n_embd, layer.n_ff)
-        attn_norm = _present(self.vector(f"{at}attn_norm.weight", n_embd))
-        ffn_norm = _present(self.vector(f"{at}{architecture.ffn_norm}.weight", n_embd))
+        attn_norm, ffn_norm = (
+            self.vector(f"{at}{name}.weight", n_embd) if architecture.pre_norms else None
+            for name in ("attn_norm", architecture.ffn_norm)
+        )
         if layer.state is not None:
             mixer = read_mixer(self, at, n_embd, layer.state, hparams.norm_eps)
             return StateWeights(attn_norm=attn_norm, ffn_norm=ffn_norm, ffn=ffn, **mixer)

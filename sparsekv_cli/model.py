@@ -188,7 +188,7 @@ def load_model(
         hparams = read_hparams(file)
         if config.speculate == "mtp" and hparams.next_block is None:
             raise OptionError(
-                f"--speculate mtp: {path} has no next-token block (nextn_predict_layers)"
+                f"--speculate mtp: {path} has no next-token block that can make drafts"
             )
         method.check_layers([layer.kind for layer in hparams.layers])
         n_ctx = config.ctx_size or min(hparams.n_ctx_train, most or hparams.n_ctx_train)

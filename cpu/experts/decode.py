@@ -279,7 +279,8 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     for b in range(n_rows):
         for e in range(mixture.router_bias.shape[0]):
             logits[b, e] += mixture.router_bias[e]
-        route_row(logits[b], mixture.choice_bias, mixture.normalised, chosen[b], weights[b])
+        bias, sigmoid = mixture.choice_bias, mixture.sigmoid
+        route_row(logits[b], bias, sigmoid, mixture.normalised, chosen[b], weights[b])
         if mixture.result_scale.shape[0]:
             for j in range(n_used):
                 weights[b, j] *= mixture.result_scale[chosen[b, j]]
@@ -342,7 +343,7 @@ def experts_ref(
     given: the experts' inputs; None: normed. scale (experts,): factors of their results; None: 1.
     router (experts, n_embd); gates, ups (experts, n_ff, n_embd); downs (experts, n_embd, n_ff).
     """
-    chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised)
+    chosen, weights = route_ref(normed @ router.T, bias, n_used, normalised, len(bias) > 0)
     out = np.zeros(normed.shape)
     weights = weights if scale is None else weights * scale[chosen]
     for b, row in enumerate(normed if given is None else given):

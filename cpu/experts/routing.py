@@ -27,18 +27,20 @@ def _softmax(logits):
 
 
 @njit(cache=True, nogil=True)
-def route_row(logits, bias, normalised, chosen, weights):
+def route_row(logits, bias, sigmoid, normalised, chosen, weights):
     """Sets chosen int64 (used,) to the experts of one row, best first, and weights f32 (used,).
 
-    logits f32 (experts,) are overwritten. Weights are the softmax of the logits. With a bias f32
-    (experts,) they are sigmoids instead, and the best experts have the largest sigmoid plus bias.
-    The first of several equal experts is chosen.
+    logits f32 (experts,) are overwritten. Weights are the softmax of the logits, or with
+    ``sigmoid`` the sigmoid of each. With a bias f32 (experts,) the best experts have the largest
+    weight plus bias. The first of several equal experts is chosen.
     """
-    if bias.shape[0]:
+    if sigmoid:
         for e in range(logits.shape[0]):
-            logits[e] = np.float32(1) / (np.float32(1) + np.exp(-logits[e])) + bias[e]
+            logits[e] = np.float32(1) / (np.float32(1) + np.exp(-logits[e]))
     else:
         _softmax(logits)
+    for e in range(bias.shape[0]):
+        logits[e] += bias[e]
     weight = np.float32(0)
     for j in range(chosen.shape[0]):
         best = 0
@@ -58,21 +60,21 @@ def route_row(logits, bias, normalised, chosen, weights):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def route_rows(logits, bias, normalised, chosen, weights, n_threads):
+def route_rows(logits, bias, sigmoid, normalised, chosen, weights, n_threads):
     """Runs ``route_row`` for T rows: logits (T, experts), chosen and weights (T, used)."""
     n_rows = logits.shape[0]
     for part in prange(n_threads):
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            route_row(logits[t], bias, normalised, chosen[t], weights[t])
+            route_row(logits[t], bias, sigmoid, normalised, chosen[t], weights[t])
 
 
 def route_ref(
-    logits: np.ndarray, bias: np.ndarray, n_used: int, normalised: bool
+    logits: np.ndarray, bias: np.ndarray, n_used: int, normalised: bool, sigmoid: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """numpy reference: returns each row's experts, best first (T, used), and their weights."""
     shifted = np.exp(logits - logits.max(1, keepdims=True))
     shares = shifted / shifted.sum(1, keepdims=True)
-    if len(bias):
+    if sigmoid:
         shares = 1 / (1 + np.exp(-logits))
     order = -(shares + bias) if len(bias) else -shares
     chosen = np.argsort(order, axis=1, kind="stable")[:, :n_used]

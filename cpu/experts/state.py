@@ -29,11 +29,12 @@ class MixtureState(KernelFields):
     n_ff: int
     n_shared: int  # the shared expert's n_ff, or 0
     n_parts: int  # matrices of gate and up: two, or one if they are merged
+    sigmoid: bool  # whether the weights are sigmoids, not a softmax
     normalised: bool  # whether the weights of the chosen experts sum to 1
 
     # The first expert's matrices, down last; the others follow.
     matrices: np.ndarray = i64("n_matrices", N_COLUMNS)
-    choice_bias: np.ndarray = f32("n_of_experts", optional=True)  # for sigmoids, see ``route_row``
+    choice_bias: np.ndarray = f32("n_of_experts", optional=True)  # see ``route_row``
     router_bias: np.ndarray = f32("n_of_experts", optional=True)
     result_scale: np.ndarray = f32("n_of_experts", optional=True)  # of the experts' results
     hidden_bias: np.ndarray = f32("n_of_experts", "n_hidden_bias", optional=True)

@@ -130,13 +130,35 @@ def rms_norm(x, weight, eps, out):
 
 
 @njit(cache=True, nogil=True)
+def _norm_input(x, weight, eps, out):
+    """Sets out (n_rows, n) to the RMS norm of each row of x; to the row if ``weight`` is empty."""
+    for b in range(out.shape[0]):
+        if weight.shape[0]:
+            rms_norm(x[b], weight, eps, out[b])
+        else:
+            out[b] = x[b]
+
+
+@njit(cache=True, nogil=True)
+def _norm_all_heads(raw, bias, norm, eps):
+    """Adds the bias to all heads raw f32 (heads d,), and norms them together, in place."""
+    for c in range(bias.shape[0]):
+        raw[c] += bias[c]
+    rms_norm(raw, norm, eps, raw)
+
+
+@njit(cache=True, nogil=True)
 def _rotate_heads(raw, d, bias, norm, eps, cos, sin, scale, interleaved, out_nope, out):
     """Applies bias, norm, scale and rotation to one token's heads.
 
-    raw f32 (heads, >= d): projected heads in the file's order. out_nope, out f32 (heads, >= d): in
+    raw f32 (heads, >= d): projected heads in the file's order. norm f32 (d,), or as long as all
+    heads: then these are normed together. out_nope, out f32 (heads, >= d): in
     half-split order, before and after the rotation.
     """
     half = cos.shape[0]
+    if norm.shape[0] > d:
+        _norm_all_heads(raw.reshape(raw.size), bias, norm, eps)
+        bias, norm = bias[:0], norm[:0]
     for h in range(raw.shape[0]):
         head = raw[h, :d]
         if bias.shape[0]:
@@ -172,8 +194,7 @@ def project_qkv(at, n_rows, n_threads):
     layer = view(LayerState, at)
     n_embd, d, d_v, eps = layer.n_embd, layer.head_dim, layer.value_dim, np.float32(layer.eps)
     n_head, n_kv, normed = layer.n_head, layer.n_head_kv, layer.normed
-    for b in range(n_rows):
-        rms_norm(layer.x[b], layer.attn_norm, eps, normed[b])
+    _norm_input(layer.x, layer.attn_norm, eps, normed[:n_rows])
     expect(layer.regions[layer.n_inputs :].ctypes.data)
     multiply(
         layer.matrices[: layer.n_inputs], normed.ctypes.data, 4 * n_embd, n_rows,
@@ -253,8 +274,7 @@ def finish_attention(at, attended, n_rows, n_threads):
                 normed[b, c] += bias[c]
     eps = np.float32(layer.eps)
     add_rows(x, normed, layer.attn_post_norm, eps, np.float32(layer.residual_scale), n_rows)
-    for b in range(n_rows):
-        rms_norm(x[b], layer.ffn_norm, eps, normed[b])
+    _norm_input(x, layer.ffn_norm, eps, normed[:n_rows])
 
 
 @njit(cache=True, nogil=True)

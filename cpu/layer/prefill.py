@@ -61,8 +61,11 @@ def round_rows(x, out, n_threads):
 
 
 @njit(inline="always")  # a call would make split_heads a quarter slower
-def _normed(x, bias, norm, eps, out):
-    """out f32 (n,) = norm(x + bias); bias and norm f32 (n,) may be empty: not applied."""
+def _normed(x, bias, norm, eps, scale, out):
+    """out f32 (n,) = norm(x + bias); bias and norm f32 (n,) may be empty: not applied.
+
+    scale: the norm's factor before its weight; 0: it follows from x + bias.
+    """
     n = x.shape[0]
     for c in range(n):
         out[c] = widen(x[c])
@@ -70,9 +73,23 @@ def _normed(x, bias, norm, eps, out):
         for c in range(n):
             out[c] += bias[c]
     if norm.shape[0]:
-        scale = np.float32(1) / np.sqrt(sum_squares(out) / np.float32(n) + eps)
+        if scale == np.float32(0):
+            scale = np.float32(1) / np.sqrt(sum_squares(out) / np.float32(n) + eps)
         for c in range(n):
             out[c] *= scale * norm[c]
+
+
+@njit(cache=True, nogil=True)
+def _scale_of_all(x, bias, norm, eps, d):
+    """Returns the factor of the norm over all heads x (heads d,); 0: ``norm`` is over each head."""
+    if norm.shape[0] <= d:
+        return np.float32(0)
+    values = np.empty(x.shape[0], np.float32)
+    for c in range(x.shape[0]):
+        values[c] = widen(x[c])
+    for c in range(bias.shape[0]):
+        values[c] += bias[c]
+    return np.float32(1) / np.sqrt(sum_squares(values) / np.float32(x.shape[0]) + eps)
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
@@ -86,21 +103,21 @@ def add_rows(x, y, bias, norm, eps, scale, n_threads):
                 for c in range(n):
                     x[row, c] += scale * widen(y[row, c])
                 continue
-            _normed(y[row], bias, norm, eps, work)
+            _normed(y[row], bias, norm, eps, np.float32(0), work)
             for c in range(n):
                 x[row, c] += scale * work[c]
 
 
 @njit(cache=True, nogil=True)
-def _head(raw, bias, norm, eps, cos, sin, scale, interleaved, work, out_nope, out):
+def _head(raw, bias, norm, eps, whole, cos, sin, scale, interleaved, work, out_nope, out):
     """Applies bias, norm, scale and rotation to one token's head: raw (d,) -> out_nope, out (d,).
 
-    work: scratch f32 (2, >= d). out_nope and out are in half-split order, before and after the
-    rotation.
+    whole: the factor of a norm over all heads, or 0 (``_scale_of_all``). work: scratch f32
+    (2, >= d). out_nope and out are in half-split order, before and after the rotation.
     """
     d, half = raw.shape[0], cos.shape[0]
     values, ordered = work[0, :d], work[1, :d]
-    _normed(raw, bias, norm, eps, values)
+    _normed(raw, bias, norm, eps, whole, values)
     if scale != np.float32(1):
         for c in range(d):
             values[c] *= scale
@@ -130,33 +147,37 @@ def split_heads(
     """Splits a chunk's projected q/k/v into heads, with bias, norm and rotation.
 
     raw (T, H d + G d + G d_v); G may be 0. biases: f32 as wide, or empty. norms: f32 (d,), for the
-    values (d_v,), or empty. cos, sin f32 (T, n_rot / 2). q_scale f32 (T,) multiplies the queries.
-    gated: d elements of a gate follow each query's d elements (``gate_heads``). q, q_nope (H, T,
-    d), k, k_nope (G, T, d), v (G, T, d_v).
+    values (d_v,), or empty. A norm over all heads of q or k is as wide as these. cos, sin f32 (T,
+    n_rot / 2). q_scale f32 (T,) multiplies the queries. gated: d elements of a gate follow each
+    query's d elements (``gate_heads``). q, q_nope (H, T, d), k, k_nope (G, T, d), v (G, T, d_v).
     """
     n_head, n_rows, d = q.shape
     n_kv, d_v = v.shape[0], v.shape[2]
     q_row = 2 * d if gated else d
+    q_step = d if q_norm.shape[0] > d else 0
+    k_step = d if k_norm.shape[0] > d else 0
     for part in prange(n_threads):
         work = np.empty((2, max(d, d_v)), np.float32)
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
+            whole = _scale_of_all(raw[t, : n_head * d], q_bias, q_norm, eps, d)
             for h in range(n_head):
-                bias = q_bias[h * d : (h + 1) * d]
+                bias, norm = q_bias[h * d : (h + 1) * d], q_norm[h * q_step :][:d]
                 _head(
-                    raw[t, h * q_row : h * q_row + d], bias, q_norm, eps, cos[t], sin[t],
+                    raw[t, h * q_row : h * q_row + d], bias, norm, eps, whole, cos[t], sin[t],
                     q_scale[t], interleaved, work, q_nope[h, t], q[h, t],
                 )  # fmt: skip
             at = n_head * q_row
+            whole = _scale_of_all(raw[t, at : at + n_kv * d], k_bias, k_norm, eps, d)
             for g in range(n_kv):
-                bias = k_bias[g * d : (g + 1) * d]
+                bias, norm = k_bias[g * d : (g + 1) * d], k_norm[g * k_step :][:d]
                 _head(
-                    raw[t, at : at + d], bias, k_norm, eps, cos[t], sin[t], np.float32(1),
+                    raw[t, at : at + d], bias, norm, eps, whole, cos[t], sin[t], np.float32(1),
                     interleaved, work, k_nope[g, t], k[g, t],
                 )  # fmt: skip
                 at += d
             for g in range(n_kv):
                 bias, values = v_bias[g * d_v : (g + 1) * d_v], work[0, :d_v]
-                _normed(raw[t, at : at + d_v], bias, v_norm, eps, values)
+                _normed(raw[t, at : at + d_v], bias, v_norm, eps, np.float32(0), values)
                 for c in range(d_v):
                     v[g, t, c] = rounded(v, values[c])
                 at += d_v

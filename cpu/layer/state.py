@@ -21,7 +21,8 @@ class LayerState(KernelFields):
     n_q: Size  # rows of the matrix of q; of k and v, as far as these have a bias
     n_k: Size
     n_v: Size
-    n_head_norm: Size  # elements of q_norm and k_norm, and of v_norm
+    n_q_norm: Size  # elements of q_norm, of k_norm and of v_norm
+    n_k_norm: Size
     n_value_norm: Size
     n_head: Size  # H; 0 for a recurrent layer
     n_kv: Size
@@ -45,16 +46,16 @@ class LayerState(KernelFields):
     eps: float
     residual_scale: float  # factor of the rows that are added to x
 
-    attn_norm: np.ndarray = f32("n_embd")
-    ffn_norm: np.ndarray = f32("n_embd")
+    attn_norm: np.ndarray = f32("n_embd", optional=True)
+    ffn_norm: np.ndarray = f32("n_embd", optional=True)
     attn_post_norm: np.ndarray = f32("n_embd", optional=True)  # of the rows that are added to x
     ffn_post_norm: np.ndarray = f32("n_embd", optional=True)
     q_bias: np.ndarray = f32("n_q", optional=True)
     k_bias: np.ndarray = f32("n_k", optional=True)
     v_bias: np.ndarray = f32("n_v", optional=True)
     o_bias: np.ndarray = f32("n_embd", optional=True)
-    q_norm: np.ndarray = f32("n_head_norm", optional=True)
-    k_norm: np.ndarray = f32("n_head_norm", optional=True)
+    q_norm: np.ndarray = f32("n_q_norm", optional=True)  # of each head, or of all together
+    k_norm: np.ndarray = f32("n_k_norm", optional=True)
     v_norm: np.ndarray = f32("n_value_norm", optional=True)
     # A matrix table: n_inputs, then the later ones, of which layers with experts have others.
     matrices: np.ndarray = i64("n_matrices", N_COLUMNS)

@@ -13,9 +13,21 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
-    *("gemma2", "gemma3", "gemma4", "gpt-oss", "granite", "granitemoe", "lfm2", "lfm2moe"),
-    *("llama", "mistral3", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
-    *("qwen35moe", "qwen3moe", "qwen3vl", "qwen3vlmoe", "smollm3"),
+    *("deepseek", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "gemma2", "gemma3"),
+    *(
+        "gemma4",
+        "glm4",
+        "glm4moe",
+        "gpt-oss",
+        "granite",
+        "granitemoe",
+        "lfm2",
+        "lfm2moe",
+        "llama",
+        "minicpm",
+    ),
+    *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3"),
+    *("qwen35", "qwen35moe", "qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
 )
 
 
@@ -30,16 +42,23 @@ class Mixture:
     # the key is missing, it is feed_forward_length / n_expert_used.
     own_length: bool = True
     # An expert that all tokens use. ``none``: there is none. ``optional``: there is one if the
-    # file states its length. ``gated``: there is always one; its weight is the sigmoid of a product
+    # file states its length. ``counted``: the file states how many lengths of an expert it has.
+    # ``gated``: there is always one; its weight is the sigmoid of a product
     # with the token. ``dense``: it is a feed-forward as in a layer without experts. Then the inputs
     # of router and experts, and the outputs of experts and feed-forward, have their own norms.
     shared: str = "none"
     biases: bool = False  # whether router, gates, ups and downs have biases
     # How the router's products become weights. ``softmax``: over all experts. ``sigmoid``: of each
-    # product; a bias of each expert is added for the choice, but not for the weights.
+    # product.
     gating: str = "softmax"
+    # A bias of each expert, exp_probs_b, that is added for the choice, but not for the weights.
+    # ``needed``: the file must have it. ``optional``: it may have it. Empty: there is none.
+    choice_bias: str = ""
     # whether the first ``leading_dense_block_count`` layers have no experts
     dense_lead: bool = False
+    # The file may state a factor of the weights, ``expert_weights_scale``, and whether their sum is
+    # 1, ``expert_weights_norm``.
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,10 @@ class Windows:
     # The base of the windows' RoPE if the file has no rope.freq_base_swa; that RoPE is not scaled.
     # 0: it is the RoPE of the other layers, but with the base that the file states.
     freq_base: float = 0.0
+    scaled: bool = True  # False: the windows' RoPE is not scaled, but has the base of the file
+    # False: the other layers are not rotated, and the RoPE of the windows is that of the model.
+    rotates_full: bool = True
+    n_layer: int = 0  # Only models with so many layers have windows; 0: all models.
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,7 @@ class Architecture:
     rope_interleaved: bool
     # The file must have attn_q_norm and attn_k_norm: an RMS norm of each head before the rotation.
     qk_norm: bool = False
+    wide_qk_norm: bool = False  # ``qk_norm``, but the norm is over all heads of a row
     # The file must have attn_{q,k,v}.bias; False: it may have them.
     qkv_bias: bool = False
     o_bias: bool = False  # the file must have attn_output.bias; False: it must not have it
@@ -74,12 +98,14 @@ class Architecture:
     fused_gate_up: bool = False  # ffn_up has the rows of the gate, then those of up
     no_rope_step: int = 0  # the last of every so many layers is not rotated; 0: all are rotated
     scalars: tuple[str, ...] = ()  # further keys to read, of SCALARS in models/hparams.py
+    needs_scalars: bool = False  # the file must have all of ``scalars``
     # softcaps of attention's scores and of the logits, if the file states none
     softcaps: tuple[float, float] = (0.0, 0.0)
     mixture: Mixture | None = None  # None: no experts
     windows: Windows | None = None  # None: no window layers
     # The outputs of attention and of the feed-forward have their own norms before they are added.
     post_norms: bool = False
+    pre_norms: bool = True  # False: the inputs of attention and feed-forward have no norm
     activation: str = "silu"  # of the gate, one of ACTIVATIONS in cpu/layer/activation.py
     embeds_by_width: bool = False  # embeddings are multiplied by the square root of their length
     # In a model with so many layers the softmax scale depends on n_embd / n_head, not on the heads'
@@ -91,6 +117,9 @@ class Architecture:
     # attn_q holds each head's query rows, then its gate rows. The gate's sigmoid multiplies the
     # head's attention.
     output_gate: bool = False
+    # Blocks after the layers that predict further tokens. ``skipped``: a file may have some, which
+    # are not used. ``drafts``: the first of them makes drafts. Empty: no file has any.
+    next_blocks: str = ""
     output_norm: str = "output_norm"  # the name of the norm's tensor after the last layer
     attention_scale: float = 0.0  # the softmax scale; 0: it depends on the heads' size
     # Values have an RMS norm without a weight. A layer without attn_v takes its keys, before their

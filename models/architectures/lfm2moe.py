@@ -5,4 +5,6 @@ from dataclasses import replace
 from sparsekv_cli.models.architectures import Mixture
 from sparsekv_cli.models.architectures.lfm2 import ARCHITECTURE as LFM2
 
-ARCHITECTURE = replace(LFM2, name="lfm2moe", mixture=Mixture(gating="sigmoid", dense_lead=True))
+ARCHITECTURE = replace(
+    LFM2, name="lfm2moe", mixture=Mixture(gating="sigmoid", choice_bias="needed", dense_lead=True)
+)

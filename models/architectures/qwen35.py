@@ -8,5 +8,6 @@ ARCHITECTURE = Architecture(
     qk_norm=True,
     recurrence="delta_net",
     output_gate=True,
+    next_blocks="drafts",
     ffn_norm="post_attention_norm",
 )

@@ -23,6 +23,8 @@ class ExpertParams:
     normalised: bool
     gating: str = "softmax"
     normed: bool = False
+    scale: float = 1.0  # factor of the weights
+    choice_bias: str = ""
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
@@ -48,11 +50,14 @@ def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
         ("expert_group_count", (0, 1)),
         ("expert_gating_func", known_gating),
         ("leading_dense_block_count", (0,)),
+        ("interleave_moe_layer_step", (0, 1)),
     ):
         value = keys.integer(name, 0, MAX_TOKENS, default=0)
         is_known = name == "leading_dense_block_count" and mixture.dense_lead
         if value not in known and not is_known:
             raise keys.unsupported(name, f"is {value}: such a mixture of experts cannot be run")
+    if mixture.weighted:
+        return mixture
     factor = keys.number("expert_weights_scale", low=0.0, default=1.0)
     if factor not in (0.0, 1.0):
         raise keys.unsupported("expert_weights_scale", f"is {factor:g}: it must be 1 here")
@@ -77,6 +82,8 @@ def read_experts(
     n_shared = 0
     if mixture.shared == "dense":
         n_shared = n_ff
+    elif mixture.shared == "counted":
+        n_shared = keys.integer("expert_shared_count", 0, MAX_EXPERTS) * length
     elif mixture.shared != "none":
         n_shared = keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0)
     is_gated = mixture.shared == "gated"
@@ -84,7 +91,11 @@ def read_experts(
         n_shared = n_ff
         if not n_shared:
             raise keys.fail("expert_shared_feed_forward_length", "is missing or 0")
+    is_normed, factor = mixture.normalised, 1.0
+    if mixture.weighted:
+        is_normed = keys.flag("expert_weights_norm", is_normed)
+        factor = keys.number("expert_weights_scale", low=0.0, default=1.0) or 1.0
     return ExpertParams(
-        n_expert, n_used, length, n_shared, is_gated, mixture.normalised, mixture.gating,
-        mixture.shared == "dense",
+        n_expert, n_used, length, n_shared, is_gated, is_normed, mixture.gating,
+        mixture.shared == "dense", factor, mixture.choice_bias,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class ExpertWeights:
     shared_gate: np.ndarray | None
     # f32 (experts, 2 n_ff) of gate and up, and (experts, n_embd) of down
     biases: tuple[np.ndarray, np.ndarray] | None = None
-    choice_bias: np.ndarray | None = None  # f32 (experts,), with sigmoid gating
+    choice_bias: np.ndarray | None = None  # f32 (experts,), see Mixture
     norms: ExpertNorms | None = None  # None: the layer's norms
     scales: np.ndarray | None = None  # f32 (experts,): factors of the outputs
 
@@ -86,6 +86,7 @@ def read_mixture(
         biases = np.concatenate([of_gate, of_up], axis=1), of_down
     shared_gate, suffix = f"{prefix}gate_inp_shexp.weight", "" if params.normed else "_shexp"
     scales = f"{prefix}down_exps.scale"
+    factors = np.full(n_expert, params.scale, np.float32) if params.scale != 1.0 else None
     return ExpertWeights(
         params=params,
         router=reader.linear(f"{prefix}gate_inp", n_expert, n_embd, bias=has_biases or None),
@@ -93,11 +94,11 @@ def read_mixture(
         shared=reader.gated(at, n_embd, n_shared, suffix) if n_shared else None,
         shared_gate=reader.table(shared_gate, n_embd) if params.shared_gate else None,
         biases=biases,
-        choice_bias=reader.vector(f"{at}exp_probs_b.bias", n_expert)
-        if params.gating == "sigmoid"
+        choice_bias=reader.vector(f"{at}exp_probs_b.bias", n_expert, params.choice_bias == "needed")
+        if params.choice_bias
         else None,
         norms=_read_norms(reader, at, n_embd) if params.normed else None,
-        scales=reader.vector(scales, n_expert, required=False) if params.normed else None,
+        scales=reader.vector(scales, n_expert, required=False) if params.normed else factors,
     )
 
 

@@ -13,7 +13,7 @@ def read_windows(keys: ModelKeys, windows: Windows | None, n_layer: int) -> tupl
     """
     name, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
     size = 0 if windows is None else keys.integer(name, 0, MAX_TOKENS, default=windows.size)
-    if windows is None or not size:
+    if windows is None or not size or windows.n_layer not in (0, n_layer):
         return (0,) * n_layer
     flags = keys.get(pattern) if pattern in keys else windows.step
     if isinstance(flags, np.ndarray):

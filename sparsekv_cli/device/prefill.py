@@ -41,7 +41,7 @@ class TorchChunkSteps:
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts))
 
-    def norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return rms_norm(x, weight, self._hparams.norm_eps).to(self._dtype)
 
     def last_norm(self, x: torch.Tensor, weight: np.ndarray) -> torch.Tensor:

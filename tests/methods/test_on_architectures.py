@@ -26,9 +26,11 @@ SPARSE = [name for name in METHODS if name != "full"]
 # Those whose attention is another one; the others differ from them in nothing that a method sees.
 OWN_ATTENTION = (
     "smollm3", "phi3", "mistral3", "granitemoe", "granite_without_rope", "gemma3", "gemma4",
-    "gpt-oss", "qwen35",
+    "gpt-oss", "qwen35", "glm4", "minimax-m2", "olmo2_with_windows",
 )  # fmt: skip
-OTHERS = [name for name in LONG_CASES if name not in OWN_ATTENTION]
+# The windows of exaone4 need 64 layers, which takes too long. Its full layers are not rotated.
+LONGEST = ("exaone4_with_windows",)
+OTHERS = [name for name in LONG_CASES if name not in (*OWN_ATTENTION, *LONGEST)]
 N_PROMPT, N_STEPS = 300, 12  # faedkv compresses no shorter prompts; mistral3, phi3 change at 96
 
 

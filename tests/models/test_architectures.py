@@ -6,7 +6,14 @@ Prefill in one and in parts, decode, after a rewind, in batches, and with the ot
 import numpy as np
 import pytest
 from opened import open_sequence
-from reference_decoder import ReferenceModel, kl_divergences, model_logits, nmse, reference_logits
+from reference_decoder import (
+    PAIRING,
+    ReferenceModel,
+    kl_divergences,
+    model_logits,
+    nmse,
+    reference_logits,
+)
 from reference_records import (
     ARCHITECTURES_FILE,
     LONG_CASES,
@@ -110,7 +117,9 @@ def test_other_products_give_the_same_but_for_rounding(case, prefill_dtype, monk
     sequence.model.gguf.close()
 
 
-@pytest.mark.parametrize("name", ["granitemoe", "mistral3", "qwen2moe_Q8_0", "smollm3", *RECURRENT])
+@pytest.mark.parametrize(
+    "name", ["granitemoe", "mistral3", "qwen2moe_Q8_0", "smollm3", "olmo2", *RECURRENT]
+)
 def test_a_batch_gives_the_bits_of_each_sequence(name, tmp_path):
     path = make_model(tmp_path / "model.gguf", **(LONG_CASES | QUANTISED_CASES)[name])
     sequence = open_model(path)
@@ -197,6 +206,17 @@ def test_repacked_experts_give_the_same_logits(name, tmp_path):
         ("gpt-oss", "attention.sliding_window", 400),
         ("lfm2moe", "expert_gating_func", 1),
         ("qwen35", "rope.freq_base", 300.0),
+        ("minicpm", "embedding_scale", 1.0),
+        ("minicpm", "residual_scale", 1.0),
+        ("minicpm", "logit_scale", 1.0),
+        ("glm4moe", "expert_weights_scale", 1.0),
+        ("glm4moe", "expert_weights_norm", False),
+        ("glm4moe", "expert_gating_func", 1),
+        ("deepseek", "expert_weights_scale", 1.0),
+        ("minimax-m2", "expert_gating_func", 1),
+        ("olmo2_with_windows", "attention.sliding_window", 400),
+        ("olmo2_with_windows", "rope.scaling.attn_factor", 1.0),
+        ("exaone4_with_windows", "attention.sliding_window", 400),
     ],
 )
 def test_the_cases_show_what_they_are_for(name, key, value, tmp_path, monkeypatch):
@@ -210,3 +230,12 @@ def test_the_cases_show_what_they_are_for(name, key, value, tmp_path, monkeypatc
     )
     logits = model_logits(ReferenceModel.open(path, LONG_PROMPT), IDS)[list(LONG_POSITIONS)]
     assert nmse(tiny_reference(name, ARCHITECTURES_FILE).logits, kept_tokens(logits)) > 1e-5
+
+
+@pytest.mark.parametrize("arch", sorted(set(PAIRING) & set(LONG_CASES)))
+def test_the_other_pairing_of_rope_gives_other_logits(arch, tmp_path, monkeypatch):
+    path = make_model(tmp_path / "model.gguf", **LONG_CASES[arch])
+    model = ReferenceModel.open(path, LONG_PROMPT)
+    monkeypatch.setitem(PAIRING, arch, {"norm": "neox", "neox": "norm"}[PAIRING[arch]])
+    logits = model_logits(model, IDS)[list(LONG_POSITIONS)]
+    assert nmse(tiny_reference(arch, ARCHITECTURES_FILE).logits, kept_tokens(logits)) > 1e-5

@@ -7,11 +7,11 @@ from sparsekv_cli.cpu.experts import routing
 
 
 def routed(
-    logits: np.ndarray, n_used: int, normalised: bool, bias=routing.NO_BIAS, n_threads: int = 2
+    logits: np.ndarray, n_used: int, normalised: bool, bias=routing.NO_BIAS, sigmoid: bool = False
 ):
     chosen = np.full((len(logits), n_used), -9)
     weights = np.full((len(logits), n_used), np.nan, np.float32)
-    routing.route_rows(logits.copy(), bias, normalised, chosen, weights, n_threads)
+    routing.route_rows(logits.copy(), bias, sigmoid, normalised, chosen, weights, 2)
     return chosen, weights
 
 
@@ -30,16 +30,17 @@ def test_the_choice_and_its_weights(size, n_expert, n_used, normalised):
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_a_bias_has_a_part_in_the_choice_alone(normalised):
+def test_a_bias_has_a_part_in_the_choice_alone(normalised, sigmoid):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((37, 24)).astype(np.float32)
     bias = rng.standard_normal(24).astype(np.float32)
-    chosen, weights = routed(logits, 5, normalised, bias)
-    expected, expected_weights = routing.route_ref(logits, bias, 5, normalised)
+    chosen, weights = routed(logits, 5, normalised, bias, sigmoid)
+    expected, expected_weights = routing.route_ref(logits, bias, 5, normalised, sigmoid)
     np.testing.assert_array_equal(chosen, expected)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5, atol=1e-6)
-    assert (expected != routing.route_ref(logits, 0 * bias, 5, normalised)[0]).any()
+    assert (expected != routing.route_ref(logits, 0 * bias, 5, normalised, sigmoid)[0]).any()
 
 
 def test_of_equal_experts_the_first_is_chosen():

@@ -99,19 +99,20 @@ class Layer:
 @pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("n_threads", THREADS)
 @pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", ["", "head", "all"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
     ("d", "n_rot", "wtype"), [(64, 64, "F32"), (80, 80, "F32"), (72, 32, "Q8_0"), (64, 0, "F32")]
 )
 def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n_rows):
-    n_embd, n_head, n_kv, d_v = 96, 3, 1, 40
+    n_embd, n_head, n_kv, d_v = 96, 6 if qk_norm == "all" else 3, 2 if qk_norm == "all" else 1, 40
     shapes = {"q": (n_head, d), "k": (n_kv, d), "v": (n_kv, d_v)}
     pairs = {name: linear(name, n * w, n_embd, wtype) for name, (n, w) in shapes.items()}
     x, norm = vector(0, n_rows * n_embd).reshape(n_rows, n_embd), vector(1, n_embd, 1)
     angles = np.random.default_rng(2).random((n_rows, n_rot // 2)) * 6
     bias = {n: vector(i, h * w) for i, (n, (h, w)) in enumerate(shapes.items()) if biases}
-    norms = {n: vector(9, d, 1) for n in "qk" if qk_norm}
+    n_normed = {"q": n_head, "k": n_kv} if qk_norm == "all" else {"q": 1, "k": 1}
+    norms = {n: vector(9, n_normed[n] * d, 1) for n in "qk" if qk_norm}
     q_scale = np.linspace(1, 1.5, n_rows).astype(np.float32)
     found = Layer(
         n_rows,
@@ -128,10 +129,13 @@ def test_project_qkv(d, n_rot, wtype, interleaved, qk_norm, biases, n_threads, n
 
     def heads_ref(name, row):
         heads = pairs[name][1] @ norm_ref(x[row], norm)
-        heads = (heads + bias.get(name, 0)).reshape(shapes[name])
+        heads = heads + bias.get(name, 0)
+        if qk_norm == "all" and name != "v":
+            heads = norm_ref(heads, norms[name])
+        heads = heads.reshape(shapes[name])
         if name == "v":
             return heads, heads
-        if qk_norm:
+        if qk_norm == "head":
             heads = norm_ref(heads, norms[name])
         if interleaved:
             order = [*range(0, n_rot, 2), *range(1, n_rot, 2), *range(n_rot, d)]

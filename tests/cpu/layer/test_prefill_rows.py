@@ -156,3 +156,34 @@ def test_gate_of_heads_that_fill_no_vector(n_head, d, dtype):
     kernels.gate_heads(as_array(attended), as_array(raw), d, as_array(out), 2)
     gates = raw[:, : 2 * n_head * d].unflatten(1, (n_head, 2, d))[:, :, 1].flatten(1)
     close(out, attended.float() * gates.float().sigmoid())
+
+
+@pytest.mark.parametrize(("n_head", "n_kv", "d", "half"), [(6, 2, 40, 20), (3, 3, 72, 16)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norms_over_all_heads(n_head, n_kv, d, half, has_bias):
+    """They give what rows give that had the norms before."""
+    n_rows, eps, one = 5, np.float32(1e-6), np.ones(5, np.float32)
+    sizes = (n_head * d, n_kv * d)
+    raw = f32(0, n_rows, sum(sizes) + n_kv * d).numpy()
+    norms = [1 + 0.3 * f32(i, n).numpy() for i, n in enumerate(sizes, 1)]
+    none = np.empty(0, np.float32)
+    biases = [f32(i, n).numpy() if has_bias else none for i, n in enumerate(sizes, 3)]
+    angles = f32(5, n_rows, half).numpy()
+
+    def heads(rows, biases, norms):
+        outs = [np.empty((n, n_rows, d), np.float32) for n in (n_head, n_kv, n_kv, n_head, n_kv)]
+        kernels.split_heads(
+            rows, *biases, none, *norms, none, eps, np.cos(angles), np.sin(angles), one, False,
+            False, *outs, 2,
+        )  # fmt: skip
+        return outs
+
+    normed, first = raw.copy(), 0
+    for size, norm, bias in zip(sizes, norms, biases, strict=True):
+        part = raw[:, first : first + size] + (bias if has_bias else 0)
+        mean = (part.astype(np.float64) ** 2).mean(1, keepdims=True)
+        normed[:, first : first + size] = part / np.sqrt(mean + eps) * norm
+        first += size
+    expected = heads(normed, [none, none], [none, none])
+    for found, wanted in zip(heads(raw, biases, norms), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
