@@ -14,13 +14,14 @@ builds its index from all of them.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
 
 from sparsekv_cli.cache.attend import attend_causal
 from sparsekv_cli.cache.layer import ChunkAttention, LayerCache
+from sparsekv_cli.cache.row_sizes import Sizes
 from sparsekv_cli.cache.spec import FULL, AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.jit import bf16
@@ -50,6 +51,13 @@ def shortest_prompt(attention: str) -> int:
 def first_dense(n: int) -> int:
     """Returns the position of the last rows of a prompt of n, which stay dense."""
     return (n // CHUNK - 1) * CHUNK
+
+
+def summary_bytes(layers: Iterable[Sizes], n: int) -> int:
+    """Returns the bytes of all page summaries at the end of a prompt of n rows."""
+    sparse = [layer for layer in layers if layer.kind == FULL][N_DENSE:]
+    of_page = sum(layer.n_head_kv * (2 * padded(layer.head_dim) + 4) for layer in sparse)
+    return of_page * -(-n // PAGE)
 
 
 class SparseAttention:

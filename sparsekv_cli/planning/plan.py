@@ -17,6 +17,7 @@ from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.forward import ROWS_AT_ONCE
 from sparsekv_cli.models.gguf.file import GGUFFile
+from sparsekv_cli.models.reading.sparse_prefill import summary_bytes
 from sparsekv_cli.planning.kept import NOT_CALIBRATED, method_key
 from sparsekv_cli.planning.measure import CHUNK
 from sparsekv_cli.planning.speeds import MethodCurve, Speeds
@@ -194,6 +195,7 @@ def make_plan(
     """
     forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers
+    reading = 0 if prefill_budget is None else summary_bytes(layers, n_ctx)
     return Plan(
         model=str(file.path),
         context=n_ctx,
@@ -202,7 +204,7 @@ def make_plan(
         full_layers=sum(layer.kind == FULL for layer in layers),
         layers=len(layers),
         ceiling=forecast.ceiling(n_ctx),
-        methods=[_planned(each, forecast, n_ctx, available) for each in methods],
+        methods=[_planned(each, forecast, n_ctx, available, reading) for each in methods],
         reading_s=forecast.reading(n_ctx, prefill_budget),
         prefill_budget=prefill_budget,
         **{name: getattr(speeds, name) for name in OF_SPEEDS},
@@ -210,20 +212,26 @@ def make_plan(
 
 
 def _planned(
-    method: Method, forecast: Forecast, n_ctx: int, available: int | None
+    method: Method, forecast: Forecast, n_ctx: int, available: int | None, reading: int
 ) -> PlannedMethod:
+    """Returns the forecast of a method.
+
+    available: bytes of free memory; None: the system does not tell. reading: bytes that only a
+    prefill takes.
+    """
     if method_key(method) not in forecast.speeds.methods:
         n_bytes = forecast.weights_bytes
         return PlannedMethod(method.name, method.options(), n_bytes, note=NOT_CALIBRATED)
+    left = None if available is None else available - reading
     return PlannedMethod(
         name=method.name,
         options=method.options(),
         weights_bytes=forecast.weights_bytes,
         kv_bytes=forecast.kv_bytes(method, n_ctx),
         index_bytes=forecast.curve(method).index(n_ctx),
-        scratch_bytes=forecast.scratch(method, n_ctx),
-        fits=None if available is None else forecast.total(method, n_ctx) <= available,
-        fitting_context=None if available is None else forecast.fitting_context(method, available),
+        scratch_bytes=forecast.scratch(method, n_ctx) + reading,
+        fits=None if left is None else forecast.total(method, n_ctx) <= left,
+        fitting_context=None if left is None else forecast.fitting_context(method, left),
         decode_tps=1 / forecast.seconds(method, n_ctx),
         sparse_from=forecast.sparse_from(method),
         is_dense=method.name != "full" and n_ctx <= forecast.sparse_from(method),

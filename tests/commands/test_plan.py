@@ -9,6 +9,8 @@ from tiny_models import make_model
 from sparsekv_cli.cli import main
 from sparsekv_cli.commands.shared import progress
 from sparsekv_cli.models.gguf.file import open_gguf
+from sparsekv_cli.models.hparams import read_hparams
+from sparsekv_cli.models.reading.sparse_prefill import summary_bytes
 from sparsekv_cli.planning import kept, measure
 from sparsekv_cli.settings.config import SessionConfig
 
@@ -72,6 +74,10 @@ def test_the_time_to_read_is_that_of_the_way_of_reading(header, capsys, monkeypa
     dense, sparse = plans
     assert (dense["prefill_budget"], sparse["prefill_budget"]) == (None, 2048)
     assert 0 < sparse["reading_s"] < 0.8 * dense["reading_s"]
+    with open_gguf(header, header_only=True) as file:
+        summaries = summary_bytes(read_hparams(file).layers, 60_000)
+    of_dense, of_sparse = (plan["methods"][0]["scratch_bytes"] for plan in plans)
+    assert of_sparse - of_dense == summaries > 60_000
 
 
 def test_what_reading_takes_is_measured(header):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,9 @@ def test_first_and_last_pages_and_ties() -> None:
     q = np.ones((1, 16, D), np.float32)
     found = sparse_prefill.PageChoice()(q, summaries, n_page, N_FORCED + 1, spec)
     np.testing.assert_array_equal(found, pages)
+    layers = [SimpleNamespace(kind="full", n_head_kv=1, head_dim=D)] * 3  # two of them stay dense
+    held = summaries.codes.nbytes + summaries.scales.nbytes
+    assert sparse_prefill.summary_bytes(layers, keys.shape[1]) == held
 
 
 def test_summaries_are_made_once_and_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
