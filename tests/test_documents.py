@@ -209,6 +209,15 @@ def test_figures_are_in_the_data():
     assert len(shown) > 10 and [s for s in shown if not is_in(s, figures)] == []
 
 
+def test_our_figures_next_to_the_papers_are_in_the_data():
+    of_gpu = json.loads((ROOT / "docs" / "data" / "gpu" / "h200.json").read_text("utf-8"))
+    figures = list(numbers([pages.read(ROOT / "docs" / "data"), of_gpu]))
+    table = (ROOT / "docs" / "papers.md").read_text("utf-8").partition("\n| paper |")[2]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
+    shown = [s for row in rows for s in shown_numbers(row[5])]
+    assert len(shown) > 100 and [s for s in shown if not is_in(s, figures)] == []
+
+
 def test_a_figure_that_is_not_in_the_data_is_found():
     assert is_in("0.09", [0.0949]) and is_in("132", [131.6]) and not is_in("0.10", [0.0949])
     shown = shown_numbers(
