@@ -1,7 +1,7 @@
-"""The contracts of a layer's cache, each with its name: store, prefill, step, undo, ledger.
+"""The five contracts of a layer's cache: store, prefill, step, undo, ledger.
 
-A decoder, an engine and a sequence use a cache through these only. LayerCache (layer.py) has all
-five. Attributes, not its class, say what a cache can do.
+A decoder, an engine and a sequence call only the functions of these classes. LayerCache (layer.py)
+derives from all five. To know what a cache can do, callers ask its attributes, not its class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attended = tuple[np.ndarray, np.ndarray]
 
 
 class StoreContract(ABC):
-    """The rows of a sequence in memory: how many, room for more, and ways back."""
+    """The rows of a sequence in memory: their number, room for more, and how rows are removed."""
 
     spec: LayerSpec
     store: Any  # a KVStore; on a device a DeviceStore, or a method's own
@@ -35,7 +35,10 @@ class StoreContract(ABC):
 
     @property
     def n_spared(self) -> int:
-        """Bytes of shared rows that count in another sequence's cache."""
+        """Bytes of the shared prefix that other sequences' caches count.
+
+        If 3 caches share a prefix, each counts a third of its bytes and ``n_spared`` is two thirds.
+        """
         n: int = self.store.n_spared
         return n
 
@@ -70,18 +73,21 @@ class StoreContract(ABC):
         """
 
     def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere
-        """Announces the lengths at which messages end in the next prefill."""
+        """Announces at which lengths messages end in the next prefill. A cache can save them.
+
+        Most caches can go back to every length and do nothing here.
+        """
 
     def reach(self, n: int) -> int:
         """Returns the largest known length, at most n, to which ``truncate`` can go back."""
         return n
 
     def truncate(self, n: int) -> int:
-        """Forgets all but the first n rows; returns n, or 0 if it cannot and has forgotten nothing.
+        """Removes all rows but the first n. Returns n; or 0 if it cannot, and then changes nothing.
 
-        At the end of the last finished prefill the cache is then as it was at that moment. At
-        another length it also drops its state from steps. The next prefill or step builds a new
-        index.
+        If n is the end of the last finished prefill, the cache is then as it was at that moment.
+        For other n it also drops what its method has computed in steps. The next prefill or step
+        then builds a new index.
         """
         self.store.truncate(n)
         left: int = self.store.n
@@ -89,16 +95,16 @@ class StoreContract(ABC):
 
 
 class PrefillContract(ABC):
-    """New rows in chunks. The decoder itself attends with a chunk to all rows.
+    """Adds a prefill's rows in chunks. The decoder computes the attention of the chunks.
 
     can_prefill_in_parts: whether ``finish_prefill`` leaves the size of the rows as it is. If all
-    caches do, a long prompt goes through all layers part by part. Otherwise each layer is finished
-    before the next.
+    caches have it, a long prompt goes through all layers part by part. Otherwise each layer
+    finishes the whole prompt before the next layer begins.
 
-    queries_read: how many of a chunk's last queries ``extend`` reads. None: it reads all queries,
-    q_nope and k_nope. A decoder may leave out what is not read.
+    queries_read: the number of a chunk's last queries that ``extend`` reads. None: it reads all
+    queries, and q_nope and k_nope. A decoder may leave out inputs that are not read.
 
-    has_index: whether the cache keeps more than the rows: an index, or rows in another form.
+    has_index: whether the cache has more memory than its rows: an index, or rows in another form.
 
     reads_on_gpu: whether a GPU reads the prompt. It is so fast that no layer waits for the disk.
     """
@@ -110,27 +116,28 @@ class PrefillContract(ABC):
 
     @abstractmethod
     def extend(self, x: Any) -> Any:
-        """Adds the rows of a prefill's chunk; returns the store of all rows, which end with these.
+        """Adds the rows of a chunk. Returns the store of all rows; the chunk's rows are its last.
 
-        The store is a KVStore, or a DeviceStore on a device. The chunk attends to it.
+        The store is a KVStore, or a DeviceStore on a device. The decoder attends to it with the
+        chunk.
         """
 
     def finish_prefill(self) -> None:  # noqa: B027 - most methods have nothing to do here
         """Builds the index, evicts or compresses. Called once after the last chunk."""
 
     def copy_index(self, of: Any, n: int) -> None:  # noqa: B027 - few methods keep any
-        """Copies the index of the first n rows from a cache of the same type that has them.
+        """Copies the index of the first n rows from ``of``, a cache of this type with these rows.
 
-        Without it the next prefill computes the same index from the rows.
+        Without this copy the next prefill computes the same index from the rows.
         """
 
 
 class StepContract(ABC):
-    """One new row a step, or several, and their attention.
+    """Adds one row or several rows in a step and returns their attention.
 
     attends_to_some: whether a decode step attends exactly to some rows and leaves the others out.
-    Only then does ``attended`` list them. False for caches that attend to all rows, exactly or
-    approximately. A prefill may change it for the steps that follow.
+    Only then does ``attended`` list these rows. False for caches that attend to all rows, exactly
+    or approximately. A prefill may change it for the steps that follow.
 
     attends_together: whether a step is attention to all rows of ``store`` and no more. Then several
     sequences attend in one kernel call.
@@ -143,33 +150,35 @@ class StepContract(ABC):
     def decode(self, x: Any) -> Any:
         """Adds one row and returns its attention, f32 (H, >= d_v), valid until the next call.
 
-        device/cache.py says what caches on a device take and return.
+        device/cache.py gives the types of x and of the result on a device.
         """
 
     @abstractmethod
     def decode_rows(self, rows: Sequence[Any]) -> Any:
-        """Adds rows by ``decode``, or ``decode_draft`` after the first, and ``end_step`` for each.
+        """Adds T rows of one step: the first by ``decode``, the others by ``decode_draft``.
 
-        Returns their attention, f32 (T H, >= d_v): the heads of the first row, then those of the
-        next. Each row has the same bits as when it comes alone.
+        It calls ``end_step`` after each row. Returns their attention, f32 (T H, >= d_v): H rows for
+        the first token, then H for the second. Each token's attention has the same bits as in a
+        step alone.
         """
 
     def most_rows(self, n: int) -> int:
-        """Returns how many of the next n rows fit one step; all but the first are a draft."""
+        """Returns how many of the next n rows one step can add; all but the first are a draft."""
         return n
 
     def end_step(self, n: int) -> None:  # noqa: B027 - most methods have nothing to do here
-        """Finishes the step of row n - 1. Called after the output of ``decode`` was sent.
+        """Does the work of row n - 1 that only later steps need.
 
-        It does the work that only later steps need. On a device, other work runs meanwhile.
+        Called after the decoder has passed on the output of ``decode``. On a device, other work
+        runs at the same time.
         """
 
 
 class LedgerContract(ABC):
-    """Counts of the work that steps do, and the rows that they attend to.
+    """Counts the work that steps do, and names the rows that they attend to.
 
-    records_attended: whether ``attended`` must be kept. attended: the rows of the last decode step;
-    None: all.
+    records_attended: whether steps must set ``attended``. attended: the rows to which the last
+    decode step attended; None: all rows.
     """
 
     ledger: Ledger
@@ -182,9 +191,9 @@ class LedgerContract(ABC):
 
 
 class Undo(NamedTuple):
-    """A cache before a step: all that the step changes.
+    """The fields of a cache before a step, as far as the step changes them.
 
-    own: fields of the cache's class, a NamedTuple; None if it has none.
+    own: the fields that only the cache's class has, a NamedTuple; None if the step changes none.
     """
 
     n: int  # rows of the sequence
@@ -196,19 +205,20 @@ class Undo(NamedTuple):
 
 
 class UndoContract(StoreContract, StepContract, LedgerContract):
-    """Drafts: rows that may be removed again, with every trace of them."""
+    """Adds the rows of a draft, and removes those that the model rejects."""
 
     _saved: list[Undo]  # one for each row of the draft
 
     def decode_draft(self, x: Any) -> Any:
-        """Adds a row as ``decode`` does. ``keep`` can remove the row."""
+        """Adds a row as ``decode`` does, but ``keep`` can remove it later."""
         self._saved.append(self.save())
         return self.decode(x)
 
     def keep(self, n: int) -> None:
-        """Removes the rows of the last draft after the first n rows. The others stay for good.
+        """Removes the rows of the last draft from row n on. The draft's other rows are then final.
 
-        Every table, index and counter is then as if those rows had never been added. After an
+        All tables, indexes and counters are then as if the removed rows had never been added. With
+        100 rows before a draft of 4 rows, ``keep(102)`` leaves two of the draft's rows. After an
         interrupt it can be called again.
         """
         while self._saved:
@@ -218,23 +228,23 @@ class UndoContract(StoreContract, StepContract, LedgerContract):
             self._saved.pop()
 
     def save(self) -> Undo:
-        """Returns all that the next step changes."""
+        """Returns the fields that the next step changes, for ``take_back``."""
         counts, own = dict(self.ledger.counts), self.save_own()
         return Undo(self.n, self.store, self.store.n, counts, self.attended, own)
 
     def save_own(self) -> Any:
-        """Returns what the next step changes besides the fields of Undo.
+        """Returns the fields that the next step changes and that Undo does not have, or None.
 
-        Rows that a step adds after the others need not be in it.
+        A step may add rows after the existing ones. These rows need not be in the result.
         """
 
     def take_back(self, undo: Undo) -> None:
-        """Takes back the last row. undo: the result of ``save`` before its step."""
+        """Removes the last row. undo: the result of ``save`` before the row's step."""
         self.store, self.store.n, self.attended = undo.store, undo.n_stored, undo.attended
         self.ledger.counts = Counter(undo.counts)
         if undo.own is not None:
             self.take_back_own(undo.own)
 
     def take_back_own(self, own: Any) -> None:
-        """Takes back what ``save_own`` has returned. Called after the other fields of Undo."""
+        """Restores the fields in ``own``, a result of ``save_own``, after Undo's other fields."""
         raise NotImplementedError

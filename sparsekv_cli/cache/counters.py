@@ -1,4 +1,4 @@
-"""The counts that caches keep of their steps; the ledger and the times of a sequence."""
+"""Counts of the work of caches (the ledger), and the times of a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from sparsekv_cli.cache.spec import FULL, LayerSpec, Memory
 
 LEDGER_ROWS = ("rows_total", "rows_scored", "rows_attended")
-# The ledger entries that begin so hold the current memory. The others count finished work.
+# Ledger entries whose names begin with one of these hold memory in use now. All other entries count
+# finished work.
 LEDGER_STATES = ("bytes_host", "bytes_device", "index_bytes")
 
 
@@ -27,18 +28,22 @@ class Counted(Protocol):
 
 
 class Ledger:
-    """Counts of the work of decode steps. Rows are counted as (query head, key) pairs.
+    """Counts of the work of decode steps. One (query head, key) pair counts as one row.
 
     rows_scored: pairs whose q . k was computed to choose rows. Dense attention counts all pairs
-    that it attends to. bytes_read: bytes of K, V and index that the kernels load. A row that
-    several query heads choose separately counts for each.
+    that it attends to. bytes_read: bytes of K, V and index that the kernels load. If several query
+    heads choose the same row separately, its bytes count once for each head.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def step(self, rows: int, scored: int, attended: int, n_bytes: int, sparse: bool) -> None:
-        """Counts one layer's decode step: rows in context, scored and attended, and KV bytes."""
+        """Counts one layer's decode step.
+
+        rows, scored, attended: pairs in the context, scored and attended. n_bytes: bytes read of K,
+        V and index. sparse: whether the step also counts as one that may leave out rows.
+        """
         counts = self.counts
         counts["rows_total"] += rows
         counts["rows_scored"] += scored
@@ -64,9 +69,9 @@ def held_bytes(caches: Iterable[Counted]) -> int:
 
 
 def ledger_of(caches: Sequence[Counted], drafting: Sequence[Counted] = ()) -> dict[str, int]:
-    """Returns the counts of ``caches`` together, in the words of the JSON contract.
+    """Returns the counts of ``caches`` together, with the names of the JSON output.
 
-    drafting: the caches that make drafts. Only their memory counts.
+    drafting: the caches of the model that makes drafts. Only their memory counts.
     """
     counts = total_counters(caches)
     memory = [cache.memory() for cache in caches]
@@ -86,7 +91,10 @@ def ledger_of(caches: Sequence[Counted], drafting: Sequence[Counted] = ()) -> di
 
 
 def ledger_since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Returns the ledger ``now`` without the counts of ``before``; the memory is that of now."""
+    """Returns the counts of ``now`` minus those of ``before``. Memory entries are those of ``now``.
+
+    A memory entry has a name that begins as in LEDGER_STATES.
+    """
     return {
         name: n if name.startswith(LEDGER_STATES) else n - before.get(name, 0)
         for name, n in now.items()
@@ -100,17 +108,17 @@ def speed(n: int, seconds: float) -> float:
 
 @dataclass
 class Speculation:
-    """Counts of drafts and of accepted tokens so far."""
+    """Counts of drafts and of their accepted tokens so far."""
 
     source: str = "off"
     steps: int = 0  # decode steps with a draft
     drafted: int = 0  # tokens
     accepted: int = 0  # tokens of drafts that are in the answer
     draft_s: float = 0.0  # seconds in which drafts were made
-    verify_s: float = 0.0  # seconds of the steps
+    verify_s: float = 0.0  # seconds of the steps with a draft
 
     def add_step(self, n_drafted: int, n_accepted: int, seconds: float) -> None:
-        """Counts a decoded step with a draft whose tokens have been checked."""
+        """Counts one decode step that has checked the tokens of a draft."""
         self.steps += 1
         self.drafted += n_drafted
         self.accepted += n_accepted
@@ -126,22 +134,22 @@ class Speculation:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields and ``mean_length``, the tokens that a step with a draft brings."""
+        """Returns the fields and ``mean_length``, the mean tokens of a step with a draft."""
         mean = 1 + self.accepted / self.steps if self.steps else 0.0
         return {**vars(self), "mean_length": mean}
 
 
 @dataclass
 class Timings:
-    """Seconds and tokens so far. ``reset`` keeps the load time."""
+    """Seconds and tokens of a sequence so far. ``reset`` keeps the load time."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    cached_tokens: int = 0  # tokens of prompts whose rows were not computed
-    ttft_s: float = 0.0  # from a prompt to its first token
+    cached_tokens: int = 0  # tokens of prompts whose rows came from a saved prefix
+    ttft_s: float = 0.0  # seconds from the start of a prompt to its first token
     speculation: Speculation = field(default_factory=Speculation)
 
     def reset(self) -> None:
@@ -150,7 +158,7 @@ class Timings:
         self.prefill_tokens = self.decode_tokens = self.cached_tokens = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the timings of an answer, in the words of the JSON contract."""
+        """Returns the timings of an answer, with the names of the JSON output."""
         drafts = self.speculation
         return {
             "load_s": self.load_s,

@@ -1,4 +1,4 @@
-"""Kinds of layers: ``full`` ones, which methods change, and others with their own caches.
+"""The kinds of layers: ``full`` layers, which methods change, and layers with caches of their own.
 
 A layer of any kind may read the rows of an earlier layer.
 """
@@ -15,9 +15,9 @@ from sparsekv_cli.cache.store import KVStore, Prefix
 from sparsekv_cli.cache.window import WindowCache
 from sparsekv_cli.system import memory_file
 
-LEAST_SHARED = 1024  # rows; fewer are copied
+LEAST_SHARED = 1024  # rows; a shorter prefix is copied
 
-# The caches of layers that are not full. They are the same with every method.
+# The cache classes of layers that are not full. They are the same with every method.
 CACHES: dict[str, Callable[[LayerSpec], LayerCache]] = {STATE: StateCache, WINDOW: WindowCache}
 
 
@@ -27,7 +27,11 @@ def full_layers(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
 
 
 class SharedStore(KVStore):
-    """The first ``n`` rows of an earlier layer's store, which gets every row first."""
+    """The store of a layer that reads the rows of an earlier layer, ``of``.
+
+    It has no memory of its own. The earlier layer stores each row first. Then ``append`` only
+    raises ``n``, the number of rows that this layer sees.
+    """
 
     is_shared = True
     can_share_rows = False
@@ -55,7 +59,7 @@ class SharedStore(KVStore):
 
 
 def share_rows(caches: Sequence[LayerCache]) -> None:
-    """Gives the caches of a sequence one memory for rows that several layers read.
+    """Lets layers read the rows of their source layers in the same memory, if their caches can.
 
     Caches of windows, and of methods that drop, move or compress rows, have their own memory.
     """
@@ -71,10 +75,11 @@ def share_rows(caches: Sequence[LayerCache]) -> None:
 def share_prefix(
     given: Sequence[LayerCache], into: Sequence[LayerCache], n: int, n_room: int
 ) -> None:
-    """Gives empty caches the first n rows of another sequence, whose caches keep all rows.
+    """Gives the empty caches ``into`` the first n rows of ``given``, another sequence's caches.
 
-    Both sequences read them in the same memory if the system can do that. Few rows are copied, and
-    rows that a method keeps in its own form. n_room: the rows to make room for.
+    ``given`` must have all n rows. If the system can map memory twice, both sequences read the rows
+    in the same memory. Short prefixes, and rows that a method stores in its own form, are copied.
+    n_room: the number of rows to make room for.
     """
     pairs = [(cache.store, to.store) for cache, to in zip(given, into, strict=True)]
     if memory_file.is_available() and n >= LEAST_SHARED:
@@ -91,18 +96,19 @@ def share_prefix(
 
 
 def n_shared(of: KVStore, n: int) -> int:
-    """Returns how many of a store's first n rows another store reads in the same memory.
+    """Returns how many of the first n rows of ``of`` another store can read in the same memory.
 
-    A prefix that lacks a few of them is not made again: a conversation grows by few rows a turn.
+    If ``of`` has a prefix that is less than LEAST_SHARED rows too short, this is its length. So a
+    conversation that grows by few rows a turn does not make a new prefix each turn.
     """
     n_whole = of.n_whole(n)
     return of.n_prefix if n_whole - LEAST_SHARED < of.n_prefix < n_whole else n_whole
 
 
 def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> None:
-    """Lets each second store read the first ``n_shared`` of n rows of the first store."""
+    """Lets each second store of ``pairs`` read the first ``n_shared`` rows of its first store."""
     given = [(of, to, n_shared(of, n)) for of, to in pairs]
-    given = [each for each in given if each[2]]  # n rows may fill no whole pages
+    given = [each for each in given if each[2]]  # fewer rows than a page are not shared
     if any(of.n_prefix < n_whole for of, _, n_whole in given):
         sizes = [of.prefix_bytes(n_whole) for of, _, n_whole in given]
         check_memory(f"K and V of {n} tokens that are shared", sum(sizes), "ask for less at a time")
@@ -118,11 +124,12 @@ def _share(pairs: Sequence[tuple[KVStore, KVStore]], n: int, n_room: int) -> Non
 def hand_over(
     old: Sequence[LayerCache], new: Sequence[LayerCache], n: int, n_room: int
 ) -> list[LayerCache] | None:
-    """Returns caches of another method with a sequence's first n rows; all are on the host.
+    """Returns caches with a new method that have the first n rows of ``old``. All are on the host.
 
-    new: empty caches, whose rows have the same types. A layer that methods do not change keeps its
-    old cache. Returns None unless the old caches keep all rows. Do not use ``old`` afterwards.
-    n_room: the rows to make room for. A prefill of more rows must follow.
+    new: empty caches of the new method, with the same types of rows. A layer that methods do not
+    change keeps its old cache. Returns None unless the old caches have all n rows. Do not use
+    ``old`` afterwards. n_room: the number of rows to make room for. A prefill of more rows must
+    follow.
     """
     if not all(cache.can_prefill_in_parts and cache.truncate(n) == n for cache in old):
         return None
@@ -137,17 +144,17 @@ def hand_over(
 
 
 def reachable(caches: Sequence[LayerCache], n: int) -> int:
-    """Returns the largest length, at most n, to which all caches can go back, by ``reach``."""
+    """Returns the largest length, at most n, to which every cache's ``reach`` allows to go back."""
     while (least := min((cache.reach(n) for cache in caches), default=n)) < n:
         n = least
     return n
 
 
 def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_bytes: int = 0) -> None:
-    """Announces that the caches will hold n rows.
+    """Announces that the caches will have n rows.
 
-    is_checked: the caches are on the host. Raises SparseKVError if there is no memory for the rows,
-    and for ``more_bytes``.
+    is_checked: the caches are on the host, and their memory is checked. Raises SparseKVError if
+    there is too little memory for the rows and for ``more_bytes``.
     """
     if is_checked:
         n_bytes = bytes_to_come(caches, n) + more_bytes
@@ -159,10 +166,11 @@ def reserve(caches: Sequence[LayerCache], n: int, *, is_checked: bool, more_byte
 
 
 def bytes_to_come(caches: Iterable[LayerCache], n: int) -> int:
-    """Returns the further bytes that caches on the host will take to hold n rows.
+    """Returns the bytes that caches on the host must add to their memory for n rows.
 
-    These are all layers' rows and indexes, in the form in which a method keeps them. If a method
-    moves or drops rows, all rows of one layer are there besides: each is finished before the next.
+    These are the rows and indexes of all layers after the prefill. Some methods move or drop rows
+    at the end of a prefill. Then all rows of the largest such layer count too, because layers
+    finish one by one.
     """
     kept, largest = 0, 0
     for cache in caches:

@@ -1,7 +1,8 @@
-"""The cache of one layer of one sequence: the base classes of all caches.
+"""The base classes of all caches: one cache has the state of one layer of one sequence.
 
-contracts.py says what a decoder may ask of a cache. In prefill the decoder gives it the new rows
-and computes dense attention itself. In decode the cache adds a row and returns its attention.
+contracts.py says what a decoder may ask of a cache. In prefill the decoder adds the new rows to the
+cache and computes dense attention itself. In decode the cache adds a row and computes its
+attention.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 from sparsekv_cli.cache.store import KVStore, padded
 from sparsekv_cli.cpu.jit.floats import as_f32
 
-# Attention of a chunk of a prefill: (cache, input) -> (H, T, d_v), of the type of the input's q.
+# Attention of a chunk of a prefill: (cache, input) -> (H, T, d_v). The result has the type of the
+# input's q.
 ChunkAttention = Callable[[Any, AttnInput], Any]
 Snapshot = tuple[np.ndarray, np.ndarray]  # two arrays (heads, rows, items)
 
 
 class LayerCache(PrefillContract, UndoContract):
-    """The mutable state of one layer of one sequence: all contracts, over one store of rows.
+    """The state of one layer of one sequence: it fulfils all contracts with one store of rows.
 
-    A method's cache derives from it, or from a class below.
+    The cache of a method derives from this class or from a class below.
     """
 
     def __init__(self, spec: LayerSpec, store: Any = None, ledger: Ledger | None = None) -> None:
-        """store: the rows; None: an empty KVStore. ledger: None: an empty one."""
+        """store: the rows; None: a new KVStore. ledger: the counts; None: a new Ledger."""
         self.spec = spec
         self.store = KVStore(spec) if store is None else store
         self.ledger = Ledger() if ledger is None else ledger
@@ -62,8 +64,8 @@ class LayerCache(PrefillContract, UndoContract):
     ) -> np.ndarray:
         """Attends to all stored rows and counts them: q (H, 1, d) -> f32 (H, >= d_v).
 
-        scored: as ``Ledger.step`` counts it; None: all. n_bytes: bytes read in addition to the
-        rows. sparse: whether other steps may leave out rows.
+        scored: the count of scored (query head, key) pairs; None: all pairs. n_bytes: bytes read in
+        addition to the rows. sparse: whether other steps of this cache may leave out rows.
         """
         self._count_all(scored, n_bytes, sparse)
         return attend_dense(q[None, :, 0], [self.store], [1], self.spec)[0]
@@ -79,14 +81,14 @@ class LayerCache(PrefillContract, UndoContract):
     def _decode_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
         """Adds T rows and returns their attention, f32 (T H, >= d_v), by one kernel call.
 
-        Each row attends to all rows before it and to itself. count: this function is called once a
-        row, when the store ends with that row.
+        Each row attends to all rows before it and to itself. count: is called after each new row,
+        while that row is the store's last.
         """
         out = attend_dense(self._add_all(rows, count), [self.store], [len(rows)], self.spec)
         return out.reshape(-1, out.shape[2])
 
     def _add_all(self, rows: Sequence[AttnInput], count: Callable[[], None]) -> np.ndarray:
-        """Adds rows as ``_decode_all`` does. Returns their queries, f32 (T, H, d)."""
+        """Adds T rows and calls ``count`` after each. Returns their queries, f32 (T, H, d)."""
         store, n = self.store, self.store.n
         q, k, v = (np.concatenate([x[i] for x in rows]) for i in range(3))  # (T heads, 1, d)
         store.append_rows(*(part.reshape(len(rows), -1, part.shape[2]) for part in (k, v)))
@@ -117,7 +119,10 @@ class DenseCache(LayerCache):
 
 
 class SelectingCache(LayerCache):
-    """Adds a row, selects rows, attends to them; a method writes ``select`` and ``is_dense_at``."""
+    """Adds a row, selects rows and attends to them.
+
+    A method implements ``select`` and ``is_dense_at``.
+    """
 
     attends_together = False  # also of a class that is dense up to some depth
     can_prefill_in_parts = True
@@ -138,14 +143,15 @@ class SelectingCache(LayerCache):
 
     @abstractmethod
     def is_dense_at(self, n: int) -> bool:
-        """Returns whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether a step attends to all rows of a context of n rows."""
 
     @abstractmethod
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns the rows of n for q f32 (H, d): idx int32 (U, m), counts int64 (U,), rows scored.
+        """Selects rows of the n rows for q f32 (H, d). Returns (idx, counts, scored).
 
-        U is H (one list a query head) or G (one a kv head). The first ``counts`` rows of a list are
-        valid, in any order, without repeats. Rows scored: query heads times keys.
+        idx: int32 (U, m), counts: int64 (U,). U is H (one list a query head) or G (one a kv head).
+        The first ``counts[u]`` rows of list u are valid, in any order, without repeats. scored: the
+        number of (query head, key) pairs that were scored.
         """
 
     def bytes_to_select(self, n: int) -> int:
@@ -156,8 +162,8 @@ class SelectingCache(LayerCache):
 class BoundedCache(LayerCache):
     """A cache whose memory does not grow with the sequence: a window or a recurrent state.
 
-    It cannot go back to every length. A snapshot is the cache's memory at some length. An empty
-    cache continues from a snapshot that it gets. Methods do not change it.
+    It can go back to some lengths only. A snapshot is a copy of its memory at one length, from
+    which an empty cache can continue. Methods do not change these caches.
     """
 
     attends_to_some = False
@@ -172,7 +178,11 @@ class BoundedCache(LayerCache):
     def take_snapshots(
         self, lengths: Iterable[int], on_snapshot: Callable[[int, Snapshot], None]
     ) -> None:
-        """Announces lengths of the next prefill; ``on_snapshot`` gets each, valid until it ends."""
+        """Asks for a snapshot at each of ``lengths`` in the next prefill.
+
+        The prefill calls ``on_snapshot(n, snapshot)`` for each length n. The snapshot is valid
+        during that call only.
+        """
         self._snapshot_lengths, self._on_snapshot = frozenset(lengths), on_snapshot
 
     def finish_prefill(self) -> None:
@@ -180,29 +190,29 @@ class BoundedCache(LayerCache):
 
     @abstractmethod
     def snapshot(self, n: int) -> Snapshot:
-        """Returns the snapshot of length n, which ``extend`` has just passed. It is not copied."""
+        """Returns the snapshot of length n, which ``extend`` has just reached. It is no copy."""
 
     @abstractmethod
     def empty_snapshot(self, n: int) -> Snapshot:
-        """Returns memory for the snapshot of length n."""
+        """Returns uninitialised memory for a snapshot of length n."""
 
     @abstractmethod
     def restore(self, n: int, held: Snapshot) -> None:
-        """Fills an empty cache with the snapshot of length n."""
+        """Fills an empty cache with ``held``, a snapshot of length n."""
 
     def _tell_snapshots(self, first: int, last: int) -> None:
-        """Passes on the snapshots of lengths above ``first`` and up to ``last``."""
+        """Calls ``on_snapshot`` for each asked length n with first < n <= last."""
         for n in sorted(self._snapshot_lengths):
             if first < n <= last and self._on_snapshot is not None:
                 self._on_snapshot(n, self.snapshot(n))
 
 
 class EvictingCache(LayerCache):
-    """Drops rows for good. ``store`` holds the others, as many for each kv head.
+    """Drops rows for good. ``store`` has the rows that remain, the same number in each kv head.
 
-    Decode attends to them, and a later prefill to them and its own rows. Keys are stored rotated to
-    their absolute positions, so nothing is renumbered. ``n`` counts the rows of the sequence,
-    ``store.n`` the rows held. A method implements ``positions`` and calls ``keep_slots`` with its
+    Decode attends to these rows. A later prefill attends to them and to its own rows. Keys stay
+    rotated to their positions in the sequence. ``n`` counts all rows of the sequence, ``store.n``
+    only the stored rows. A method implements ``positions`` and calls ``keep_slots`` with its
     choice.
     """
 
@@ -217,19 +227,19 @@ class EvictingCache(LayerCache):
 
     @abstractmethod
     def positions(self) -> np.ndarray:
-        """Returns the absolute positions of the held rows, int32 (G, store.n)."""
+        """Returns the positions in the sequence of the stored rows, int32 (G, store.n)."""
 
     @abstractmethod
     def most_held(self, n: int) -> int:
-        """Returns the most rows that it holds after a prefill that ends at n rows."""
+        """Returns the most rows that the store can have after a prefill that ends at n rows."""
 
     def held_bytes(self, n: int) -> int:
         return super().held_bytes(min(n, self.most_held(n)))
 
     def keep_slots(self, slots: np.ndarray, n_room: int) -> None:
-        """Keeps only the rows ``slots`` int (G, m), in that order, and frees the others' memory.
+        """Keeps the stored rows ``slots`` int (G, m), in that order, and drops the others.
 
-        n_room: number of further rows that the new memory has room for.
+        The rows move to new memory with room for ``n_room`` further rows.
         """
         old, n, m = self.store, self.n, slots.shape[1]
         store = KVStore(self.spec)
@@ -241,9 +251,9 @@ class EvictingCache(LayerCache):
         self.store, self._n_dropped, self._n_settled = store, n - m, n
 
     def attend_held(self, x: AttnInput, chooses: bool) -> np.ndarray:
-        """Adds the row of a decode step. Returns attention to all held rows.
+        """Adds the row of a decode step. Returns its attention to all stored rows, f32 (H, >= d_v).
 
-        chooses: whether the step reads the keys again, to score them.
+        chooses: whether the step reads the keys a second time, to score them.
         """
         store, spec = self.store, self.spec
         store.append_row(x.k, x.v)
@@ -259,9 +269,10 @@ class EvictingCache(LayerCache):
         self.store.reserve(n - self._n_dropped)
 
     def truncate(self, n: int) -> int:
-        """Forgets all but the first n rows; returns n. See StoreContract (contracts.py).
+        """Removes all rows but the first n; returns n. See StoreContract (contracts.py).
 
-        Returns 0 if n is below the length at which rows were last dropped. Dropped rows are lost.
+        Returns 0 if n is below the length at which rows were last dropped, because these rows are
+        lost.
         """
         if n < self._n_settled:
             return 0
@@ -275,7 +286,7 @@ class EvictingCache(LayerCache):
 
 
 def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
-    """Returns queries (H, T, d) as f32 (G, T H/G, padded d): those of a kv head are neighbours.
+    """Returns queries (H, T, d) as f32 (G, T H/G, padded d): queries of a kv head are neighbours.
 
     Row t (H/G) + i of kv head g is query head g (H/G) + i at position t. H = 8, G = 2, T = 3 give
     two times 12 rows: first the four heads at position 0. q has no padding; the result has zeros.
@@ -289,17 +300,17 @@ def by_kv_head(q: Any, spec: LayerSpec) -> np.ndarray:
 def decode_caches(
     caches: Sequence[LayerCache], rows: Sequence[Sequence[Any]], failed: dict[int, Exception]
 ) -> Any:
-    """Runs one layer's step: adds each sequence's new rows to its cache.
+    """Runs one layer's step for several sequences: adds each sequence's new rows to its cache.
 
-    rows: one or several a sequence. failed: the errors of earlier layers by sequence, whose rows
-    attend to nothing; it gets this layer's. A single sequence raises its error. Returns the
-    attention of all rows, f32 (rows H, >= d_v).
+    rows: for each sequence, one or several AttnInput. failed: errors of earlier layers by sequence;
+    this layer's errors are added to it. The attention of a failed sequence is zeros. A single
+    sequence raises its error instead. Returns the attention of all rows, f32 (rows H, >= d_v).
     """
     if len(caches) == 1:
         return _decode_one(caches[0], rows[0])
     attended: list[Any] = [None] * len(caches)
-    dense: dict[Any, list[int]] = {}  # caches that attend together, by types of rows
-    queries: dict[int, np.ndarray] = {}  # of these caches
+    dense: dict[Any, list[int]] = {}  # caches that attend in one kernel call, by their row types
+    queries: dict[int, np.ndarray] = {}  # the queries of these caches
     for i, cache in enumerate(caches):
         if i in failed:
             continue
@@ -338,9 +349,10 @@ def _attend_dense(
     queries: Mapping[int, np.ndarray],
     places: Sequence[int],
 ) -> list[np.ndarray]:
-    """Attends with the last rows of the dense caches at ``places`` in one kernel call.
+    """Attends with the last rows of ``caches[i]``, i in ``places``, in one kernel call.
 
-    Sequences that share a prefix are adjacent and read it once.
+    The result has one array for each place. If neighbouring sequences share a prefix, it is read
+    once.
     """
     q = [queries[i] for i in places]
     stores, counts = [caches[i].store for i in places], [len(rows[i]) for i in places]
@@ -350,9 +362,10 @@ def _attend_dense(
 
 
 def rows_alike(is_dense_at: Callable[[int], bool], first: int, n: int) -> int:
-    """Returns how many of the steps to first .. first + n - 1 rows are of the first one's kind.
+    """Returns the number of steps, from the first on, that are all dense or all sparse.
 
-    A step attends to all rows, or chooses rows if there are many.
+    The n steps have contexts of first, first + 1 .. first + n - 1 rows. Dense steps come before
+    sparse steps. If the contexts 10 and 11 are dense and 12 is not, ``rows_alike(f, 10, 5)`` is 2.
     """
     if n < 2 or is_dense_at(first) == is_dense_at(first + n - 1):
         return n

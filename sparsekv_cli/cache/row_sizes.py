@@ -1,4 +1,4 @@
-"""The types of rows of K and V, how many bytes rows take, and whether there is memory for them."""
+"""The types of rows of K and V, their sizes in bytes, and a check of the available memory."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -10,7 +10,7 @@ from sparsekv_cli.system.memory import available_memory
 
 ROW_ALIGNMENT = 16  # elements; rows of K and V are padded to whole vectors
 CACHE_TYPES = {"f16": rows.F16, "q8_0": rows.Q8_0, "q5_1": rows.Q5_1, "q4_0": rows.Q4_0}
-FITTING = 256  # tokens; a fitting context is rounded down to a multiple
+FITTING = 256  # tokens; ``fitting_context`` returns a multiple
 
 
 class Sizes(Protocol):
@@ -29,14 +29,14 @@ class Sizes(Protocol):
 
 
 def padded(d: int) -> int:
-    """Returns ``d`` rounded up to whole vectors."""
+    """Returns ``d`` rounded up to whole vectors: padded(80) is 80, padded(90) is 96."""
     return -(-d // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
 def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -> int:
-    """Returns the bytes of one token's K and V in the layers that keep the rows of all tokens.
+    """Returns the bytes of one token's K and V in all full layers. Window and state layers count 0.
 
-    Rows that several layers read count once.
+    If several layers read the same rows, these rows count once.
     """
     owners = (each for each in layers if each.kind == FULL and each.source < 0)
     return sum(layer_bytes(each, cache_type_k, cache_type_v) for each in owners)
@@ -50,14 +50,15 @@ def layer_bytes(layer: Sizes, cache_type_k: str, cache_type_v: str) -> int:
 
 
 def fitting_context(n_bytes: int, bytes_a_token: int) -> int:
-    """Returns the number of tokens whose rows take at most ``n_bytes``."""
+    """Returns the most tokens whose rows take at most ``n_bytes``, a multiple of FITTING."""
     return max(0, n_bytes) // max(1, bytes_a_token) // FITTING * FITTING
 
 
 def check_memory(what: str, n_bytes: int, mend: str) -> None:
-    """Raises LacksMemoryError if ``n_bytes`` are more than the memory available to this process.
+    """Raises LacksMemoryError if less than ``n_bytes`` of memory are available to this process.
 
-    what: the thing that needs them, in the plural. mend: what the user can do.
+    what: subject of the message, in the plural, as in "K and V of 512 tokens". mend: what the user
+    can do about it, as in "shorten the prompt".
     """
     available = available_memory()
     if available is not None and n_bytes > available:

@@ -1,6 +1,6 @@
-"""FASA's K and V of a layer: K is whole, or in two parts, dominant dims and others.
+"""The store of FASA's rows: K is whole, or split into dominant dims and all other dims.
 
-cpu/fasa/split.py describes the parts.
+cpu/fasa/split.py describes the two parts, Kdom and Krest.
 """
 
 import numpy as np
@@ -13,13 +13,13 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 
 
 class SplitStore(KVStore):
-    """K and V of one layer. While K is in two parts, ``dom`` is Kdom and ``k`` is Krest."""
+    """K and V of one layer. While K is split, ``dom`` is Kdom and ``k`` is Krest."""
 
     can_share_rows = False
 
     def __init__(self, spec: LayerSpec, dims: np.ndarray, n_dom: int) -> None:
-        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), the n_dom dominant ones first
-        self.dom: np.ndarray | None = None  # f16 as u16 (G, blocks, n_dom, 16); None: K is whole
+        self.dims, self._n_dom = dims, n_dom  # int32 (G, d), dominant dims first
+        self.dom: np.ndarray | None = None  # Kdom, u16 (G, blocks, n_dom, 16); None: K is whole
         super().__init__(spec)
 
     @property
@@ -28,7 +28,7 @@ class SplitStore(KVStore):
 
     @property
     def split_width(self) -> int:
-        """The elements of a key in two parts."""
+        """The number of elements of a key in Kdom and in Krest, padding included."""
         return self._n_dom + padded(self.k_type.d - self._n_dom)
 
     def reserve(self, n: int) -> None:
@@ -45,11 +45,11 @@ class SplitStore(KVStore):
 
     @property
     def halves(self) -> tuple[np.ndarray, np.ndarray]:
-        """K and V, or Krest and V, as kernels take them: f16 as u16."""
+        """``k`` and ``v`` viewed as u16, for kernels. While K is split, ``k`` is Krest."""
         return self.k.view(np.uint16), self.v.view(np.uint16)
 
     def split(self) -> np.ndarray:
-        """Splits K into two parts, unless it is split already; returns Kdom."""
+        """Splits K into Kdom and Krest unless it is split already. Returns Kdom."""
         if self.dom is not None:
             return self.dom
         n_rest = padded(self.k_type.d - self._n_dom)
@@ -60,19 +60,19 @@ class SplitStore(KVStore):
         return dom
 
     def join(self) -> None:
-        """Puts K together again, bit for bit, if it is split."""
+        """Makes K whole again, bit for bit, if it is split."""
         if self.dom is not None:
             k = self.whole_keys(self.capacity, padded(self.k_type.d))
             self._replace_keys(None, k)
 
     def _replace_keys(self, dom: np.ndarray | None, k: np.ndarray) -> None:
-        v = on_lines(self.v.shape, self.v.dtype)  # leaves the block of the old keys
+        v = on_lines(self.v.shape, self.v.dtype)  # a copy, so that the old keys become free
         v[...] = self.v
         layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
         self.dom, self.k, self.v, self.layout = dom, k, v, layout  # at once, as in KVStore
 
     def whole_keys(self, capacity: int, width: int) -> np.ndarray:
-        """Returns a copy of K, f16 (G, capacity, width), zeros from n and d on."""
+        """Returns a copy of whole K, f16 (G, capacity, width): zeros after n rows and d dims."""
         k = on_lines((len(self.dims), capacity, width), np.float16, zeros=True)
         if self.dom is None:
             k[:, : self.n, : self.k_type.d] = self.k[:, : self.n, : self.k_type.d]

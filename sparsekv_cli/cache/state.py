@@ -1,4 +1,4 @@
-"""The cache of a recurrent layer: a state of a fixed size, and copies of it for rewinds."""
+"""The cache of a recurrent layer: a state of a fixed size, and its copies at some lengths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
 from sparsekv_cli.cpu.recurrent.delta_net import LANES, STRETCH, delta_net
 
-DRAFT_BYTES = 8 << 20  # most bytes of copies of a layer's state for a draft
-STEP = 2048  # tokens between two checkpoints if no message ends there
+DRAFT_BYTES = 8 << 20  # the most bytes of copies of one layer's state during a draft
+STEP = 2048  # tokens between two checkpoints within a message
 
 
 class Recurrence(Protocol):
-    """The computation of a recurrent layer: rows and a state give output and the next state."""
+    """A recurrent layer's computation: from rows and a state to an output and the next state."""
 
     @property
     def n_out(self) -> int:
@@ -32,12 +32,15 @@ class Recurrence(Protocol):
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
-        """Writes the output (T, n_out) of T rows, in their type, to ``out``. Advances the state."""
+        """Writes the output of T rows to ``out`` (T, n_out), which has the rows' type.
+
+        The arrays of ``state`` are changed to the state after these rows.
+        """
 
 
 @dataclass(frozen=True)
 class GatedConvolution:
-    """LFM2's short convolutions; weight f32 (length, n)."""
+    """LFM2's short convolution. weight: f32 (length, n_out)."""
 
     weight: np.ndarray
 
@@ -64,7 +67,7 @@ class DeltaNet:
     a: np.ndarray
     norm: np.ndarray
     eps: float
-    d_k: int  # elements of a key head
+    d_k: int  # elements of one key head
 
     @property
     def n_out(self) -> int:
@@ -85,10 +88,11 @@ class DeltaNet:
 
 
 class Checkpoints:
-    """Copies of arrays, one set for a length of the sequence, at most ``most`` sets.
+    """Copies of a list of arrays at some lengths of the sequence: one set of copies a length.
 
-    If there are more, it drops the set with the closest neighbours, relative to their distance to
-    the newest set. The sets are therefore sparser towards the start. The newest one always stays.
+    At most ``most`` sets are kept. When there are more, the set with the closest neighbours is
+    dropped, relative to their distance from the newest set. Sets are therefore sparser towards the
+    start of the sequence. The newest set always stays.
     """
 
     def __init__(self, most: int) -> None:
@@ -125,14 +129,14 @@ class Checkpoints:
         return max((length for length in self._sets if length <= n), default=0)
 
     def restore(self, n: int, arrays: Sequence[np.ndarray]) -> None:
-        """Copies the set of length n into the arrays (0: zeros). Drops longer sets."""
+        """Copies the set of length n into ``arrays``; zeros if n = 0. Drops later sets."""
         for i, array in enumerate(arrays):
             array[:] = self._sets[n][i] if n else 0
         for length in [length for length in self._sets if length > n]:
             del self._sets[length]
 
     def _redundant(self) -> int:
-        """Returns the length whose set is dropped when there are too many."""
+        """Returns the length whose set is the next to be dropped."""
         lengths = [0, *self._sets]
         newest = lengths[-1]
         gaps = {
@@ -143,19 +147,19 @@ class Checkpoints:
 
 
 class _Before(NamedTuple):
-    """The state before a step."""
+    """The length and the state of a StateCache before a step."""
 
     n: int
     state: list[np.ndarray]
 
 
 class StateCache(BoundedCache):
-    """The state of one recurrent layer of one sequence, and checkpoints of it.
+    """The state of one recurrent layer of one sequence, and checkpoints of the state.
 
-    A sequence goes back to lengths that have a checkpoint. These lengths are the start and end of a
-    prefill, its ends of messages (``mark``), and every STEP tokens. At most ``spec.n_checkpoints``
-    of them are kept. The ledger does not count its steps. The state after a prompt has the same
-    bits wherever messages end in it.
+    A sequence can go back to lengths that have a checkpoint. These are the start and end of a
+    prefill, the ends of its messages (``mark``), and every STEP tokens. At most
+    ``spec.n_checkpoints`` of them are kept. The ledger counts only the bytes that steps read.
+    Checkpoints do not change the bits of the state after a prompt.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -178,7 +182,7 @@ class StateCache(BoundedCache):
         self._marks = set(lengths[-max(1, self.spec.n_checkpoints) :])
 
     def extend(self, x: Any) -> np.ndarray:
-        """Returns the output (T, n_out) of a chunk, of the type of its rows."""
+        """Adds the rows of a chunk. Returns its output (T, n_out) in the type of the rows."""
         if not self._is_prefilling:
             self._is_prefilling = True
             self._keep()
@@ -193,7 +197,7 @@ class StateCache(BoundedCache):
                 if start < mark < stop:
                     self._keep_ahead(x, first, mark)
             part = slice(start - first, stop - first)
-            self._n = stop  # first: an interrupted advance is then taken back
+            self._n = stop  # before the call, so that ``keep`` also undoes an interrupted advance
             self._advance(x, part, self._state, out[part])
             if stop in self._marks or stop % STEP == 0:
                 self._keep()
@@ -207,8 +211,8 @@ class StateCache(BoundedCache):
         self._keep()
 
     def decode(self, x: Any) -> np.ndarray:
-        """Returns the output f32 (1, n_out) of a row; valid until the next call."""
-        self._n += 1  # first, as in ``extend``
+        """Adds a row. Returns its output f32 (1, n_out), valid until the next call."""
+        self._n += 1  # before the call, as in ``extend``
         self._recurrence.advance(x, self._state, self._out, self.spec.n_threads)
         self.ledger.counts["bytes_read"] += self._n_bytes
         if self._n % STEP == 0:
@@ -216,9 +220,10 @@ class StateCache(BoundedCache):
         return self._out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends before a checkpoint, which cannot be undone.
+        """Returns how many of the next n rows one step can add. See StepContract (contracts.py).
 
-        DRAFT_BYTES limits its rows: each needs a copy of the state.
+        A draft must end before a checkpoint, because a checkpoint cannot be undone. Each row of a
+        draft needs a copy of the state, and DRAFT_BYTES limits these copies.
         """
         n, left = min(n, 1 + DRAFT_BYTES // self._n_bytes), STEP - self._n % STEP
         return n if left == 1 else min(n, left - 1)
@@ -238,7 +243,7 @@ class StateCache(BoundedCache):
         return n if n == self._n else self._checkpoints.latest(n)
 
     def truncate(self, n: int) -> int:
-        """Goes back to length n; returns n, or 0 if n has no checkpoint. See contracts.py."""
+        """Goes back to length n. Returns n, or 0 if n has no checkpoint. See StoreContract."""
         if n >= self._n:
             return self._n
         if n and n not in self._checkpoints:
@@ -264,7 +269,7 @@ class StateCache(BoundedCache):
     def _advance(
         self, x: StateInput, part: slice, state: Sequence[np.ndarray], out: np.ndarray
     ) -> None:
-        """Advances a state over some rows of a chunk."""
+        """Advances ``state`` over rows ``part`` of chunk x. Writes their output to ``out``."""
         rows = StateInput(x.rows[part], x.gates[part])
         self._recurrence.advance(rows, state, out, self.spec.n_threads)
 
@@ -273,9 +278,10 @@ class StateCache(BoundedCache):
             self._checkpoints.keep(self._n, self._state)
 
     def _keep_ahead(self, x: StateInput, first: int, n: int) -> None:
-        """Keeps the state of length n, which lies within a chunk that begins at ``first``.
+        """Keeps a checkpoint of length n. The chunk x begins at length ``first`` and contains n.
 
-        It advances a copy, because the chunk's own state must not be rounded at n.
+        A copy of the state advances to n. The state itself does not stop at n, because a stop would
+        change the rounding of later rows.
         """
         ahead = self._recurrence.new_state()
         for array, of in zip(ahead, self._state, strict=True):
@@ -286,6 +292,6 @@ class StateCache(BoundedCache):
 
 
 def _as_snapshot(state: Sequence[np.ndarray]) -> Snapshot:
-    """Returns the one or two arrays of a state as bytes (1, 1, bytes)."""
+    """Returns the one or two arrays of a state as two arrays of bytes, each (1, 1, bytes)."""
     arrays = [array.reshape(1, 1, -1).view(np.uint8) for array in state]
     return arrays[0], arrays[1] if len(arrays) > 1 else np.empty((1, 1, 0), np.uint8)

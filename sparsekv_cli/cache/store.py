@@ -1,8 +1,8 @@
 """K and V of one layer in memory, and the types of their rows: f16, q8_0, q5_1, q4_0.
 
-The quantised types take 8.5, 6 and 4.5 bits an element. 32 elements share a scale. Names and
-rounding are llama.cpp's. Rows are padded with zeros to whole vectors. cpu/attention/rows.py has the
-kernels' side of this.
+32 elements of a quantised row share a scale. So q8_0, q5_1 and q4_0 take 8.5, 6 and 4.5 bits an
+element. Their names and rounding are llama.cpp's. Rows are padded with zeros to whole vectors.
+cpu/attention/rows.py describes the rows as kernels see them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sparsekv_cli.cpu.jit.pointers import LINE, on_lines
 from sparsekv_cli.cpu.layer.hadamard import block_of, rotate_rows
 from sparsekv_cli.system.memory_file import PAGE, MemoryFile, Part
 
-LARGE = 16 << 20  # bytes from which the memory is checked first
+LARGE = 16 << 20  # bytes; for larger memory, ``reserve`` checks that it is available
 
 
 class RowType:
-    """Rows of d elements, padded to ``width``, as arrays (..., n_items) of ``dtype``.
+    """A type of rows of d elements. Rows are arrays (..., n_items) of ``dtype``.
 
-    kind: the number of the type in cpu/attention/rows.py. Rows of q4_0 are stored rotated
-    (cpu/layer/hadamard.py): kernels that read them take rotated queries, and give rotated sums of
-    values.
+    kind: the number of the type in cpu/attention/rows.py. width: d padded to whole vectors. Rows of
+    q4_0 are stored rotated (cpu/layer/hadamard.py). Kernels that read them need rotated queries and
+    return rotated sums of values.
     """
 
     def __init__(self, kind: int, d: int) -> None:
@@ -43,7 +43,7 @@ class RowType:
     def write(self, target: np.ndarray, x: np.ndarray, n_threads: int = 1) -> None:
         """Stores x (heads, T, d), f32 or bf16, as rows in ``target`` (heads, T, n_items).
 
-        bf16 is as in cpu/jit/floats.py. Raises ValueError for another shape.
+        bf16 is an array as in cpu/jit/floats.py. Raises ValueError if the shapes do not fit.
         """
         from sparsekv_cli.cpu.layer.prefill import store_rows
 
@@ -53,17 +53,20 @@ class RowType:
         store_rows(given, self.kind, at, *target.strides[:2], self.width, n_threads)
 
     def read(self, stored: np.ndarray) -> np.ndarray:
-        """Returns rows of this type as (..., width): f16 (the same memory) or f32."""
+        """Returns the elements of ``stored`` (..., n_items) as f16 or f32 (..., width).
+
+        f16 rows are returned as they are, without a copy.
+        """
         if self.kind == rows.F16:
             return stored
         return self.rotated(rows.dequantize_rows_ref(stored, self.width, self.kind))
 
     def elements(self, stored: np.ndarray) -> np.ndarray:
-        """Returns the elements of rows of this type, f32 (..., d), without padding."""
+        """Returns the elements of ``stored`` without padding, f32 (..., d)."""
         return self.read(stored)[..., : self.d].astype(np.float32)
 
     def rotated(self, x: np.ndarray, n_threads: int = 1) -> np.ndarray:
-        """Returns x (..., >= d) rotated, of x's type; x itself if rows of this type are not."""
+        """Returns x (..., >= d) rotated, in x's type; x itself if this type is not rotated."""
         if not self.rotates:
             return x
         turned = as_f32(x).copy()
@@ -71,19 +74,19 @@ class RowType:
         return as_type_of(x, turned)
 
 
-ROTATED = (rows.Q4_0,)  # types that gain from it: docs/methods.md
+ROTATED = (rows.Q4_0,)  # types whose error is smaller with rotated rows: docs/methods.md
 
 
 class Prefix:
     """The first n rows of a layer, in memory that several stores read.
 
-    They fill whole pages (``n_whole`` of the store).
+    The rows fill whole pages: n is a result of ``KVStore.n_whole``.
     """
 
     def __init__(self, store: KVStore, n: int, file: MemoryFile, start: int) -> None:
-        """Copies the rows of ``store`` into ``file``, from byte ``start`` on."""
+        """Copies the first n rows of ``store`` into ``file``, from byte ``start`` on."""
         self.n, self.file = n, file
-        self.starts = list[tuple[int, ...]]()  # for K and for V: the byte of each kv head
+        self.starts = list[tuple[int, ...]]()  # for K and for V: first byte of each kv head
         self.users: weakref.WeakSet[KVStore] = weakref.WeakSet()
         for of_heads in (store.k, store.v):
             n_bytes = n * row_bytes_of(of_heads)
@@ -94,17 +97,18 @@ class Prefix:
 
 
 def row_bytes_of(x: np.ndarray) -> int:
-    """Returns the bytes of a row of K or V."""
+    """Returns the bytes of one row of x, which is the K or V (G, capacity, n_items) of a store."""
     return x.shape[2] * x.itemsize
 
 
 class KVStore:
-    """K and V of one layer in host memory: (G, capacity, row), growing in steps.
+    """K and V of one layer in host memory: arrays (G, capacity, n_items) that grow in steps.
 
-    k, v: rows of the types that ``spec`` names. layout: where they are, int64 (8,), as kernels
-    take it (cpu/attention/rows.py). is_shared: whether the rows are another store's.
-    can_share_rows: whether other stores may read the rows in this store's memory. prefix: the
-    memory of the first ``n_prefix`` rows, which other stores also read, or None.
+    k, v: the rows, of the types that ``spec`` names. n: the number of rows in use. layout: int64
+    (8,), the places of the rows for kernels (cpu/attention/rows.py). is_shared: whether the rows
+    are in another layer's store. can_share_rows: whether other stores may read the rows in this
+    store's memory. prefix: memory with the first ``n_prefix`` rows, which other stores also read,
+    or None.
     """
 
     is_shared = False
@@ -131,28 +135,31 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory. A prefix is divided among its stores."""
+        """Bytes of the store's memory. Stores that read one prefix count equal shares of it."""
         return self.k.nbytes + self.v.nbytes - self.n_spared
 
     @property
     def n_spared(self) -> int:
-        """Bytes of the prefix that count in other stores."""
+        """Bytes of the prefix that other stores count."""
         if self.prefix is None:
             return 0
         n_bytes = self.prefix_bytes(self.n_prefix)
         return n_bytes - n_bytes // len(self.prefix.users)
 
     def prefix_bytes(self, n: int) -> int:
-        """Returns the bytes of n rows that stores share."""
+        """Returns the bytes of n rows of K and V in all kv heads."""
         return n * self.row_bytes * len(self.k)
 
     @property
     def owner(self) -> int:
-        """A number that is equal for stores with a common prefix."""
+        """A number that is equal for two stores if they read the same prefix."""
         return id(self if self.prefix is None else self.prefix)
 
     def n_whole(self, n: int) -> int:
-        """Returns the most rows, at most n, that fill whole pages of K and of V."""
+        """Returns the largest number of rows, at most n, that fills whole pages of K and of V.
+
+        With rows of 256 bytes and pages of 4096 bytes, n_whole(100) is 96.
+        """
         least = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes_of(x)) for x in (self.k, self.v)))
         return n // least * least
 
@@ -162,18 +169,25 @@ class KVStore:
         return row_bytes_of(self.k) + row_bytes_of(self.v)
 
     def reserve(self, n: int) -> None:
-        """Makes room for ``n`` rows: exactly n at first, later at least an eighth more."""
+        """Makes room for ``n`` rows: exactly n if the store is empty, else at least an eighth more.
+
+        Raises LacksMemoryError if a large store cannot grow.
+        """
         if n <= self.capacity:
             return
         capacity = n if self.n == 0 else max(n, self.capacity + self.capacity // 8 + 256)
         n_bytes = capacity * self.row_bytes * len(self.k)
-        if self.n and n_bytes >= LARGE:  # the old rows stay until they are copied
+        if self.n and n_bytes >= LARGE:  # old and new memory exist together until the copy ends
             what = f"K and V of {capacity} tokens in a layer"
             check_memory(what, n_bytes, "begin again with fewer tokens")
         self._move(capacity)
 
     def read_prefix(self, prefix: Prefix, n: int, capacity: int) -> None:
-        """Reads the first n rows from ``prefix``, n of ``n_whole``. The store has them, or none."""
+        """Reads the first n rows in the memory of ``prefix`` from now on.
+
+        n is a result of ``n_whole``. The store must have these rows already or be empty. capacity:
+        the number of rows to make room for.
+        """
         self.prefix, self.n_prefix, self.n = prefix, n, max(n, self.n)
         prefix.users.add(self)
         self._move(max(capacity, self.n))
@@ -181,7 +195,7 @@ class KVStore:
     def _move(self, capacity: int) -> None:
         """Moves the rows to memory for ``capacity`` rows. The prefix is not copied."""
         old, n_kv_head, first = (self.k, self.v), len(self.k), self.n_prefix
-        n_bytes = [capacity * row_bytes_of(x) for x in old]  # of a kv head
+        n_bytes = [capacity * row_bytes_of(x) for x in old]  # bytes of one kv head's K and V
         if self.prefix is None:
             # In one piece: numpy asks for huge pages from 4 MB on. With small pages, gathering rows
             # costs lfps 5% of a token at 8192 rows.
@@ -210,19 +224,22 @@ class KVStore:
         self._use(*moved)
 
     def _use(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Takes other arrays, at once: a thread may be writing the rows to disk."""
+        """Replaces the arrays in one statement: another thread may be writing rows to disk."""
         layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
         self.k, self.v, self.layout = k, v, layout
 
     def append(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Adds T rows: k (G, T, d), v (G, T, d_v) as ``RowType.write`` takes them."""
+        """Adds T rows: k (G, T, d) and v (G, T, d_v), f32 or bf16 as in ``RowType.write``."""
         n_new = k.shape[1]
         self.reserve(self.n + n_new)
         self.write(slice(self.n, self.n + n_new), k, v)
         self.n += n_new
 
     def write(self, at: np.ndarray | slice, k: np.ndarray, v: np.ndarray) -> None:
-        """Stores rows as ``append`` does, at T positions below ``capacity``; ``n`` stays."""
+        """Writes T rows to the places ``at``, all below ``capacity``. ``n`` stays as it is.
+
+        at: a slice, or int (T,). k (G, T, d) and v (G, T, d_v) are as in ``append``.
+        """
         for held, of_type, x in ((self.k, self.k_type, k), (self.v, self.v_type, v)):
             if isinstance(at, slice):
                 of_type.write(held[:, at], x, self._n_threads)
@@ -232,31 +249,31 @@ class KVStore:
                 held[:, at] = new
 
     def append_row(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Adds the row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
+        """Adds one row of a decode step: f32 k (G, 1, padded d), v (G, 1, padded d_v)."""
         self.append_rows(k[None, :, 0], v[None, :, 0])
 
     def append_rows(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Adds the rows of a decode step: f32 k (T, G, padded d), v (T, G, padded d_v)."""
+        """Adds T rows of a decode step: f32 k (T, G, padded d), v (T, G, padded d_v)."""
         self.reserve(self.n + len(k))
         k, v = self.k_type.rotated(k), self.v_type.rotated(v)
         decode.append_rows(k, v, self.layout, self.n)
         self.n += len(k)
 
     def keys(self) -> np.ndarray:
-        """Returns the rows of K as they are read, f16 or f32 (G, n, padded d)."""
+        """Returns the elements of all n rows of K, f16 or f32 (G, n, padded d)."""
         return self.k_type.read(self.k[:, : self.n])
 
     def values(self) -> np.ndarray:
-        """Returns the same of V."""
+        """Returns the elements of all n rows of V, f16 or f32 (G, n, padded d_v)."""
         return self.v_type.read(self.v[:, : self.n])
 
     def truncate(self, n: int) -> None:
         self.n = min(self.n, n)
-        if self.n < self.n_prefix:  # later rows go to this store's own pages
+        if self.n < self.n_prefix:  # later rows go to pages that only this store has
             self.n_prefix = self.n_whole(self.n)
 
     def copy(self, n: int, n_room: int = 0) -> KVStore:
-        """Returns a store with the first n rows, and room for ``n_room`` more."""
+        """Returns a store with copies of the first n rows, and room for ``n_room`` more."""
         new = copy.copy(self)
         new.prefix, new.n_prefix = None, 0
         new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0

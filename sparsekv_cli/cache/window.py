@@ -1,4 +1,4 @@
-"""The cache of a window layer: a step attends to all of the last rows of a sequence."""
+"""The cache of a window layer: a step attends to the last ``spec.window`` rows of a sequence."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from sparsekv_cli.cache.store import KVStore
 
 
 class _Place(NamedTuple):
-    """Where the rows lie before a step: fields of WindowCache."""
+    """The fields of a WindowCache before a step that may move its rows."""
 
     first: int
     marks: dict[int, tuple[int, KVStore] | None]
 
 
 class WindowCache(BoundedCache):
-    """Keeps the window's rows and a few more; when their memory is full, they move to its start.
+    """Stores the window's rows and up to ``N_SPARE`` rows before them.
 
-    ``store`` holds the sequence's rows from ``first`` on. A sequence can go back by ``N_SPARE``
-    rows. It can also go back to the start and end of its last prefill: those rows are copied before
-    they are dropped. Only the bytes that its steps read are counted.
+    When the memory is full, the rows that stay move to its start. ``store`` has the sequence's rows
+    from position ``first`` on. A sequence can go back by ``N_SPARE`` rows, and to the start and end
+    of its last prefill. The rows for these two lengths are copied before they are dropped. The
+    ledger counts only the bytes that steps read.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -87,7 +88,7 @@ class WindowCache(BoundedCache):
         return max((mark for mark in self._marks if mark <= n), default=0)
 
     def truncate(self, n: int) -> int:
-        """See LayerCache. Returns 0 if rows of the window were dropped."""
+        """See StoreContract (contracts.py). Returns 0 if rows of the window before n are lost."""
         if n >= self.n:
             return self.n
         if not self._has_rows_of(n):
@@ -129,27 +130,30 @@ class WindowCache(BoundedCache):
         return window_rows(self.spec.window)
 
     def _rows_of(self, n: int) -> range:
-        """Returns the positions below n to which the query at n attends."""
+        """Returns the positions before n to which the query at position n attends."""
         return range(max(0, n - self.spec.window + 1), n)
 
     def _has_rows_of(self, n: int) -> bool:
-        """Returns whether ``store`` has the rows of ``_rows_of``."""
+        """Returns whether ``store`` has all rows that the query at position n needs."""
         return self._rows_of(n).start >= self.first
 
     def _rows_to_keep(self) -> range:
-        """Returns the positions that stay when rows move."""
+        """Returns the positions of the rows that stay when rows move."""
         start = max(self.first, self._rows_of(self.n).start - N_SPARE)
         return range(start, self.n)
 
     def _make_room(self, n_new: int) -> None:
-        """Makes room for new rows. Drops rows before the window if necessary."""
+        """Makes room for ``n_new`` rows. Drops rows before the window if necessary."""
         if self.store.n + n_new <= max(self._capacity, self.store.capacity):
             return
         kept = self._rows_to_keep()
         self._move(kept, max(self._capacity, len(kept) + n_new))
 
     def _move(self, kept: range, n_room: int) -> None:
-        """Keeps these positions, in memory for ``n_room`` rows, and the rows of the marks."""
+        """Moves the rows at positions ``kept`` to memory for ``n_room`` rows, and drops the others.
+
+        Before that it copies dropped rows that a length in ``_marks`` needs.
+        """
         for mark, rows in self._marks.items():
             needed = self._rows_of(mark)
             if rows is None and needed.start < kept.start:
@@ -158,7 +162,10 @@ class WindowCache(BoundedCache):
 
 
 def _cut(store: KVStore, first: int, kept: range, n_room: int = 0) -> KVStore:
-    """Returns a store with the rows ``kept`` of a store that begins at ``first``."""
+    """Returns a store with copies of the rows at positions ``kept``.
+
+    store: its first row has position ``first``. n_room: the least capacity of the new store.
+    """
     new = copy.copy(store)
     rows = slice(kept.start - first, kept.stop - first)
     k, v = store.k[:, rows], store.v[:, rows]
