@@ -32,7 +32,7 @@ METHODS = {
 
 
 def method_class(name: str) -> type[Method]:
-    """Returns the class of a method. Raises ValueError, which lists the names."""
+    """Returns the class of a method. Raises ValueError for an unknown name and lists the names."""
     if name not in METHODS:
         close = did_you_mean(name, METHODS)
         raise ValueError(f"unknown method {name!r}{close}: choose from {', '.join(METHODS)}")
@@ -46,11 +46,12 @@ def calibrated_methods() -> list[str]:
 
 
 def build_method(name: str, options: Mapping[str, str], **named: str | None) -> Method:
-    """Returns the method ``name`` with the options of a command line, whose values are texts.
+    """Returns the method ``name`` with options of a command line, whose values are texts.
 
-    options: those of ``-o``, such as {"page": "16"}. named: those with their own flag, such as
-    budget="512"; None: the flag is not given. ``preset`` is applied first, and other options
-    override its values. An option may have its old name: a FutureWarning then tells the new one.
+    options: the options given with ``-o``, such as {"page": "16"}. named: the options with a flag
+    of their own, such as budget="512"; None: the flag is not given. ``preset`` is applied first,
+    and other options override its values. If an option has an old name, a FutureWarning tells the
+    new name.
 
     Raises ValueError for a wrong option or value. The error lists the options.
     """
@@ -89,7 +90,7 @@ def _parse(declared: Field[Any], text: str) -> Any:
 
 
 def stated_options(method: Method) -> dict[str, str]:
-    """Returns the options that are not the defaults, for ``build_method``."""
+    """Returns the options whose values are not the defaults, as texts for ``build_method``."""
     stated = {}
     for name, declared in options_of(method).items():
         value = getattr(method, name)
@@ -100,13 +101,13 @@ def stated_options(method: Method) -> dict[str, str]:
 
 
 def spec_of(method: Method) -> str:
-    """Returns the method in the command line's syntax: ``quest:budget=2%``."""
+    """Returns the method with its stated options as on a command line: ``quest:budget=2%``."""
     options = ";".join(f"{key}={text}" for key, text in stated_options(method).items())
     return f"{method.name}:{options}" if options else method.name
 
 
 def describe_methods() -> list[dict[str, Any]]:
-    """Returns name, paper, summary, use, needs and options of all methods, for people and JSON."""
+    """Returns all methods for JSON: name, paper, summary, use, needs, cache types and options."""
     described = []
     for name in METHODS:
         cls = method_class(name)
@@ -125,7 +126,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def _describe(declared: Field[Any]) -> dict[str, Any]:
-    """Returns an option's name, type, default and help, and its choices or bounds, if any."""
+    """Returns an option's name, type, default, help and allowed values."""
     default = declared.default
     if isinstance(default, (Budget, tuple)):
         default = str(default) if isinstance(default, Budget) else list(default)

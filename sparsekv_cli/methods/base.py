@@ -1,4 +1,4 @@
-"""The base of the KV-cache methods: a method's options, and the caches that it makes for layers."""
+"""The base class of the methods: a method has options and makes a cache for each layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _CACHE_TYPE_HELP = "type of {} in the cache; fasa, sals, freekv and faedkv: f16 
 class Method(ABC):
     """An immutable KV-cache method; its fields are its options (sparsekv_cli/settings/option.py).
 
-    If options depend on each other, a method checks that in its own __post_init__, after calling
-    this one.
+    A method whose options depend on each other checks them in its own ``__post_init__``. It first
+    calls the ``__post_init__`` of this class.
     """
 
     paper: ClassVar[str]
@@ -37,25 +37,25 @@ class Method(ABC):
     use: ClassVar[str]  # when to use it, by the tables of docs/benchmarks.md
     needs: ClassVar[str] = ""  # a requirement, such as a calibration
     cache_types: ClassVar[tuple[str, ...]] = tuple(CACHE_TYPES)  # types of K and V that it can read
-    holds_all_rows: ClassVar[bool] = True  # whether it keeps all rows unchanged
-    # module:class of its cache on a GPU, in device/. A method without one keeps its rows on the
-    # host.
+    holds_all_rows: ClassVar[bool] = True  # False: it drops or changes rows
+    # module:class in device/methods/ of its cache on a GPU. A method without one keeps its rows on
+    # the host.
     device_cache: ClassVar[str] = ""
-    # module:class of its own HostCache for sparse layers, if it has one.
+    # module:class of its own HostCache for sparse layers; empty: it uses HostCache.
     host_cache: ClassVar[str] = ""
-    # The work of each query head in a sparse step, in rows of a dense step (depth.py). 0 for a
-    # method that is never sparse, or that does not keep all rows.
+    # How many rows a dense step reads in the time of one query head's work in a sparse step
+    # (depth.py). 0: the method is never sparse, or does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
-    # Values of options by the name of a preset. The user's options replace them.
+    # The option values of each preset, by name. Options that the user gives override them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    renamed: ClassVar[dict[str, str]] = {}  # old names of options, and their names now
+    renamed: ClassVar[dict[str, str]] = {}  # old names of options -> their present names
 
     dense_layers: tuple[int, ...] = option((0, 1), DENSE_HELP)
     cache_type_k: str = option("f16", _CACHE_TYPE_HELP.format("K"), choices=CACHE_TYPES)
     cache_type_v: str = option("f16", _CACHE_TYPE_HELP.format("V"), choices=CACHE_TYPES)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a wrong value, or a type of rows that the method cannot read."""
+        """Raises ValueError for a wrong value or for a type of rows that the method cannot read."""
         check_options(self)
         for key in ("cache_type_k", "cache_type_v"):
             value = getattr(self, key)
@@ -67,12 +67,12 @@ class Method(ABC):
 
     @property
     def n_queried(self) -> int | None:
-        """The last tokens of a prompt whose queries the method needs; None means all tokens."""
+        """How many of a prompt's last tokens need queries; None: all tokens."""
         return 0
 
     @property
     def name(self) -> str:
-        """The name on the command line. It is also the name of the method's file in methods/."""
+        """The name on the command line, and of the method's file in methods/."""
         return type(self).__module__.rpartition(".")[2]
 
     @property
@@ -85,10 +85,11 @@ class Method(ABC):
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Returns whether the layer is dense, by default, by the user's choice or by its kind.
+        """Returns whether the layer attends to all rows.
 
-        The user names layers by their numbers in the model. The default names the first or last
-        full layers.
+        A layer that is not full does. The user's ``dense_layers`` are numbers of layers of the
+        model. The default ``dense_layers`` count full layers only: (0, -1) are the first and the
+        last full layer.
         """
         at, n = spec.layer, spec.n_layer
         if spec.n_full and self.dense_layers == type(self).dense_layers:
@@ -96,9 +97,9 @@ class Method(ABC):
         return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
     def check_layers(self, kinds: Sequence[str]) -> None:
-        """Raises SparseKVError for a layer that the user names and no method changes.
+        """Raises SparseKVError if the user's ``dense_layers`` names a missing or a non-full layer.
 
-        kinds: the kinds of the model's layers.
+        kinds: the kind of each layer of the model.
         """
         if self.dense_layers == type(self).dense_layers:
             return
@@ -117,10 +118,10 @@ class Method(ABC):
                 )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the cache of one layer.
+        """Returns a new cache of one layer: of its kind, dense, or the method's sparse cache.
 
         A layer that is not of the kind FULL has the cache of its kind. A FULL layer has a dense
-        cache if ``is_dense`` says so, else the method's own sparse cache.
+        cache if ``is_dense`` says so.
         """
         spec = self.layer_spec(spec)
         if spec.kind != FULL:
@@ -129,34 +130,34 @@ class Method(ABC):
         return make(spec)
 
     def dense_layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the host's cache of a dense layer. A method may have its own class."""
+        """Returns a new cache of a dense layer on the host. A method may use its own class."""
         return DenseCache(spec)
 
     @abstractmethod
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
-        """Returns the method's own cache of one layer."""
+        """Returns a new cache of a sparse layer on the host."""
 
     def used(self) -> Sequence[Method]:
-        """Returns the methods whose kernels this one calls, so that they are compiled too."""
+        """Returns other methods whose kernels this method calls. Their kernels are compiled too."""
         return ()
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Returns arrays (n_layer, ...) by name; ``spec.calibration`` has each layer's part.
+        """Returns the arrays of a calibration by name, each (n_layer, ...).
 
-        Called for methods whose ``needs`` is CALIBRATION. The arrays must not depend on the
-        method's options, because one sidecar serves all of them.
+        ``spec.calibration`` later has row i of each array for layer i. Called for methods whose
+        ``needs`` is CALIBRATION. The arrays must not depend on the method's options, because all
+        options use the same file.
         """
         raise NotImplementedError
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-        """Returns the shapes and types that the arrays of ``calibrate`` must have for these layers,
-        by name.
+        """Returns, by name, the shape and type that ``calibrate`` must give each of its arrays.
 
-        A file with other arrays is refused before use.
+        specs: the model's layers. A file with other arrays is refused before use.
         """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Returns the options as JSON-able values."""
+        """Returns the options with values that JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Budget) else v for k, v in values.items()}

@@ -24,8 +24,9 @@ Departures; docs/methods.md has their reasons and figures:
 (5) ``allocation=layers`` gives each layer its own share. It covers all layers, so none is dense by
     default. Layers that the user makes dense do not count.
 (6) A share of 100% transforms nothing.
-(7) Additive segments have lengths that suit an FFT. Up to a block of tokens waits, exact.
-(8) Half of the rows that the study scores repeat a passage of the prefix.
+(7) Additive segments have lengths that suit an FFT. Aged tokens stay exact until a block of them,
+    or 8 of them (additive), can be transformed.
+(8) In half of the rows that the study scores, the text repeats a passage of the prefix.
 ``preset=paper``: ppl, uniform, additive.
 """
 
@@ -50,8 +51,8 @@ from sparsekv_cli.settings.option import option
 
 SINKS, RECENT = 10, 50  # paper, section 5.1
 MOST = 1 << 20  # exact rows
-LONG = 512  # with at least so many tokens left, an additive basis takes all of them
-AGED_TOGETHER = 8  # tokens of an additive update, which reads and writes coefficients once
+LONG = 512  # from so many aged tokens on, one additive basis takes all of them
+AGED_TOGETHER = 8  # tokens of one additive update, which reads and writes all coefficients once
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class FAEDKV(Method):
         return FAEDKVCache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Runs the ablation study, always with the paper's numbers of exact rows."""
+        """Runs the ablation study, always with the paper's numbers of sinks and recent tokens."""
         return study_frequencies(run, SINKS, RECENT)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
@@ -103,17 +104,20 @@ class FAEDKV(Method):
 
 
 class _Start(NamedTuple):
-    """The state of a cache at the end of a prefill of n rows."""
+    """The state of a cache at the end of a prefill of n rows, to which ``truncate`` can go back."""
 
     n: int
     n_exact: int
     share: float
     rows: KVStore | None = None  # a copy of the exact rows; None: they are still in ``store``
-    mark: Mark | None = None  # of the spectrum, if there was one
+    mark: Mark | None = None  # mark of the spectrum; None: there was no spectrum
 
 
 class FAEDKVCache(LayerCache):
-    """Exact rows in ``store`` (sinks, then waiting and recent ones); a spectrum of the others."""
+    """The rows of one layer: exact rows in ``store``, all others as coefficients in ``spectrum``.
+
+    ``store`` has the sinks, then rows that wait for their transform, then the recent rows.
+    """
 
     attends_to_some = False
     queries_read = 0
@@ -122,13 +126,13 @@ class FAEDKVCache(LayerCache):
         super().__init__(spec)
         self.method = method
         self._importance = spec.calibration[f"imp_{method.importance}"]  # (C,)
-        self._share = method.budget.share or 0.0  # r of this layer; 0: unknown
+        self._share = method.budget.share or 0.0  # r of this layer; 0: not known yet
         if self._share and method.allocation == "layers":
             self._share = self._share_of_layer(self._share)
         self.spectrum: Spectrum | BlockSpectrum | None = None  # None: all rows are exact
         self._whole: KVStore | None = None  # all rows, in a prefill after a spectrum exists
         self._expected = 0  # rows that ``reserve`` announced
-        self._n_absorbed = 0  # rows when the spectrum last changed
+        self._n_absorbed = 0  # rows of the sequence when the spectrum last changed
         self._start = _Start(0, 0, self._share)
 
     def _share_of_layer(self, share: float) -> float:
@@ -148,7 +152,7 @@ class FAEDKVCache(LayerCache):
     # --- prefill ------------------------------------------------------------------------------
 
     def extend(self, x: AttnInput) -> Any:
-        """See LayerCache.extend. Tokens in the spectrum take part as their reconstruction."""
+        """See PrefillContract. For rows in the spectrum, the store has their reconstruction."""
         if self.spectrum is None:
             return super().extend(x)
         if self._whole is None:
@@ -157,7 +161,10 @@ class FAEDKVCache(LayerCache):
         return self._whole
 
     def _reconstructed(self, spectrum: Spectrum | BlockSpectrum) -> KVStore:
-        """Returns a store of all rows in the time domain, with room for the announced rows."""
+        """Returns a store with all rows: exact ones, and those reconstructed from the spectrum.
+
+        It has room for the rows that ``reserve`` announced.
+        """
         whole, n_sinks = KVStore(self.spec), self.method.sinks
         whole.reserve(max(self.n, self._expected))
         first_exact = n_sinks + spectrum.n_tokens
@@ -181,7 +188,7 @@ class FAEDKVCache(LayerCache):
     # --- aging --------------------------------------------------------------------------------
 
     def _absorb(self, rows: KVStore, first: int) -> None:
-        """Moves aged rows into the spectrum, and keeps the other exact rows in ``store``.
+        """Moves aged rows from ``rows`` into the spectrum. The other exact rows go to ``store``.
 
         first: the first row of ``rows`` that is neither a sink nor in the spectrum.
         """
@@ -209,7 +216,10 @@ class FAEDKVCache(LayerCache):
         return self.method.block if self.method.update == "block" else AGED_TOGETHER
 
     def _transform(self, rows: KVStore, first: int, n_aged: int) -> int:
-        """Transforms as many of the n_aged rows from ``first`` on as it can. Returns how many."""
+        """Moves some of the n_aged rows from ``first`` on into the spectrum. Returns their number.
+
+        In block mode these are whole blocks: with n_aged = 300 and blocks of 128, it returns 256.
+        """
         block = self.method.block
         if n_aged < self._most_waiting() or not self._may_transform(n_aged):
             return 0
@@ -246,10 +256,13 @@ class FAEDKVCache(LayerCache):
         return kind(self.spec.n_head_kv, *widths, self._basis(self.method.block))
 
     def _may_transform(self, n_aged: int) -> bool:
-        """Returns whether to leave out frequencies. Turns a budget in tokens into a share."""
+        """Returns whether the layer's share of frequencies is below 1: then rows are transformed.
+
+        A budget in tokens becomes a share here, once there are twice as many aged rows.
+        """
         tokens = self.method.budget.tokens
         if tokens is not None and not self._share:
-            if n_aged < 2 * tokens:  # otherwise a share near 1 would be kept for good
+            if n_aged < 2 * tokens:  # with fewer rows the share would stay near 1
                 return False
             self._share = tokens / n_aged
             if self.method.allocation == "layers":
@@ -279,7 +292,7 @@ class FAEDKVCache(LayerCache):
         return out
 
     def most_rows(self, n: int) -> int:
-        """See LayerCache. A draft ends before a transform, which cannot be taken back."""
+        """See StepContract. A draft ends before a transform, which cannot be undone."""
         method, least = self.method, self._most_waiting()
         if self._share >= 1:
             return n
@@ -289,7 +302,7 @@ class FAEDKVCache(LayerCache):
         return 1 if n_aged >= least else min(n, least - n_aged)
 
     def truncate(self, n: int) -> int:
-        """Also goes back over rows that came after the last transform."""
+        """See StoreContract. It can also go back to lengths after the last transform."""
         self._whole = None
         start = self._start
         if 0 < n == start.n:
@@ -304,7 +317,7 @@ class FAEDKVCache(LayerCache):
         return self.n
 
     def _restart(self, rows: KVStore, mark: Mark | None) -> None:
-        """Goes back to the end of the last prefill, with the rows and the spectrum kept there."""
+        """Goes back to the end of the last prefill. rows, mark: its exact rows and its spectrum."""
         self.store, self._n_absorbed = rows, self._start.n
         if mark is None:
             self.spectrum = None
@@ -337,6 +350,6 @@ class FAEDKVCache(LayerCache):
 
 
 def _floats(rows: KVStore, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ``count`` rows of K and V from ``first`` on, f32."""
+    """Returns K and V of ``count`` rows from ``first`` on, f32 (G, count, width)."""
     k, v = (each[:, first : first + count].astype(np.float32) for each in (rows.k, rows.v))
     return k, v

@@ -86,18 +86,24 @@ class FASA(Method):
     variant: str = option("c", "m: V and most of K stay on a GPU's host", choices=("c", "m"))
 
     def is_dense_at(self, n: int) -> bool:
-        """Returns whether the budget covers a context of n rows."""
+        """Returns whether a step attends to all rows of a context of n rows."""
         return n <= self.budget.rows(n)
 
     def forced(self, n_fac: int) -> tuple[int, int]:
-        """Returns how many first and last rows are always among a head's n_fac rows."""
+        """Returns (first, last): how many first and last rows each head always attends to.
+
+        n_fac: the rows that a head attends to, these included.
+        """
         if self.force == "none":
             return 0, 0
         n_recent = min(N_RECENT, max(1, n_fac // 2))
         return min(N_SINKS, n_fac - n_recent), n_recent
 
     def dominant_dims(self, spec: LayerSpec) -> tuple[np.ndarray, int]:
-        """Returns a layer's dims, int32 (G, d), dominant ones first, and the number of these."""
+        """Returns a layer's dims, int32 (G, d), dominant ones first, and how many are dominant.
+
+        Raises SparseKVError if the calibration does not fit the layer, or n_tip is too large.
+        """
         n_chunk = spec.n_chunk
         rank = spec.calibration[f"dom_{self.metric}"][: spec.n_head_kv, :n_chunk]  # (G, C)
         if rank.shape[1] != n_chunk or (np.sort(rank) != np.arange(n_chunk)).any():
@@ -114,7 +120,7 @@ class FASA(Method):
         return FASACache(spec, self)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Returns the values of chunks and a layer's loss with few of them, for any options."""
+        """Returns each layer's ranks of chunks and its loss with few chunks, for any options."""
         return study_chunks(run, FASA().is_dense)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
@@ -122,7 +128,7 @@ class FASA(Method):
 
 
 class FASACache(LayerCache):
-    """The split K, and V, of one layer."""
+    """The rows of one layer. K is split into dominant and other dims while steps are sparse."""
 
     store: SplitStore
     queries_read = 0
@@ -150,7 +156,7 @@ class FASACache(LayerCache):
         n = store.n + 1
         n_fac = self.method.budget.rows(n)
         if self.method.is_dense_at(n):
-            store.join()  # a rewind may have made a split context this short
+            store.join()  # after a rewind a short context may be split
             store.append_row(x.k, x.v)
             return self.attend_all(x.q)
         store.reserve(n)
@@ -187,11 +193,11 @@ class FASACache(LayerCache):
         return rows + 2 * self.spec.n_head_kv * n * more
 
     def memory(self) -> Memory:
-        """With variant m, Kdom counts as device memory, and Krest and V count as host memory.
+        """Returns the bytes of Kdom, Krest and V: with variant m, Kdom counts as device memory.
 
-        On a CPU all of it is host memory. bytes_moved counts Krest and V of the rows that a step
-        attends to, once a kv head. device/methods/fasa.py keeps some of them on the device. A
-        context within N_fac counts as device memory as a whole.
+        Krest and V then count as host memory, although on a CPU all is host memory. If K is whole,
+        all rows count as device memory. bytes_moved counts Krest and V of the rows that a step
+        attends to, once a kv head. device/methods/fasa.py keeps some of these rows on the device.
         """
         store = self.store
         if self.method.variant == "c":

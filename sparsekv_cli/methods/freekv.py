@@ -1,8 +1,8 @@
 """FreeKV: "Boosting KV Cache Retrieval for Efficient LLM Inference" (Liu et al.).
 
 Attention reads sinks, a window and a few pages between them. The query of the previous step chooses
-the pages, so that they are fetched a step ahead. If a query differs much from the previous one, its
-kv head chooses again with the new query. A pool has all pages.
+the pages, so that they are copied to the device a step ahead. If a query differs much from the
+previous one, its kv head chooses again with the new query. A pool on the host has all pages.
 
 | paper | here |
 |---|---|
@@ -21,7 +21,7 @@ Departures; docs/methods.md has their reasons and figures:
 (3) Recalled pages stay in an LRU cache of twice the pages that are chosen.
 (4) A recall converts as it copies, without the paper's two buffers. On a CPU the pool is the store
     of all rows. A step writes its row there, and a prompt is extended where it lies.
-(5) Without a core to spare (``overlap``) nothing is done ahead; the results are the same.
+(5) Without a core to spare (``overlap``) no page is chosen ahead; the results are the same.
 (6) On a CPU, pages are summarised again in groups of 8. If the best groups hold less than half of
     the pages, only their pages are scored (``groups``).
 (7) Sinks and window take a quarter of the budget each at most.
@@ -63,15 +63,15 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 from sparsekv_cli.system.work import usable_cores
 
-MOST = 1 << 30  # largest size that an option takes
+MOST = 1 << 30  # largest value of an option that is a number of rows
 
 
 class PagePlan(NamedTuple):
-    """The pages that a step attends to."""
+    """The numbers of pages that a step attends to, and where its window begins."""
 
-    n_sink: int  # how many pages hold the sinks
-    n_best: int  # how many are chosen, k
-    window: int  # the first page of the window
+    n_sink: int  # number of pages with sinks
+    n_best: int  # number of chosen pages, k
+    window: int  # number of the window's first page
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class FreeKV(Method):
     )  # fmt: skip
 
     def plan(self, n: int, n_sink: int | None = None) -> PagePlan | None:
-        """Returns the pages that a step to n rows attends to; None: all rows.
+        """Returns the pages that a step attends to in a context of n rows; None: all rows.
 
-        n_sink: the sinks' pages, if their number is fixed. If the budget is a share, the window
-        and the number of chosen pages grow with the context.
+        n_sink: the number of pages with sinks, if it is fixed already. If the budget is a share,
+        the window and the number of chosen pages grow with the context.
         """
         budget, page = self.budget.rows(n), self.page
         if n_sink is None:
@@ -130,22 +130,22 @@ class FreeKV(Method):
         return PagePlan(n_sink, max(1, (budget - n_sink * page - recent) // page), window)
 
     def recent(self, budget: int) -> int:
-        """Returns the least number of rows in the window, for a budget in rows."""
+        """Returns the least number of rows in the window. budget: rows attended a head."""
         return min(self.window, max(1, budget // 4))
 
     def slots(self, plan: PagePlan) -> int:
-        """Returns the size of the cache of recalled pages, in pages a kv head."""
+        """Returns how many pages a kv head's cache of recalled pages has room for."""
         return max(plan.n_best, round(self.cache_pages * plan.n_best))
 
     @property
     def threshold(self) -> float:
-        """Returns tau. It is infinite at -1 and below, and above 1, so rounding decides nothing."""
+        """tau. It is -inf for -1 and below, and inf above 1, so that rounding decides nothing."""
         if not self.correct or self.tau <= -1:
             return -math.inf
         return math.inf if self.tau > 1 else self.tau
 
     def overlaps(self, n_threads: int) -> bool:
-        """Returns whether to choose pages on a second thread, next to the decoder's."""
+        """Returns whether a second thread chooses pages while the decoder's threads compute."""
         if not self.speculate or self.threshold == math.inf or self.overlap == "false":
             return False
         return self.overlap == "true" or self._n_core > n_threads
@@ -156,7 +156,7 @@ class FreeKV(Method):
 
     @cached_property
     def worker(self) -> ThreadPoolExecutor:
-        """The thread that chooses pages ahead for all layers; it ends with the method."""
+        """The thread that chooses pages ahead, for all layers. It ends with the method."""
         return ThreadPoolExecutor(1, "freekv")
 
     def sparse_layer(self, spec: LayerSpec) -> LayerCache:
@@ -164,7 +164,7 @@ class FreeKV(Method):
 
 
 class _Before(NamedTuple):
-    """The fields of FreeKVCache before a step. pages: None if none are resident."""
+    """The fields of FreeKVCache before a step. pages: None while attention is dense."""
 
     pages: SavedPages | None
     previous: np.ndarray
@@ -172,7 +172,7 @@ class _Before(NamedTuple):
 
 
 class FreeKVCache(LayerCache):
-    """One layer: a KVStore with all rows, and a PageCache while attention is sparse."""
+    """The rows of one layer: a KVStore with all rows, and a PageCache while attention is sparse."""
 
     can_prefill_in_parts = True
     queries_read = 0
@@ -181,12 +181,12 @@ class FreeKVCache(LayerCache):
         super().__init__(spec)
         self.method = method
         self._cache: PageCache | None = None
-        self._known: Summaries | None = None  # of pages that the sequence still has
+        self._known: Summaries | None = None  # summaries of pages while there is no PageCache
         self._overlaps = method.overlaps(spec.n_threads)
-        # The choice that is being made for the next step, and the first page of that step's window.
+        # The running choice of pages for the next step, and the first page of that step's window.
         self._ahead: tuple[Future[None], int] | None = None
         self._previous = np.zeros((spec.n_head, padded(spec.head_dim)), np.float32)
-        self._previous_n = 0  # rows in context at that query
+        self._previous_n = 0  # rows in context when ``_previous`` was the query; 0: unknown
         self._statistics = np.zeros((spec.n_head_kv, N_STATISTICS), np.int64)
         self._step = FreeKVStep(
             spec.scale, spec.softcap, spec.sinks, method.threshold, spec.n_threads
@@ -206,7 +206,7 @@ class FreeKVCache(LayerCache):
             self._enter_pages(plan)
 
     def _enter_pages(self, plan: PagePlan) -> PageCache:
-        """Makes pages resident. Summaries of earlier pages serve again."""
+        """Makes a PageCache for the pages of ``plan`` and gives it the summaries in ``_known``."""
         method = self.method
         self._cache = cache = PageCache(
             self.store, self._statistics, page=method.page, n_sink=plan.n_sink,
@@ -218,7 +218,7 @@ class FreeKVCache(LayerCache):
         return cache
 
     def _leave_pages(self) -> None:
-        """Drops the resident pages, and keeps the summaries."""
+        """Drops the PageCache, if there is one, and keeps its summaries in ``_known``."""
         self._wait()
         if self._cache is not None:
             self._known, self._cache = self._cache.summaries, None
@@ -268,7 +268,7 @@ class FreeKVCache(LayerCache):
         self._previous_n = n
 
     def _recall_ahead(self, cache: PageCache) -> None:
-        """Chooses and recalls the next step's pages with the query of this one, on a thread."""
+        """Chooses and copies the next step's pages with this step's query, on the second thread."""
         n = cache.n + 1
         plan = self.method.plan(n, cache.n_sink)
         if plan is None:
@@ -278,7 +278,7 @@ class FreeKVCache(LayerCache):
         self._ahead = self.method.worker.submit(self._step.ahead()), plan.window
 
     def _wait(self) -> None:
-        """Waits until the second thread is done with the pages. Raises its exception once."""
+        """Waits until the second thread has copied the next step's pages. Raises its error once."""
         if self._ahead is None:
             return
         future, window = self._ahead
@@ -330,7 +330,7 @@ class FreeKVCache(LayerCache):
             return rows
         n_resident = (plan.n_sink + method.slots(plan)) * method.page + method.window
         share = 1 + 1 / GROUPED if method.groups else 1
-        summaries = 2 * 2 * padded(spec.head_dim) * share + 4  # f16, and a place in ``slot_of``
+        summaries = 2 * 2 * padded(spec.head_dim) * share + 4  # f16, and an entry of ``slot_of``
         return (
             rows
             + super().held_bytes(n_resident)
@@ -345,7 +345,7 @@ class FreeKVCache(LayerCache):
         return Memory(host=host, device=cache.resident_bytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """Returns the steps counted by the kernels, added to the dense ones."""
+        """Returns the counts of dense steps plus those that the kernels counted in sparse steps."""
         self._wait()
         total = [int(count) for count in self._statistics.sum(0)]
         group, width = self.spec.group, padded(self.spec.head_dim)

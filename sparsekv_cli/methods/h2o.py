@@ -52,9 +52,10 @@ class H2O(Method):
         """None: every query of the prompt adds attention."""
 
     def limits(self, n: int) -> tuple[int, int]:
-        """Returns how many of n rows to hold, and the position from which rows are recent.
+        """Returns how many of n rows to hold, and the position from which rows count as recent.
 
-        Both leave a place for row n of the next step.
+        Both leave room for row n, which the next step adds. With a budget of 64 rows and n = 1000:
+        67 rows (63 and 4 sinks), and 969.
         """
         budget = self.budget.rows(n + 1)
         return N_SINKS + budget - 1, n + 1 - max(1, budget // 2)
@@ -64,7 +65,7 @@ class H2O(Method):
 
 
 class _Held(NamedTuple):
-    """The state of a cache after n rows."""
+    """The rows that a cache holds in a sequence of n rows."""
 
     n: int
     store: KVStore
@@ -82,7 +83,7 @@ class _Before(NamedTuple):
 
 
 class H2OCache(EvictingCache):
-    """The rows of one layer, in any order, and the sum of attention to each."""
+    """The rows that one layer holds, in any order, and the attention that each has received."""
 
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec)
@@ -90,10 +91,11 @@ class H2OCache(EvictingCache):
         self._queries = LastQueries(method.window)
         self.queries_read = method.window or None
         shape = (spec.n_head_kv, 0)
-        # (G, rows of the store): position, attention received, and attention in this prefill.
+        # (G, rows of the store) each: position, attention received, and attention in the running
+        # prefill
         self._positions = np.empty(shape, np.int32)
         self._mass, self._new_mass = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self._start: _Held | None = None  # the end of the last prefill, if steps followed
+        self._start: _Held | None = None  # a copy of the prefill's end, once a step has followed
 
     def positions(self) -> np.ndarray:
         return self._positions[:, : self.store.n]
@@ -110,7 +112,7 @@ class H2OCache(EvictingCache):
         return rows
 
     def _add(self, queries: np.ndarray) -> None:
-        """Adds the attention of prefill queries (G, R, d) of the last rows."""
+        """Adds attention to ``_new_mass``: of queries (G, R, d), those of the last rows."""
         store, spec = self.store, self.spec
         self._new_mass = _widened(self._new_mass, store.n)
         evict.add_attention(
@@ -122,7 +124,7 @@ class H2OCache(EvictingCache):
         self._start = None
         n_settled, n, n_seen = self._n_settled, self.store.n, self.n
         n_old = n_settled - self._n_dropped
-        self._n_settled = n_seen  # an interruption cannot be undone from here
+        self._n_settled = n_seen  # the next lines change the rows for good
         if self.method.window:
             self._add(by_kv_head(self._queries.take(), self.spec))
         self._positions = _widened(self._positions[:, :n_old], n)
@@ -184,7 +186,7 @@ class H2OCache(EvictingCache):
         return n
 
     def memory(self) -> Memory:
-        """Counts the rows twice after a prefill's first step, which copies the prefill's end."""
+        """Returns the bytes of rows and sums, and of their copy at the prefill's end."""
         stores, tables = [self.store], [self._positions, self._mass]
         if self._start is not None:
             stores.append(self._start.store)
@@ -195,7 +197,7 @@ class H2OCache(EvictingCache):
 
 
 def _widened(old: np.ndarray, n: int) -> np.ndarray:
-    """Returns ``old`` (G, m) with zeros after it, (G, n)."""
+    """Returns a copy of ``old`` (G, m) with zeros added after each row, (G, n)."""
     new = np.zeros((len(old), n), old.dtype)
     new[:, : old.shape[1]] = old
     return new

@@ -47,12 +47,12 @@ from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.methods.quest import DenseThenPages, Quest
 from sparsekv_cli.settings.option import option
 
-ALL = np.float32(1e30)  # a log-sum-exp so large that no other rows count
+ALL = np.float32(1e30)  # a log-sum-exp so large that other rows get no weight
 NO_HORIZON = 1 << 62
-MOST = 10**9  # of factors and shares
-PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from``
-GROUP_ROWS = 8192  # in longer contexts the heads of a kv group share their candidates
-SHARED = 0.855, 2  # added to the factor of a for each other head of the group; most heads
+MOST = 10**9  # largest value of a factor
+PAGES = Quest(page=32, budget=Budget(tokens=1024))  # of dense layers beyond ``pages_from`` rows
+GROUP_ROWS = 8192  # beyond so many rows the heads of a kv group share candidates
+SHARED = 0.855, 2  # added to the factor of ``a`` for each other head; at most 2 heads
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class LFPS(Method):
 
 
 class LFPSCache(LayerCache):
-    """Tables, prefill statistics and K/V of one layer."""
+    """The rows of one layer, its tables of past attention, and constants of its keys."""
 
     can_prefill_in_parts = True
 
@@ -181,14 +181,14 @@ class LFPSCache(LayerCache):
     def exclude_sinks(self) -> None:
         """Makes ``decode`` leave the sinks out of its output, because a device attends to them.
 
-        ``lse`` f32 (H,) is then the log of the sum of exponentials of the scores that the output
-        includes. After a dense step, whose output includes the sinks, it is ALL.
+        ``lse`` f32 (H,) is then the log of the sum of e^score over the rows in a head's output.
+        After a dense step, whose output includes the sinks, it is ALL.
         """
         self.lse = np.empty(self.spec.n_head, np.float32)
         self._step.exclude_sinks(self.lse)
 
     def update_later(self) -> None:
-        """Makes ``decode`` leave eq 10, and eq 7 and 8 of the next step, to ``end_step``."""
+        """Lets ``end_step`` update the tables (eq 10) and choose the next candidates (eq 7, 8)."""
         self._step.defers = True
 
     def end_step(self, n: int) -> None:
@@ -200,7 +200,7 @@ class LFPSCache(LayerCache):
         self._indexed = indexed
 
     def _allocate(self, capacity: int) -> None:
-        """Makes tables of ``capacity`` entries in whole blocks. New entries are 0."""
+        """Gives the tables room for ``capacity`` entries, in whole blocks. New entries are 0."""
         self._tables = self._tables.with_room(capacity)
         self._step.use_tables(self._tables)
 
@@ -209,20 +209,20 @@ class LFPSCache(LayerCache):
         return super().extend(x)
 
     def finish_prefill(self) -> None:
-        """Fills the tables (eq 4) and the constants of eq 6 from the last queries and all rows."""
+        """Makes the tables (eq 4) and the constants of eq 6, if the next step is sparse."""
         self._queries.finish_prefill(self.store.n)
         if not self._is_dense_at(self.store.n + 1):
             self._start()
 
     def _start(self) -> None:
-        """Makes the index from the last rows' queries, if they are known."""
+        """Makes tables and constants if the queries of the last rows are known."""
         queries = self._queries.last(self.store.n)
         if queries.shape[1] and self.store.n > N_SINKS + 1:
             self._index(queries)
 
     def _index(self, queries: np.ndarray) -> None:
-        """Makes tables and constants from all rows and queries f32 (H, s, d) of the last s."""
-        self._step.drop()  # of a step that was taken back
+        """Makes tables and constants from all rows. queries: f32 (H, s, d), of the last s rows."""
+        self._step.drop()  # unfinished work of a step that was undone
         store, spec, constants = self.store, self.spec, self._constants
         means = constants.mean_k, constants.mean_v
         self._sums.extend(store.layout, store.n, means, constants.covariance, spec.n_threads)
@@ -243,13 +243,13 @@ class LFPSCache(LayerCache):
         self._indexed = Indexed(store.n, store.n)
 
     def _code_rows(self) -> None:
-        """Makes the scout's codes of the rows that have none."""
+        """Computes the scout's codes for rows that have none."""
         assert self._scout is not None
         self._scout.code(self.store.layout, self.store.n, self.spec.n_threads)
         self._step.use_scout(self._scout)
 
     def _is_dense_at(self, n: int) -> bool:
-        """Returns whether the budget covers a context of n rows, so that attention is dense."""
+        """Returns whether a step attends to all rows of a context of n rows."""
         return self.method.budget.rows(n) + N_SINKS >= n
 
     def decode(self, x: AttnInput) -> np.ndarray:
@@ -262,7 +262,7 @@ class LFPSCache(LayerCache):
             return self.attend_all(x.q)
         if self._indexed.n != store.n:  # after dense steps, or a rewind
             self._start()
-        if self._indexed.n != store.n:  # index by this row's query and all rows
+        if self._indexed.n != store.n:  # no query is known: use this step's
             store.append_row(x.k, x.v)
             self._index(x.q[..., : spec.head_dim])
         indexed, self._indexed = self._indexed, Indexed()  # if the step is interrupted
@@ -276,7 +276,7 @@ class LFPSCache(LayerCache):
         rows = keys.rotated(x.q), keys.rotated(x.k), values.rotated(x.v)
         traced = self.attended if self.records_attended else None
         saved: SavedTables | None = self._saved[-1].own.tables if self._saved else None
-        # Rows of an earlier draft may still be there to take back.
+        # ``_saved`` may still end with a row of an earlier draft. This step is then no draft.
         journal = saved.journal if saved and saved.n == n else None
         self._step.run(plan, store.layout, rows, out, traced, journal)
         store.n = n
@@ -297,7 +297,11 @@ class LFPSCache(LayerCache):
         return self._decode_all(rows, count)
 
     def _plan(self, n: int, n_start: int) -> LFPSPlan:
-        """Returns what the step to n rows is. Makes room for new rows, codes and entries."""
+        """Returns the sizes and limits of the step that makes the sequence n rows long.
+
+        It also makes room for the new row, its code and its entries. n_start: rows at the prefill's
+        end.
+        """
         self.store.reserve(n)
         if self._scout and self._scout.n_parts < self.store.n // scout.PART:
             self._code_rows()
@@ -313,7 +317,7 @@ class LFPSCache(LayerCache):
         return LFPSPlan(n, k, limit, n_scanned, by_group, a)
 
     def _scores_by_group(self, n: int) -> bool:
-        """Returns whether a kv group's heads score each other's candidates at n rows."""
+        """Returns whether the heads of a kv group score each other's candidates at n rows."""
         return {"auto": n > GROUP_ROWS, "group": True, "head": False}[self.method.scored_by]
 
     def most_rows(self, n: int) -> int:
@@ -363,7 +367,7 @@ class LFPSCache(LayerCache):
         return Memory(host=self.store.nbytes, index=index)
 
     def counters(self) -> Mapping[str, int]:
-        """Returns the counts of the kernel's steps, added to those of dense steps."""
+        """Returns the counts of dense steps plus those that the kernels counted in sparse steps."""
         total = self._statistics.sum(0)
         scored, attended = int(total[state.SCORED]), int(total[state.ATTENDED])
         counts = self.ledger.counts.copy()

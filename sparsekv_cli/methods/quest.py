@@ -1,7 +1,8 @@
 """Quest: "Query-Aware Sparsity for Efficient Long-Context LLM Inference" (Tang et al., 2024).
 
-Rows are read in pages. For each page the smallest and largest key element of every channel are
-kept. They bound the score of any key of the page. A step reads the pages with the highest bounds.
+Rows are read in pages. Each page has a summary: the smallest and largest key element of every
+channel. The summary bounds the score of all keys of the page. A step reads the pages with the
+highest bounds.
 
 | paper | here |
 |---|---|
@@ -65,16 +66,16 @@ class Quest(Method):
 
 
 class _Before(NamedTuple):
-    """Pages that had a summary before a step."""
+    """The fields of QuestCache before a step."""
 
-    n_page: int
+    n_page: int  # pages with a summary
 
 
 class QuestCache(SelectingCache):
     def __init__(self, spec: LayerSpec, method: Quest) -> None:
         super().__init__(spec)
         self.method = method
-        self._n_page = 0  # whole pages that have their summaries
+        self._n_page = 0  # number of pages, from the first on, that have a summary
         # Summaries as f16 bits, (G, pages, d).
         shape = (spec.n_head_kv, 0, padded(spec.head_dim))
         self._hi, self._lo = np.empty(shape, np.uint16), np.empty(shape, np.uint16)
@@ -116,7 +117,7 @@ class QuestCache(SelectingCache):
 
     def select(self, q: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
         spec, page = self.spec, self.method.page
-        n_page = (n - 1) // page  # whole pages before that of the current token
+        n_page = (n - 1) // page  # whole pages before the current token's page
         self._summarise(n_page)
         n_best = min(n_page, (self.method.budget.rows(n) - 1) // page)
         scores = np.empty((spec.n_head, n_page + LANES), np.float32)
@@ -154,7 +155,10 @@ class QuestCache(SelectingCache):
 
 
 class DenseThenPages(QuestCache, DenseCache):
-    """A dense layer of lfps: it attends to all rows while that is cheaper than choosing pages."""
+    """A dense layer of lfps.
+
+    In contexts of more than ``pages_from`` rows it attends to chosen pages.
+    """
 
     def __init__(self, spec: LayerSpec, pages: Quest, pages_from: int) -> None:
         super().__init__(spec, pages)

@@ -1,8 +1,8 @@
 """SALS: "Sparse Attention in Latent Space for KV Cache Compression" (Mu et al.).
 
 The pre-RoPE keys of all kv heads of a token become one latent of rank r. Values become 4 or 2 bits.
-A step scores the first r* columns of all latents. It reconstructs the best rows with RoPE at their
-position. It attends to them, to the sinks and to the recent window, which stay exact.
+A step scores the first r* columns of all latents. It reconstructs the best rows and rotates their
+keys to their positions. It attends to these rows, to the sinks and to the recent, exact window.
 
 | paper | here |
 |---|---|
@@ -23,8 +23,8 @@ Departures; docs/methods.md has their reasons and figures:
 (5) The window is exact, not half compressed.
 (6) While budget, sinks and window cover the context, nothing is compressed.
 (7) Layers have ranks of their own, with the same sum (``allocation``).
-(8) A later prefill attends to all rows: latents are reconstructed for it, and kept.
-(9) Rows that a step chooses again are kept as they are. ``preset=paper`` undoes 1 to 3 and 7.
+(8) For a later prefill all latents are reconstructed, so that it attends to all rows. They stay.
+(9) Rows that a step chooses again are not made again. ``preset=paper`` undoes 1 to 3 and 7.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import DENSE_HELP, Method
 from sparsekv_cli.settings.option import option
 
-SINKS, WINDOW = 16, 64  # rows kept exact
+SINKS, WINDOW = 16, 64  # rows that stay exact
 SPARE = 16  # reconstructed rows that are kept in addition to the chosen ones
-UNDO = 16  # rows that a rewind can drop without losing exact rows: an interrupted step
+UNDO = 16  # rows by which a sequence can always go back, as after an interrupted step
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SALS(Method):
             raise ValueError(f"score_rank = {self.score_rank}: must be at most the rank")
 
     def ranks(self, spec: LayerSpec) -> tuple[int, int]:
-        """Returns the number of columns of a layer's latents, and of those that are scored."""
+        """Returns (r, r*): the columns of a layer's latents, and how many of them are scored."""
         size = spec.n_head_kv * spec.head_dim
         rank = min(self.rank or max(1, round(size / 4)), size)
         if self.allocation == "layers":
@@ -107,7 +107,7 @@ class SALS(Method):
         return rank, min(self.score_rank or -(-rank // 2), rank)
 
     def basis_of(self, spec: LayerSpec) -> tuple[np.ndarray, np.ndarray]:
-        """Returns U (G d, r) and weights w (G d,) of a layer's calibration: E = w U."""
+        """Returns U (G d, r) and weights w (G d,) of the calibration. The encoder is E = w U."""
         size = spec.n_head_kv * spec.head_dim
         weights = _calibrated(spec, "weights")[:size]
         if not (weights > 0).all():
@@ -122,11 +122,11 @@ class SALS(Method):
         return SALSCache(spec, self)
 
     def is_dense_at(self, n: int) -> bool:
-        """Returns whether budget, sinks and window cover a context of n rows."""
+        """Returns whether sinks, window and budget together cover a context of n rows."""
         return n <= self.sinks + self.window + self.budget.rows(n)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, np.ndarray]:
-        """Returns both bases of every layer, and the cost of ranks, for any options."""
+        """Returns both bases of every layer and the loss of each rank, for any options."""
         return study_keys(run, SALS().is_dense, SINKS, WINDOW)
 
     def calibration_arrays(self, specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
@@ -140,7 +140,7 @@ def _calibrated(spec: LayerSpec, name: str) -> np.ndarray:
 
 
 class _Start(NamedTuple):
-    """The state of a cache at the end of a prefill of n rows."""
+    """The state of a cache at the end of a prefill of n rows, to which ``truncate`` can go back."""
 
     n: int
     n_latent: int | None = None  # number of latents; None: the cache's ``store`` has all n rows
@@ -154,7 +154,7 @@ NO_START = _Start(0)
 class _Before(NamedTuple):
     """The fields of SALSCache before a step on latents.
 
-    exact: K and V in the slot that the step writes. made: K and V of ``rows``.
+    exact: K and V in the slot of the ring that the step overwrites. made: K and V of ``rows``.
     """
 
     n: int
@@ -167,10 +167,10 @@ class _Before(NamedTuple):
 
 
 class SALSCache(LayerCache):
-    """Latents, exact rows and bases of one layer.
+    """The rows of one layer: all exact, or most of them as latents.
 
-    While budget, sinks and window cover the context, and during a later prefill, ``store`` holds
-    all rows. Otherwise sinks and last rows are in ``_exact``, the rows between in ``_latents``.
+    While attention is dense, and during a later prefill, ``store`` has all rows. Otherwise
+    ``_exact`` has the sinks and the last rows, and ``_latents`` the rows between them.
     """
 
     queries_read = 0
@@ -200,14 +200,14 @@ class SALSCache(LayerCache):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops all rows, in every form."""
+        """Drops all rows: exact rows, latents and reconstructed rows."""
         self.store = KVStore(self.spec)
         self._latents: latent.LatentStore | None = None
         self._exact = KVStore(self.spec)
-        self._rows = KVStore(self.spec)  # rows reconstructed from the latents of the last choice
-        self._kept = np.zeros(0, np.int32)  # the positions of these latents
-        self._n = 0  # rows in latents and exact rows
-        self._ring_from = 0  # position of the oldest row in the ring
+        self._rows = KVStore(self.spec)  # reconstructed rows of the last choice
+        self._kept = np.zeros(0, np.int32)  # for each row of ``_rows``, the number of its latent
+        self._n = 0  # rows in ``_latents`` and ``_exact``
+        self._ring_from = 0  # position of the oldest row in the ring of ``_exact``
         self._start = NO_START
 
     @property
@@ -238,11 +238,11 @@ class SALSCache(LayerCache):
         return latent.RowPointers(*store.layout[: len(latent.RowPointers._fields)].tolist())
 
     def _slots_of(self, start: int, stop: int) -> np.ndarray:
-        """Returns the places in ``_exact`` of rows start .. stop, at most the ring's size."""
+        """Returns the places in ``_exact`` of rows start .. stop - 1; these must fit the ring."""
         return self._slots[start % self._ring :][: stop - start]
 
     def _compress(self) -> None:
-        """Moves the rows of ``store`` to latents and exact rows. Keeps existing latents."""
+        """Moves the rows of ``store`` to ``_latents`` and ``_exact``. Existing latents stay."""
         store, n, first, latents = self.store, self.store.n, self._first, self._latents
         if latents is None:
             latents = latent.LatentStore(
@@ -266,12 +266,12 @@ class SALSCache(LayerCache):
         self.ledger.counts["rows_encoded"] += count
 
     def _restore(self, latents: latent.LatentStore) -> None:
-        """Fills ``store`` with all rows. Reconstructs those that are latents."""
+        """Fills ``store`` with all rows: reconstructed from ``latents``, and the exact rows."""
         store, n, first = self.store, self._n, self._first
         latent.reconstruct_range(
             latents.n, self._basis, latents.table, self._pointers(store), first
         )
-        exact_from = first + latents.n  # the ring may also have older rows
+        exact_from = first + latents.n  # the ring may still have rows that are latents
         slots = self._slots_of(exact_from, n)
         for target, source in ((store.k, self._exact.k), (store.v, self._exact.v)):
             target[:, :first] = source[:, :first]
@@ -282,7 +282,7 @@ class SALSCache(LayerCache):
     def decode(self, x: AttnInput) -> np.ndarray:
         if self._latents is None:
             if self.method.is_dense_at(self.store.n + 1):
-                self.store.append_row(x.k, x.v)  # stored as ``full`` stores it
+                self.store.append_row(x.k, x.v)  # bit for bit as the method ``full`` stores it
                 return self.attend_all(x.q)
             if self._start.n_latent is None:
                 self._start = self._start._replace(rows=self.store.copy(self._start.n))
@@ -348,7 +348,7 @@ class SALSCache(LayerCache):
         self._rows.k[:], self._rows.v[:] = made
 
     def truncate(self, n: int) -> int:
-        """Also goes back by up to UNDO rows, while that window's rows are still exact."""
+        """See StoreContract. It also goes back by UNDO rows if their window is still exact."""
         start, first = self._start, self._first
         if self._latents is None:
             self._start = start._replace(n=min(start.n, n))
@@ -369,7 +369,7 @@ class SALSCache(LayerCache):
         return n
 
     def _restart(self, rows: KVStore) -> None:
-        """Goes back to the end of the last prefill, whose rows are ``rows``."""
+        """Goes back to the end of the last prefill. rows: a copy of its exact rows."""
         start = self._start
         if start.n_latent is None or self._latents is None:
             self._forget()
@@ -380,7 +380,7 @@ class SALSCache(LayerCache):
         self._n, self._ring_from = start.n, start.ring_from
 
     def _keep_latents(self, n: int) -> None:
-        """Forgets all but the first n latents."""
+        """Drops all latents but the first n."""
         assert self._latents is not None
         self._latents.n = min(self._latents.n, n)
         self._kept[self._kept >= n] = -1
@@ -395,6 +395,6 @@ class SALSCache(LayerCache):
         return exact + n * empty.row_bytes + self._basis_bytes
 
     def memory(self) -> Memory:
-        """Counts rows in every form; ``index`` is E and D."""
+        """Returns the bytes of rows in every form. ``index`` is the bytes of E and D."""
         held = self.store, self._exact, self._rows, self._start.rows, self._latents
         return Memory(sum(each.nbytes for each in held if each), index=self._basis_bytes)

@@ -13,10 +13,10 @@ Departures; docs/methods.md has their reasons:
 (1) The query heads of a kv head share one choice, by the sum of their scores.
 (2) The budget counts rows of the prefix. Window, sinks and generated rows are kept in addition to
     it.
-(3) A later prefill, a turn of a chat, is dense over the rows that are left and its own. Then it
-    chooses again among all held rows, generated ones too. Neighbours are those in the cache.
-(4) A sequence that goes back to a place after its last choice keeps its rows. If it goes back
-    further, it is read again.
+(3) A later prefill, a turn of a chat, attends to the rows that are left and to its own. Then it
+    chooses again among all held rows, generated ones too. Neighbours are neighbours in the cache.
+(4) A sequence can go back to lengths after its last choice. For shorter lengths, its text must be
+    computed again.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from sparsekv_cli.cpu.eviction import scores as evict
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.option import option
 
-N_ROOM = 256  # generated rows that fit before the store grows
+N_ROOM = 256  # rows that decode steps can add before the store grows
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SnapKV(Method):
 
 
 class SnapKVCache(EvictingCache):
-    """The kept rows of one layer, ascending, and all rows that came after the last choice."""
+    """The rows of one layer: those chosen last, ascending, and all rows that came later."""
 
     def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
         super().__init__(spec)

@@ -10,7 +10,7 @@ A step attends to the first rows, the sinks, and to the last k rows.
 Departures:
 (1) Positions stay absolute by default; ``reposition=true`` numbers the rows within the cache.
     Within the length that a model was trained for, this changes the distance to the sinks only.
-(2) Old rows stay in memory, because a later prefill attends to all.
+(2) Old rows stay in memory, because a later prefill attends to all rows.
 """
 
 from dataclasses import dataclass
@@ -68,9 +68,10 @@ class _StreamingCache(SelectingCache):
         return np.tile(rows.astype(np.int32), (n_kv, 1)), np.full(n_kv, len(rows)), 0
 
     def _turn_sinks(self, n: int) -> None:
-        """Puts the sinks, with keys turned by the positions that are left out, after n rows.
+        """Writes copies of the sinks after row n - 1, with keys rotated towards the recent rows.
 
-        The stored sinks stay as they are: other layers, and a thread that writes files, read them.
+        The rotation is by the number of rows left out between them. The stored sinks stay as they
+        are, because other layers and a thread that writes files read them.
         """
         store, sinks, half = self.store, self.method.sinks, len(self.spec.theta)
         store.reserve(n + sinks)

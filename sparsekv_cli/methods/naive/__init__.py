@@ -1,4 +1,4 @@
-"""The naive form of every method in numpy and f64. Read it next to its paper. Only tests use it."""
+"""A naive form of every method, in numpy and f64. Read it next to its paper. Only tests use it."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""The common parts of the naive forms: the rows of a layer, softmax, the two halves of a step.
+"""The base class of the naive forms: the rows of a layer, softmax, and the two parts of a step.
 
 Letters: H query heads, G kv heads, n rows (tokens), d head size, d_v value size.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import AttnInput, LayerSpec
 
-FORCED, NEVER = np.inf, -np.inf  # scores of rows that are always, or never, attended
+FORCED, NEVER = np.inf, -np.inf  # scores of rows that a step always, or never, attends to
 
 
 @dataclass
@@ -18,15 +18,15 @@ class Choice:
     """The rows to which a query head, a kv head or the whole layer attends in a step."""
 
     rows: np.ndarray  # positions, ascending
-    scores: np.ndarray  # f64 (n,), by which the rows were chosen
-    # the least relative distance of a value from the threshold that it was compared with
+    scores: np.ndarray  # f64 (n,), the scores by which the rows were chosen
+    # the least relative distance of a compared value from its threshold
     margin: float = np.inf
 
 
 class Naive:
-    """One layer of one sequence. A method writes ``is_dense_at`` and ``select``, or more.
+    """One layer of one sequence. A method implements ``is_dense_at`` and ``select``, or more.
 
-    A step is ``choose`` and then ``attend``, so that a test can change a choice in between.
+    A step is ``choose`` and then ``attend``. A test can change the choices in between.
     """
 
     method: Any
@@ -49,7 +49,7 @@ class Naive:
         raise NotImplementedError
 
     def select(self) -> list[Choice]:
-        """Returns a sparse step's choices: one a query head, one a kv head, or one in all."""
+        """Returns the choices of a sparse step: one a query head, one a kv head, or one for all."""
         raise NotImplementedError
 
     def append(self, x: AttnInput) -> None:
@@ -58,7 +58,7 @@ class Naive:
         self.v = np.concatenate([self.v, half(x.v[..., : self.spec.value_dim])], axis=1)
 
     def prefill(self, x: AttnInput) -> np.ndarray:
-        """Adds T rows. Returns their causal attention f64 (H, T, d_v) over all kept rows."""
+        """Adds T rows. Returns their causal attention f64 (H, T, d_v) to the rows that are kept."""
         n_past, q = self.n, x.q[..., : self.spec.head_dim].astype(np.float64)
         self.append(x)
         k, v = self.view()
@@ -74,7 +74,7 @@ class Naive:
         return out
 
     def choose(self, x: AttnInput) -> list[Choice]:
-        """Adds the row of a step. Returns the rows to which it attends."""
+        """Adds the row of a step. Returns the choices of rows; in a dense step, all rows."""
         self.append(x)
         self.q = x.q[:, 0, : self.spec.head_dim].astype(np.float64)
         if self.is_dense_at(self.n):
@@ -82,7 +82,7 @@ class Naive:
         return self.select()
 
     def attend(self, choices: list[Choice]) -> np.ndarray:
-        """Returns attention f64 (H, d_v) over the chosen rows. Updates the method's state."""
+        """Returns the attention f64 (H, d_v) to the chosen rows. Then calls ``finish_step``."""
         k, v = self.view()
         out = np.empty((self.n_head, v.shape[2]))
         for h in range(self.n_head):
@@ -99,13 +99,13 @@ class Naive:
         return self.attend(choices), choices
 
     def truncate(self, n: int) -> None:
-        """Goes back to n rows. It must be a length to which the method's cache can go back."""
+        """Removes all rows but the first n, a length to which the method's cache can go back."""
         self.k, self.v = self.k[:, :n], self.v[:, :n]
 
     # Parts that some methods change.
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns K (G, n, d) and V (G, n, d_v) as attention uses them."""
+        """Returns K (G, n, d) and V (G, n, d_v) as attention reads them."""
         return self.k, self.v
 
     def kept(self, g: int) -> np.ndarray:
@@ -113,25 +113,28 @@ class Naive:
         return np.arange(self.n)
 
     def receive(self, h: int, rows: np.ndarray, weights: np.ndarray, n_left: int) -> None:
-        """Adds head h's attention to rows. n_left: rows of this input from the query's own on."""
+        """Takes note of the attention that query head h pays: ``weights`` to ``rows``.
+
+        n_left: the number of input rows from the query's own row to the last.
+        """
 
     def finish_prefill(self, q: np.ndarray) -> None:
-        """Ends a prefill with queries q (H, T, d)."""
+        """Called after a prefill. q (H, T, d): its queries."""
 
     def finish_step(self, choices: list[Choice]) -> None:
-        """Ends a step."""
+        """Called after the attention of a step. choices: the rows that it attended to."""
 
     # Formulas.
 
     def scores(self, h: int, q: np.ndarray, k: np.ndarray, rows: Any = slice(None)) -> np.ndarray:
-        """Returns scaled, capped scores of head h of q (H, d) with rows of k (G, n, d)."""
+        """Returns the scaled, capped scores (rows,) of query head h. q (H, d), k (G, n, d)."""
         return self.capped(k[h // self.group, rows] @ q[h] * self.scale)
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
         return self.softcap * np.tanh(scores / self.softcap) if self.softcap else scores
 
     def weights(self, h: int, scores: np.ndarray) -> np.ndarray:
-        """Returns the softmax of head h's scores. The head's sink score is part of the sum."""
+        """Returns the softmax of query head h's scores (rows,). The head's sink adds to its sum."""
         peak = max(scores.max(), self.sinks[h])
         weights = np.exp(scores - peak)
         return weights / (weights.sum() + np.exp(self.sinks[h] - peak))
@@ -148,7 +151,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def best(scores: np.ndarray, forced: np.ndarray, count: int) -> Choice:
-    """Returns the rows ``forced`` and the ``count`` others with the largest scores (n,)."""
+    """Returns a choice of the rows ``forced`` and of the ``count`` best others by scores (n,)."""
     scores = scores.copy()
     scores[forced] = FORCED
     order = np.argsort(-scores, kind="stable")

@@ -7,8 +7,8 @@
 | eq 9, 12, update of aged tokens | NaiveFAEDKV.age |
 | eq 11, 13, attention | Naive.attend over ``view`` |
 
-K and V stay whole; ``view`` sends each segment through its whole DFT with the other bins set to 0.
-Letters: S sinks, R recent tokens, C chunks of bins, r share of the bins.
+K and V stay whole. For attention, ``view`` replaces the rows of each segment by their DFT and back,
+with only the kept bins. Letters: S sinks, R recent tokens, C chunks of bins, r share of the bins.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.faedkv import FAEDKV
 
 C = 22
-AGED_TOGETHER = 8  # tokens of an additive update
-ONE_BASIS_FROM = 512  # tokens from which a basis has their own length
+AGED_TOGETHER = 8  # tokens that an additive update adds together
+ONE_BASIS_FROM = 512  # with so many aged tokens, a new basis has their own length
 
 
 @dataclass
 class NaiveSegment:
-    """Tokens first to first + filled, in a basis of ``length`` tokens."""
+    """Tokens first .. first + filled - 1, which share a DFT of ``length`` points."""
 
     first: int
     filled: int
@@ -40,7 +40,7 @@ class NaiveSegment:
 
 
 class NaiveFAEDKV(Naive):
-    """Segments between the S sinks and the waiting and recent tokens."""
+    """The segments of a layer. They lie between the sinks and the exact last tokens."""
 
     method: FAEDKV
 
@@ -71,11 +71,11 @@ class NaiveFAEDKV(Naive):
 
     @property
     def first_exact(self) -> int:
-        """The first token after the sinks that is in no segment."""
+        """The position of the first token after the sinks and all segments."""
         return self.method.sinks + sum(each.filled for each in self.segments)
 
     def age(self) -> None:
-        """Step 3: puts tokens that are no longer recent into segments, as many as it can."""
+        """Step 3: moves tokens that are no longer recent into segments, as many as possible."""
         o, is_block = self.method, self.method.update == "block"
         aged = self.n - o.recent - self.first_exact
         if aged < (o.block if is_block else AGED_TOGETHER):
@@ -112,9 +112,9 @@ class NaiveFAEDKV(Naive):
         return k, v
 
     def filtered(self, x: np.ndarray, length: int) -> np.ndarray:
-        """Returns x (G, m, d) after the DFT of ``length`` points with only the kept bins."""
+        """Returns x (G, m, d) after a DFT of ``length`` points and back with the kept bins."""
         bins = self.kept_bins(length)
-        if bins == {0}:  # the mean of the existing tokens
+        if bins == {0}:  # only the mean is kept: it is the mean of the m tokens
             return np.repeat(x.mean(1, keepdims=True), x.shape[1], axis=1)
         both = sorted({k for low in bins for k in (low, -low % length)})
         f = np.exp(-2j * np.pi * np.outer(both, np.arange(x.shape[1])) / length)
@@ -122,7 +122,10 @@ class NaiveFAEDKV(Naive):
         return np.einsum("kn,gkd->gnd", f.conj(), spectrum).real / length
 
     def kept_bins(self, length: int) -> set[int]:
-        """Step 2: whole chunks by importance, the last one cut, of bins 0 to length // 2."""
+        """Step 2: returns the kept bins of 0 .. length // 2: whole chunks by importance.
+
+        The last kept chunk may be cut.
+        """
         n_bins = length // 2 + 1
         wanted = 1 if self.share <= 0.001 else max(1, round(self.share * n_bins))
         bins: list[int] = []
@@ -138,7 +141,7 @@ class NaiveFAEDKV(Naive):
 
 
 def is_good(n: int) -> bool:
-    """Returns whether n is a product of two factors >= 16, and of primes up to 5."""
+    """Returns whether n is a product of two factors >= 16, and has no prime factor above 5."""
     rest = n
     for prime in (2, 3, 5):
         while rest % prime == 0:

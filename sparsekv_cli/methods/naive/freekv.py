@@ -7,7 +7,7 @@
 | 3.2 speculative retrieval with the query of the step before | NaiveFreeKV.select |
 | 3.3 query-based identification, C_i < tau; head-wise correction | NaiveFreeKV.select |
 
-Every step summarises all pages again. Nothing moves, and nothing is done ahead.
+Every step summarises all pages again. No page is copied and none is chosen ahead.
 Letters: B budget, S sinks, W window, p rows of a page; previous: the query of the step before.
 """
 
@@ -27,14 +27,14 @@ GROUPED = 8  # pages of a group
 
 
 class NaiveFreeKV(Naive):
-    """Each kv head chooses pages between sinks and window."""
+    """Each kv head attends to the sinks, the window and the pages that it chooses between them."""
 
     method: FreeKV
 
     def __init__(self, method: FreeKV, spec: LayerSpec) -> None:
         super().__init__(method, spec)
         self.previous: np.ndarray | None = None  # (H, d); None: it is not known
-        self.n_sink = 0  # pages of the sinks, fixed by the first sparse step; 0: not yet
+        self.n_sink = 0  # number of pages with sinks, set by the first sparse step; 0: not set
 
     def recent(self, n: int) -> int:
         return min(self.method.window, max(1, self.method.budget.rows(n) // 4))
@@ -78,7 +78,11 @@ class NaiveFreeKV(Naive):
         return choices
 
     def choose_pages(self, g: int, q: np.ndarray, window: int, n: int) -> tuple:
-        """Step 4: returns kv head g's candidate pages at n rows, and their pooled scores."""
+        """Step 4: returns the pages that kv head g scores in a context of n rows, and their scores.
+
+        window: the first page of the window. A score is a mean of softmaxes, as ``pooled`` returns
+        it.
+        """
         hi, lo = self.summary(g, window)
         pages, n_group, n_visited = np.arange(self.n_sink, window), window // GROUPED, 0
         if self.method.groups:  # step 9
@@ -91,14 +95,17 @@ class NaiveFreeKV(Naive):
         return pages, self.pooled(g, q, hi[pages], lo[pages])
 
     def pooled(self, g: int, q: np.ndarray, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-        """Steps 2 and 4: returns the mean over kv head g's queries of softmax(scores of pages)."""
+        """Steps 2 and 4: returns page scores (pages,): the mean over kv head g's softmaxes.
+
+        hi, lo: summaries (pages, d). q (H, d).
+        """
         positive, negative = np.maximum(q, 0), np.maximum(-q, 0)
         heads = range(g * self.group, (g + 1) * self.group)
         s = [(hi @ positive[h] - lo @ negative[h]) * self.scale for h in heads]
         return np.mean([softmax(self.capped(each)) for each in s], axis=0)
 
     def summary(self, g: int, n_page: int) -> tuple[np.ndarray, np.ndarray]:
-        """Step 1: returns hi and lo (n_page, d) of the first pages of kv head g."""
+        """Step 1: returns the summaries hi and lo (n_page, d) of kv head g's first n_page pages."""
         p = self.method.page
         keys = self.k[g, : n_page * p].reshape(n_page, p, -1)
         if self.method.summary == "minmax":
@@ -107,7 +114,10 @@ class NaiveFreeKV(Naive):
         return half(mean + std), half(mean - std)
 
     def of_groups(self, hi: np.ndarray, lo: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Step 9: returns hi and lo of the first n groups, from the summaries of their pages."""
+        """Step 9: returns hi and lo (n, d) of the first n groups of 8 pages.
+
+        hi, lo: the summaries (pages, d) of the pages.
+        """
         hi, lo = (x[: n * GROUPED].reshape(n, GROUPED, -1) for x in (hi, lo))
         if self.method.summary == "minmax":
             return half(hi.max(1)), half(lo.min(1))

@@ -6,7 +6,7 @@
 | Algorithm 1, lines 4 to 8: the row to drop | NaiveH2O.drop |
 | section 5, half heavy hitters and half recent rows | NaiveH2O.drop |
 
-All rows stay in K and V; ``held`` says which of them a kv head still has.
+All rows stay in K and V. ``held`` has, for each kv head, the positions of the rows not dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveH2O(Naive):
-    """Positions for each kv head, and the attention F that each row has received."""
+    """The positions that each kv head holds, and F, the attention that each row has received."""
 
     method: H2O
 
@@ -31,7 +31,7 @@ class NaiveH2O(Naive):
         super().__init__(method, spec)
         self.held = [np.empty(0, int)] * self.n_kv
         self.f = np.empty((self.n_kv, 0))  # (G, n)
-        self.ranked = np.empty((self.n_kv, 0))  # F when rows were dropped last
+        self.ranked = np.empty((self.n_kv, 0))  # F at the time when rows were last dropped
         self.start = 0, list(self.held), self.f, self.ranked  # the end of the last prefill
 
     def append(self, x: AttnInput) -> None:
@@ -65,7 +65,7 @@ class NaiveH2O(Naive):
         self.drop()
 
     def drop(self) -> None:
-        """Drops rows until the next row fits the budget. Half of the budget is for recent rows."""
+        """Drops rows so that the next row fits the budget. Half of it is for recent rows."""
         n = self.n + 1  # the next step's rows
         budget = self.method.budget.rows(n)
         limit, recent = N_SINKS + budget - 1, n - max(1, budget // 2)

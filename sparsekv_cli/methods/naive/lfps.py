@@ -9,8 +9,8 @@
 | Algorithm 1 line 10, top-k of C1 by exact q . k | NaiveLFPS.select |
 | eq 10, decay and update of the tables | NaiveLFPS.finish_step |
 
-Whole tables decay in every step. NaiveLFPS.scouted is the scout: rows that history does not know.
-Its directions, codes and best rows are the references of cpu/lfps/scout.py.
+Whole tables decay in every step. NaiveLFPS.scouted is the scout, which finds rows that the
+tables do not know. Its directions, codes and best rows are the references of cpu/lfps/scout.py.
 Letters: ver by position (vertical pattern), dist by distance (slash pattern), tau thresholds.
 """
 
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.lfps import LFPS
 
 N_LOCAL = 6
-GROUP_ROWS = 8192  # rows beyond which the heads of a kv group share their candidates
-FEW_FROM, FEW = 32768, 8  # rows from which every eighth query starts the tables
+GROUP_ROWS = 8192  # beyond so many rows the heads of a kv group share candidates
+FEW_FROM, FEW = 32768, 8  # from 32768 rows on, every eighth query starts the tables
 
 
 class NaiveLFPS(Naive):
-    """Two tables (H, n), with a row for each query head."""
+    """Two tables of past attention (H, n), one by position and one by distance."""
 
     method: LFPS
 
     def __init__(self, method: LFPS, spec: LayerSpec) -> None:
         super().__init__(method, spec)
-        self.known: dict[int, np.ndarray] = {}  # queries (H, d) with which tables can start
+        self.known: dict[int, np.ndarray] = {}  # position -> its query (H, d), to start tables with
         self.has_tables = False
 
     def is_dense_at(self, n: int) -> bool:
@@ -65,15 +65,15 @@ class NaiveLFPS(Naive):
         return super().choose(x)
 
     def start_from_known(self) -> None:
-        """Starts the tables if the query of the last row is known."""
-        queries: list[np.ndarray] = []  # from the last row back
+        """Starts the tables with the queries of the last rows, if these are known."""
+        queries: list[np.ndarray] = []  # queries of the last row, of the row before it, ...
         while self.n - 1 - len(queries) in self.known and len(queries) < self.method.window:
             queries.append(self.known[self.n - 1 - len(queries)])
         if queries and self.n > N_SINKS + 1:
             self.start(self.n, queries)
 
     def start(self, n: int, queries: list[np.ndarray]) -> None:
-        """Steps 2 and 3: makes tables and constants of n rows."""
+        """Steps 2 and 3: makes the tables and constants of n rows. queries: the last one first."""
         every = FEW if n >= FEW_FROM else 1
         starting = list(enumerate(queries))[::every]
         c, k = 1 / (2 * len(starting) * (1 - self.method.decay)), self.k[:, N_SINKS:n]
@@ -98,7 +98,7 @@ class NaiveLFPS(Naive):
             self.code(n)
 
     def aim(self, queries: np.ndarray) -> None:
-        """Chooses the scout's directions by queries (H, s, d). No row has a code then."""
+        """Chooses the scout's directions by queries (H, s, d). All codes are dropped."""
         d = padded(queries.shape[2])
         wider = d - queries.shape[2]
         q = np.pad(queries, ((0, 0), (0, 0), (0, wider))).reshape(self.n_kv, -1, d)
@@ -113,15 +113,19 @@ class NaiveLFPS(Naive):
         self.codes = [np.empty((0, PART // 16, n_codes // 8, 16, 4), np.uint8)] * self.n_kv
 
     def code(self, n: int) -> None:
-        """Codes the whole parts of n rows that have no code."""
+        """Computes the codes of the first n rows, in whole parts of PART rows."""
         first, last = len(self.codes[0]), n // PART
         if first < last:
-            # The sinks have the code of the row after them, so the first part is coded again.
+            # Sinks have the code of the first row after them. The first part needs that row, so all
+            # are coded.
             new = code_parts_ref(self.k[:, : last * PART], self.encode, self.zero)[:, first:]
             self.codes = [np.concatenate(each) for each in zip(self.codes, new, strict=True)]
 
     def scouted(self, h: int) -> np.ndarray:
-        """Returns the best rows in the step's slice of all parts, one of a part."""
+        """Returns the rows that the scout finds for query head h, at most one a part.
+
+        A step looks at one slice of all parts; the next step looks at the next slice.
+        """
         codes = self.codes[h // self.group]
         most = -(-self.method.rows_scouted(self.n, self.n_start) // PART)
         if not len(codes):
@@ -135,7 +139,7 @@ class NaiveLFPS(Naive):
 
     def select(self) -> list[Choice]:
         n, k, epsilon = self.n, self.method.budget.rows(self.n), self.method.epsilon
-        if not self.has_tables:  # only this step's query is known
+        if not self.has_tables:  # no query of the last rows is known: use this step's
             self.start(n, [self.q])
         if self.method.scout:
             self.code(n - 1)
@@ -147,7 +151,7 @@ class NaiveLFPS(Naive):
         self.bypassed = rho > epsilon
         n_recent = max(1, min(self.method.recent, k // 2))
         forced = np.r_[:N_SINKS, n - n_recent : n]
-        size = self.group if self.shares(n) else 1  # heads that share their candidates
+        size = self.group if self.shares(n) else 1  # number of heads that share candidates
         choices = []
         for h in range(self.n_head):
             if h % size == 0:
@@ -165,12 +169,15 @@ class NaiveLFPS(Naive):
         return choices
 
     def shares(self, n: int) -> bool:
-        """Returns whether the heads of a kv group score each other's candidates."""
+        """Returns whether the heads of a kv group score each other's candidates at n rows."""
         scored_by = self.method.scored_by
         return n > GROUP_ROWS if scored_by == "auto" else scored_by == "group"
 
     def rho(self, h: int, log_wg: float) -> float:
-        """Step 4: returns ws / (ws + wg + wl). log_wg: ln of the mass of all rows but sinks."""
+        """Step 4: returns ws / (ws + wg + wl), the share of the sinks in head h's attention.
+
+        log_wg: ln wg, the log of the mass of all rows after the sinks.
+        """
         s, sink, n = self.s[h], self.sinks[h], self.n
         peak = max(s.max(), log_wg, sink)
         ws = np.exp(s[:N_SINKS] - peak).sum() + np.exp(sink - peak)
@@ -180,8 +187,9 @@ class NaiveLFPS(Naive):
     def log_global(self, h: int) -> float:
         """Returns ln wg, the log of the expected sum of e^score over the rows after the sinks.
 
-        The scores are taken as normally distributed. With n - N_SINKS rows, mean m and variance s2,
-        ln wg = ln(n - N_SINKS) + m + s2 / 2. With a softcap the mean is a numerical integral.
+        The scores are assumed to be normally distributed. With n - N_SINKS rows, mean m and
+        variance s2, ln wg = ln(n - N_SINKS) + m + s2 / 2. With a softcap the mean is a numerical
+        integral.
         """
         q, g = self.q[h], h // self.group
         if self.method.sigma == "cov":
@@ -197,7 +205,11 @@ class NaiveLFPS(Naive):
         return np.log(self.n - N_SINKS) + np.log(e)
 
     def candidates(self, head_group: range, n_recent: int, k: int) -> tuple[np.ndarray, float]:
-        """Returns C1 of a head group's active heads. Thresholds rise if C1 is too large."""
+        """Returns C1, the candidates of the active heads in ``head_group``, and their margin.
+
+        n_recent: last rows that are always candidates. k: rows attended. While C1 is too large, the
+        thresholds rise by a quarter.
+        """
         n, limit, most = self.n, self.n, self.method.candidates
         active = [h for h in head_group if not self.bypassed[h]]
         if most:
@@ -222,12 +234,12 @@ class NaiveLFPS(Naive):
         return np.empty(0, int), margin
 
     def near(self, h: int, factor: float) -> tuple[np.ndarray, float]:
-        """Returns whether head h makes each row a candidate, bool (n,), and the least margin.
+        """Returns head h's candidates, bool (n,), and the margin of this choice.
 
         Step 6 finds C0: the rows with an entry above factor * threshold in either table. Step 7
         adds the row before and the two rows after each row of C0. With ``expand=filtered`` it adds
         only rows with an entry above the table's mean. Sinks are no candidates. The margin is the
-        smallest |entry / border - 1|: how near a rounding comes to another choice.
+        least |entry / border - 1|. If it is tiny, a rounding can change the choice.
         """
         rows = np.arange(N_SINKS, self.n)
         tables = np.stack([self.ver[h, rows], self.dist[h, self.n - 1 - rows]])  # (2, nn)
@@ -244,7 +256,7 @@ class NaiveLFPS(Naive):
         return np.append(np.zeros(N_SINKS, bool), c0 | beside), margin
 
     def threshold(self, x: np.ndarray) -> float:
-        """Step 5: returns tau = a mu / kappa of the entries x of a table."""
+        """Step 5: returns tau = a mu / kappa of a table with the entries x."""
         n, centred = len(x), x - x.mean()
         m2, m4 = (centred**2).sum(), (centred**4).sum()
         is_flat = m2 <= 1e-12 * (x**2).sum()
@@ -255,7 +267,7 @@ class NaiveLFPS(Naive):
 
     def attend(self, choices: list[Choice]) -> np.ndarray:
         out = super().attend(choices)
-        # The mean value has the mass of all rows that a bypassed head leaves out.
+        # A bypassed head gives the mean value the weight of all rows that it leaves out.
         for h in np.flatnonzero(self.bypassed).tolist():
             s, g = self.s[h, choices[h].rows], h // self.group
             values = np.vstack([self.v[g, choices[h].rows], self.mean_v[g]])

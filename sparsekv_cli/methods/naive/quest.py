@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveQuest(Naive):
-    """Each kv head attends to whole pages, sinks, and the page of the current token."""
+    """Each kv head attends to chosen pages, to the sinks, and to the page of the current token."""
 
     method: Quest
 
@@ -32,7 +32,7 @@ class NaiveQuest(Naive):
 
     def select(self) -> list[Choice]:
         n, p, budget = self.n, self.method.page, self.method.budget.rows(self.n)
-        n_page = (n - 1) // p  # whole pages before that of the current token
+        n_page = (n - 1) // p  # whole pages before the current token's page
         n_best = min(n_page, (budget - 1) // p)
         choices = []
         for g in range(self.n_kv):
@@ -46,12 +46,12 @@ class NaiveQuest(Naive):
         return choices
 
     def pooled(self, g: int, n_page: int) -> np.ndarray:
-        """Returns the mean over kv head g's queries of softmax(scores of pages)."""
+        """Returns page scores (n_page,): the mean of softmax(scores) over kv head g's queries."""
         s = np.array([self.page_scores(g, j) for j in range(n_page)]).reshape(n_page, self.group)
         return np.mean([softmax(self.capped(each)) for each in s.T], axis=0)
 
     def page_scores(self, g: int, j: int) -> np.ndarray:
-        """Returns the score of page j for each query head of kv head g."""
+        """Returns page j's score for each query head of kv head g, (H/G,)."""
         p, q = self.method.page, self.q[g * self.group : (g + 1) * self.group]
         keys = self.k[g, max(j * p, N_SINKS) : (j + 1) * p]
         if self.method.summary == "minmax":

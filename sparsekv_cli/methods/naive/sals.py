@@ -8,8 +8,8 @@
 | Algorithm 1 lines 5 to 7, top-k, reconstruction, RoPE | NaiveSALS.select, reconstruct |
 | eq 5, softmax over the selected rows | Naive.attend |
 
-K and V stay whole; ``latents`` are the rows that steps read as latents. Scores are not rounded.
-Letters: r rank, r* columns that are scored, theta and t of RoPE.
+K and V stay whole. ``latents`` and ``values`` are the rows that steps read in compressed form.
+Scores are not rounded. Letters: r rank, r* scored columns, theta and t of RoPE.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHANNELS = 32  # channels of a value that share a scale
 
 
 class NaiveSALS(Naive):
-    """Latents of a layer: their columns (r,), their values (G, d_v), and their rows."""
+    """The compressed rows of a layer: a latent (r,) and quantised values (G, d_v) for each."""
 
     method: SALS
 
@@ -38,7 +38,7 @@ class NaiveSALS(Naive):
         self.rank, self.score_rank = method.ranks(spec)
         u, w = (x.astype(np.float64) for x in method.basis_of(spec))
         self.e, self.d = (w[:, None] * u)[:, : self.rank], (u / w[:, None])[:, : self.rank]
-        self.first = method.sinks if method.exact_sinks else 0  # the first latent's position
+        self.first = method.sinks if method.exact_sinks else 0  # the position of latent 0
         self.latents: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
         self.compressed, self.start = False, (0, False, 0)
@@ -49,14 +49,14 @@ class NaiveSALS(Naive):
         )
 
     def compress(self) -> None:
-        """Step 2: rows that have left the window become latents."""
+        """Step 2: makes latents of rows that have left the window."""
         self.compressed = True
         for p in range(self.first + len(self.latents), self.n - self.method.window):
             self.latents.append(self.encode(p))
             self.values.append(self.quantize(p))
 
     def encode(self, p: int) -> np.ndarray:
-        """Returns the latent (r,) of row p."""
+        """Returns the latent (r,) of the row at position p."""
         k_nope = rotate(self.k[:, [p]], -np.array([p]), self.spec.theta, 1 / self.spec.rope_scale)
         latent = k_nope.reshape(-1) @ self.e
         step = np.abs(latent[: self.score_rank]).max() / (127 * 256) or 1.0
@@ -64,7 +64,7 @@ class NaiveSALS(Naive):
         return np.append(scored, half(latent[self.score_rank :]))
 
     def quantize(self, p: int) -> np.ndarray:
-        """Returns the values (G, d_v) of row p."""
+        """Returns the quantised values (G, d_v) of the row at position p."""
         out, top = self.v[:, p].copy(), 2**self.method.bits - 1
         for i in range(0, out.shape[1], CHANNELS) if self.method.bits < 16 else ():
             part = out[:, i : i + CHANNELS]
@@ -75,7 +75,10 @@ class NaiveSALS(Naive):
         return out
 
     def view(self) -> tuple[np.ndarray, np.ndarray]:
-        """Step 5: returns latents as keys, rotated to their positions, and quantised values."""
+        """Step 5: returns K and V, with keys and values that are made from the latents.
+
+        These keys are reconstructed and rotated to their positions.
+        """
         k, v, n = self.k.copy(), self.v.copy(), len(self.latents)
         if n:
             places = slice(self.first, self.first + n)
@@ -90,7 +93,7 @@ class NaiveSALS(Naive):
         return super().choose(x)
 
     def select(self) -> list[Choice]:
-        """Steps 3 and 4: returns one choice for all heads."""
+        """Steps 3 and 4: compresses rows, then returns one choice for all heads."""
         self.compress()
         o, n, n_latent = self.method, self.n, len(self.latents)
         importance = np.full(n, FORCED)
@@ -100,19 +103,22 @@ class NaiveSALS(Naive):
         return [best(importance, forced, o.budget.rows(n))]
 
     def summed(self) -> np.ndarray:
-        """Returns q~ . latent_j[:r*], q~ the sum over heads of D'q before RoPE."""
+        """Returns q~ . latent[:r*] of each latent. q~ is the sum over heads of D'q before RoPE."""
         q = self.q_nope.reshape(self.n_kv, self.group, -1).sum(1).reshape(-1)  # (G d,)
         return np.stack(self.latents)[:, : self.score_rank] @ (q @ self.d[:, : self.score_rank])
 
     def by_block(self) -> np.ndarray:
-        """Returns softmax weights summed over heads, of queries turned to each block's centre."""
+        """Returns scores (n_latent,): softmax weights of the latents, summed over heads.
+
+        The queries are rotated to the centre of each block of 128 tokens.
+        """
         n_latent, c, n_kv = len(self.latents), len(self.spec.theta), self.n_kv
         x = self.spec.theta * BLOCK / 2
         damping = np.where(x < np.pi, np.sinc(x / np.pi), 0) * self.spec.rope_scale**2
         latents = np.stack(self.latents)[:, : self.score_rank]
         d = self.d[:, : self.score_rank].reshape(n_kv, -1, self.score_rank)
         s = np.empty((self.n_head, n_latent))
-        sampled: list[int] = []  # a quarter of the latents, for the sum
+        sampled: list[int] = []  # a quarter of the latents, to estimate the softmax's sum
         for i in range(0, n_latent, BLOCK):
             distance = self.n - 1 - (self.first + i + (BLOCK - 1) / 2)
             q = rotate(self.q_nope[:, None], np.array([distance]), self.spec.theta, 1.0)[:, 0]

@@ -6,7 +6,7 @@
 | section 4, pooling, so that neighbours are kept together | NaiveSnapKV.finish_prefill |
 | section 4, top-k of the prefix, and the window itself | NaiveSnapKV.finish_prefill |
 
-All rows stay in K and V; ``held`` says which of them a kv head still has.
+All rows stay in K and V. ``held`` has, for each kv head, the positions of the rows not dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NaiveSnapKV(Naive):
-    """Positions for each kv head, chosen after a prefill."""
+    """The positions that each kv head holds. They are chosen at the end of a prefill."""
 
     method: SnapKV
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NaiveStreaming(Naive):
-    """Sinks and the last k rows, the same for all heads."""
+    """All heads attend to the S sinks and the last k rows."""
 
     method: Streaming
 
@@ -52,7 +52,7 @@ class NaiveStreaming(Naive):
         if not self.method.reposition or len(rows) == self.n:
             return super().attend(choices)
         turn = self.spec.theta, self.spec.rope_scale
-        places = np.arange(len(rows))  # within the cache
+        places = np.arange(len(rows))  # positions within the cache
         k = rotate(self.k_nope[:, rows], places, *turn)  # (G, S + k, d)
         q = rotate(self.q_nope[:, None], places[-1:], *turn)[:, 0]  # (H, d)
         weights = [self.weights(h, self.scores(h, q, k)) for h in range(self.n_head)]

@@ -4,7 +4,7 @@
 |---|---|
 | 1, all rows are scored for each query head | NaiveTopK.select |
 | 2, sinks, recent rows and the best others | NaiveTopK.select |
-| 3, exact attention over these | Naive.attend |
+| 3, exact attention to these rows | Naive.attend |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NaiveTopK(Naive):
-    """Each query head attends to the sinks and to k other rows."""
+    """Each query head attends to the sinks and to the k best other rows."""
 
     method: TopK
 
