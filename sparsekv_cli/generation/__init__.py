@@ -1,1 +1,1 @@
-"""From a conversation to the tokens of an answer, and from these to its text."""
+"""The way from a conversation to the tokens of an answer, and from the tokens to its text."""

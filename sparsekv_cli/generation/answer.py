@@ -14,27 +14,31 @@ STOP_EOS, STOP_LENGTH, STOP_TEXT, STOP_INTERRUPT = "eos", "length", "stop", "int
 class Answer:
     """A generated answer."""
 
-    text: str  # without a stop string and what follows it
-    tokens: list[int]  # the sampled ids, without the end-of-generation token
+    text: str  # the text before a stop string
+    tokens: list[int]  # the sampled ids, without the token that ends the answer
     stop_reason: str  # ``eos``, ``length``, ``stop`` or ``interrupt``
-    thinking: str = ""  # the thinking before the answer
-    written: str = ""  # thinking and text as they came, with the markers
-    stopped_by: str = ""  # the stop string
-    is_cut: bool = False  # whether it ended because the context is full
-    # one entry a token, if they are kept
+    thinking: str = ""  # the text of the thinking
+    written: str = ""  # thinking and text as the model wrote them, with markers
+    stopped_by: str = ""  # the stop string that ended the answer, or empty
+    is_cut: bool = False  # whether a full context ended the answer
+    # one entry a token, if the caller asked for them
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class StopStrings:
     """Finds the first stop string in text that arrives in pieces.
 
-    Text that may be the beginning of a stop string is held back until the next piece decides.
+    The end of a piece may be the beginning of a stop string. It is held back until the next piece
+    decides.
     """
 
     def __init__(
         self, stops: Sequence[str], forms: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """forms: other texts that are found, each with the stop string that it stands for."""
+        """forms: other spellings -> the stop string that each stands for.
+
+        Raises ValueError for an empty one.
+        """
         if any(not stop for stop in stops):
             raise ValueError("a stop string is empty: give a text")
         self._stops = {**{stop: stop for stop in stops}, **forms}
@@ -42,7 +46,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Returns the part of all text so far that can be shown now."""
+        """Adds text. Returns the part of all text that can be shown now and was not shown yet."""
         text = self._held + text
         found = [
             (start, stop) for form, stop in self._stops.items() if (start := text.find(form)) >= 0
@@ -56,6 +60,6 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Returns the held-back text at the end of the answer."""
+        """Returns the text that is still held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held

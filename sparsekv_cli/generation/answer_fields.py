@@ -1,4 +1,4 @@
-"""Fields that a line of ``run --jsonl`` and a request of either protocol share.
+"""Fields of JSON objects that ``run --jsonl`` and both protocols of ``serve`` share.
 
 They are the sampling parameters of sampling/params.py, the seed, and the format that an answer must
 match.
@@ -20,9 +20,10 @@ from sparsekv_cli.generation.sampler import SamplingOptions
 from sparsekv_cli.sampling.params import MAX_BREAKERS, MAX_SEED, SamplingParams
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, allowed_values, options_of
 
-ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}  # other protocols' names
+# a name in other protocols -> the field
+ALIASES = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}
 GRAMMARS = {"json_schema": "json-schema", "grammar": "grammar", "regex": "regex"}
-BAN = -100  # a bias of OpenAI's protocol that bans a token
+BAN = -100  # in OpenAI's protocol, a bias that bans a token
 TOKEN_ID = re.compile(r"^(0|[1-9][0-9]{0,8})$")
 TokenId = Annotated[str, Field(pattern=TOKEN_ID.pattern)]
 Breakers = Annotated[Many[Text], Field(max_length=MAX_BREAKERS)]
@@ -30,7 +31,7 @@ Seed = Annotated[int, Field(ge=-1, le=MAX_SEED)]
 
 
 def _first_wrong(values: Any) -> Any:
-    """Returns the biases, or only the first wrong one, which is then reported."""
+    """Returns the biases, or only the first wrong one, so that the error names this one."""
     if isinstance(values, dict):
         for token, bias in values.items():
             is_right = type(bias) in (int, float) and abs(bias) <= MAX_FLOAT
@@ -43,7 +44,7 @@ Biases = Annotated[dict[TokenId, Number], BeforeValidator(_first_wrong)]
 
 
 def _declared() -> dict[str, Any]:
-    """Returns the numbers of SamplingParams, except the seed, as pydantic fields with bounds."""
+    """Returns the fields of SamplingParams, without the seed, as pydantic fields with bounds."""
     found: dict[str, Any] = {}
     for name, declared in options_of(SamplingParams).items():
         if name == "seed":
@@ -68,13 +69,11 @@ else:
 
 
 class AnswerFields(SamplingFields):
-    """The user's settings of an answer.
+    """The user's settings of an answer. A missing field has its value from the command line.
 
-    A missing field has the value that it has on the command line.
-
-    seed: -1 is a random one. logit_bias: number added to the logit of a token, by the token's
-    id; -100 or less bans it. think_budget: most tokens of thinking before the answer. At most one
-    of json_schema, grammar and regex is given.
+    seed: -1 means a random seed. logit_bias: token id -> number added to the token's logit; -100 or
+    less bans the token. think_budget: most tokens of thinking before the answer. At most one of
+    json_schema, grammar and regex may be given.
     """
 
     seed: Seed | None = None
@@ -95,8 +94,8 @@ class AnswerFields(SamplingFields):
     ) -> SamplingOptions:
         """Returns the sampling options. Raises FieldError for a bad value.
 
-        required: a JSON schema by the name of the field that requires it. read: reads a grammar, by
-        default ``read_grammar``.
+        defaults: the values of missing fields. required: a JSON schema by the name of the request's
+        field that asks for it. read: a function that reads a grammar; None: ``read_grammar``.
         """
         explicit = {key: value for key in SAMPLING if (value := getattr(self, key)) is not None}
         for key in ("samplers", "dry_sequence_breakers"):

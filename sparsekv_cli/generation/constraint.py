@@ -1,6 +1,6 @@
 """A constraint says which tokens may follow in an answer.
 
-The model first thinks freely, up to a number of tokens. Then a grammar holds.
+The model first thinks freely, up to a number of tokens. After the thinking, a grammar decides.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BEGINS, THINKS, CLOSES, ANSWERS = range(4)
 
 
 class AnswerConstraint:
-    """The state of an answer. ``restart`` starts one.
+    """The place of one answer in its thinking or its grammar. ``restart`` begins an answer.
 
-    thinking: the markers of the model's template; None: the model does not think.
-    grammar: the form of the answer after the thinking; None: any form.
-    budget: most tokens of thinking; then the end marker follows. None: with a grammar, half of the
-    tokens that the end marker leaves for the answer; without one, any number.
+    thinking: the markers of the model's template; None: the model does not think. grammar: the form
+    of the answer after the thinking; None: any form. budget: most tokens of thinking, after which
+    the end marker is forced. budget None: any number; with a grammar, half of the tokens that are
+    left besides the end marker.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AnswerConstraint:
         self._tokenizer, self._thinking, self._grammar = tokenizer, thinking, grammar
         self.budget = budget
         self._all = np.arange(0)
-        self._not_ends = np.arange(0)  # all tokens that do not end an answer
+        self._not_ends = np.arange(0)  # all tokens but those that end an answer
         self._long: list[tuple[int, str]] | None = None
         self._phase = ANSWERS
 
@@ -57,7 +57,7 @@ class AnswerConstraint:
         return new
 
     def restart(self, prompt: Sequence[int] = (), n_left: int = 0) -> None:
-        """Starts an answer of at most ``n_left`` tokens. prompt: its ids, or the last of them."""
+        """Begins an answer of at most ``n_left`` tokens. prompt: its ids, or only the last ids."""
         self._restart_grammar()
         self._phase, self._tail, self._n_thought = ANSWERS, "", 0
         self._forced: list[int] = []
@@ -81,7 +81,7 @@ class AnswerConstraint:
             self._phase, self._forced = CLOSES, self._ids(thinking.start + thinking.closing(""))
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
-        """Returns the ids that may follow, ascending and below n_vocab: (n,) i64; None: all."""
+        """Returns the ids that may follow, int64 (n,), ascending, below n_vocab; None: all ids."""
         if self._phase == CLOSES:
             return np.array(self._forced[:1])
         if self._phase == THINKS:
@@ -94,7 +94,7 @@ class AnswerConstraint:
         return np.union1d(self._matching, self._forced[:1])
 
     def accept(self, token: int) -> None:
-        """Adds ``token``, which must be allowed, to the answer."""
+        """Adds ``token`` to the answer. ``allowed`` must contain it."""
         if self._phase == CLOSES:
             del self._forced[0]
             self._phase = CLOSES if self._forced else ANSWERS
@@ -107,17 +107,20 @@ class AnswerConstraint:
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the answer matches and only its end can follow."""
+        """Whether the answer matches the grammar and nothing but its end can follow."""
         is_answer = self._phase == ANSWERS or (self._phase == BEGINS and self._matches)
         return is_answer and self._grammar is not None and self._grammar.is_finished
 
     def _restart_grammar(self) -> None:
-        self._matches = True  # so far: it may be the start marker or the answer
+        self._matches = True  # the tokens so far may be the start marker or the answer
         if self._grammar is not None:
             self._grammar.restart()
 
     def _begin(self, token: int) -> None:
-        """Adds a first token. It may belong to the start marker, the answer, or still both."""
+        """Adds one of the first tokens.
+
+        It belongs to the start marker, to the answer, or to either.
+        """
         if self._grammar is not None and self._matches:
             self._matches = token in self._matching
             if self._matches:
@@ -145,9 +148,9 @@ class AnswerConstraint:
             self._phase, self._forced = CLOSES, self._ids(self._thinking.closing(self._tail))
 
     def _thinkable(self, n_vocab: int) -> np.ndarray | None:
-        """Returns the tokens that may follow in the thinking.
+        """Returns the tokens that may follow in the thinking; None: all tokens.
 
-        If there is a grammar, the answer may not end there.
+        With a grammar, no token may end the answer before the thinking has ended.
         """
         assert self._thinking is not None
         if self._grammar is None:
@@ -162,7 +165,7 @@ class AnswerConstraint:
         return np.setdiff1d(self._not_ends, self._too_long(), assume_unique=True)
 
     def _too_long(self) -> list[int]:
-        """Returns tokens that complete the end marker and also hold text of the answer."""
+        """Returns the tokens that would complete the end marker and add text after it."""
         assert self._thinking is not None
         end = self._thinking.marks[self._thinking.end]
         n = overlap(self._tail, end)
@@ -180,5 +183,5 @@ class AnswerConstraint:
         ]
 
     def _ids(self, text: str) -> list[int]:
-        """Returns the ids of a text with control tokens, within the answer."""
+        """Returns the ids of ``text``, which may spell control tokens. No BOS or EOS is added."""
         return self._tokenizer.encode(text, add_bos=False, add_eos=False, parse_special=True)

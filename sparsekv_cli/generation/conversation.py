@@ -1,4 +1,4 @@
-"""From a prompt or a conversation to the input ids of a model."""
+"""Makes the input ids of a model from a prompt or a conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chat_template(file: GGUFFile) -> str | None:
 
 
 def messages_of(system: str | None, prompt: str) -> list[dict[str, str]]:
-    """Returns a conversation of one user message, after the system message if there is one."""
+    """Returns a conversation: the system message, if it is not None, and one user message."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     return [*messages, {"role": "user", "content": prompt}]
 
@@ -46,18 +46,18 @@ def encode_messages(
     continues: bool = False,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Returns the ids of a conversation for the assistant to continue, with at most one BOS.
+    """Returns the ids of a conversation that the assistant continues, with at most one BOS.
 
-    Tools are in the order of their names. A template reads the time at which the conversation
-    began, so that its prompts begin alike.
+    Tools are sorted by name. A template that prints the time gets the time at which the
+    conversation began. So the prompts of one conversation begin with the same ids.
 
     continues: the last message is the beginning of the answer. The answer continues its text,
     without its thinking. add_generation_prompt: whether the template adds the beginning of an
-    answer.
-    parse_special: control tokens such as ``<|im_end|>`` are also parsed in the messages and tools.
-    Otherwise only those that the template writes are parsed. think: whether the model thinks first;
-    None: the template's default. Raises SparseKVError if the template has no choice. variables: the
-    template's variables by name.
+    answer. parse_special: whether control tokens such as ``<|im_end|>`` are also parsed in messages
+    and tools. Otherwise only those that the template writes are parsed. think: whether the model
+    thinks first; None: the template decides. variables: the template's variables by name.
+
+    Raises SparseKVError if ``think`` is not None and the template has no such choice.
     """
     from sparsekv_cli.models.chat.cover import Cover
     from sparsekv_cli.models.chat.fitting.fitted import fitted, flattened
@@ -117,9 +117,10 @@ def model_thinking(model: Model) -> Thinking | None:
 
 
 def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]:
-    """Returns the template's variable for ``think``. Raises SparseKVError if it has none.
+    """Returns the template's variable for ``think`` with its value; {} if think is None.
 
-    If the template has no thinking either, there is nothing to switch off.
+    Raises SparseKVError if the template has no such variable. A template without any thinking needs
+    none to switch it off, and the result is {}.
     """
     from sparsekv_cli.models.chat.thinking import markers_of, switch_of
 
@@ -137,7 +138,7 @@ def thinking_switch(template: str | None, think: bool | None) -> dict[str, bool]
 
 
 class _HasTemplate(Protocol):
-    """A Model, or an open file with its tokenizer."""
+    """A Model, or an open GGUF file together with its tokenizer."""
 
     @property
     def gguf(self) -> GGUFFile: ...
@@ -156,11 +157,11 @@ def prompt_ids(
     continues: bool = False,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Returns the ids of a prompt: a conversation, or a text after the system message, if any.
+    """Returns the ids of a prompt: a conversation, or a text with a system message before it.
 
-    Without ``raw`` the model's chat template is applied, if it has one. Raises SparseKVError if a
-    message needs a template and there is none. The other arguments are those of
-    ``encode_messages``.
+    system: None: no system message. raw: a text is encoded without the model's chat template. The
+    other arguments are those of ``encode_messages``. Raises SparseKVError if a message needs a
+    template and the model has none.
     """
     template = chat_template(model.gguf)
     if template is None:
@@ -191,10 +192,11 @@ def prompt_ids(
 def continues_last(
     messages: Sequence[Mapping[str, Any]], continues: bool | None, adds_prompt: bool | None
 ) -> bool:
-    """Returns whether an answer continues the last message. The default: if it is the assistant's.
+    """Returns whether an answer continues the last message of a conversation.
 
     continues, adds_prompt: continue_final_message and add_generation_prompt of a request; None:
-    missing. Raises SparseKVError if they contradict each other or the messages.
+    missing. If both are missing, an answer continues a last message of the assistant without calls.
+    Raises SparseKVError if they contradict each other or the messages.
     """
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get("tool_calls")
@@ -210,7 +212,7 @@ def continues_last(
 
 
 def token_text(tokenizer: Tokenizer, token: int | None) -> str:
-    """Returns the text of a special token; empty if the model has no such token."""
+    """Returns the text of a special token; "" if ``token`` is None or negative."""
     if token is None or token < 0:
         return ""
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")

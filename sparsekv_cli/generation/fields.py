@@ -1,6 +1,7 @@
-"""JSON objects of users as pydantic models: lines of ``run --jsonl``, requests of serve.
+"""Reads JSON objects of users as pydantic models: lines of ``run --jsonl``, requests of serve.
 
-A model checks types and bounds. This file has its base class and its error messages.
+A model checks types and bounds. This file has the base class of all models and their error
+messages.
 """
 
 import codecs
@@ -16,16 +17,16 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, did_you_mean
 
-MAX_EXACT = 2.0**53  # whole numbers beyond it are not all floats
-MAX_SHOWN = 60  # characters of a value in a message
-MAX_FIELDS = 256  # fields of one object, because each wrong one takes a kilobyte
+MAX_EXACT = 2.0**53  # beyond it an f64 cannot represent every whole number
+MAX_SHOWN = 60  # characters of a value that an error message shows
+MAX_FIELDS = 256  # most fields of one object; an error for each field takes a kilobyte
 LARGE = re.compile(
     rb"(?<![0-9])[0-9]{200}|[eE]\+?[0-9]{3}"
 )  # matches every number that an f64 may not hold
 
 
 class FieldError(SparseKVError):
-    """A wrong field of a JSON object. field: its path, empty for the whole object."""
+    """A wrong field of a JSON object. field: its path; empty: the whole object is wrong."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}{message}")
@@ -33,13 +34,13 @@ class FieldError(SparseKVError):
 
 
 class Fields(BaseModel):
-    """The fields of a JSON object. A field that is null counts as one that is missing.
+    """The fields of a JSON object. A field with the value null counts as missing.
 
-    A number such as 5.0 counts as 5, as in JSON Schema.
+    5.0 is a whole number, as in JSON Schema.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    elsewhere: ClassVar[Mapping[str, str]] = {}  # a field's name in other programs -> its name
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # a field's name in other programs -> its name here
 
     @check_model(mode="before")
     @classmethod
@@ -51,13 +52,13 @@ class Fields(BaseModel):
 
 
 def _whole(value: Any) -> Any:
-    """Returns a float as a whole number if it is one that an f64 holds exactly."""
+    """Returns 5.0 as 5, and every other value unchanged. Floats above 2^53 stay floats."""
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT
     return int(value) if is_whole else value
 
 
 def check_length(values: dict[str, Any]) -> dict[str, Any]:
-    """Raises FieldError for an object of very many fields."""
+    """Returns ``values``. Raises FieldError if the object has more than MAX_FIELDS fields."""
     if len(values) > MAX_FIELDS:
         raise FieldError(
             "", f"an object has {len(values)} fields: expected at most {MAX_FIELDS} of them"
@@ -73,10 +74,10 @@ Many = Annotated[
 
 
 def read_json(data: bytes | bytearray) -> Any:
-    """Returns a JSON value in UTF-8, after a byte order mark or none.
+    """Returns the value of a JSON text in UTF-8, with or without a byte order mark.
 
-    Raises FieldError for anything else. It also raises it for NaN and for a number that no f64
-    holds. A text with half a surrogate pair is refused too, because it cannot be encoded.
+    Raises FieldError for any other text, for NaN, and for numbers outside the range of f64. It
+    also raises FieldError for half a surrogate pair, which cannot be encoded.
     """
     try:
         value = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
@@ -91,7 +92,7 @@ def read_json(data: bytes | bytearray) -> Any:
 
 
 def read_object(data: bytes | bytearray) -> dict[str, Any]:
-    """Returns a JSON object, as ``read_json`` reads it. Raises FieldError for another value."""
+    """Returns the JSON object in ``data``. Raises FieldError for another value or bad JSON."""
     values = read_json(data)
     if not isinstance(values, dict):
         raise FieldError("", f"expected an object, found {shown(values)}")
@@ -99,7 +100,7 @@ def read_object(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def read_fields(kind: type[F], values: Mapping[str, Any]) -> F:
-    """Returns ``values`` as a model. Raises FieldError, which names the first bad field."""
+    """Returns ``values`` as an object of ``kind``. Raises FieldError for the first bad field."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -129,7 +130,10 @@ WORDS = {
 def _words(
     kind: type[Fields], values: Mapping[str, Any], found: Sequence[ErrorDetails]
 ) -> tuple[str, str]:
-    """Returns the path of the first wrong field, and its fault. kind: model of ``values``."""
+    """Returns the path of the first wrong field, and its fault in words.
+
+    kind: the model that refused ``values``. found: pydantic's errors.
+    """
     error, context = found[0]["type"], found[0].get("ctx", {})
     place, value = _place(values, found[0]["loc"]), found[0]["input"]
     field = path_of(place)
@@ -148,7 +152,8 @@ def _words(
         return field, f" is {shown(value)}: expected one that is not empty"
     if error == "string_pattern_mismatch":
         return path_of(place[:-1]), f": the key {shown(value)} is no token's number"
-    same = [each for each in found if _place(values, each["loc"]) == place]  # of a union
+    # a union gives one error for each of its types
+    same = [each for each in found if _place(values, each["loc"]) == place]
     expected = dict.fromkeys(_expected(each) for each in same)
     return field, f" = {shown(value)}: expected {' or '.join(expected)}"
 
@@ -161,7 +166,10 @@ def _expected(found: ErrorDetails) -> str:
 
 
 def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
-    """Returns an error's path in ``values``, without pydantic's names for parts of a union."""
+    """Returns the path of an error in ``values``.
+
+    Parts that only name a type of a union are left out.
+    """
     place: list[str | int] = []
     for part in parts:
         is_key = isinstance(values, Mapping) and part in values
@@ -172,7 +180,7 @@ def _place(values: Any, parts: Sequence[str | int]) -> list[str | int]:
 
 
 def names_of(kind: type[Fields]) -> list[str]:
-    """Returns all names that the fields of a model have."""
+    """Returns all names under which the fields of a model are accepted."""
     names: list[Any] = []
     for name, declared in kind.model_fields.items():
         choices = getattr(declared.validation_alias, "choices", None)
@@ -181,7 +189,10 @@ def names_of(kind: type[Fields]) -> list[str]:
 
 
 def path_of(place: Sequence[str | int]) -> str:
-    """Returns the path as text, such as ``messages[0].role``, cut where a key is long."""
+    """Returns a path as text: ["messages", 0, "role"] gives ``messages[0].role``.
+
+    Text beyond MAX_SHOWN characters is cut.
+    """
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -189,12 +200,12 @@ def path_of(place: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message shows it, in ASCII."""
+    """Returns ``value`` as error messages show it: JSON in ASCII, at most MAX_SHOWN characters."""
     try:
         text = json.dumps(value)
     except ValueError:  # a whole number of thousands of digits
         text = "a very large number"
-    except TypeError:  # a value of Python's that JSON lacks
+    except TypeError:  # a Python value that JSON does not have
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
@@ -206,7 +217,7 @@ def _only_false(value: Any) -> Any:
 
 
 def as_texts(value: Any) -> Any:
-    """Returns a text, or a list of texts, as a tuple without those that are empty."""
+    """Returns a text, or a list of texts, as a tuple without empty texts."""
     given = [value] if isinstance(value, str) else value
     if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
         raise ValueError("expected a text or a list of texts")
@@ -215,7 +226,7 @@ def as_texts(value: Any) -> Any:
 
 Number = Annotated[float, Field(ge=-MAX_FLOAT, le=MAX_FLOAT)]
 Whole = Annotated[int, Field(ge=-MAX_WHOLE, le=MAX_WHOLE)]
-Off = Annotated[Literal[False], BeforeValidator(_only_false)]  # a switch that stays off
+Off = Annotated[Literal[False], BeforeValidator(_only_false)]  # a switch that accepts only false
 Text = Annotated[str, Field(min_length=1)]  # not empty
 Texts = Annotated[
     tuple[str, ...], BeforeValidator(as_texts, json_schema_input_type=str | list[str])

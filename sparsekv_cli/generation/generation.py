@@ -1,4 +1,4 @@
-"""One growing answer, for ``chat``, ``run``, ``jsonl`` and ``serve``."""
+"""One growing answer of ``chat``, ``run``, ``jsonl`` or ``serve``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 
 class LogProbs:
-    """A sampler that keeps log(softmax(logits)) of its choices and of the n most likely tokens.
+    """A sampler that stores log(softmax(logits)) of its choices and of the n likeliest tokens.
 
-    These are the model's: neither temperature nor any sampler has changed them.
+    The logits are the model's, before the temperature and other samplers change them.
     """
 
     def __init__(self, sample: Sample, n: int, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._n = n
         self._tokenizer = tokenizer
-        self.entries: list[dict[str, Any]] = []  # one for each call, also for the token of an end
+        # one entry for each call; the token that ends an answer has one too
+        self.entries: list[dict[str, Any]] = []
 
     def __call__(self, logits: np.ndarray, history: Ids[int]) -> int:
         import numpy as np
@@ -48,7 +49,10 @@ class LogProbs:
         return token
 
     def _entry(self, token: int, logits: np.ndarray, total: float) -> dict[str, Any]:
-        """Returns an entry. ``bytes`` are exact. ``token`` replaces a part of a character."""
+        """Returns the entry of a token. If it is a part of a character, ``token`` has a U+FFFD.
+
+        ``bytes`` are the token's exact bytes. total: the log of the sum of e^logit.
+        """
         data = self._tokenizer.token_bytes(token)
         text = data.decode("utf-8", errors="replace")
         logprob = float(logits[token]) - total
@@ -56,17 +60,18 @@ class LogProbs:
 
 
 def _ignore(_text: str) -> None:
-    """Discards a text. The caller reads the answer at its end."""
+    """Discards the text, for callers that only need the finished answer."""
 
 
 class Generation:
-    """An answer that grows by tokens of a sequence, from the end of its prefill.
+    """An answer that grows token by token, from the end of a sequence's prefill.
 
-    Call ``choose``, and then ``step``, until ``choose`` returns True. ``finish`` gives the answer.
+    Call ``choose``, then ``step``, until ``choose`` returns True. Then ``finish`` returns the
+    answer.
 
-    A step may add a draft after the chosen token. The sampler sees the same logits and tokens as
-    without drafts, in the same order. So it chooses the same tokens. A step keeps the rows of a
-    draft up to the first token that the sampler does not choose.
+    A step may decode a draft after the chosen token. The sampler sees the same logits and tokens as
+    without drafts, in the same order. So it chooses the same tokens. The sequence keeps the draft's
+    rows up to the first token that the sampler does not choose.
     """
 
     def __init__(
@@ -84,14 +89,14 @@ class Generation:
         write: Callable[[str], None] = _ignore,
         write_thinking: Callable[[str], None] = _ignore,
     ) -> None:
-        """sequence: ends with its prompt. sample: chooses tokens; it was made with ``constraint``.
+        """sequence: ends with the prompt. sample: chooses tokens; it was made with ``constraint``.
 
         n_predict: the most tokens; a negative number means as many as fit. stops: texts before
         which the answer ends. constraint: ends the answer when no token can follow. thinking: the
-        markers of the thinking, which goes to ``write_thinking``. marks: tokens that are characters
-        in the text that ``write`` gets, for a reader of calls; without any, all are spelled there.
-        logprobs: the number of most likely tokens that are kept with each token; None keeps
-        nothing. write: called with text as soon as it is certain.
+        markers of the thinking, whose text goes to ``write_thinking``. marks: control tokens that
+        ``write`` gets as single characters, for a reader of tool calls. Without marks ``write``
+        gets their spelling. logprobs: the number of likeliest tokens to store with each token; None
+        stores nothing. write: called with each text as soon as it is certain.
         """
         self.sequence, self.sample = sequence, sample
         self.logprobs: LogProbs | None = None
@@ -112,8 +117,9 @@ class Generation:
         self._special = marks.shows_controls
         self._write, self._write_thinking = write, write_thinking
         self._splitter: ThinkingSplitter | ChannelSplitter | None = None
-        self.outcomes: list[Outcome] = []  # one for each row of the last step or prefill
-        self.drafts = sequence.drafts  # None: steps have no drafts
+        # logits or tokens, one for each row of the last step or prefill
+        self.outcomes: list[Outcome] = []
+        self.drafts = sequence.drafts  # the source of drafts; None: steps have no drafts
         self.resume()
         if constraint is not None:
             n_room = sequence.n_ctx - len(sequence.tokens)
@@ -126,27 +132,27 @@ class Generation:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer has ended because the context is full."""
+        """Whether a full context has ended the answer."""
         answer = self.answer
         is_short = answer.stop_reason == STOP_LENGTH and len(answer.tokens) != self._n_predict
         return is_short and self.sequence.is_full
 
     def resume(self) -> None:
-        """Continues from the end of the sequence's last prefill."""
+        """Goes on from the end of the sequence's last prefill. Raises ValueError elsewhere."""
         at = self.sequence.checkpoint
         if at is None or at.n != len(self.sequence.tokens):
             raise ValueError("the sequence does not end with a prefill")
         self.outcomes = [at.logits.copy()]
-        self._draft: list[int] = []  # the last rows of the last step
-        self._is_told = False  # whether ``drafts`` was asked for it
-        self._verify_s = 0.0  # seconds of that step
+        self._draft: list[int] = []  # the draft that the last step decoded
+        self._is_told = False  # whether ``drafts`` made this draft and must hear the result
+        self._verify_s = 0.0  # seconds of the last step
         if self.drafts is not None:
             self.drafts.begin(self.sequence.tokens)
 
     def rows(self, is_alone: bool) -> list[int]:
-        """Returns the tokens of the next step: the one that was chosen last, and a draft.
+        """Returns the tokens of the next step: the token chosen last, then a draft.
 
-        is_alone: whether this step decodes no other sequence.
+        is_alone: whether the step decodes this sequence only.
         """
         drafts = self.drafts
         self._is_told = drafts is not None and (is_alone or not drafts.alone)
@@ -163,20 +169,24 @@ class Generation:
         return [self.token, *draft]
 
     def take(self, draft: list[int], outcomes: list[Outcome], seconds: float) -> None:
-        """Adds a step's outcomes: one after the chosen token, one after each draft token."""
+        """Stores the outcomes of a step: after the chosen token, and after each draft token.
+
+        seconds: the step's time. An outcome is logits, or a token that the engine has chosen.
+        """
         self.outcomes, self._draft, self._verify_s = outcomes, draft, seconds
 
     def choose(self) -> bool:
-        """Chooses the next tokens by ``outcomes``. Returns whether the answer is done.
+        """Chooses the next tokens from ``outcomes``. Returns whether the answer is done.
 
-        The last chosen token is not decoded yet. The others are in the draft.
+        It goes on along the draft while it chooses the draft's tokens. The token that it chooses
+        last has no row yet: the next step decodes it.
         """
         if self._n_predict == 0:
             return True
         draft, tokens, is_done = self._draft, self.sequence.tokens, False
         n = len(tokens) - len(draft)
         if draft:
-            tokens = tokens[:n]  # a copy, because the sequence has the draft still
+            tokens = tokens[:n]  # a copy: the sequence's own list still ends with the draft
         try:
             for i, outcome in enumerate(self.outcomes):
                 is_done = self._choose(outcome, tokens)
@@ -194,7 +204,7 @@ class Generation:
         return is_done
 
     def _choose(self, outcome: Outcome, tokens: Ids[int]) -> bool:
-        """Chooses the token after ``tokens``. Returns whether the answer ends with it."""
+        """Chooses the token that follows ``tokens``. Returns whether the answer ends with it."""
         if isinstance(outcome, int):
             self.token = outcome
         else:
@@ -205,7 +215,7 @@ class Generation:
         return is_full or len(self.answer.tokens) == self._n_predict
 
     def push(self, token: int) -> bool:
-        """Adds a token to the text. Returns whether the answer ends with it."""
+        """Adds a chosen token to the answer. Returns whether the answer ends with it."""
         is_end = token in self._end_ids
         if not is_end:
             self.answer.tokens.append(token)
@@ -221,7 +231,7 @@ class Generation:
         return False
 
     def finish(self) -> Answer:
-        """Returns the finished answer."""
+        """Ends the answer: writes the text that was held back. Returns the answer."""
         if not self._matcher.found:
             self._emit(self._matcher.push(self._decoder.flush()))
             if self._matcher.found:
@@ -256,7 +266,7 @@ class Generation:
 def step(engine: Engine, generations: Ids[Generation]) -> dict[int, Exception]:
     """Decodes the chosen tokens and the drafts of all generations in one step.
 
-    Returns the errors of generations that have failed while others have not, by their places.
+    Returns the errors of failed generations by their index. If all have failed, it raises.
     """
     rows = [each.rows(len(generations) == 1) for each in generations]
     sequences, started = [each.sequence for each in generations], time.perf_counter()

@@ -1,8 +1,8 @@
-"""Reads the grammars of requests in a separate process, which ends if one takes too long.
+"""Reads the grammars of requests in another process, which is ended if one takes too long.
 
-llguidance has no limit of time, and nothing else ends its work: some schemas of a hundred bytes
-take minutes. ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS`` is that process.
-Each line of stdin is a JSON list of kind and text. The process answers it with a line of stdout:
+llguidance has no limit of time, and a thread cannot be stopped. Some schemas of a hundred bytes
+take minutes. The process is ``python -m sparsekv_cli.generation.grammar_trial MODEL SECONDS``. It
+reads lines of stdin, each a JSON list of kind and text. It answers each with a line on stdout:
 {"definition": text} or {"error": text}.
 """
 
@@ -23,39 +23,39 @@ from sparsekv_cli.sampling.grammar import Grammar, read_grammar, require_llguida
 from sparsekv_cli.system.work import answer_of, limit_work
 
 BYTES = 3 << 30  # address space of the process
-WAIT_S = 30.0  # seconds that a request waits; the reading goes on, and its result is remembered
-MOST_S = 600.0  # seconds after which the process counts as lost, such as one that was stopped
-N_KNOWN = 256  # grammars that are remembered
-N_WAITING = 8  # requests that wait for a grammar, and grammars that are not read yet
-# Signals that come from outside: they say nothing about a grammar.
+WAIT_S = 30.0  # seconds that a request waits; the process goes on and its result is stored
+MOST_S = 600.0  # seconds after which the process is killed, in case something has stopped it
+N_KNOWN = 256  # results that are stored
+N_WAITING = 8  # most requests that wait for a grammar, and most grammars that are not read yet
+# Signals of other programs. If one of them ended the process, the grammar is not to blame.
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
 
 
 class GrammarTrial:
-    """Reads grammars for one model; any thread may call ``read``.
+    """Reads grammars for one model in another process. Any thread may call ``read``.
 
-    model: the model's file. seconds: CPU time that a grammar may take. wait_s: most seconds of a
-    ``read``. ``start`` starts the process before the first grammar.
+    model: the model's file. seconds: CPU seconds that one grammar may take. wait_s: most seconds
+    that ``read`` waits. ``start`` starts the process early, before the first grammar.
     """
 
     def __init__(self, model: Path, seconds: int = 4, wait_s: float = WAIT_S) -> None:
         self._model, self._seconds, self._wait_s = model, seconds, wait_s
         self._lock, self._n_waiting, self._is_closed = threading.Lock(), 0, False
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_new = False  # whether its first line, which says that it has started, is unread
-        self._thread = ThreadPoolExecutor(1, "grammars")  # asks the process
+        self._is_new = False  # whether the process's first line, which reports its start, is unread
+        self._thread = ThreadPoolExecutor(1, "grammars")  # sends lines to the process
         self._known: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
 
     def start(self) -> None:
-        """Starts the process, unless llguidance is missing."""
+        """Starts the process. Does nothing if llguidance is missing."""
         with contextlib.suppress(SparseKVError):
             require_llguidance()
             self._running()
 
     def read(self, kind: str, text: str) -> Grammar:
-        """See ``read_grammar``. Also raises SparseKVError for a grammar that takes too long.
+        """Returns the grammar, as ``read_grammar`` does. Raises SparseKVError if it takes too long.
 
-        Raises BusyError if it is not read in time for another reason. Ask again later.
+        Raises BusyError if it is not read in time for another reason. The caller may try again.
         """
         require_llguidance()
         future = self._future((kind, text))
@@ -73,7 +73,10 @@ class GrammarTrial:
                 self._n_waiting -= 1
 
     def _future(self, place: tuple[str, str]) -> Future[Grammar]:
-        """Returns the reading of a grammar, which several requests may share, and counts a wait."""
+        """Returns the future of a grammar, which several requests may share.
+
+        Counts one more waiter. Raises BusyError if too many requests wait, or the server ends.
+        """
         with self._lock:
             future = self._known.get(place)
             n_unread = sum(not each.done() for each in self._known.values())
@@ -91,7 +94,7 @@ class GrammarTrial:
         return future
 
     def _read(self, kind: str, text: str) -> Grammar:
-        """Reads a grammar, in the thread."""
+        """Returns the grammar that the process has read. Runs on ``_thread``."""
         try:
             line = self._ask(json.dumps([kind, text]).encode() + b"\n")
         except BusyError:
@@ -102,9 +105,9 @@ class GrammarTrial:
         return Grammar(kind, answer["definition"])
 
     def _ask(self, line: bytes) -> bytes:
-        """Returns the process's answer to a line; empty if the grammar ended the process.
+        """Sends a line. Returns the process's answer; empty if the grammar ended the process.
 
-        Raises BusyError if anything else ended it. A new process starts at once.
+        Raises BusyError if something else ended it. A new process starts at once.
         """
         process = self._running()
         assert process.stdin is not None
@@ -122,7 +125,7 @@ class GrammarTrial:
         return said
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Returns the process. Starts another one if it has ended. Raises BusyError."""
+        """Returns the process, and starts one if none runs. Raises BusyError if that fails."""
         with self._lock:
             process = self._process
             if self._is_closed:
@@ -141,7 +144,7 @@ class GrammarTrial:
             return process
 
     def close(self) -> None:
-        """Ends the process and all that wait for it."""
+        """Ends the process. All calls of ``read`` that wait raise BusyError."""
         with self._lock:
             self._is_closed, process = True, self._process
         if process is not None:
@@ -167,7 +170,7 @@ def _line_of(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit code of a process that is ending or idle."""
+    """Closes the pipes of a process, which makes it end. Returns its exit code."""
     assert process.stdin is not None and process.stdout is not None
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
@@ -176,7 +179,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 
 def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None:
-    """Runs the process: answers each line of ``questions``."""
+    """Runs the process: writes an answer for each line of ``questions``."""
     from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.tokenizer.tokenizer import load_tokenizer
@@ -187,7 +190,7 @@ def main(model: str, seconds: int, questions: IO[str], answers: IO[str]) -> None
     def make(grammar: Grammar) -> None:
         new_constraint(tokenizer, SamplingOptions({}, grammar=grammar), None)
 
-    make(read_grammar("regex", "a"))  # reads the vocabulary
+    make(read_grammar("regex", "a"))  # the first grammar reads the vocabulary, which takes long
     answer: dict[str, Any] = {}
     print(json.dumps(answer), file=answers, flush=True)
     os.nice(10)  # a request may wait for the start, but answers do not wait for grammars

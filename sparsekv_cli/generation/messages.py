@@ -1,4 +1,4 @@
-"""Conversations as OpenAI's protocol and lines of ``run --jsonl`` have them, read for templates."""
+"""Reads conversations of OpenAI's protocol and of ``run --jsonl`` for chat templates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,14 +9,15 @@ from sparsekv_cli.generation.parts import FILES, TEXTS, document_of, line_of
 from sparsekv_cli.models.chat.loose import read_json
 
 NO_MEDIA = "pictures, sounds and videos are not read"
-# A message's field -> its names. Programs spell an assistant's thoughts in three ways.
+# A message's field here -> its names in requests. Programs spell an assistant's thoughts in three
+# ways.
 SAME: dict[str, tuple[str, ...]] = {"name": ("name",), "tool_call_id": ("tool_call_id",)}
 SAME["reasoning_content"] = ("reasoning_content", "reasoning", "thinking")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the conversation as templates read it: texts, and arguments of calls as objects.
+    """Returns the messages as templates need them: contents are texts, arguments are objects.
 
     Raises FieldError, which names the wrong field.
     """
@@ -27,9 +28,9 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _with_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with the results of functions in OpenAI's older form as tools' results.
+    """Returns the messages with results of OpenAI's older functions turned into tools' results.
 
-    A result there has the name of its call, not an id.
+    An older result has the name of its call. It gets the id of the call in the message before it.
     """
     for i, message in enumerate(messages):
         if message["role"] == "function":
@@ -71,7 +72,11 @@ def message_text(
     *,
     is_new: bool = False,
 ) -> str:
-    """Returns a message's text. Only an assistant and a tool may leave it out."""
+    """Returns the text of a message. Raises FieldError if a role that needs text has none.
+
+    Messages of assistants and tools may have none. The other arguments are those of
+    ``content_text``.
+    """
     if message.get("content") is None and message["role"] not in ("assistant", "tool", "function"):
         raise FieldError(f"{where}.content", ": is missing")
     return content_text(where, message.get("content"), kinds, is_new=is_new)
@@ -85,10 +90,11 @@ def content_text(
     *,
     is_new: bool = False,
 ) -> str:
-    """Returns a message's text, joined if it has parts. A part that is no text gets a line.
+    """Returns the text of a message's content. The texts of a list's parts are joined.
 
-    kinds: the types of parts that an error names. key: the field's name. is_new: the user asks
-    about the parts, so one that cannot be read is refused.
+    A part that is no text becomes a line of its own. kinds: types of parts that an error message
+    names. key: the field's name. is_new: the message is the user's question, so a part that cannot
+    be read raises FieldError.
     """
     if content is None:
         return ""
@@ -104,7 +110,7 @@ def content_text(
 
 
 class PartTexts:
-    """The text of a message as its parts come. A part that is no text is on lines of its own."""
+    """Joins the parts of a message to one text. A part that is no text has its own lines."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -112,11 +118,11 @@ class PartTexts:
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The text of all parts so far."""
         return "".join(self._texts)
 
     def add(self, where: str, part: Any, expected: str, *, is_new: bool = False) -> None:
-        """Adds a part. Raises FieldError for one that cannot be read."""
+        """Adds a part. Raises FieldError for a part that is wrong or cannot be read."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise FieldError(where, f": {expected}")
@@ -144,7 +150,10 @@ class PartTexts:
 
 
 def read_arguments(at: str, written: Any) -> dict[str, Any]:
-    """Returns the arguments of a call as an object. They may be written as a JSON text."""
+    """Returns the arguments of a call as an object. ``written`` is an object or its JSON text.
+
+    at: the field's path, for the FieldError of a wrong value.
+    """
     try:
         given = read_json(written or "{}") if isinstance(written, str) else written
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""The parts of a message that are no texts, as texts: documents, pictures, blocks of others.
+"""Texts for the parts of a message that are no texts: documents, pictures and other blocks.
 
-A document is read. A picture becomes a line that says what is left out. So does every part that
-only another service understands.
+The text of a document is read from its data. A picture becomes a line that says that it is left
+out. A block that only another service understands becomes a line with its type.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.document_process import read_apart
 from sparsekv_cli.system.documents import kind_of
 
-# Types of parts -> the field with their text.
+# Type of a part -> the field with its text.
 TEXTS = dict.fromkeys(("text", "input_text", "output_text", "reasoning_text"), "text")
 TEXTS |= {"summary_text": "text", "refusal": "refusal"}
-# Types of parts -> a word for them.
+# Type of a part -> its kind of medium.
 MEDIA = dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image")
 MEDIA |= dict.fromkeys(("audio", "input_audio"), "audio")
 MEDIA |= dict.fromkeys(("video", "video_url", "input_video"), "video")
@@ -28,24 +28,24 @@ HOLDERS = ("source", "file", "image_url", "input_audio", "audio", "video_url", "
 DATA = ("data", "file_data", "url", "image_url", "video_url", "file_url", "file_id", "id")
 NAMES = ("title", "filename", "name")
 KINDS = ("media_type", "mime_type", "format")
-# Fields that only another service reads.
+# Fields that mean something to another service only.
 HIDDEN = ("type", "id", "tool_use_id", "call_id", "cache_control", "signature", "status", "caller")
-MOST_SHOWN = 200  # characters of an address or a name
-LONG = 1000  # characters without white space that are data
+MOST_SHOWN = 200  # characters of an address or a name that are shown
+LONG = 1000  # a text with so many characters and no white space counts as data
 
 
 class Attached(NamedTuple):
-    """The data of a part."""
+    """The data that a part of a message carries."""
 
     name: str
     kind: str  # such as image/png; empty: unknown
-    data: str  # in base64, or a text
+    data: str  # base64, or plain text if is_text
     is_text: bool
-    place: str  # an address or an id, if there is no data
+    place: str  # the address or id of the data, if ``data`` is empty
 
     @property
     def details(self) -> str:
-        """Its name, kind and size, or its address."""
+        """Name, kind and size of the data, or its address, such as "a.png, image/png, 12 KB"."""
         n_bytes = len(self.data) if self.is_text else len(self.data) * 3 // 4
         size = f"{-(-n_bytes // 1024)} KB" if self.data else ""
         known = (self.name, self.kind, size, self.place)
@@ -53,7 +53,7 @@ class Attached(NamedTuple):
 
 
 def line_of(part: Mapping[str, Any]) -> str:
-    """Returns a text for a part that is no text. The part's type is a text."""
+    """Returns a text that stands for a part that is no text. ``part["type"]`` is a string."""
     kind = part["type"]
     if kind in MEDIA:
         return left_out(MEDIA[kind], attached(part).details)
@@ -81,14 +81,14 @@ def line_of(part: Mapping[str, Any]) -> str:
 
 
 def left_out(what: str, details: str) -> str:
-    """Returns the line for a thing that is not read."""
+    """Returns the line that says that a part was left out: "[image left out: a.png, 12 KB]"."""
     return f"[{what} left out: {' '.join(details.split())}]" if details else f"[{what} left out]"
 
 
 def document_of(part: Mapping[str, Any]) -> str:
-    """Returns the text of a part that is a document, after its name.
+    """Returns the text of a document's part, with a line with its name before it.
 
-    Raises SparseKVError for a document that cannot be read.
+    Raises SparseKVError if the document cannot be read.
     """
     given = attached(part)
     source = part.get("source")
@@ -123,7 +123,7 @@ def _read(given: Attached) -> str:
 
 
 def attached(part: Mapping[str, Any]) -> Attached:
-    """Returns the data of a part, in any of the protocols' forms."""
+    """Returns the data of a part, in the form of any protocol."""
     inner = [part.get(key) for key in HOLDERS]
     holders = [part, *(each for each in inner if isinstance(each, dict))]
 
@@ -149,7 +149,10 @@ def _is_hidden(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value without the fields that only another service reads."""
+    """Returns ``value`` without the fields that only another service reads.
+
+    Texts of parts replace the parts, and long data becomes a line that it is left out.
+    """
     if isinstance(value, str):
         is_data = len(value) > LONG and not any(map(str.isspace, value[:LONG]))
         return left_out("data", f"{-(-len(value) // 1024)} KB") if is_data else value

@@ -1,4 +1,4 @@
-"""The sampler of an answer, by the user's settings, the model's file and a grammar."""
+"""Makes the sampler of an answer from the user's settings, the model file and a grammar."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from sparsekv_cli.sampling.grammar import Grammar
     from sparsekv_cli.sequence import Sample
 
-N_VOCABULARIES = 8  # models whose vocabularies are kept for grammars
-N_BREAKERS = 32  # lists of DRY's sequence breakers that are kept
+N_VOCABULARIES = 8  # models whose vocabularies are stored for grammars
+N_BREAKERS = 32  # stored lists of sequence breakers of DRY
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The user's settings. A missing one comes from the model file or from llama.cpp's defaults."""
+    """The user's settings. Missing ones have the model file's value, or llama.cpp's default."""
 
-    explicit: Mapping[str, Any]  # values of SamplingParams by field
+    explicit: Mapping[str, Any]  # name of a field of SamplingParams -> value
     ignore_eos: bool = False  # never choose a token that ends the text
-    grammar: Grammar | None = None  # of every answer, from the first token after the thinking
+    grammar: Grammar | None = None  # form of every answer after its thinking
     think_budget: int | None = None  # most tokens of thinking; None: see AnswerConstraint
 
 
@@ -40,14 +40,15 @@ def new_constraint(
     thinking: Thinking | None,
     think: bool | None = None,
 ) -> AnswerConstraint | None:
-    """Returns the constraint of an answer; None allows any answer.
+    """Returns the constraint of an answer; None: any answer is allowed.
 
     thinking: the markers of thinking; None: the model does not think. think: whether it thinks;
-    None: its template decides. A model's first grammar reads its vocabulary.
+    None: its template decides. The first grammar of a model is slow, because it reads the model's
+    vocabulary.
     """
     grammar, budget = sampling.grammar, sampling.think_budget
     if think is False and grammar is not None and thinking is not None:
-        budget = 0  # with any template
+        budget = 0  # the template may let the model think in spite of this
     if grammar is None and budget is None:
         return None
     from sparsekv_cli.generation.constraint import AnswerConstraint
@@ -63,9 +64,10 @@ def new_sampler(
     seed: int | None,
     constraint: AnswerConstraint | None = None,
 ) -> Sample:
-    """Returns the sampler for a model: the user's values, the file's, then the defaults.
+    """Returns the sampler of an answer. The user's values come before the model file's.
 
-    seed: None is a random one. constraint: the result of ``new_constraint``.
+    seed: None means the user's value, or a random one. constraint: the result of
+    ``new_constraint``.
     """
     from sparsekv_cli.sampling.chain import make_sampler
 
@@ -84,7 +86,7 @@ def new_sampler(
 
 
 def forget_vocabularies() -> None:
-    """Frees the vocabularies that are kept for later samplers."""
+    """Frees the vocabularies and breakers that are stored for later samplers."""
     _tokenizer_of_grammars.cache_clear()
     _pieces.cache_clear()
     _find_breakers.cache_clear()
@@ -116,7 +118,7 @@ def _pieces(tokenizer: Tokenizer) -> VocabularyBytes:
 
 @functools.lru_cache(N_BREAKERS)
 def _find_breakers(tokenizer: Tokenizer, texts: tuple[str, ...]) -> Breakers:
-    """Finds DRY's sequence breakers in a model's vocabulary. Keeps the result, which is slow."""
+    """Returns the places of DRY's sequence breakers in a model's vocabulary. The search is slow."""
     from sparsekv_cli.sampling.dry import find_breakers
 
     def tokenize(text: str) -> Sequence[int]:
