@@ -1,12 +1,12 @@
-"""Drafts where they pay: by measured seconds of steps, and by how often tokens were accepted.
+"""Makes drafts where they save time, judged by measured seconds and by accepted tokens.
 
-A step of one token takes ``step_s`` seconds, and each row of a draft ``row_s`` more. A token that
-is accepted with probability p saves p step_s. So a draft continues while p > row_s / step_s. The
-chance of the i-th token of an n-gram draft is c^i. c is the share of accepted tokens among drafts
-with a match of about the same length.
+A step of one token takes ``step_s`` seconds. Each row of a draft adds ``row_s`` seconds. A token
+that is accepted with probability p saves p step_s. So a draft continues while p > row_s / step_s.
+The i-th token of an n-gram draft is accepted with probability c^i. c is the share of accepted
+tokens in earlier drafts whose match was about as long.
 
-There is a limit for the seconds that drafts may lose. It is a share of all decode seconds, plus the
-seconds that earlier drafts have saved.
+Drafts may only lose a limited number of seconds. The limit is a share of all decode seconds, plus
+the seconds that earlier drafts have saved.
 """
 
 import math
@@ -21,40 +21,43 @@ from sparsekv_cli.drafts.ngrams import NgramDrafts
 from sparsekv_cli.sequence import Sequence
 
 LOSS = 0.015  # share of the seconds of all steps that drafts may lose
-FIRST_LOSS = 1.5  # steps that the first drafts may lose
-N_SECONDS = 9  # measurements for a median
-ROW_SHARE = 0.3  # share of a step's seconds for a further row, until it is measured
-LEAST_SHARE = 0.01  # least share of a step's seconds for a further row
-LEAST_S = 1e-6  # seconds of a step, at least
-MOST_SAVED = 20  # most steps saved by earlier drafts that count
-FEW = 4  # rows
+FIRST_LOSS = 1.5  # steps whose time the first drafts may lose
+N_SECONDS = 9  # measurements of which the median is used
+ROW_SHARE = 0.3  # row_s / step_s before it is measured
+LEAST_SHARE = 0.01  # least value of row_s / step_s
+LEAST_S = 1e-6  # least step_s, in seconds
+MOST_SAVED = 20  # time saved by earlier drafts counts up to so many steps
+FEW = 4  # rows that a draft may always risk
 MEMORY = 0.8  # factor of the weight of earlier drafts at each new draft
-PRIOR = 3.0  # weight of the first guess of a chance, in tokens
-# The chance of a token at first, by the bit length of the match's length: 2 or 3 tokens, 4 to 7,
-# 8 to 15, 16 to 31, and more.
+PRIOR = 3.0  # the weight of CHANCES, in tokens
+# The first guess of c for matches of 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, and more.
 CHANCES = (0.5, 0.6, 0.8, 0.9, 0.95)
 
 
 class AutoDrafts:
-    """Chooses the source and the length of each draft. Often it chooses none.
+    """Chooses the source and the length of each draft. Often the draft is empty.
 
-    It makes drafts only for a sequence that is decoded alone. Several sequences already share the
-    reads of weights.
+    It drafts only for a sequence that is decoded alone. Several sequences already share the reads
+    of weights, so drafts save little there.
     """
 
     alone = True
 
     def __init__(self, ngrams: NgramDrafts, model: ModelDrafts | None = None) -> None:
         self._ngrams, self._model = ngrams, model
-        self._is_warm = False  # whether a step was decoded; the first also loads kernels
-        self._has_drafted = False  # whether the draft model was; its first draft also loads
-        self._steps_s: deque[float] = deque(maxlen=N_SECONDS)  # of steps without a draft
-        self._rows_s: deque[float] = deque(maxlen=N_SECONDS)  # of each row of a draft
-        self._tokens_s: deque[float] = deque(maxlen=N_SECONDS)  # of each token of the draft model
+        self._is_warm = False  # whether a step was decoded; the first step also loads kernels
+        # whether the draft model has made a draft; its first one also loads kernels
+        self._has_drafted = False
+        self._steps_s: deque[float] = deque(maxlen=N_SECONDS)  # seconds of steps without a draft
+        # seconds of each further row of a step
+        self._rows_s: deque[float] = deque(maxlen=N_SECONDS)
+        # seconds of each token of the draft model
+        self._tokens_s: deque[float] = deque(maxlen=N_SECONDS)
         self._left_s = 0.0  # seconds that drafts may lose now
-        self._draft_s = 0.0  # of the last draft
-        self._of_match = -1  # the entry of ``_counts`` that it belongs to; -1: the draft model's
-        # Tokens that were accepted and tokens that were checked, by the length of the match.
+        self._draft_s = 0.0  # seconds that the last draft took
+        # index in ``_counts`` of the last draft's match; -1: the draft model made the draft
+        self._of_match = -1
+        # (accepted tokens, checked tokens), for each range of match lengths in CHANCES.
         self._counts = [(PRIOR * chance, PRIOR) for chance in CHANCES]
 
     @property
@@ -67,9 +70,9 @@ class AutoDrafts:
             self._model.begin(tokens)
 
     def draft(self, tokens: Ids[int], last: int, most: int) -> list[int]:
-        """See Drafts. There is none until a step without a draft has been measured.
+        """See Drafts. Returns no draft until a step without a draft has been measured.
 
-        The first step is not measured.
+        The first step is not measured, because it also loads kernels.
         """
         self._draft_s = 0.0
         if not self._steps_s:
@@ -111,9 +114,10 @@ class AutoDrafts:
             self._counts[self._of_match] = accepted + n_accepted, checked + n_checked
 
     def _n_allowed(self, row_s: float) -> int:
-        """Returns the most rows of a draft. row_s is above 0.
+        """Returns the most rows that a draft may have. row_s: seconds of a row, above 0.
 
-        A draft may risk half of the seconds that drafts may lose, or all if these are few rows.
+        A draft may risk half of the seconds that drafts may lose. If these are fewer than FEW rows,
+        it may risk all.
         """
         n_lost = int(max(0.0, self._left_s) / row_s)
         return min(MOST_DRAFTED, n_lost if n_lost < FEW else max(FEW, n_lost // 2))
@@ -131,16 +135,20 @@ class AutoDrafts:
         draft = self._model.draft(tokens, last, most, least_chance)
         seconds = time.perf_counter() - started
         if self._has_drafted and not self._model.is_reading:
-            # The token that ended the draft was computed, too.
+            # The draft model has also computed the token at which the draft ended.
             self._tokens_s.append(seconds / (len(draft) + 1))
         else:
-            self._left_s += seconds  # ``checked`` subtracts it: reading comes once and is no loss
+            # ``checked`` subtracts these seconds, but reading the text once is no loss
+            self._left_s += seconds
             self._has_drafted |= not self._model.is_reading
         return draft
 
 
 def n_worth(chance: float, cost: float) -> int:
-    """Returns the largest i with chance^i > cost: tokens that save more than they cost."""
+    """Returns how many tokens of a draft save more than they cost: the largest i, chance^i > cost.
+
+    n_worth(0.8, 0.3) is 5, because 0.8^5 is 0.33 and 0.8^6 is 0.26.
+    """
     if chance <= cost:
         return 0
     if chance >= 1 or cost <= 0:

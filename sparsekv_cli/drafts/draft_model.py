@@ -8,38 +8,39 @@ from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.sequence import Sequence
 
 MOST = 16  # tokens of a draft
-LONG = 64  # new tokens that are prefilled; fewer are decoded
-PIECE = 512  # tokens that a call prefills at most, so that no step waits for a long text
+LONG = 64  # up to so many new tokens are decoded, more are prefilled
+PIECE = 512  # tokens that one call prefills at most, so that a step does not wait for a long text
 
 
 class ModelDrafts:
-    """A sequence of a smaller model, which follows the sequence that it drafts for.
+    """Drafts of a smaller model. Its own sequence follows the sequence that it drafts for.
 
-    Its tokens are ids of the same vocabulary. It makes no draft for a text with a token that it
-    lacks. It reads many new tokens in pieces, one a call. There is no draft until they are read.
+    Both models have the same token ids. If the text has an id that the smaller model lacks, there
+    are no drafts. Many new tokens are read in pieces, one piece a call, and until then the drafts
+    are empty.
     """
 
     alone = False
-    least_chance = 0.4  # of a draft's last token to be accepted, by the draft model
+    least_chance = 0.4  # least chance, by the draft model, that all tokens of a draft are accepted
 
     def __init__(self, sequence: Sequence, n_vocab: int) -> None:
-        """n_vocab: tokens that both vocabularies have. The ids of others are larger."""
+        """n_vocab: the number of ids that both vocabularies have: 0 .. n_vocab - 1."""
         self.sequence, self._n_vocab = sequence, n_vocab
         self.is_reading = False  # whether the last call read a piece of the text
-        self._n_same = 0  # tokens that both sequences have in common for certain
-        self._is_known = True  # whether the vocabulary has all tokens of the text
+        self._n_same = 0  # number of first tokens that are the same in both sequences
+        self._is_known = True  # whether all ids of the text are below n_vocab
 
     def begin(self, tokens: Ids[int]) -> None:
         self._n_same = n_common(tokens, self.sequence.tokens)
         self._is_known = True
 
-    @np.errstate(all="ignore")  # NaN and infinity end a draft, and nothing else
+    @np.errstate(all="ignore")  # NaN and infinity only end a draft
     def draft(
         self, tokens: Ids[int], last: int, most: int, least_chance: float | None = None
     ) -> list[int]:
-        """See Drafts. A draft ends before a token whose chance is below ``least_chance``.
+        """See Drafts. The draft ends before a token whose chance is below ``least_chance``.
 
-        The chance is the product of the draft model's probabilities from the draft's begin.
+        The chance of a token is the product of the probabilities of all draft tokens up to it.
         """
         least_chance = self.least_chance if least_chance is None else least_chance
         self.is_reading = False
@@ -69,9 +70,9 @@ class ModelDrafts:
         """Does nothing, because the next draft begins with the accepted tokens."""
 
     def _follow(self, text: list[int]) -> np.ndarray | None:
-        """Gives the sequence the tokens of ``text``. Returns the logits after the last one.
+        """Makes ``text`` the tokens of the draft model's sequence. Returns the logits after it.
 
-        None: the sequence lacks tokens of the text still, or for good.
+        Returns None if the sequence still lacks tokens of the text, or cannot have them.
         """
         sequence, n = self.sequence, self._n_same
         n += n_common(text[n:], sequence.tokens[n:])

@@ -1,20 +1,20 @@
-"""Drafts of a model's own next-token block."""
+"""Drafts by the block of a model that predicts the token after the next one."""
 
 from collections.abc import Sequence as Ids
 
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 
-MOST = 3  # tokens of a draft; the block is trained for the first one
+MOST = 3  # most tokens of a draft; the block is trained for the first one only
 
 
 class MtpDrafts:
-    """The likeliest tokens, each by the block's own output for the one before."""
+    """Drafts of the likeliest tokens. The block gets its own output for each further token."""
 
     alone = False
     sequence = None
 
     def __init__(self, rows: NextTokenRows) -> None:
-        """rows: of the sequence, which owns them and cuts them."""
+        """rows: the block's rows. The sequence owns them and removes rows from them."""
         self._rows = rows
 
     def begin(self, tokens: Ids[int]) -> None:

@@ -1,4 +1,4 @@
-"""The sources of drafts by their names, the values of ``--speculate``."""
+"""Makes the source of drafts that ``--speculate`` names."""
 
 from sparsekv_cli.drafts.auto import AutoDrafts
 from sparsekv_cli.drafts.draft_model import ModelDrafts
@@ -8,10 +8,10 @@ from sparsekv_cli.sequence import Drafts, Sequence
 
 
 def new_drafts(name: str, sequence: Sequence, of_model: Sequence | None) -> Drafts | None:
-    """Returns a source for a sequence; None for ``off``.
+    """Returns the source of drafts ``name`` for a sequence; None for ``off``.
 
-    of_model: a sequence of the draft model, if there is one. One of the two vocabularies is the
-    beginning of the other.
+    of_model: a sequence of the draft model, or None. The ids of the smaller of both vocabularies
+    mean the same in the other.
     """
     if name == "off":
         return None
