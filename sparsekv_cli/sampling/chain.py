@@ -1,8 +1,8 @@
-"""Choosing the next token: llama.cpp's sampler chain as functions from candidates to candidates.
+"""Chooses the next token: llama.cpp's sampler chain, as functions from candidates to candidates.
 
-Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp), with
-min_keep 0. This module is defined where llama.cpp is random or undefined. The lowest token id of
-equal logits comes first. typ_p ignores tokens of probability zero. Draws come from PCG64.
+Each function does what the sampler of that name does in llama.cpp (src/llama-sampler.cpp) with
+min_keep 0. Where llama.cpp's result is random or undefined, this module's is not. The lowest token
+id of equal logits comes first. typ_p ignores tokens of probability zero. Draws come from PCG64.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from sparsekv_cli.sampling.dry import Breakers, dry_penalties
 from sparsekv_cli.sampling.params import SAMPLERS, Sampler, SamplingParams
 from sparsekv_cli.sampling.plain import PlainSampler, plain_chain
 
-BLOCK = 128  # logits a block in the search for the largest few
-FIRST_SORTED = 256  # tokens that top_p sorts before it needs more
+BLOCK = 128  # logits of a block, when the largest few are searched
+FIRST_SORTED = 256  # tokens that top_p sorts at first
 
 
 class Candidates(NamedTuple):
-    """Tokens that may still be chosen."""
+    """The tokens that the chain may still choose."""
 
     ids: np.ndarray  # i64 (n,)
     logits: np.ndarray  # f32 (n,)
-    n_vocab: int  # tokens of the vocabulary
+    n_vocab: int  # number of tokens of the vocabulary
     is_sorted: bool = False  # the logits descend
     is_full: bool = False  # ``ids`` are 0 .. n - 1 in order
 
     def keep(self, index: np.ndarray | slice, *, is_sorted: bool) -> Candidates:
-        """Returns the candidates at `index`, in its order."""
+        """Returns the candidates at the places `index`, in the order of `index`."""
         return Candidates(self.ids[index], self.logits[index], self.n_vocab, is_sorted)
 
     def locate(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns found (m,) bool, which of the distinct tokens are here, and their indices."""
+        """Returns which of m distinct tokens are candidates, bool (m,), and the places of those.
+
+        With ids [3, 5, 9], tokens [9, 4] give [True, False] and places [2].
+        """
         if self.is_full:
             found = (tokens >= 0) & (tokens < len(self.ids))
             return found, tokens[found]
@@ -46,13 +49,13 @@ class Candidates(NamedTuple):
 
 
 class Follows(Protocol):
-    """The tokens that may follow in an answer."""
+    """Tells which tokens may follow in an answer."""
 
     def allowed(self, n_vocab: int) -> np.ndarray | None:
-        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab; None: all."""
+        """Returns the ids that may follow, i64 (n,), ascending, below n_vocab; None: all ids."""
 
     def accept(self, token: int) -> None:
-        """Adds an allowed token to the answer."""
+        """Adds ``token``, one of the allowed ones, to the answer."""
 
 
 Sample = Callable[[np.ndarray, Sequence[int]], int]
@@ -67,12 +70,14 @@ def make_sampler(
 ) -> Sample:
     """Returns a function (logits f32 (V,), history) -> token id. history: prompt and answer.
 
-    find_breakers: where the vocabulary has DRY's sequence breakers (dry.find_breakers); called only
-    if DRY is on and has breakers. constraint: the form of the answer. It gets every chosen token.
-    The chain ignores tokens that cannot follow. The same parameters and the same calls give the
-    same tokens, unless params.seed is -1. Raises ValueError if DRY needs ``find_breakers`` and it
-    is missing. The function raises SparseKVError if the logits hold NaN, or no token may be chosen.
-    The logits are not changed.
+    find_breakers: finds DRY's sequence breakers in the vocabulary (dry.find_breakers). It is called
+    only if DRY is on and has breakers. constraint: the form of the answer. The chain ignores tokens
+    that it does not allow, and it gets every chosen token. The same parameters and the same calls
+    give the same tokens, unless params.seed is -1.
+
+    Raises ValueError if DRY needs ``find_breakers`` and it is missing. The function raises
+    SparseKVError if the logits have a NaN, or if no token may be chosen. It does not change the
+    logits.
     """
     rng = np.random.Generator(np.random.PCG64(None if params.seed == -1 else params.seed))
     table = {sampler.name: sampler for sampler in SAMPLERS}
@@ -115,7 +120,7 @@ def chain_step(
     rng: np.random.Generator,
     find_breakers: Callable[[tuple[str, ...]], Breakers] | None,
 ) -> ChainStep:
-    """Returns one sampler of the chain with its parameters bound."""
+    """Returns the function of one sampler with its parameters filled in."""
     function, values = FUNCTIONS[sampler.name], sampler.values(params)
     if sampler.takes == "vocabulary":
         n_last, *others = values
@@ -135,12 +140,15 @@ def chain_step(
 
 
 def last(history: Sequence[int], n_last: int) -> np.ndarray:
-    """Returns the last n tokens of the history, all of it for -1: (n,) i64."""
+    """Returns the last n_last tokens of the history, i64 (n,); the whole history for -1."""
     return np.asarray(history if n_last == -1 else history[-n_last:], dtype=np.int64)
 
 
 def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) -> Candidates:
-    """Adds amounts f32 (m,) to the logits of tokens i64 (m,). Raises SparseKVError for a bad id."""
+    """Adds amounts f32 (m,) to the logits of tokens i64 (m,).
+
+    Raises SparseKVError for an id outside the vocabulary.
+    """
     if not len(tokens):
         return candidates
     found, index = candidates.locate(tokens)
@@ -156,10 +164,10 @@ def add_bias(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) ->
 def penalties(
     candidates: Candidates, recent: np.ndarray, repeat: float, frequency: float, presence: float
 ) -> Candidates:
-    """Lowers the logits of recent tokens: logit *= or /= repeat, then - count*frequency - presence.
+    """Lowers the logits of the tokens in ``recent`` (n,), which includes the prompt.
 
-    recent: (n,) tokens of the context, prompt included. Each distinct one is penalised once. A
-    logit <= 0 is multiplied by `repeat`, a positive one is divided, so both fall.
+    A positive logit is divided by `repeat`, others are multiplied by it, so both fall. Then count *
+    frequency + presence is subtracted. Each distinct token is penalised once.
     """
     tokens, counts = np.unique(recent, return_counts=True)
     found, index = candidates.locate(tokens)
@@ -194,7 +202,7 @@ def subtract(candidates: Candidates, tokens: np.ndarray, amounts: np.ndarray) ->
 
 
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
-    """Keeps logits of at least maximum - n standard deviations (of the finite logits)."""
+    """Keeps logits from maximum - n sigma on. sigma: standard deviation of the finite logits."""
     logits = candidates.logits
     if len(logits) <= 1:
         return candidates
@@ -206,7 +214,7 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def top_k(candidates: Candidates, k: int) -> Candidates:
-    """Returns the k largest logits, sorted; all of them, sorted, when there are no more than k."""
+    """Returns the candidates with the k largest logits, sorted; all, if there are at most k."""
     if candidates.is_sorted:
         return candidates.keep(slice(k), is_sorted=True)
     index = at_least_largest(candidates.logits, k)
@@ -215,11 +223,11 @@ def top_k(candidates: Candidates, k: int) -> Candidates:
 
 
 def at_least_largest(logits: np.ndarray, k: int) -> np.ndarray:
-    """Returns ascending indices of the k largest logits and of some others, few if k is small.
+    """Returns ascending places of the k largest logits and of a few others.
 
-    The k blocks with the highest maxima hold at least k logits that reach the k-th highest maximum.
-    Every one of the k largest logits therefore does. This takes one pass for the maxima and one to
-    compare.
+    Each of the k blocks with the largest maxima has a logit that reaches the k-th largest maximum.
+    So at least k logits reach it, and the k largest logits are among them. This takes one pass for
+    the maxima and one pass to compare.
     """
     n_blocks = len(logits) // BLOCK
     if n_blocks <= 2 * k:
@@ -236,9 +244,9 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def typical(candidates: Candidates, p: float) -> Candidates:
-    """Locally typical sampling: keeps tokens nearest to the entropy until their mass exceeds p.
+    """Locally typical sampling: keeps the tokens nearest to the entropy until their mass exceeds p.
 
-    Score of a token: | -log(probability) - entropy |.
+    A token's distance is | -log(probability) - entropy |.
     """
     mass = probabilities(candidates.logits)
     candidates, mass = candidates.keep(mass > 0, is_sorted=candidates.is_sorted), mass[mass > 0]
@@ -250,9 +258,9 @@ def typical(candidates: Candidates, p: float) -> Candidates:
 
 
 def top_p(candidates: Candidates, p: float) -> Candidates:
-    """Returns the most likely tokens until their mass reaches p; always at least one.
+    """Keeps the most likely tokens until their mass reaches p; at least one token.
 
-    Usually a few hundred tokens are enough. Otherwise all logits are sorted, without their ids.
+    Usually FIRST_SORTED tokens are enough. Otherwise all logits are sorted, without their ids.
     """
     logits = candidates.logits
     maximum = logits.max()
@@ -271,21 +279,22 @@ def top_p(candidates: Candidates, p: float) -> Candidates:
 
 
 def first_reaching(mass: np.ndarray, p: float) -> int:
-    """Returns the index of the first cumulative mass >= p; len(mass) if there is none."""
+    """Returns the index of the first value >= p in ``mass`` (n,), which rises; n if none is."""
     return int(np.searchsorted(mass, np.float32(p), side="left"))
 
 
 def min_p(candidates: Candidates, p: float) -> Candidates:
-    """Keeps logits of at least maximum + log(p): tokens p times as likely as the most likely."""
+    """Keeps tokens that are at least p times as likely as the most likely token."""
     bound = candidates.logits.max() + np.log(np.float32(p))
     index = np.flatnonzero(candidates.logits >= bound)
     return candidates.keep(index, is_sorted=candidates.is_sorted)
 
 
 def xtc(candidates: Candidates, probability: float, threshold: float, chance: float) -> Candidates:
-    """Excludes top choices: keeps only the least likely of the tokens with mass >= threshold.
+    """Excludes the top choices but the last one: tokens with a probability >= threshold.
 
-    chance: uniform in [0, 1); above `probability` nothing changes.
+    With probabilities .5, .3, .2 and threshold .25, the token with .5 is excluded. chance: a number
+    in [0, 1); above `probability` nothing is excluded.
     """
     if chance > probability or len(candidates.ids) < 2:
         return candidates
@@ -298,10 +307,10 @@ def xtc(candidates: Candidates, probability: float, threshold: float, chance: fl
 def temperature(
     candidates: Candidates, temp: float, spread: float = 0.0, exponent: float = 1.0
 ) -> Candidates:
-    """Divides the logits by temp; for temp <= 0 keeps the most likely token alone.
+    """Divides the logits by temp; for temp <= 0 it keeps only the most likely token.
 
-    spread: the temperature is from temp - spread to temp + spread. The entropy's share of its
-    maximum, to the power ``exponent``, says where.
+    spread: above 0, the temperature lies between temp - spread and temp + spread. Its place between
+    them is (entropy / largest entropy) ^ ``exponent``.
     """
     if spread > 0:
         if len(candidates.ids) < 2:
@@ -331,14 +340,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def best(candidates: Candidates) -> int:
-    """Returns the most likely token, the lowest id of equal ones."""
+    """Returns the id of the most likely token; of equal ones, the lowest id."""
     index = int(np.argmax(candidates.logits))
     check_finite(candidates.logits[index])
     return int(candidates.ids[index])
 
 
 def draw(candidates: Candidates, chance: float) -> int:
-    """Returns the token at `chance`, uniform in [0, 1), of the distribution softmax(logits)."""
+    """Returns a token drawn from softmax(logits). chance: a number in [0, 1).
+
+    With probabilities .5, .3, .2, a chance of .6 gives the second token.
+    """
     maximum = candidates.logits.max()
     check_finite(maximum)
     total = np.cumsum(np.exp(candidates.logits - maximum), dtype=np.float64)
@@ -348,7 +360,7 @@ def draw(candidates: Candidates, chance: float) -> int:
 
 
 def check_finite(maximum: np.float32) -> None:
-    """Raises SparseKVError when the highest logit is no number."""
+    """Raises SparseKVError if the highest logit is NaN or infinite."""
     if not np.isfinite(maximum):
         raise SparseKVError(
             f"the highest logit is {maximum}, expected a finite number: the weights are damaged,"

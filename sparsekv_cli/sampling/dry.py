@@ -1,8 +1,8 @@
-"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition.
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of a repetition.
 
-A token is penalised when, after it, the end of the context would repeat an earlier passage. With n
-tokens already repeated the penalty is multiplier * base**(n - allowed_length). Sequence breakers
-(line ends, quotes) stop a repetition from being counted across them. Idea: p-e-w,
+A token is penalised if, after it, the end of the context would repeat an earlier passage. If n
+tokens are already repeated, the penalty is multiplier * base**(n - allowed_length). A repetition
+does not reach across a sequence breaker, such as a line end or a quote. Idea: p-e-w,
 text-generation-webui pull request 5677; the details follow llama.cpp (src/llama-sampler.cpp,
 llama_sampler_dry).
 """
@@ -12,27 +12,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The tokens that follow a breaker's first token (empty: the breaker is in one token) -> the ids of
-# those first tokens, i32, ascending.
+# The tokens after a breaker's first token -> the ids of its possible first tokens, i32, ascending.
+# An empty tuple: the breaker lies within one token.
 Breakers = Mapping[tuple[int, ...], np.ndarray]
 
 MAX_BREAKER_BYTES = 40  # llama.cpp's MAX_CHAR_LEN and MAX_SEQ_LEN
 MAX_TAIL_TOKENS = 20
-LOG_FLOAT_MAX = np.float32(88.7228391)  # base**exponent must stay within f32
+LOG_FLOAT_MAX = np.float32(88.7228391)  # base**exponent must not exceed f32
 LEAST_GROWING_BASE = 1.000001
-MOST_COMPARED = 64  # tokens of the context, times its length: compared before Z's algorithm
+MOST_COMPARED = 64  # tokens compared for each token of the context, before Z's algorithm takes over
 
 
 class VocabularyBytes(NamedTuple):
-    """The bytes of all tokens of a vocabulary."""
+    """The bytes of all tokens of a vocabulary, one token after another."""
 
-    text: np.ndarray  # u8, one token after another, and one byte more
+    text: np.ndarray  # u8, the bytes of all tokens, and one byte more
     token_of: np.ndarray  # i32, the token of each byte
     ends: np.ndarray  # i64 (n_vocab,), where each token's bytes end
 
 
 def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
-    """Returns the bytes of tokens 0 to n_vocab - 1. piece: the bytes of a token."""
+    """Returns the bytes of tokens 0 to n_vocab - 1. piece: returns the bytes of one token."""
     words = [piece(token) for token in range(n_vocab)]
     lengths = [len(word) for word in words]
     text = np.frombuffer(b"".join(words) + b"\0", np.uint8)
@@ -44,10 +44,11 @@ def pieces_of(n_vocab: int, piece: Callable[[int], bytes]) -> VocabularyBytes:
 def find_breakers(
     texts: Sequence[str], pieces: VocabularyBytes, tokenize: Callable[[str], Sequence[int]]
 ) -> Breakers:
-    """Returns every token in which a breaker occurs or begins.
+    """Returns the tokens in which a breaker lies or begins.
 
-    A token that ends in the first bytes of a breaker is paired with the tokens of its other bytes.
-    A split inside a character is left out, because its rest is no text.
+    If a token ends with the first bytes of a breaker, its entry has the tokens of the other bytes.
+    With the breaker "ab", the token "xa" stands under the tokens of "b". Splits inside a character
+    are left out, because such bytes are no text.
     """
     heads: dict[tuple[int, ...], list[np.ndarray]] = {}
     for breaker in {text.encode()[:MAX_BREAKER_BYTES] for text in texts}:
@@ -63,9 +64,10 @@ def find_breakers(
 def occurrences(
     breaker: bytes, pieces: VocabularyBytes
 ) -> tuple[np.ndarray, dict[bytes, np.ndarray]]:
-    """Returns the tokens that contain a breaker; and by its rest, tokens that end with its start.
+    """Returns the tokens that contain ``breaker``, and those that end with its first bytes.
 
-    Compares all places at once, one byte further at each step.
+    The second result is a dict: the other bytes of the breaker -> i32 tokens. All places in the
+    vocabulary are compared at once, one more byte in each step.
     """
     text, token_of, ends = pieces
     places = np.flatnonzero(text[:-1] == breaker[0])
@@ -81,7 +83,7 @@ def occurrences(
 
 
 def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[int, ...] | None:
-    """Returns the tokens of a breaker's end; None: it starts within a character."""
+    """Returns the tokens of ``rest``, the end of a breaker; None if it begins in a character."""
     try:
         return tuple(tokenize(rest.decode()))[:MAX_TAIL_TOKENS]
     except UnicodeDecodeError:
@@ -91,9 +93,9 @@ def tail_tokens(rest: bytes, tokenize: Callable[[str], Sequence[int]]) -> tuple[
 def dry_penalties(
     recent: np.ndarray, multiplier: float, base: float, allowed_length: int, breakers: Breakers
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens (m,) i64, and amounts (m,) f32 to subtract from their logits.
+    """Returns tokens i64 (m,) and the amounts f32 (m,) to subtract from their logits.
 
-    recent: (n,) the last tokens of the context, oldest first.
+    recent: (n,), the last tokens of the context, oldest first.
     """
     nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
     if len(recent) <= allowed_length:
@@ -124,10 +126,14 @@ def dry_penalties(
 
 
 def repetition_limit(backwards: np.ndarray, breakers: Breakers) -> int:
-    """Returns the tokens after the last breaker; all if there is none. backwards: newest first."""
-    last, longest = len(backwards), 0  # where the last breaker begins, and its longest tail
+    """Returns the number of tokens after the last breaker, or of all tokens without a breaker.
+
+    backwards: the tokens of the context, newest first.
+    """
+    # place where the last breaker begins, and the length of its tail
+    last, longest = len(backwards), 0
     for tail, heads in breakers.items():
-        # Places of a breaker's first token that are as new as the last one found, or newer.
+        # Places of first tokens that are as new as ``last``, or newer.
         places = np.arange(len(tail), min(last + 1, len(backwards)))
         for n, token in enumerate(tail, 1):
             places = places[backwards[places - n] == token]
@@ -141,8 +147,10 @@ def repetition_limit(backwards: np.ndarray, breakers: Breakers) -> int:
 def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
     """For each earlier token, counts the tokens before it that equal the end of the context.
 
-    Entry k belongs to backwards[k] and counts the matches of backwards[k + 1:] with backwards, at
-    most `limit`. Compares all places at once, one token further at each step.
+    backwards: the context, newest token first. Entry k belongs to the token backwards[k]. It is the
+    number of equal first tokens of backwards[k + 1:] and backwards, at most `limit`. The context "a
+    b c a b" gives 2 for c, because "a b" comes before it. All places are compared at once, one more
+    token in each step.
     """
     lengths = np.zeros(len(backwards) - 1, np.int64)
     places = np.arange(1, len(backwards))
@@ -160,10 +168,13 @@ def repeated_lengths(backwards: np.ndarray, limit: int) -> np.ndarray:
 
 
 def common_beginnings(values: Sequence[int]) -> np.ndarray:
-    """Returns (n - 1,): how many values from 1, 2, ... on equal those from 0 on (Z's algorithm)."""
+    """Returns i64 (n - 1,): how many first values of values[i:] and values are equal, i from 1 on.
+
+    It is Z's algorithm. [1, 2, 1, 2, 3] gives [0, 2, 0, 0].
+    """
     n = len(values)
     lengths = [0] * n
-    left = right = 0  # the part found so far that reaches furthest is values[left:right]
+    left = right = 0  # values[left:right] is the known match that reaches furthest
     for i in range(1, n):
         length = min(lengths[i - left], right - i) if i < right else 0
         while i + length < n and values[length] == values[i + length]:

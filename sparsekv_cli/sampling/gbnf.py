@@ -1,7 +1,8 @@
-"""GBNF, llama.cpp's grammars, as the Lark grammars that llguidance reads.
+"""Turns GBNF, llama.cpp's grammars, into the Lark grammars that llguidance reads.
 
-llguidance has a converter, which accepts fewer grammars than llama.cpp. This module first writes
-the grammar in a form that it accepts: rules are numbered, escapes become characters.
+llguidance has a converter, but it refuses some grammars that llama.cpp accepts. This module first
+writes a grammar in a form that the converter accepts. Rules get numbers, and escapes become
+characters.
 """
 
 import re
@@ -25,16 +26,19 @@ NEVER = re.compile(r"\{\s*0+\s*(,\s*0+\s*)?\}")
 CODE = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.S)
 IN_TEXT = {'"': r"\"", "\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
 ROOT = "root"
-ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a line break, too, which a regular expression's dot is not
+ANY = f"[\\x00-{chr(0x10FFFF)}]"  # a regular expression's dot does not match a line break
 
 
 def is_gbnf(text: str) -> bool:
-    """Returns whether a text is GBNF: it has ``::=``, or it is not Lark."""
+    """Returns whether a grammar is GBNF: it has ``::=``, or nothing shows that it is Lark."""
     return RULE.search(text) is not None or LARK.search(text) is None
 
 
 def lark_of(text: str) -> str:
-    """Returns the Lark grammar of a GBNF one. Raises ValueError, in the words of the GBNF."""
+    """Returns a GBNF grammar as a Lark grammar.
+
+    Raises ValueError for a wrong grammar. Its text has the rules' own names.
+    """
     names: dict[str, str] = {}
     written = _rewritten(text, lambda name: names.setdefault(name, f"rule_{len(names)}"))
     convert: Callable[[str], str] = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
@@ -48,17 +52,17 @@ def lark_of(text: str) -> str:
 
 
 def _rewritten(text: str, number: Callable[[str], str]) -> str:
-    """Returns the grammar in the converter's form. number: returns a rule's new name."""
+    """Returns the grammar in the form of llguidance's converter. number: rule name -> new name."""
     parts: list[str] = []
-    groups: list[int] = []  # where the open groups start
-    atom = 0  # where the last repeatable item starts
+    groups: list[int] = []  # index in ``parts`` where each open group starts
+    atom = 0  # index in ``parts`` of the last item that can be repeated
     for token in TOKEN.finditer(text):
         kind, part = token.lastgroup, token[0]
         if kind == "times":
             if NEVER.fullmatch(part):
                 parts[atom:] = ['""']
                 continue
-            if parts[-1:] == [")"]:  # or the converter writes (x+)* as x+*
+            if parts[-1:] == [")"]:  # otherwise the converter writes (x+)* as x+*
                 parts[-1] = ' "")'
         elif part == ")" and groups:
             atom = groups.pop()
@@ -82,7 +86,7 @@ def _rewritten(text: str, number: Callable[[str], str]) -> str:
 
 
 def _text(written: str) -> str:
-    """Returns a text between quotes. Characters that Lark's texts cannot have follow separately."""
+    """Returns a quoted text for Lark. Control characters become classes between quoted texts."""
     plain = CODE.sub(_text_character, written)
     parts = re.split(r"([\x00-\x08\x0b-\x1f\x7f])", plain)
     if len(parts) == 1:
@@ -99,9 +103,9 @@ def _text_character(found: re.Match[str]) -> str:
 
 
 def _class(written: str) -> str:
-    """Returns a class of characters in which only the hyphen of a range has a meaning.
+    """Returns a character class in which only the hyphen of a range has a meaning.
 
-    In a regular expression other signs have one too, such as ``&&``.
+    Other signs are escaped, because a regular expression reads some of them, such as ``&&``.
     """
     negation = "^" * written.startswith("^")
     left = list(CODE.finditer(written[len(negation) :]))[::-1]
@@ -122,7 +126,10 @@ def _class_character(found: re.Match[str]) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Returns the character of a code, or itself. Raises ValueError for a code without one."""
+    r"""Returns the character that an escape or a plain match stands for.
+
+    Raises ValueError for an escape such as \uD800 that is no character.
+    """
     code = found[1] or found[2] or found[3]
     if not code:
         return found[5]

@@ -1,7 +1,7 @@
-"""Constrained answers: the tokens that a JSON schema, a grammar or a regular expression allows.
+"""Constrained answers: only tokens that a JSON schema, a grammar or a regular expression allows.
 
-The package llguidance parses the growing answer. Before every token it lists the ones that may
-follow. The sampler (chain.py) chooses among these.
+The package llguidance parses the growing answer. Before each token it lists the tokens that may
+follow, and the sampler (chain.py) chooses among these.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sparsekv_cli.sampling.gbnf import is_gbnf, lark_of
 from sparsekv_cli.sampling.schema import closed
 from sparsekv_cli.system.installation import install_command
 
-# White space between two parts of a JSON text, bounded as in llama.cpp: none, one space, or one or
-# two line breaks and an indentation. Without a bound a model may write spaces for ever.
+# Allowed white space between two parts of a JSON text, as in llama.cpp: none, one space, or one or
+# two line breaks and an indentation. Without a limit a model may write spaces for ever.
 JSON_OPTIONS = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})"}
-NO_TOKEN = "NoExtensionBias"  # llguidance's code: no token can follow
-MOST_CHARS = 500  # of a message
-# Lines of llguidance's messages that quote a grammar and point into it.
+NO_TOKEN = "NoExtensionBias"  # llguidance's error for: no token can follow
+MOST_CHARS = 500  # characters of an error message
+# Lines of llguidance's messages that quote the grammar or mark a place in it.
 QUOTES = re.compile(r"\s*(\d+ \||\^)")
-# The ends of llguidance's messages that are for its developers.
+# llguidance's messages end with parts for its developers, which begin so.
 FOR_DEVELOPERS = re.compile(r"<(backtrace|state|grammar)>")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The grammar that answers have to match. ``read_grammar`` makes it."""
+    """The grammar that an answer must match, as ``read_grammar`` returns it."""
 
     kind: str  # ``json-schema``, ``grammar``, ``regex`` or ``tool_choice``
     definition: str  # in llguidance's form
@@ -42,13 +42,13 @@ class Grammar:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """A vocabulary, as llguidance needs it. The names are llguidance's."""
+    """A vocabulary in the form that llguidance needs. The field names are llguidance's."""
 
     tokens: list[bytes]  # the bytes of every token
-    special_token_ids: list[int]  # tokens that are no part of a text
+    special_token_ids: list[int]  # control tokens
     eos_token_id: int
     bos_token_id: int | None
-    encode: Callable[[str], Sequence[int]]  # returns the ids of a text within a text
+    encode: Callable[[str], Sequence[int]]  # text in the middle of a text -> its ids
     is_tokenizer_wrapper: ClassVar[bool] = True
 
     def __call__(self, text: str) -> list[int]:
@@ -56,12 +56,11 @@ class TokenBytes:
 
 
 def read_grammar(kind: str, text: str) -> Grammar:
-    """Returns the grammar of a text. For "grammar" the text is GBNF (llama.cpp's) or Lark.
+    """Returns the grammar that ``text`` defines. kind: see Grammar.
 
-    For "tool_choice" it is a Lark one, in whose schemas white space is that of JSON answers.
-
-    Raises SparseKVError, in llguidance's words, for a grammar that cannot be compiled or matched.
-    It also raises it if llguidance is missing.
+    For "grammar" the text is GBNF (llama.cpp's) or Lark. For "tool_choice" it is Lark, and white
+    space in its JSON schemas is limited as in JSON answers. Raises SparseKVError if the grammar
+    cannot be compiled or matched, or if llguidance is missing.
     """
     llguidance = require_llguidance()
     matcher = llguidance.LLMatcher
@@ -81,41 +80,41 @@ def read_grammar(kind: str, text: str) -> Grammar:
     except Exception as error:  # the converter of GBNF raises plain ones
         raise SparseKVError(f"--{kind}: {in_a_line(str(error))}") from None
     is_error, messages = matcher.validate_grammar_with_warnings(definition, None)
-    # Which special tokens there are, that a Lark grammar may name, only a model says.
+    # A Lark grammar may name special tokens. Only a model's tokenizer can check these names.
     if is_error and "no tokenizer" not in messages[0]:
         raise SparseKVError(f"--{kind}: {in_a_line(messages[0])}")
     return Grammar(kind, definition)
 
 
 class Constraint:
-    """The state of an answer that must match a grammar: tokens that may follow, its end.
+    """The place of an answer in its grammar, from which the tokens that may follow are known.
 
-    tokenizer: of ``open_tokenizer``. Raises SparseKVError for a grammar that does not fit it.
+    tokenizer: of ``open_tokenizer``. Raises SparseKVError if the grammar does not fit it.
     """
 
     def __init__(self, grammar: Grammar, tokenizer: Any) -> None:
         self._kind = grammar.kind
         self._at_start = require_llguidance().LLMatcher(tokenizer, grammar.definition, log_level=0)
-        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # a bit a token
-        for _ in range(2):  # some grammars are too large only at the second time
+        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)  # one bit a token
+        for _ in range(2):  # llguidance refuses some large grammars only when they are used again
             self.restart()
             self.allowed(tokenizer.vocab_size)
 
     def copy(self) -> Constraint:
-        """Returns the same constraint for the start of another answer."""
+        """Returns a constraint with the same grammar, at the start of another answer."""
         new = copy.copy(self)
         new._bits = self._bits.copy()
         new.restart()
         return new
 
     def restart(self) -> None:
-        """Starts another answer."""
+        """Goes back to the start of an answer."""
         self._matcher = self._at_start.deep_copy()
 
     def allowed(self, n_vocab: int) -> np.ndarray:
-        """Returns the ids of allowed tokens i64 (n,), ascending, below n_vocab.
+        """Returns the ids that may follow, i64 (n,), ascending, below n_vocab.
 
-        Raises SparseKVError if there are none, or if parsing exceeds a limit.
+        Raises SparseKVError if no token may follow, or if parsing exceeds a limit.
         """
         bits = self._bits
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -124,13 +123,13 @@ class Constraint:
         return np.flatnonzero(flags.view(np.bool_))
 
     def accept(self, token: int) -> None:
-        """Adds an allowed token to the answer."""
+        """Adds ``token``, one of the allowed ones, to the answer."""
         self._matcher.consume_token(token)
         self._check()
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the answer matches, and must end now."""
+        """Whether the answer matches the grammar and must end now."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
@@ -141,7 +140,7 @@ class Constraint:
 
 
 def _closed(text: str) -> str:
-    """Returns a JSON schema with closed objects. A text that cannot be read stays as it is."""
+    """Returns a JSON schema with closed objects (schema.py). Other text stays as it is."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -151,7 +150,7 @@ def _closed(text: str) -> str:
 
 
 def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
-    """Returns llguidance's tokenizer. It takes a second for 250,000 tokens.
+    """Returns llguidance's tokenizer of a vocabulary. This takes a second for 250,000 tokens.
 
     end_ids: the tokens that end an answer.
     """
@@ -159,9 +158,10 @@ def open_tokenizer(vocabulary: TokenBytes, end_ids: Sequence[int]) -> Any:
 
 
 def in_a_line(message: str) -> str:
-    """Returns llguidance's message without lines that quote a grammar and lines for developers.
+    """Returns llguidance's message as one line, without quotes of the grammar.
 
-    The middle of a long one is left out.
+    Parts for llguidance's developers are left out too. A message of more than MOST_CHARS characters
+    loses its middle.
     """
     lines = FOR_DEVELOPERS.split(message)[0].splitlines()
     text = " ".join(line.strip() for line in lines if line.strip() and not QUOTES.match(line))
@@ -169,7 +169,7 @@ def in_a_line(message: str) -> str:
 
 
 def require_llguidance() -> Any:
-    """Returns the package. Raises SparseKVError if it is not installed."""
+    """Returns the module llguidance. Raises SparseKVError if it is not installed."""
     try:
         return import_module("llguidance")
     except ImportError:

@@ -1,4 +1,4 @@
-"""The parameters of sampling: llama.cpp's names and defaults, and a file's overrides."""
+"""The parameters of sampling: llama.cpp's names and defaults, and values of a model file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.settings.option import MAX_FLOAT, MAX_WHOLE, check_options, did_you_mean, option
 
 MAX_SEED = 2**64 - 1
-MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # texts, and their bytes in all
+MAX_BREAKERS, MAX_BREAKERS_BYTES = 64, 1024  # most sequence breakers, and most bytes of all of them
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """One sampler of the chain. chain.py has its function by name."""
+    """One sampler of the chain: its name, its parameters, and when it is on.
+
+    chain.py has its function.
+    """
 
     name: str
-    is_on: Callable[[SamplingParams], bool]  # whether it can change anything
-    # the parameters of its function, in order; empty: the one with its name
+    is_on: Callable[[SamplingParams], bool]  # whether these parameters let it change anything
+    # fields of SamplingParams that its function gets, in order; empty: the field with its name
     fields: tuple[str, ...] = ()
-    # The function's further argument: the last tokens of the ``history``, a ``chance`` in [0, 1),
-    # or the texts of the ``vocabulary``.
+    # What else its function gets: the last tokens of the ``history``, a ``chance`` in [0, 1), or
+    # the texts of breakers, which need the ``vocabulary``.
     takes: str = ""
     aliases: tuple[str, ...] = ()  # other spellings that llama.cpp accepts (common/sampling.cpp)
-    keeps_best: bool = False  # the most likely token stays the most likely
+    keeps_best: bool = False  # True: the most likely token always stays the most likely
 
     def values(self, params: SamplingParams) -> list[Any]:
-        """Returns the values of ``fields``."""
+        """Returns the values of ``fields`` in ``params``."""
         return [getattr(params, field) for field in self.fields or (self.name,)]
 
 
@@ -71,14 +74,13 @@ SAMPLER_ORDER = tuple(sampler.name for sampler in SAMPLERS)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of the sampler chain; the table above says what reads them.
+    """The parameters of the sampler chain. The table SAMPLERS says which sampler reads them.
 
-    repeat_last_n, dry_penalty_last_n: the last tokens of the context that count.
-    dry_*: the penalty of a repetition of n tokens is
-        dry_multiplier * dry_base ** (n - dry_allowed_length).
-    dry_sequence_breakers: texts that end a repetition.
-    logit_bias: token id -> number added to its logit; -inf bans the token.
-    samplers: the order of the chain, names from SAMPLER_ORDER. A missing one is not applied.
+    repeat_last_n, dry_penalty_last_n: the number of last tokens of the context that count. dry_*: a
+    repetition of n tokens has the penalty dry_multiplier * dry_base ** (n - dry_allowed_length).
+    dry_sequence_breakers: texts that end a repetition. logit_bias: token id -> number added to its
+    logit; -inf bans the token. samplers: the order of the chain, with names from SAMPLER_ORDER. A
+    sampler that is not named is not applied.
     """
 
     temp: float = option(
@@ -126,7 +128,10 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the field, its value and what it must be."""
+        """Raises ValueError for a wrong value.
+
+        The text has the field, the value and what is allowed.
+        """
         check_options(self)
         self._check_breakers()
         self._check_logit_bias()
@@ -172,7 +177,7 @@ class SamplingParams:
         object.__setattr__(self, "samplers", names)
 
 
-# Field of each key under general.sampling (llama.cpp, llama_model_meta_key_str).
+# End of a key after general.sampling. -> field (llama.cpp, llama_model_meta_key_str).
 METADATA_PREFIX = "general.sampling."
 METADATA_FIELDS = {
     **{name: name for name in ("top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
@@ -183,10 +188,10 @@ METADATA_FIELDS = {
 def params_from_metadata(
     metadata: Mapping[str, Any], explicit: Mapping[str, Any]
 ) -> SamplingParams:
-    """Returns the parameters: the user's, else the file's, else the defaults.
+    """Returns the parameters: the user's values first, then the model file's, then the defaults.
 
-    metadata: a model's key-value pairs. explicit: field -> value as the user gave it; None counts
-    as not given. Raises ValueError for a value of the user's, SparseKVError for one of the file's.
+    metadata: the model file's key-value pairs. explicit: field -> the user's value; None counts as
+    missing. Raises ValueError for a wrong value of the user, SparseKVError for one of the file.
     """
     given = {name: value for name, value in explicit.items() if value is not None}
     unknown = given.keys() - {known.name for known in fields(SamplingParams)}
@@ -215,7 +220,10 @@ def params_from_metadata(
 
 
 def override(params: SamplingParams, key: str, name: str, value: Any) -> SamplingParams:
-    """Returns params with one value of the file. Raises SparseKVError, which names a bad key."""
+    """Returns params with field ``name`` set to the model file's value.
+
+    Raises SparseKVError, which names ``key``, if the value is wrong.
+    """
     try:
         return replace(params, **{name: value})
     except ValueError as error:
@@ -223,7 +231,10 @@ def override(params: SamplingParams, key: str, name: str, value: Any) -> Samplin
 
 
 def number(key: str, value: Any, kind: type) -> int | float:
-    """Returns a metadata value as a number; texts that hold one count, as in llama.cpp."""
+    """Returns a metadata value as a number. Texts such as "0.5" count as numbers, as in llama.cpp.
+
+    Raises SparseKVError for other values. kind: int or float.
+    """
     try:
         converted = float(value)
         if kind is int and not converted.is_integer():

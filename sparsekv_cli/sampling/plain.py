@@ -1,4 +1,4 @@
-"""Chains of simple samplers, which a device can apply where the logits are."""
+"""Chains of simple samplers that a device can apply, so that logits do not leave the device."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -7,16 +7,16 @@ import numpy as np
 
 from sparsekv_cli.sampling.params import Sampler, SamplingParams
 
-PLAIN = ("top_k", "top_p", "min_p", "temperature")  # in this order only
+PLAIN = ("top_k", "top_p", "min_p", "temperature")  # samplers of a plain chain, in this order only
 
 # The outcome of a sequence's step: logits f32 (n_vocab,), or the token that a device has chosen.
 Outcome = np.ndarray | int
 
 
 class PlainChain(NamedTuple):
-    """The parameters of a plain chain."""
+    """The parameters of a plain chain: top_k, top_p, min_p and temperature."""
 
-    is_greedy: bool  # the most likely token is taken, and nothing is drawn
+    is_greedy: bool  # True: the most likely token is chosen, and nothing is drawn
     top_k: int  # 0: off
     top_p: float  # 1: off
     min_p: float  # 0: off
@@ -26,7 +26,10 @@ class PlainChain(NamedTuple):
 def plain_chain(
     params: SamplingParams, active: Sequence[Sampler], takes_best: bool
 ) -> PlainChain | None:
-    """Returns the chain of the ``active`` samplers, if it is plain; otherwise None."""
+    """Returns the plain chain of the ``active`` samplers; None if a device cannot apply them.
+
+    takes_best: whether the most likely token is chosen.
+    """
     names = [sampler.name for sampler in active]
     if params.logit_bias or params.dynatemp_range > 0:
         return None
@@ -44,9 +47,9 @@ def plain_chain(
 
 
 class PlainSampler:
-    """A sampler whose chain is plain: called with logits it chooses on the host.
+    """A sampler with a plain chain. Called with logits, it chooses a token on the host.
 
-    draw: gives the numbers in [0, 1) at which tokens are drawn, one after another.
+    draw: returns the next random number in [0, 1).
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class PlainSampler:
         return self.sample(logits, history)
 
     def chance(self) -> float:
-        """Returns the number at which a device draws the next token. ``drawn`` ends its use."""
+        """Returns the random number for the next token.
+
+        It stays the same until ``drawn`` is called.
+        """
         if self._ahead is None:
             self._ahead = self._draw()
         return self._ahead

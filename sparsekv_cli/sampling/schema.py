@@ -1,11 +1,11 @@
-"""JSON schemas whose objects take no key beyond those that they describe, as in llama.cpp.
+"""Closes the objects of a JSON schema: no key may be added to those that they describe.
 
-JSON Schema allows further keys, and a small model writes them until its answer is cut. An object is
-left open if it says ``additionalProperties``, or if it describes no key.
+llama.cpp does the same. JSON Schema allows further keys, and a small model writes them until its
+answer is cut. An object stays open if it has ``additionalProperties``, or if it describes no key.
 
 Several parts may describe one object: ``allOf``, ``$ref`` with other keywords, ``anyOf`` with
-``properties``. They become one object with the keys of all parts, because each part, closed alone,
-would exclude the keys of the others.
+``properties``. They become one object with the keys of all parts. Each part, closed alone, would
+exclude the keys of the others.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 KEYS, MORE = ("properties", "patternProperties"), "additionalProperties"
 GROUPS = ("anyOf", "oneOf")
 DEFINITIONS = ("$defs", "definitions")
-KEPT = (*DEFINITIONS, "$schema", "$id", "x-guidance")  # keywords of a whole schema
-# Keywords that do not limit an object, so that they do not count as a part.
+KEPT = (*DEFINITIONS, "$schema", "$id", "x-guidance")  # keywords that belong to a whole schema
+# Keywords that do not limit an object. A schema with these only is no part.
 NOTES = ("title", "description", "default", "examples", "example", "deprecated", "readOnly")
-MOST = 50_000  # schemas in a schema, those of references counted each time
+MOST = 50_000  # most schemas within a schema; a reference counts its target each time
 
 
 class _NotClosedError(Exception):
-    """A schema stays open: it is too large, has a wrong form, or refers to what is not there."""
+    """The schema cannot be closed: it is too large or wrong, or it refers to a missing schema."""
 
 
 def closed(schema: Any) -> Any:
-    """Returns a schema with closed objects. It is the same schema if this is not possible."""
+    """Returns a copy of the schema with closed objects; the schema itself if that fails."""
     try:
         closer = _Closer(schema)
         new = closer.close(schema)
@@ -42,15 +42,16 @@ def closed(schema: Any) -> Any:
 
 
 class _Closer:
-    """Closes one schema. named: closed objects that hold themselves, by their names in $defs."""
+    """Closes the objects of one schema. named: name in $defs -> object that contains itself."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._n_left = root, MOST
-        self._begun: dict[str, str | None] = {}  # the objects of several parts that are being made
+        # JSON of each object that is being closed -> the name it needs, or None
+        self._begun: dict[str, str | None] = {}
         self.named: dict[str, Any] = {}
 
     def close(self, node: Any) -> Any:
-        """Returns a closed copy of a schema."""
+        """Returns a closed copy of a schema. ``node`` may be any part of the root schema."""
         if not isinstance(node, dict):
             return node
         self._count()
@@ -62,7 +63,7 @@ class _Closer:
         return {**new, **kept, **{key: self._each(kept[key]) for key in DEFINITIONS if key in kept}}
 
     def _closed_alone(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a closed schema that is one part."""
+        """Returns a closed copy of a schema that is described in one place."""
         new = dict(node)
         for key in (*KEYS, *DEFINITIONS):
             if key in node:
@@ -87,7 +88,7 @@ class _Closer:
         return {name: self.close(each) for name, each in schemas.items()}
 
     def _once(self, node: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a closed schema of several parts; a reference if it is a part of itself."""
+        """Returns a closed copy of a schema of several parts; within itself, a reference to it."""
         place = json.dumps(node)
         if place in self._begun:
             name = self._begun[place] = self._begun[place] or f"closed-{self._n_left}"
@@ -101,7 +102,7 @@ class _Closer:
         return {"$ref": f"#/$defs/{needed}"}
 
     def _parts(self, node: Any) -> list[Any]:
-        """Returns the parts of a schema, without allOf and references."""
+        """Returns the parts of a schema as a list: itself, its references and its allOf."""
         self._count()
         if not isinstance(node, dict):
             return [node]
@@ -114,11 +115,11 @@ class _Closer:
         return parts
 
     def _together(self, parts: list[Any]) -> dict[str, Any]:
-        """Returns a closed schema for what fits all parts."""
+        """Returns one closed schema, which fits what fits all ``parts``."""
         self._count()
         for i, part in enumerate(parts):
             group = next((key for key in GROUPS if isinstance(part, dict) and key in part), None)
-            if group is not None:  # the other parts become parts of each alternative
+            if group is not None:  # each alternative gets the other parts
                 rest = {key: value for key, value in part.items() if key != group}
                 common = [*parts[:i], *([rest] if rest else []), *parts[i + 1 :]]
                 return {group: [self._alternative(common, each) for each in _list(part[group])]}
@@ -148,7 +149,7 @@ class _Closer:
         return self._once({"allOf": [*others, one]})
 
     def _merged(self, groups: Iterable[Any]) -> dict[str, Any]:
-        """Returns schemas by name; those of one name in several groups become one."""
+        """Returns name -> schema. Schemas with the same name in several groups become one."""
         lists: dict[str, list[Any]] = {}
         for group in groups:
             for name, each in group.items() if isinstance(group, dict) else ():
@@ -177,7 +178,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _references(node: Any) -> Iterable[Any]:
-    """Yields the references in a schema."""
+    """Yields the texts of all references within a schema."""
     if isinstance(node, dict):
         if isinstance(node.get("$ref"), str):
             yield node["$ref"]
@@ -187,7 +188,10 @@ def _references(node: Any) -> Iterable[Any]:
 
 
 def _found(root: Any, reference: Any) -> Any:
-    """Returns the schema that a reference such as ``#/$defs/name`` names."""
+    """Returns the schema to which a reference such as ``#/$defs/name`` points.
+
+    Raises _NotClosedError if it points to nothing or out of the schema.
+    """
     if not isinstance(reference, str) or not reference.startswith("#"):
         raise _NotClosedError
     node = root
