@@ -1,1 +1,1 @@
-"""The measurements that methods make once a model, and the file that keeps them."""
+"""Measures what methods need to know about a model, once a model, and stores it in a file."""

@@ -1,6 +1,6 @@
-"""Divides a budget of the whole model among its layers, by the loss of each layer.
+"""Divides a budget of the whole model among its layers, by each layer's loss.
 
-FAEDKV's budget are frequencies, SALS' columns of latents, FASA's chunks.
+The budget counts frequencies for FAEDKV, columns of latents for SALS, and chunks for FASA.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ import numpy as np
 
 from sparsekv_cli.cpu.faedkv.frequencies import LEAST_SHARE
 
-LEVELS = (LEAST_SHARE, 0.0625, 0.25, 0.5, 1.0)  # shares at which FAEDKV's layers are calibrated
+# shares of the frequencies at which FAEDKV measures a layer's loss
+LEVELS = (LEAST_SHARE, 0.0625, 0.25, 0.5, 1.0)
 
 
 def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -> np.ndarray:
     """Returns the range of the model's budget in which a layer has each level: f32 (L, levels, 2).
 
-    layer_kld (L, levels): KLD when one layer alone is compressed to each of ``shares``, of which
-    the last is 1. All layers start at the lowest share. The budget then buys, again and again, the
-    step of one layer that saves the most KLD for its cost. While a step is being bought, the
-    layer's share grows linearly, so that every budget is used up. A level that is skipped gets an
-    empty range.
+    layer_kld (L, levels): the KLD when only this layer is compressed to each of ``shares``, whose
+    last value is 1. All layers start at the lowest share. The budget then buys steps, one after
+    another. A step raises one layer to a higher share. The step that saves the most KLD for its
+    cost comes first. While a step is being bought, the layer's share grows linearly, so that every
+    budget is used up. A level that a step skips has an empty range.
     """
     n_layer, levels = len(layer_kld), np.array(shares)
     rises = []  # (saved KLD a share, layer, from, to)
@@ -42,21 +43,25 @@ def budgets_of_levels(layer_kld: np.ndarray, shares: Sequence[float] = LEVELS) -
 
 
 def layer_share(budget: float, budgets: np.ndarray, shares: Sequence[float] = LEVELS) -> float:
-    """Returns a layer's share of ``budget``. budgets: its row of ``budgets_of_levels``."""
+    """Returns a layer's share for the model's ``budget``.
+
+    budgets: the layer's row (levels, 2) of ``budgets_of_levels``.
+    """
     return float(np.interp(budget, budgets.ravel(), np.repeat(shares, 2)))
 
 
 def even_budgets(shares: Sequence[float]) -> np.ndarray:
-    """Returns the row (shares, 2) of ``budgets_of_levels`` of a layer with the mean share."""
+    """Returns the row (shares, 2) for a layer whose share is always the model's budget."""
     return np.repeat(np.array(shares, np.float32), 2).reshape(-1, 2)
 
 
 def layer_count(
     mean_count: int, size: int, budgets: np.ndarray, shares: Sequence[float] = LEVELS
 ) -> int:
-    """Returns a layer's part of ``size`` items when layers have ``mean_count`` on average.
+    """Returns how many of ``size`` items a layer gets when layers get ``mean_count`` on average.
 
-    budgets: its row of ``budgets_of_levels``. Below the least share all layers have the mean.
+    budgets: the layer's row of ``budgets_of_levels``. If the mean is at most the least share, every
+    layer gets the mean.
     """
     if mean_count <= shares[0] * size:
         return mean_count

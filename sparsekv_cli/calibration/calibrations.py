@@ -1,8 +1,7 @@
-"""Calibrations: what methods measure once on a model and a text, and keep in a sidecar.
+"""Finds the calibrations of a model: arrays that methods measure once and store in a sidecar.
 
-A model asks for the arrays of its method. They are read from the sidecar next to the model or in
-the user's cache directory. If they are not there, they are measured on the built-in text and
-stored.
+The arrays are read from the sidecar next to the model, or from the user's cache directory. If both
+lack them, they are measured on the built-in text and stored.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ from sparsekv_cli.models.identity import ModelIdentity
 from sparsekv_cli.system.files import user_cache
 
 DEFAULT_TOKENS = 4096
-# Rows through all layers times weights of the layers; and the least rows, of the largest model.
+# Rows times the weights of all layers that a calibration may compute; but at least so many rows.
 PRODUCTS, LEAST_ROWS = 3e12, 3600
-BUILT_IN = "built-in"  # name of the text that comes with the program
+BUILT_IN = "built-in"  # name of the text that is part of the program
 MIN_TOKENS = 256  # statistics of keys and queries on fewer tokens are not reliable
-PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # belong to pip, not to us
-HUB_FOLDER = "models--"  # begins the name of a repository's folder in huggingface_hub's cache
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # folders that belong to pip
+HUB_FOLDER = "models--"  # huggingface_hub's cache has folders with names that begin so
 
-# Called in a calibration: the method, the share that is done, and at the end a remark.
+# Called during a calibration with the method's name, the share done, and at the end a remark.
 OnCalibrate = Callable[[str, float, str], None]
 Encode = Callable[[str], Sequence[int]]
 
 
 class CalibrationText(NamedTuple):
-    """A text and its name in messages."""
+    """A text, and its name for messages."""
 
     name: str
     text: str
 
 
 def check_length(text: CalibrationText, n: int) -> None:
-    """Raises SparseKVError for a text of too few tokens."""
+    """Raises SparseKVError if n, the number of tokens of ``text``, is below MIN_TOKENS."""
     if n < MIN_TOKENS:
         raise SparseKVError(
             f"calibration: the {n} tokens of text {text.name} are too few; give at least "
@@ -66,22 +65,26 @@ def check_length(text: CalibrationText, n: int) -> None:
 
 
 def built_in_text() -> CalibrationText:
-    """Returns prose, code and dialogue: about 5,000 tokens of an English vocabulary."""
+    """Returns the program's own text: prose, code and dialogue, about 5,000 tokens in English."""
     path = files("sparsekv_cli") / "data" / "calibration.txt"
     return CalibrationText(BUILT_IN, path.read_text(encoding="utf-8"))
 
 
 def affordable_rows(file: GGUFFile, hparams: HParams) -> int:
-    """Returns the rows of forward passes of a calibration: a minute's, or five with 8B parameters.
+    """Returns how many rows a calibration may send through all layers.
 
-    These are minutes of two cores. A small model needs less time for all rows. The number depends
-    only on the model, so that a calibration is the same on a slow machine.
+    This takes a minute on two cores, or five minutes for a model of 8B parameters. A small model
+    needs less time for the whole text. The number depends only on the model, so that a slow machine
+    computes the same calibration.
     """
     return max(LEAST_ROWS, int(PRODUCTS / layer_products(file, hparams)))
 
 
 def layer_products(file: GGUFFile, hparams: HParams) -> float:
-    """Returns the products of one row with the weights of all layers and chosen experts."""
+    """Returns the multiplications of one row by the weights of all layers.
+
+    Only chosen experts count.
+    """
     share = min(
         (e.n_expert_used / e.n_expert for layer in hparams.layers if (e := layer.experts)),
         default=1.0,
@@ -94,11 +97,11 @@ def layer_products(file: GGUFFile, hparams: HParams) -> float:
 
 
 class Calibrations:
-    """The calibrations of one open model, found, or made and stored, when a method asks.
+    """The calibrations of one open model. A missing one is made and stored when a method needs it.
 
-    identity: of the model as it was opened. decoder: None only finds stored calibrations. encode:
-    text -> ids. sidecar: the only file to read, instead of the usual ones. A method that it lacks
-    is refused, not calibrated.
+    identity: the model's, as it was opened. decoder: runs the model; None: only stored calibrations
+    can be found. encode: text -> ids. sidecar: the only file to read; None: the usual files. If
+    ``sidecar`` lacks a method, the method is refused, not calibrated.
     """
 
     def __init__(
@@ -118,14 +121,21 @@ class Calibrations:
         self._loaded: dict[str, Mapping[str, np.ndarray]] = {}
 
     def places(self) -> tuple[Path, Path]:
-        """Returns the file next to the model, and the user's (without a cache the first again)."""
+        """Returns the sidecar next to the model, and the one in the user's cache.
+
+        Without a cache directory both are the one next to the model.
+        """
         path = Path(self._file.path)
         beside = path.with_name(f"{path.stem}{SUFFIX}")
         folder = user_cache("calibration")
         return beside, folder / f"{self.identity.model_hash}.npz" if folder else beside
 
     def place_to_write(self) -> Path:
-        """Returns the file next to the model, or the user's if that folder is not the user's."""
+        """Returns the sidecar to write: the one next to the model, or the one in the cache.
+
+        It is the one in the cache if the user cannot write to the model's folder. The same holds
+        for folders of pip and huggingface_hub.
+        """
         beside, cached = self.places()
         folder = beside.parent.resolve()
         foreign = any(
@@ -134,7 +144,10 @@ class Calibrations:
         return beside if os.access(folder, os.W_OK) and not foreign else cached
 
     def specs(self, method: Calibrated, report: OnCalibrate | None = None) -> list[LayerSpec]:
-        """Returns the decoder's layers, with the method's calibration if it needs one."""
+        """Returns the decoder's layers. If the method needs a calibration, each has its arrays.
+
+        A missing calibration is made first. report: hears of its progress.
+        """
         specs = self._decoder.layer_specs()
         if method.needs != CALIBRATION:
             return specs
@@ -145,14 +158,14 @@ class Calibrations:
         ]
 
     def has(self, method: Calibrated) -> bool:
-        """Returns whether the method needs no calibration, or has a stored one."""
+        """Returns whether the method can run: it needs no calibration, or a stored one exists."""
         name = method.name
         if method.needs != CALIBRATION or name in self._loaded:
             return True
         return self.find_of(method) is not None
 
     def digests(self, methods: Iterable[Calibrated]) -> dict[str, str]:
-        """Returns hashes of the calibrations of those ``methods`` that have one, by name."""
+        """Returns name -> hash of the calibration, for those of ``methods`` that have one."""
         found: dict[str, str] = {}
         for name, method in {m.name: m for m in methods if m.needs == CALIBRATION}.items():
             if name in self._loaded:
@@ -174,11 +187,14 @@ class Calibrations:
         return self._loaded[name]
 
     def find_of(self, method: Calibrated, report: OnCalibrate | None = None) -> Entry | None:
-        """See ``find``. Raises SparseKVError also for arrays that do not fit ``method``."""
+        """Returns ``method``'s stored calibration, as ``find`` does.
+
+        Its arrays must fit ``method``.
+        """
         return self.find(method.name, report, method.calibration_arrays(self._sizes()))
 
     def _sizes(self) -> list[LayerSpec]:
-        """Returns the layers' sizes, which are known without a decoder."""
+        """Returns the sizes of the layers. No decoder is needed for this."""
         layers = self._hparams.layers
         return [
             LayerSpec(
@@ -201,13 +217,12 @@ class Calibrations:
         report: OnCalibrate | None = None,
         arrays: Mapping[str, CalibrationArray] | None = None,
     ) -> Entry | None:
-        """Returns the stored calibration of a method.
+        """Returns the stored calibration of the method ``name``; None if there is none.
 
-        It is that of the first file that has one. Files that this user writes come first.
-        Raises SparseKVError for a sidecar that is unusable.
-
-        Returns None, with a remark, for one in the cache directory that an older version made by
-        itself. arrays: what its arrays must be.
+        The first file that has one counts; the file that this user writes is read first. arrays:
+        the shapes and types that its arrays must have. Raises SparseKVError if a sidecar cannot be
+        used. A file of an older version counts as missing if it lies in the cache directory and
+        used the built-in text. ``report`` hears of it.
         """
         places = [self._sidecar] if self._sidecar else [self.place_to_write(), *self.places()]
         for path in places:
@@ -231,7 +246,7 @@ class Calibrations:
         return None
 
     def store(self, name: str, entry: Entry) -> str:
-        """Stores the calibration of a first use. Returns a remark, also for a failure."""
+        """Stores a calibration that was just made. Returns a remark where, or why it failed."""
         path = self.place_to_write()
         try:
             write_entry(path, name, self.identity, entry)
@@ -246,9 +261,10 @@ class Calibrations:
         n_tokens: int,
         report: OnCalibrate | None = None,
     ) -> Entry:
-        """Runs ``method`` over the first ``n_tokens`` of ``text``, or as many as fit the model.
+        """Runs ``method``'s calibration on the first ``n_tokens`` of ``text``.
 
-        Raises SparseKVError if text or context are too short to measure anything.
+        It uses fewer tokens if the model's context is shorter. Raises SparseKVError if text or
+        context are too short to measure anything.
         """
         name = method.name
         n_ctx = self._hparams.n_ctx_train
@@ -275,7 +291,7 @@ class Calibrations:
         n_rows = affordable_rows(self._file, self._hparams)
         n_rows = n_rows * max(n_tokens, DEFAULT_TOKENS) // DEFAULT_TOKENS
         run = CalibrationRun(decoder.layer_specs(), ids, forward, progress, n_rows)
-        with blas_threads(1):  # small products: threads of BLAS wait for longer than they work
+        with blas_threads(1):  # the products are small, and more BLAS threads only wait
             tensors = method.calibrate(run)
         check_tensors(name, tensors, self._hparams.n_layer)
         text_hash = hashlib.sha256(text.text.encode()).hexdigest()

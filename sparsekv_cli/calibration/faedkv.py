@@ -1,4 +1,4 @@
-"""FAEDKV's calibration (paper, section 3.2): which frequencies of K and V the answers need."""
+"""FAEDKV's calibration (paper, section 3.2): which frequencies of K and V an answer needs."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,17 @@ from sparsekv_cli.errors import SparseKVError
 
 
 def without(dropped: np.ndarray) -> Change:
-    """Returns K and V without these bins, int64, of their spectrum along the rows (eq 6, 5)."""
+    """Returns a change that removes the bins ``dropped`` int64 from the spectrum of K and V.
+
+    The spectrum is along the rows (eq 6, 5).
+    """
 
     def change(k: np.ndarray, v: np.ndarray) -> None:
         n = k.shape[1]
         kept = np.setdiff1d(np.arange(n // 2 + 1), dropped)
         has_few = len(kept) < len(dropped)
-        part = waves(n, kept if has_few else dropped).astype(np.float32)  # the smaller one
+        # the smaller of both lists
+        part = waves(n, kept if has_few else dropped).astype(np.float32)
         for rows in (k, v):
             x = rows.astype(np.float32)
             of_part = part.T @ (part @ x)
@@ -32,7 +36,7 @@ def without(dropped: np.ndarray) -> Change:
 
 
 def arrays_of_frequencies(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """Returns the shapes and types of ``study_frequencies``' arrays for these layers."""
+    """Returns name -> shape and type of the arrays that ``study_frequencies`` returns."""
     n_layer, levels = len(specs), allocation.LEVELS
     worth = CalibrationArray("f4", (n_layer, frequencies.N_CHUNKS))
     return {
@@ -44,14 +48,13 @@ def arrays_of_frequencies(specs: Sequence[LayerSpec]) -> dict[str, CalibrationAr
 
 
 def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[str, np.ndarray]:
-    """Measures the effect of leaving out frequencies on the answers, chunk by chunk, layer by
-    layer.
+    """Measures how answers change without some frequencies: chunk by chunk, layer by layer.
 
-    imp_kld, imp_ppl f32 (L, C): KLD, and rise of the perplexity over itself (eq 7), without a chunk
-    of one layer. layer_kld f32 (L, levels): KLD with one layer at each share of
-    ``allocation.LEVELS``, by imp_kld. layer_budget f32 (L, levels, 2): see
-    ``allocation.budgets_of_levels``. Raises SparseKVError for a text without enough tokens between
-    the exact rows.
+    imp_kld, imp_ppl f32 (L, C): KLD and relative rise of the perplexity (eq 7) without one chunk of
+    one layer. layer_kld f32 (L, levels): the KLD with one layer at each share of
+    ``allocation.LEVELS``, its chunks by imp_kld. layer_budget f32 (L, levels, 2): see
+    ``allocation.budgets_of_levels``. Raises SparseKVError if too few tokens lie between the exact
+    rows.
     """
     n_layer, layers = len(run.specs), [spec.layer for spec in full_layers(run.specs)]
     middle = middle_rows(len(run.ids), n_sinks, n_recent)
@@ -70,7 +73,8 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
         for layer, klds in zip(layers, kld, strict=True)
         for kept in (frequencies.kept_bins(n, level, klds) for level in levels)
     ]
-    layer_kld = np.zeros((len(layers), len(allocation.LEVELS)))  # nothing is lost at the last level
+    # the last level drops nothing: its KLD is 0
+    layer_kld = np.zeros((len(layers), len(allocation.LEVELS)))
     layer_kld[:, :-1] = study.score(trials)[0].reshape(len(layers), -1)
     found = {
         "imp_kld": kld,
@@ -79,6 +83,6 @@ def study_frequencies(run: CalibrationRun, n_sinks: int, n_recent: int) -> dict[
         "layer_budget": allocation.budgets_of_levels(layer_kld),
     }
     tensors = {name: np.zeros((n_layer, *x.shape[1:]), np.float32) for name, x in found.items()}
-    for name, values in found.items():  # of other layers zeros
+    for name, values in found.items():  # layers that are not full have zeros
         tensors[name][layers] = values
     return tensors

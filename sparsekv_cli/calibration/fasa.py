@@ -1,8 +1,9 @@
 """FASA's calibration: how well each frequency chunk of a head ranks the keys of a text.
 
 Layers need different numbers of chunks. In most layers of the default model an eighth of them is
-enough. One layer, in which heads recall, needs half. Each layer alone therefore chooses rows by
-several shares of its chunks (calibration/trials.py). Chunks go where they save the most KLD.
+enough. One layer, whose heads recall, needs half. So one layer at a time chooses rows by several
+shares of its chunks (calibration/trials.py). The layers in which more chunks save the most KLD get
+more chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +20,21 @@ from sparsekv_cli.calibration.trials import Attend, Trial, unchanged
 from sparsekv_cli.cpu.fasa import dominance
 from sparsekv_cli.cpu.jit.floats import as_f32, as_type_of
 
-METRICS = ("var", "ca")  # as dominance.judge_chunks returns them
-SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all chunks, at which layers choose rows
-N_RECENT = 16  # last rows that are always attended
-N_QUERIES, TOP_K = 16, 64  # queries of the text that judge the chunks; K of CA
-N_CHOSEN = 128  # of the thousand rows of a trial; fewer are measured with more noise
+METRICS = ("var", "ca")  # in the order in which dominance.judge_chunks returns them
+# shares of a layer's chunks by which a trial chooses rows
+SHARES = (1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)
+N_RECENT = 16  # last rows to which a trial always attends
+N_QUERIES, TOP_K = 16, 64  # queries of the text that judge the chunks; K of CA's top K
+N_CHOSEN = 128  # of the 1000 rows of a trial; fewer chosen rows give more noise
 
 
 def study_chunks(
     run: CalibrationRun, is_dense: Callable[[LayerSpec], bool]
 ) -> dict[str, np.ndarray]:
-    """Measures the value of each chunk, and the loss of a layer with a share of its chunks.
+    """Returns the rank of each chunk, and each layer's loss with a share of its chunks.
 
-    tip_kld f32 (L, shares): KLD(full || one layer that attends to the best N_CHOSEN rows by its
-    first chunks, var); tip_budget f32 (L, shares, 2); see ``study_shares``. The others:
+    tip_kld f32 (L, shares): KLD(full || one layer attends to the N_CHOSEN rows that its best chunks
+    by var score highest). tip_budget f32 (L, shares, 2): see ``study_shares``. The other arrays:
     see ``rank_all``.
     """
     specs = [spec for spec in run.specs if not is_dense(spec)]
@@ -52,7 +54,7 @@ def study_chunks(
 
 
 def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """Returns the shapes and types of ``study_chunks``' arrays for these layers."""
+    """Returns name -> shape and type of the arrays that ``study_chunks`` returns."""
     n_layer, (n_head, n_kv, n_chunk) = len(specs), _most(specs)
     found = {
         "tip_kld": CalibrationArray("f4", (n_layer, len(SHARES))),
@@ -66,14 +68,17 @@ def arrays_of_chunks(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _most(specs: Sequence[LayerSpec]) -> tuple[int, int, int]:
-    """Returns the most query heads, kv heads and chunks of a full layer."""
+    """Returns the largest numbers of query heads, kv heads and chunks among the full layers."""
     full = full_layers(specs)
     n_head, n_kv = max(s.n_head for s in full), max(s.n_head_kv for s in full)
     return n_head, n_kv, max(s.n_chunk for s in full)
 
 
 def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
-    """Returns attention to the first, the last and the best other rows by ``dims`` (G, m)."""
+    """Returns a function of attention to the first, the last and the best other rows.
+
+    dims (G, m): the dims by which a kv head scores rows.
+    """
 
     def attend(q_new: np.ndarray, store: KVStore, spec: LayerSpec) -> np.ndarray:
         n, n_new = store.n, q_new.shape[1]
@@ -104,10 +109,10 @@ def _attend_best(dims: np.ndarray, n_sinks: int, n_recent: int) -> Attend:
 
 
 def rank_all(study: Study) -> dict[str, np.ndarray]:
-    """Returns both metrics of every chunk, and each kv head's chunks by rank, the best first.
+    """Returns the score of every chunk by both metrics, and the chunks of kv heads by rank.
 
-    score_var, score_ca f32 (L, H, C); dom_var, dom_ca u8 (L, G, C), C as LayerSpec.n_chunk. Layers
-    with fewer heads or chunks than others end in zeros.
+    score_var, score_ca f32 (L, H, C). dom_var, dom_ca u8 (L, G, C), the best chunk first. C is
+    LayerSpec.n_chunk. A layer with fewer heads or chunks than others has zeros at the end.
     """
     specs = study.run.specs
     positions = dominance.query_positions(len(study.run.statistics_ids), N_QUERIES)
@@ -122,18 +127,18 @@ def rank_all(study: Study) -> dict[str, np.ndarray]:
 
 
 class _JudgingCache(TextCache):
-    """Judges a layer's chunks at the end of the calibration's prefill."""
+    """Collects queries in the pass over the text, and judges the layer's chunks at its end."""
 
     def __init__(
         self, spec: LayerSpec, positions: Sequence[int], tensors: dict[str, np.ndarray]
     ) -> None:
         super().__init__(spec)
         self._positions, self._tensors = positions, tensors
-        self._queries: list[np.ndarray] = []  # f32 (H, d), one a position
+        self._queries: list[np.ndarray] = []  # f32 (H, d) each, one for each position
 
     def extend(self, x: AttnInput) -> Any:
         inside = [t - x.pos for t in self._positions if 0 <= t - x.pos < x.q.shape[1]]
-        self._queries += [as_f32(x.q[:, t]).copy() for t in inside]  # not all of x
+        self._queries += [as_f32(x.q[:, t]).copy() for t in inside]  # copies, so that x is freed
         return super().extend(x)
 
     def finish_prefill(self) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of a method's calibration, and the interface of a method's calibration."""
+"""The inputs of a method's calibration, and the part of a method that calibration calls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,22 +9,22 @@ import numpy as np
 
 from sparsekv_cli.cache.spec import LayerSpec
 
-CALIBRATION = "calibration"  # ``needs`` of methods that read a sidecar
-MOST_STATISTICS = 0.4  # of a calibration's rows, for a pass over the text ahead of trials
-LEAST_TEXT = 1024  # tokens of the text that it takes at least
+CALIBRATION = "calibration"  # ``needs`` of methods that need a calibration
+MOST_STATISTICS = 0.4  # share of a calibration's rows for the pass over the text before trials
+LEAST_TEXT = 1024  # tokens of the text that this pass reads at least
 
 
 class CalibrationArray(NamedTuple):
-    """The shape, type and values that one array of a calibration must have."""
+    """The shape, type and values that an array of a calibration must have."""
 
     dtype: str
     shape: tuple[int, ...]  # (n_layer, ...)
     least: float = -math.inf  # the least value allowed
     most: float = math.inf  # the largest value allowed
-    is_rising: bool = False  # the stored values of a layer never fall
+    is_rising: bool = False  # whether the values of a layer, in stored order, must never fall
 
     def problem(self, array: np.ndarray) -> str:
-        """Returns the fault of an array; empty if there is none."""
+        """Returns what is wrong with ``array``, for a message; "" if it is right."""
         if array.dtype != np.dtype(self.dtype) or array.shape != self.shape:
             expected = f"{np.dtype(self.dtype).name} {self.shape}"
             return f"is {array.dtype.name} {array.shape}, but {expected} was expected"
@@ -38,31 +38,31 @@ class CalibrationArray(NamedTuple):
 
 
 def budgets_array(n_layer: int, shares: Sequence[float]) -> CalibrationArray:
-    """Returns the CalibrationArray of the result of ``allocation.budgets_of_levels``."""
+    """Returns what the array of ``allocation.budgets_of_levels`` must be."""
     return CalibrationArray("f4", (n_layer, len(shares), 2), 0.0, 1.0, is_rising=True)
 
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """The inputs of a method's calibration: a model, a text, and a forward pass over it."""
+    """The inputs of a method's calibration: a model's layers, a text, and forward passes."""
 
     specs: Sequence[LayerSpec]  # one a layer, with empty ``calibration``
     ids: Sequence[int]  # the text
-    # Forward.forward (models/forward.py), with one LayerCache a layer. The method may pass its own
-    # caches, which keep what they need.
+    # Forward.forward (models/forward.py). It needs one LayerCache a layer. A method may pass caches
+    # of its own, which collect what it needs.
     forward: Callable[..., np.ndarray]
     progress: Callable[[float], None]  # called with the share that is done, 0 to 1
-    # limit, approximate, of rows through all layers in all forward passes together
+    # about how many rows all forward passes together may send through all layers
     n_rows: int = 1 << 30
 
     @property
     def statistics_ids(self) -> Sequence[int]:
-        """The start of the text, for a pass before the trials."""
+        """The first ids of the text, for the pass over the text before trials."""
         return self.ids[: max(LEAST_TEXT, int(MOST_STATISTICS * self.n_rows))]
 
 
 class Calibrated(Protocol):
-    """The part of a method that calibration uses (methods/base.py)."""
+    """The part of a method that calibration needs (methods/base.py)."""
 
     @property
     def name(self) -> str: ...

@@ -1,8 +1,8 @@
-"""SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them are needed.
+"""SALS' calibration: the directions of a text's pre-RoPE keys, and how many of them a layer needs.
 
 Layers need different ranks, and eigenvalues do not predict them well. Most layers of the default
-model need an eighth of the columns. A few need half. Each layer alone is therefore cut to
-several ranks (calibration/trials.py). Columns go where they save the most KLD.
+model need an eighth of the columns. A few need half. So one layer at a time is cut to several ranks
+(calibration/trials.py). The layers in which more columns save the most KLD get more columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,20 @@ from sparsekv_cli.calibration.trials import Change, Trial
 from sparsekv_cli.cpu.jit.floats import as_f32
 from sparsekv_cli.cpu.sals import latent
 
-BASES = ("diag", "pca")  # weighted by queries, and not
-SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)  # of all columns, at which layers are cut
+BASES = ("diag", "pca")  # keys weighted by queries, and plain keys
+# shares of the columns to which a trial cuts a layer
+SHARES = (1 / 8, 1 / 6, 1 / 4, 3 / 8, 1 / 2, 1.0)
 
 
 def study_keys(
     run: CalibrationRun, is_dense: Callable[[LayerSpec], bool], n_sinks: int, n_recent: int
 ) -> dict[str, np.ndarray]:
-    """Returns both bases of every layer, by pre-RoPE keys and queries, and the cost of ranks.
+    """Returns both bases of every layer and each layer's loss with fewer columns.
 
-    rank_kld f32 (L, shares): KLD(full || one layer's keys cut to a share of its latents' columns),
-    the last one not measured. rank_budget f32 (L, shares, 2): see
-    ``allocation.budgets_of_levels``. Layers that are dense by default are not cut; their share is
-    the mean.
+    The bases are made from pre-RoPE keys and queries: see ``study_directions``. rank_kld f32 (L,
+    shares): KLD(full || one layer's keys cut to a share of the columns). rank_budget f32 (L,
+    shares, 2): see ``study_shares``. Layers that are dense by default are not cut, and their share
+    is the mean.
     """
     specs = [spec for spec in run.specs if not is_dense(spec)]
     layers = [spec.layer for spec in specs for _ in SHARES[:-1]]
@@ -40,14 +41,14 @@ def study_keys(
     def cut(spec: LayerSpec, share: float) -> Trial:
         return Trial(spec.layer, _cut(spec, tensors, study.middle, share))
 
-    # Half of the columns are as good as all: there the KLD is little more than that of rounding
-    # (0.0002 in bf16), which no column takes away.
+    # Half of the columns are as good as all. At that share the KLD is little more than that of
+    # rounding (0.0002 in bf16), which more columns do not lower.
     tensors["rank_kld"], tensors["rank_budget"] = study_shares(study, specs, cut, SHARES)
     return tensors
 
 
 def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
-    """Returns the shapes and types of ``study_keys``' arrays for these layers."""
+    """Returns name -> shape and type of the arrays that ``study_keys`` returns."""
     n_layer = len(specs)
     width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
     found = {
@@ -62,7 +63,10 @@ def arrays_of_keys(specs: Sequence[LayerSpec]) -> dict[str, CalibrationArray]:
 
 
 def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: float) -> Change:
-    """Returns a change of keys to what the first columns of their latents (diag) reconstruct."""
+    """Returns a change of keys: each becomes what the first columns of its latent reconstruct.
+
+    share: of the columns of the basis ``diag``. middle: the rows whose keys change.
+    """
     size, d = spec.n_head_kv * spec.head_dim, spec.head_dim
     weights = tensors["weights"][spec.layer, :size]
     vectors = tensors["vectors_diag"][spec.layer, :size, : max(1, round(share * size))]
@@ -79,11 +83,12 @@ def _cut(spec: LayerSpec, tensors: dict[str, np.ndarray], middle: slice, share: 
 
 
 def study_directions(study: Study) -> dict[str, np.ndarray]:
-    """Returns both bases of every layer.
+    """Returns both bases of every layer, by name.
 
-    weights f32 (L, G d): w, kv-head-major. vectors_diag, vectors_pca f32 (L, G d, G d): U of W C W
-    and of C. All columns are there by falling eigenvalue, so that any rank is a prefix.
-    eigenvalues_*: f32 (L, G d). E = w U and D = U / w; for pca w = 1.
+    weights f32 (L, G d): w, kv head by kv head. vectors_diag, vectors_pca f32 (L, G d, G d): the
+    eigenvectors U of W C W and of C. Columns are by falling eigenvalue, so that the first r columns
+    are the basis of rank r. eigenvalues_* f32 (L, G d). Encoder E = w U, decoder D = U / w; for pca
+    w = 1.
     """
     specs = study.run.specs
     width = max(spec.n_head_kv * spec.head_dim for spec in full_layers(specs))
@@ -98,7 +103,7 @@ def study_directions(study: Study) -> dict[str, np.ndarray]:
 
 
 class _StatisticsCache(TextCache):
-    """Adds up a layer's keys and queries during the calibration's prefill."""
+    """Sums products of a layer's keys and squares of its queries in the pass over the text."""
 
     def __init__(self, spec: LayerSpec, tensors: dict[str, np.ndarray]) -> None:
         super().__init__(spec)
@@ -122,7 +127,7 @@ class _StatisticsCache(TextCache):
         pairs = (energy[:, :half] + energy[:, half : 2 * half]) / 2 * spec.rope_scale**4
         energy[:, : 2 * half] = np.tile(pairs, 2)
         weights = np.sqrt(energy.reshape(-1))
-        # A common factor cancels; with this one latents are as large as keys, which fit f16.
+        # Any common factor would do. With this one latents are about as large as keys and fit f16.
         weights = np.maximum(weights, 1e-4 * weights.max() + 1e-30)
         weights /= np.exp(np.log(weights).mean())
         size, covariance, tensors = len(weights), self._products / n, self._tensors

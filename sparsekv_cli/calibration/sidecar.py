@@ -1,10 +1,10 @@
-"""The sidecar of a model: what calibrated methods measured on it, in one npz file.
+"""The sidecar of a model: an npz file with the calibrations of methods.
 
-An entry is what a method measured on a model as it was opened, with its RoPE scaling. Its name is
-``fasa@DIGEST``, the digest of the model's identity. Its array ``dom`` is the member
-``fasa@DIGEST.dom``. The member ``about`` is JSON. For each entry it has the names of the arrays and
-the text of the measurement. Entries are read and replaced one by one. The checksum of a member is
-that of zip files.
+An entry is the calibration of one method on one model, opened with one RoPE scaling. The entry's
+name is ``fasa@DIGEST``, with the digest of the model's identity. The entry's array ``dom`` is the
+member ``fasa@DIGEST.dom`` of the file. The member ``about`` is JSON. For each entry it has the
+names of the arrays and the text of the measurement. Entries are read and replaced one by one.
+Damage is found by the checksums of zip files.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.identity import ModelIdentity
 from sparsekv_cli.system.files import alone_in, naming, open_regular, replacing
 
-FORMAT_VERSION = 6  # raised when the layout changes, or the arrays of a method or their meaning
+FORMAT_VERSION = 6  # raise it when the layout changes, or a method's arrays, or what they mean
 KIND = "sparsekv-calibration"
 SUFFIX = ".calibration.npz"
 
@@ -37,7 +37,7 @@ class Entry:
     """One method's calibration."""
 
     tensors: Mapping[str, np.ndarray]  # arrays (n_layer, ...)
-    n_tokens: int  # tokens of the text that were used, from its start
+    n_tokens: int  # how many first tokens of the text were used
     text_name: str
     text_hash: str  # sha256 of the text in UTF-8
     program: str = __version__
@@ -52,7 +52,7 @@ def digest(tensors: Mapping[str, np.ndarray]) -> str:
 
 
 class OutdatedError(SparseKVError):
-    """A calibration that an older version of this program made; text_name: of what text."""
+    """The file was made by an older version. text_name: the text of the calibration in it."""
 
     def __init__(self, message: str, text_name: str) -> None:
         super().__init__(message)
@@ -65,10 +65,10 @@ def read_entry(
     identity: ModelIdentity,
     arrays: Mapping[str, CalibrationArray] | None = None,
 ) -> Entry | None:
-    """Returns the calibration of ``method``; None: the file is missing or has none of this model.
+    """Returns the calibration of ``method``; None if the file is missing or lacks this model.
 
-    arrays: what its arrays must be; None: any. Raises SparseKVError for a file that is damaged or
-    of another format. Raises OutdatedError for a file of an older format.
+    arrays: what its arrays must be; None: anything. Raises SparseKVError for a file that is damaged
+    or of a newer format. Raises OutdatedError for an older format.
     """
     if not os.path.lexists(path):
         return None
@@ -92,13 +92,13 @@ def read_entry(
 def write_entry(path: Path, method: str, identity: ModelIdentity, entry: Entry) -> None:
     """Puts one method's calibration into ``path``, next to those of other methods and models.
 
-    The file is replaced as a whole. Entries that are damaged are dropped.
-    Raises SparseKVError if ``path`` is some other kind of file, or cannot be written.
+    The file is replaced as a whole, without damaged entries. Raises SparseKVError if ``path`` is a
+    file of another kind, or cannot be written.
     """
     check_place(path)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with alone_in(path.parent):  # or another process that adds a method drops this one
+        with alone_in(path.parent):  # other processes may add their methods at the same time
             entries = {**_entries(path), _key(method, identity): entry}
             with replacing(path, 0o666) as file:  # other users of the model use it, too
                 _write(file, entries)
@@ -115,7 +115,7 @@ def _write(file: BinaryIO, entries: Mapping[str, Entry]) -> None:
 
 @contextlib.contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Opens an npz file. Raises ValueError if its members together are larger than the file."""
+    """Opens an npz file. Raises ValueError if its members claim more bytes than the file has."""
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         size = os.fstat(file.fileno()).st_size
         if sum(member.file_size for member in archive.infolist()) > size:
@@ -124,7 +124,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Returns an array of the npz file. Raises ValueError if it has another size than stated."""
+    """Returns the array ``name`` of the npz file. Raises ValueError if its size is wrong."""
     if archive.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
     file = io.BytesIO(archive.read(f"{name}.npy"))
@@ -139,7 +139,7 @@ def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _about(archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Returns the member ``about`` of the file. Raises ValueError if it is no sidecar."""
+    """Returns the member ``about`` of a sidecar. Raises ValueError for another npz file."""
     about = json.loads(str(_array(archive, "about")))
     if about["kind"] != KIND:
         raise ValueError("it is no calibration")
@@ -154,12 +154,15 @@ def _unusable(path: Path, method: str, what: str) -> SparseKVError:
 
 
 def _key(method: str, identity: ModelIdentity) -> str:
-    """Returns the name of an entry in the file."""
+    """Returns the name of the method's entry in the file."""
     return f"{method}@{identity.digest()}"
 
 
 def _check_format(path: Path, method: str, about: dict[str, Any]) -> None:
-    """Raises SparseKVError if a file of another format has a calibration of ``method``."""
+    """Raises an error if the file has a calibration of ``method`` in another format.
+
+    The error is OutdatedError for an older format, SparseKVError for a newer one.
+    """
     version = about["format"]
     if version == FORMAT_VERSION:
         return
@@ -171,7 +174,7 @@ def _check_format(path: Path, method: str, about: dict[str, Any]) -> None:
 
 
 def _entry(archive: zipfile.ZipFile, key: str, own: dict[str, Any]) -> Entry:
-    """Returns the entry of this name. Raises ValueError if it is not one."""
+    """Returns the entry ``key``. own: its part of ``about``. Raises ValueError if it is damaged."""
     texts = own["text_name"], own["text_hash"], own["program"]
     if type(own["n_tokens"]) is not int or not all(isinstance(text, str) for text in texts):
         raise ValueError("it does not say what text it was measured on")
@@ -182,7 +185,7 @@ def _entry(archive: zipfile.ZipFile, key: str, own: dict[str, Any]) -> Entry:
 def _check_arrays(
     path: Path, method: str, entry: Entry, expected: Mapping[str, CalibrationArray] | None
 ) -> None:
-    """Raises SparseKVError unless the arrays are those that are expected."""
+    """Raises SparseKVError unless the entry has exactly the ``expected`` arrays; None: any."""
     if expected is None:
         return
     if set(entry.tensors) != set(expected):
@@ -195,7 +198,10 @@ def _check_arrays(
 
 
 def check_place(path: Path) -> None:
-    """Raises SparseKVError if ``path`` cannot be written, or is a file of another kind."""
+    """Raises SparseKVError if a sidecar cannot be written to ``path``.
+
+    It must be writable, and may be missing, empty or a sidecar, but no other file.
+    """
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -220,7 +226,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """Returns the entries of a file that can be kept, by name: of this format, not damaged."""
+    """Returns name -> entry, for the entries of a file that can be read; {} for no file."""
     kept: dict[str, Entry] = {}
     with contextlib.suppress(Exception), _archive(path) as archive:
         about = _about(archive)
@@ -232,7 +238,7 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 def check_tensors(method: str, tensors: Mapping[str, np.ndarray], n_layer: int) -> None:
-    """Raises ValueError unless the arrays are numbers with a slice a layer, without NaN or inf."""
+    """Raises ValueError unless all arrays are finite numbers of shape (n_layer, ...)."""
     for name, array in tensors.items():
         what = f"{method} calibrates {name} as {array.dtype.name} {array.shape}"
         if array.dtype.kind not in "fiu":

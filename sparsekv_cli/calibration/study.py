@@ -1,7 +1,7 @@
-"""The passes of a calibration: over the text, its windows and trials, with their progress.
+"""Runs the passes of a calibration: one over the text, then windows and trials.
 
-The count is of rows that go through all layers. A row of a trial joins a pass at the trial's layer,
-and counts as its share of the layers.
+Work is counted in rows that go through all layers. A trial's row joins a pass at the trial's layer
+and counts only for the layers from there on.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,19 +15,23 @@ from sparsekv_cli.calibration import allocation
 from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.calibration.trials import Trial, Window, depth
 
-N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2  # rows of a window; windows
-WORTH_A_WINDOW = 20  # rows; if each of two windows had fewer, there is one window
-LEAST_SCORED = 6  # rows of a window of a large model, for which there is little time
+# rows of a window's prefix, scored rows of a window, windows
+N_PREFIX, N_SCORED, N_WINDOWS = 1024, 48, 2
+WORTH_A_WINDOW = 20  # scored rows; if two windows had fewer each, there is one window
+LEAST_SCORED = 6  # scored rows of a window, at least, for a large model
 
 
 def middle_rows(n_ids: int, n_sinks: int, n_recent: int) -> slice:
-    """Returns the rows of a window's prefix that trials change, in a text of n_ids tokens."""
+    """Returns which rows of a window's prefix trials change, in a text of n_ids tokens.
+
+    They lie between n_sinks first rows and n_recent last rows.
+    """
     n_scored = min(N_SCORED, n_ids // 4)
     return slice(n_sinks, min(N_PREFIX, n_ids - n_scored - 1) - n_recent)
 
 
 class TextCache(LayerCache):
-    """A layer's cache in a pass over the text. At the end it keeps only a prefix's rows."""
+    """A layer's cache in the pass over the text. At the end only N_PREFIX rows stay."""
 
     def finish_prefill(self) -> None:
         self.store = self.store.copy(min(self.store.n, N_PREFIX))
@@ -37,10 +41,10 @@ class TextCache(LayerCache):
 
 
 class Study:
-    """One calibration: its number of rows, and the windows that score its trials.
+    """One calibration: how many rows it computes, and the windows that score its trials.
 
-    middle: the rows of a window's prefix that trials change. n_scored: rows that a trial scores in
-    a window. starts: where the windows begin in the text. n_rows: the work of all passes.
+    middle: the rows of a window's prefix that trials change. n_scored: rows of a window that score
+    a trial. starts: positions in the text where the windows begin. n_rows: rows of all passes.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class Study:
     ) -> None:
         """n_sinks, n_recent: rows of a prefix that no trial changes. layers: each trial's layer.
 
-        n_text: rows of ``pass_over_text``; the first window takes its prefix from them.
+        n_text: tokens that ``pass_over_text`` reads. The first window's prefix is part of that
+        pass.
         """
         self.run = run
         n_ids, depths = len(run.ids), sum(depth(layer, run.specs) for layer in layers)
@@ -73,23 +78,23 @@ class Study:
         self._windows: list[Window] = []
 
     def _affordable(self, n_text: int, n_windows: int, depths: float) -> int:
-        """Returns the rows that each trial can score in a window, an even number."""
+        """Returns how many rows can score each trial in a window, an even number."""
         left = self.run.n_rows - self._rows(n_text, n_windows, 0)
         return int(left / (2 * n_windows * (depths + 1))) * 2
 
     def _rows(self, n_text: int, n_windows: int, depths: float) -> float:
-        """Returns the rows of all passes with so many windows."""
+        """Returns the rows of all passes. depths: the sum of all trials' ``depth``."""
         n_prefixes = n_windows - (1 if n_text and n_windows else 0)
         return n_text + n_prefixes * self.n_prefix + n_windows * (depths + 1) * self.n_scored
 
     def pass_over_text(self, make: Callable[[LayerSpec], LayerCache]) -> None:
-        """Runs a forward pass over the start of the text. make: the TextCache of a full layer."""
+        """Runs a forward pass over the start of the text. make: makes the cache of a full layer."""
         self._kept = self._prefilled(self.run.ids[: self._n_text], make)
 
     def score(self, trials: Sequence[Trial]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns KLD(full || trial), and the rise of -ln likelihood: f64 (trials,) each.
+        """Returns KLD(full || trial) and the rise of -ln likelihood, f64 (trials,) each.
 
-        They are means over the windows; see Window.score.
+        Both are means over the windows; see Window.score.
         """
         windows = self._windows or self._new_windows()
         scored = [window.score(trials, self._advance) for window in windows]
@@ -110,7 +115,7 @@ class Study:
     def _prefilled(
         self, ids: Sequence[int], make: Callable[[LayerSpec], LayerCache]
     ) -> list[LayerCache]:
-        """Caches after a pass over ids, with the rows of the prefix."""
+        """Returns caches with the rows of a window's prefix, after a pass over ``ids``."""
         caches = [self._cache(spec, make) for spec in self.run.specs]
         done = self._done
 
@@ -130,7 +135,7 @@ class Study:
         return (make if spec.kind == FULL else DenseCache)(spec)
 
     def _advance(self, n_rows: float) -> None:
-        """Reports the progress after so many more rows."""
+        """Reports the progress after ``n_rows`` more rows."""
         self._done += n_rows
         self.run.progress(min(1.0, self._done / self.n_rows))
 
@@ -141,12 +146,12 @@ def study_shares(
     trial_of: Callable[[LayerSpec, float], Trial],
     shares: Sequence[float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Measures the cost of ``shares`` in each layer, and divides a budget among them.
+    """Measures the loss of each layer at each of ``shares``, and divides budgets by it.
 
-    specs: the layers that have trials; the share of the others is the mean. trial_of: the trial of
-    one layer with a share. Returns KLD(full || trial) f32 (L, shares), and f32 (L, shares, 2) as
-    ``allocation.budgets_of_levels`` has it. The last share, 1, gets the KLD of the share before it.
-    The rest is rounding, which no share takes away.
+    specs: the layers to measure; all others get the mean share. trial_of: (layer, share) -> its
+    trial. Returns KLD(full || trial) f32 (L, shares), and budgets f32 (L, shares, 2) as
+    ``allocation.budgets_of_levels`` returns them. The last share, 1, gets the KLD of the share
+    before it: it is rounding, which no share removes.
     """
     n_layer = len(study.run.specs)
     kld = np.zeros((n_layer, len(shares)))
@@ -161,10 +166,11 @@ def study_shares(
 
 
 def _window(ids: Sequence[int], n_prefix: int, n_scored: int, middle: slice) -> list[int]:
-    """Returns a prefix, n_scored rows and the token that follows.
+    """Returns the ids of a window: its prefix, n_scored rows, and the token after them.
 
-    Half of the rows continue the text. The others repeat a passage from the prefix, which needs
-    exact recall. Plain text hardly needs it, so layers that only recall would seem useless.
+    Half of the scored rows continue the text. The others repeat a passage of the prefix, which
+    needs exact recall. Plain text hardly needs recall, so layers that only recall would seem
+    useless.
     """
     n_repeated = n_scored // 2
     first = middle.start + (middle.stop - middle.start) // 3

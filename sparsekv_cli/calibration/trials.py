@@ -1,14 +1,13 @@
-"""Trials: the effect of changing one layer's K and V on the model's answers, many variants in a
-forward pass.
+"""Trials: how the model's answers change when one layer's K and V, or its attention, change.
 
-FAEDKV's ablation study (paper, section 3.2) leaves out frequencies, SALS cuts latents to fewer
-columns, FASA chooses rows by fewer chunks.
+FAEDKV leaves out frequencies (paper, section 3.2), SALS cuts latents to fewer columns, FASA chooses
+rows by fewer chunks.
 
 A window of text is a prefix, whose K and V are computed once, and scored rows after it. A trial
-changes one layer's K and V of the prefix, between sinks and recent rows. One forward pass takes a
-copy of the scored rows for each trial. A layer's cache rotates each copy to its true positions and
-lets it attend to its own prefix. Below the layer that a trial changes, its rows are those of the
-text. A copy therefore joins the pass at that layer.
+changes one layer's K and V of the prefix, between sinks and recent rows. One forward pass computes
+many trials: it has a copy of the scored rows for each. In the changed layer, a copy attends to its
+own changed prefix. In all layers below, a copy equals the text's rows. So it joins the pass only at
+the changed layer. Copies are rotated to their true positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,42 +24,48 @@ from sparsekv_cli.calibration.run import CalibrationRun
 from sparsekv_cli.models.forward import Copies
 from sparsekv_cli.models.rope import rotate_heads
 
-ROWS_AT_ONCE = 512  # rows of a forward pass
-# Only the logits of the most likely tokens after each scored row are compared.
-# They have 98 to 99.9% of the probability of a window on models with 152K tokens.
+ROWS_AT_ONCE = 512  # scored rows of one forward pass, all copies together
+# Only so many likeliest tokens after each scored row are compared. They have 98 to 99.9% of the
+# probability in a window, for models with 152K tokens.
 TOKENS_A_ROW = 4096
-MOST_CHANGE = 80.0  # of a logit: its exponential fits f32
+MOST_CHANGE = 80.0  # most change of a logit, because e^80 fits f32
 
-# Changes rows of K and V in place: f16 (G, rows, padded d).
+# A function that changes rows of K and V in place: f16 (G, rows, padded d).
 Change = Callable[[np.ndarray, np.ndarray], None]
-# See attend_causal (cache/attend.py).
+# A function with the arguments and the result of attend_causal (cache/attend.py).
 Attend = Callable[[np.ndarray, KVStore, LayerSpec], np.ndarray]
 
 
 class Trial(NamedTuple):
-    """A change of one layer."""
+    """One trial: ``layer`` has changed K and V in its prefix, all other layers are unchanged."""
 
-    layer: int  # -1: no layer
+    layer: int  # -1: no layer, nothing changes
     change: Change
-    attend: Attend = attend_causal  # how the scored rows attend
+    attend: Attend = attend_causal  # how the scored rows attend in this layer
 
 
 def unchanged(k: np.ndarray, v: np.ndarray) -> None:
-    """Changes nothing."""
+    """Changes nothing, as the change of a trial."""
 
 
 def first_layer(trial: Trial, specs: Sequence[LayerSpec]) -> int:
-    """Returns the layer at which a trial's copy joins a pass; 0 if layers share rows."""
+    """Returns the layer at which the copy of a trial joins a pass.
+
+    It is the trial's layer; 0 if layers read rows of other layers.
+    """
     return 0 if any(spec.source >= 0 for spec in specs) else max(0, trial.layer)
 
 
 def depth(layer: int, specs: Sequence[LayerSpec]) -> float:
-    """Returns the share of all layers that a trial of this layer computes."""
+    """Returns the share of all layers that a trial of ``layer`` computes.
+
+    In a model of 32 layers, a trial of layer 24 computes 8 of them: 0.25.
+    """
     return 1 - first_layer(Trial(layer, unchanged), specs) / len(specs)
 
 
 class Window:
-    """A prefix and the scored rows after it. ``score`` measures what trials do to these rows."""
+    """A prefix and the scored rows after it. ``score`` measures how trials change their logits."""
 
     def __init__(
         self,
@@ -70,9 +75,10 @@ class Window:
         middle: slice,
         caches: Sequence[LayerCache],
     ) -> None:
-        """ids: prefix, n_scored rows, the token that follows; middle: rows that trials change.
+        """ids: of the prefix, of n_scored rows, and of the token after them.
 
-        caches: one a layer, StateCache or with all rows of the prefix.
+        middle: the rows of the prefix that trials change. caches: one a layer, with all rows of the
+        prefix or a StateCache.
         """
         self._run, self._middle = run, middle
         self._n_prefix = len(ids) - n_scored - 1
@@ -89,18 +95,18 @@ class Window:
         self._logits = logits[:, self._vocabulary]
         self._full = np.exp(full[:, self._vocabulary])
         self._full /= self._full.sum(-1, keepdims=True)
-        self._plain = slice(n_scored - n_scored // 2)  # rows that go on with the text
+        self._plain = slice(n_scored - n_scored // 2)  # the scored rows that continue the text
         self.nll = float(self._losses[self._plain].mean())
 
     def score(
         self, trials: Sequence[Trial], advance: Callable[[float], None] = lambda rows: None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns KLD(full || trial) and negative log-likelihood of each trial: f64 (trials,) each.
+        """Returns KLD(full || trial) and -ln likelihood of each trial, f64 (trials,) each.
 
-        KLD is the mean over all rows. The likelihood is the mean over the rows that continue the
-        text (as in the paper). Both leave out tokens that the full model thinks unlikely
-        (TOKENS_A_ROW). advance: called with the rows, through all layers, that were computed since
-        the last call.
+        The KLD is the mean over all scored rows. The likelihood is the mean over the rows that
+        continue the text, as in the paper. Both leave out tokens that the full model thinks
+        unlikely (TOKENS_A_ROW). advance: called with the number of rows computed since the last
+        call.
         """
         order = np.argsort([trial.layer for trial in trials], kind="stable")
         scored = np.empty((2, len(trials)))
@@ -115,7 +121,10 @@ class Window:
         return scored[0], scored[1]
 
     def _logits_of(self, trials: Sequence[Trial]) -> np.ndarray:
-        """Returns f32 (trials, rows, vocabulary), by rising layer. The first call records."""
+        """Returns logits f32 (trials, rows, vocabulary). Trials must be sorted by layer.
+
+        The first call also records the streams that later calls' copies join with.
+        """
         run = self._run
         n_prefix, n_rows = self._n_prefix, len(self._rows)
         caches = [
@@ -135,11 +144,12 @@ class Window:
         return logits.reshape(len(trials), len(self._rows), -1)
 
     def _compare(self, logits: np.ndarray) -> tuple[float, float]:
-        """Returns KLD and -ln likelihood of a trial's logits (rows, tokens). It overwrites them.
+        """Returns KLD and -ln likelihood of a trial's logits (rows, tokens).
 
-        Let p be the full model's probabilities and D the change of the logits. The normaliser rises
-        by log sum p e^D, and KLD is that less sum p D. This is exact for small changes too. It
-        takes only a difference, a product and an exponential a token.
+        It overwrites the logits. Let p be the full model's probabilities and D the change of the
+        logits. The log of the normaliser rises by r = log sum p e^D, and KLD = r - sum p D. This is
+        exact for small changes too, and needs only a difference, a product and an exponential a
+        token.
         """
         change = np.minimum(np.subtract(logits, self._logits, out=logits), MOST_CHANGE, out=logits)
         mean = (self._full * change).sum(-1)
@@ -150,7 +160,7 @@ class Window:
 
 
 def _likely(full: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """Returns the most likely tokens of all rows, and the tokens that follow: int64, ascending."""
+    """Returns the likeliest tokens of all rows, and the tokens that follow: int64, ascending."""
     if full.shape[1] <= TOKENS_A_ROW:
         return np.arange(full.shape[1])
     best = np.argpartition(full, -TOKENS_A_ROW, axis=1)[:, -TOKENS_A_ROW:]
@@ -158,7 +168,7 @@ def _likely(full: np.ndarray, following: np.ndarray) -> np.ndarray:
 
 
 class _TrialCache(LayerCache):
-    """One layer for all trials of a forward pass; the rows come trial by trial."""
+    """One layer's cache for all trials of a pass. Rows come trial by trial."""
 
     def __init__(
         self,
@@ -175,7 +185,7 @@ class _TrialCache(LayerCache):
         self._turns = _rotation(spec, n_prefix, n_rows)
 
     def attend(self, x: AttnInput) -> np.ndarray:
-        """Returns the attention of a chunk's rows, which may be of several trials."""
+        """Returns the attention of a chunk's rows, which may belong to several trials."""
         out, done = [], 0
         while done < x.q.shape[1]:
             trial, first = divmod(x.pos - self._n_prefix + done, self._n_rows)
@@ -188,14 +198,20 @@ class _TrialCache(LayerCache):
         return np.concatenate(out, axis=1)
 
     def _n_equal(self, trial: int, most: int) -> int:
-        """Returns how many trials from this one on change later layers only."""
+        """Returns how many trials, from ``trial`` on, have the same rows here. At most ``most``.
+
+        They are equal if they only change later layers.
+        """
         n = 0
         while n < most and self._trials[trial + n].layer > self.spec.layer:
             n += 1
         return max(1, n)
 
     def _one_trial(self, x: AttnInput, rows: slice, trial: int, first: int) -> np.ndarray:
-        """Returns attention of a trial's rows, from row ``first`` on, over its own prefix."""
+        """Returns the attention of rows of one trial to the trial's own prefix and rows.
+
+        rows: the trial's rows in x. first: the number of the first of them in the trial.
+        """
         changed = self._trials[trial]
         if first == 0:
             self.store = self._prefix_of(changed)
@@ -205,7 +221,7 @@ class _TrialCache(LayerCache):
         return attend(q, self.store, self.spec)
 
     def _prefix_of(self, trial: Trial) -> KVStore:
-        """Returns the stored prefix, or for the trial's own layer a changed copy."""
+        """Returns the store of the prefix; for the layer that ``trial`` changes, a changed copy."""
         self._prefix.truncate(self._n_prefix)
         if trial.layer != self.spec.layer:
             return self._prefix
@@ -218,7 +234,7 @@ class _TrialCache(LayerCache):
         return changed
 
     def _rotated(self, heads: np.ndarray, first: int) -> np.ndarray:
-        """Rotates a trial's rows (heads, T, d) from ``first`` on by RoPE."""
+        """Returns rows (heads, T, d) of a trial, from its row ``first`` on, rotated by RoPE."""
         cos, sin = (turn[first : first + heads.shape[1]] for turn in self._turns)
         return rotate_heads(heads, cos, sin)
 
@@ -227,7 +243,10 @@ class _TrialCache(LayerCache):
 
 
 class _TrialState(LayerCache):
-    """A recurrent layer for all trials. No trial changes it. Each begins after the prefix."""
+    """A recurrent layer's cache for all trials of a pass.
+
+    Each trial begins with the prefix's state.
+    """
 
     def __init__(self, prefix: StateCache, n_prefix: int, n_rows: int) -> None:
         super().__init__(prefix.spec)
@@ -251,7 +270,10 @@ class _TrialState(LayerCache):
 
 
 def _rotation(spec: LayerSpec, position: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cosines and sines of n positions from ``position`` on, times RoPE's scale: f32."""
+    """Returns cosines and sines, f32 (n, n_rot/2), of n positions from ``position`` on.
+
+    They include RoPE's scale.
+    """
     angles = np.arange(position, position + n)[:, None] * spec.theta  # (n, n_rot/2)
     return (
         (spec.rope_scale * np.cos(angles)).astype(np.float32),
