@@ -1,1 +1,1 @@
-"""Methods against each other, and against the machine."""
+"""Compares methods with each other, and their speed with what the machine allows."""

@@ -1,9 +1,9 @@
-"""Several methods on one prompt: how far each is from dense attention, and how fast.
+"""Runs several methods on one prompt: how much each changes the logits, and how fast each is.
 
 The prompt is prefilled once for all methods that fit memory together. Then each method decodes the
-same continuation, and its logits are compared with those of ``full``, which comes first. Some steps
-are watched: their attended rows are compared with exact attention. This takes time, so other steps
-are timed. On a GPU each method has a prefill of its own.
+same continuation, and its logits are compared with those of ``full``, which comes first. In watched
+steps, the attended rows are compared with exact attention. This takes time, so other steps are
+timed. On a GPU each method has a prefill of its own.
 """
 
 from __future__ import annotations
@@ -34,21 +34,19 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.forward import OnProgress
     from sparsekv_cli.sequence import Sequence
 
-UNTIMED = 2  # steps after watched ones on a GPU, in which a graph is captured
-LEAST_STEPS = 4  # the first for the time to the first token, then some watched and some timed
+UNTIMED = 2  # steps between watched and timed steps on a GPU, in which a graph is captured
+LEAST_STEPS = 4  # one step for the time to the first token, then watched and timed steps
 
 
 def parse_methods(
     text: str, common: Mapping[str, str] | None = None, sweeps: Iterable[tuple[str, Ids[str]]] = ()
 ) -> dict[str, Method]:
-    """``lfps,topk:budget=2%`` -> methods by their text.
+    """Returns the methods of a text such as ``lfps,topk:budget=2%``, by their own texts.
 
-    Raises ValueError, which says what is wrong.
-
-    Options follow a colon, separated by ``;`` or ``,``. ``full`` comes first, given or not; ``all``
-    means every method. common: options for every method that has them and does not state them.
-    But ``full``, the reference of the others, keeps its rows as f16. sweeps: options with several
-    values, as ``parse_sweep`` returns them.
+    Options follow a colon, separated by ``;`` or ``,``. ``full`` is always there and comes first;
+    ``all`` means every method. common: options for every method that has them and does not state
+    them. ``full``, the reference of the others, always keeps its rows as f16. sweeps: options with
+    several values, as ``parse_sweep`` returns them. Raises ValueError for a wrong text.
     """
     specs: list[str] = ["full"]
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -79,7 +77,10 @@ def parse_methods(
 
 
 def build_spec(spec: str, common: Mapping[str, str] | None = None) -> Method:
-    """``lfps:preset=paper;a=0.4`` -> the method; ``common`` as in parse_methods."""
+    """Returns the method of a text such as ``lfps:preset=paper;a=0.4``.
+
+    common: options that the method gets if it has them and the text does not state them.
+    """
     name, _, options = spec.partition(":")
     pairs = [option.partition("=") for option in options.split(";") if option]
     given = {key.strip(): value.strip() for key, _, value in pairs}
@@ -97,10 +98,11 @@ def decode_tokens(
     watched: Collection[int],
     see: Callable[[np.ndarray], None],
 ) -> None:
-    """Decodes ``tokens`` after a sequence's prompt with its method. ``see`` gets the logits.
+    """Decodes ``tokens`` after a sequence's prompt. ``see`` is called with each step's logits.
 
-    watched: the steps whose attended rows are compared with exact attention. Layers that do not
-    choose rows are never watched. Watching ends with the last watched step.
+    result: collects the measurements. keys: the prompt's exact keys, one array a layer. watched:
+    the steps whose attended rows are compared with exact attention. Layers that do not choose rows
+    are never watched. After the last watched step the caches are as they were.
     """
     layers, shared = sequence.caches, sequence.engine.shares_prefill
     observers: list[Observer] = []
@@ -135,9 +137,10 @@ def decode_tokens(
 def greedy_tokens(
     first: np.ndarray, seen: Ids[np.ndarray], n: int, banned: Collection[int]
 ) -> Iterator[int]:
-    """Yields n greedy tokens after the logits ``first``. The caller adds each step's to ``seen``.
+    """Yields n greedy tokens. The first follows the logits ``first``, the others ``seen[-1]``.
 
-    banned: tokens that are never chosen, because they would end the text.
+    The caller adds the logits of each step to ``seen``. banned: tokens that are never chosen,
+    because they would end the text.
     """
     allowed = np.ones(len(first), np.bool_)
     allowed[[token for token in banned if 0 <= token < len(first)]] = False
@@ -148,9 +151,10 @@ def greedy_tokens(
 
 
 def split_steps(n: int, n_between: int = 0) -> tuple[range, range]:
-    """Returns the watched and the timed steps of n decode steps. The first is in neither.
+    """Returns which of n decode steps are watched and which are timed. The first is neither.
 
-    n_between: steps between the two parts that are in neither, if enough are left to watch.
+    n_between: steps between both ranges that are neither, if enough are left to watch. With n = 8
+    the ranges are 1 .. 3 and 4 .. 7.
     """
     n_timed = n // 2
     return range(1, max(2, n - n_timed - n_between)), range(n - n_timed, n)
@@ -165,10 +169,10 @@ def compare(
     on_prefill: OnProgress | None = None,
     on_step: OnProgress | None = None,
 ) -> Iterator[MethodResult]:
-    """Yields each method's result, ``full``'s first, on ``ids`` and ``n_steps`` tokens.
+    """Yields each method's result on the prompt ``ids`` and ``n_steps`` tokens, ``full``'s first.
 
-    methods: by their text. continuation: the tokens that all methods decode; without one, those
-    that ``full`` chooses. Raises SparseKVError when prompt and steps do not fit the context.
+    methods: by their texts. continuation: the tokens that all methods decode; None: those that
+    ``full`` chooses. Raises SparseKVError if prompt and steps do not fit the context.
     """
     n_context = len(ids) + n_steps
     if n_context > model.n_ctx:
@@ -188,7 +192,8 @@ def compare(
     reference: list[np.ndarray] = []
     tokens: list[int] = list(continuation or ())[:n_steps]
     each = prefill_each(model, methods, ids, n_steps=n_steps, progress=on_prefill)
-    for spec, (logits, sequence, seconds) in each:  # enumerate would keep the last sequence
+    # no enumerate here: it would keep the last sequence alive
+    for spec, (logits, sequence, seconds) in each:
         i, result, layers = list(methods).index(spec), Measured(), sequence.caches
         if i == 0 and shared:
             keys = exact_keys(layers, len(ids))
@@ -209,4 +214,4 @@ def compare(
         decode_tokens(sequence, tokens or greedy, result, keys, watched, see)
         tokens = list(sequence.tokens[len(ids) :])
         yield method_result(spec, methods[spec], layers, result, seconds, timed)
-        del layers, sequence  # frees it before the next method
+        del layers, sequence  # frees the memory of this method before the next one starts

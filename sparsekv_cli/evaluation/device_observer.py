@@ -1,6 +1,6 @@
-"""Observes the rows to which the caches of a decoder on the device attend; see observer.py.
+"""Observes to which rows the caches of a decoder on the device attend; see observer.py.
 
-A step that is watched is not captured: rows and queries come to the host layer by layer.
+A watched step does not run as a captured graph: rows and queries come to the host layer by layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from sparsekv_cli.evaluation.observer import Measured, Observer
 
 
 class DeviceObserver(Observer):
-    """Called with each step's input of ``cache``, which is one sequence's."""
+    """An observer of a cache of one sequence on the device, which calls it in each step."""
 
     def __init__(self, cache: DeviceCache, keys: np.ndarray, result: Measured) -> None:
         super().__init__(cache, keys, result)
@@ -35,7 +35,7 @@ class DeviceObserver(Observer):
 def observe(
     layers: Sequence[LayerCache], keys: Sequence[np.ndarray], result: Measured
 ) -> Iterator[Observer]:
-    """Starts watching the caches of layers that choose rows, on the device or on the host."""
+    """Yields an observer for each layer that chooses rows. They watch from now on."""
     for cache, of_layer in zip(layers, keys, strict=True):
         if isinstance(cache, HostCache):
             if cache.cache.attends_to_some:
@@ -47,7 +47,7 @@ def observe(
 
 
 def leave_alone(layers: Sequence[LayerCache]) -> None:
-    """Ends the observation that ``observe`` started."""
+    """Ends the watching that ``observe`` started. layers: the same caches."""
     for cache in layers:
         if isinstance(cache, HostCache) and isinstance(cache.cache, Observer):
             cache.cache = cache.cache.cache
@@ -56,7 +56,10 @@ def leave_alone(layers: Sequence[LayerCache]) -> None:
 
 
 def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
-    """Returns the keys of the first ``n`` rows of ``full``, f16 (G, n, d), on the host."""
+    """Returns copies on the host of the keys of the first n rows, f16 (G, n, d), one a layer.
+
+    layers: the caches of ``full``.
+    """
     keys = []
     for cache in layers:
         if isinstance(cache, HostCache):
@@ -67,6 +70,6 @@ def exact_keys(layers: Sequence[LayerCache], n: int) -> list[np.ndarray]:
 
 
 def _on_host(rows: Any) -> np.ndarray:
-    """Returns a device's rows (..., d) on the host, with zeros up to whole vectors."""
+    """Returns a copy on the host of ``rows`` (..., d), padded with zeros to whole vectors."""
     n_zeros = padded(rows.shape[-1]) - rows.shape[-1]
     return np.pad(rows.cpu().numpy(), [(0, 0)] * (rows.ndim - 1) + [(0, n_zeros)])

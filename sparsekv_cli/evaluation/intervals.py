@@ -1,7 +1,8 @@
 """The uncertainty of figures: bootstrap intervals of means over tokens, and equal figures.
 
-The tokens of one prompt are drawn anew with replacement (Efron's percentile bootstrap). Two methods
-are compared on the same draws, token by token. An interval is for this prompt and this machine.
+The tokens of a prompt are drawn again with replacement (Efron's percentile bootstrap). Two methods
+are compared on the same draws, token by token. An interval holds for this prompt and this machine
+only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarray:
-    """Returns means of ``values`` f64 (n,), drawn anew N_DRAWS times: f64 (N_DRAWS,).
+    """Returns N_DRAWS means f64 (N_DRAWS,), each of n values drawn from ``values`` (n,).
 
     The same seed and n draw the same tokens.
     """
@@ -25,25 +26,25 @@ def drawn_means(values: Sequence[float] | np.ndarray, seed: int = 0) -> np.ndarr
 
 
 def interval(means: np.ndarray) -> tuple[float, float]:
-    """Returns the ends between which LEVEL of the means lie."""
+    """Returns the two ends between which the middle 95% (LEVEL) of ``means`` lie."""
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def equal_groups(means: Mapping[str, np.ndarray]) -> list[list[str]]:
-    """Returns groups of names whose figures differ only by noise, the least figure first.
+    """Returns groups of names whose figures differ only by noise, the smallest figure first.
 
-    means: what ``drawn_means`` gives, by name. Any two of a group have an interval of their
-    difference that holds 0.
+    means: name -> result of ``drawn_means``. For any two names of a group, the interval of the
+    difference contains 0.
     """
     names = sorted(means, key=lambda name: float(means[name].mean()))
     return groups_of(names, lambda a, b: is_equal(means[a], means[b]))
 
 
 def groups_of(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
-    """Returns the longest runs of ``items`` in which any two are equal.
+    """Returns the longest runs of ``items`` in which any two are alike.
 
-    An item may be in several groups; a group of one is left out.
+    An item may be in several runs. Runs of one item are left out.
     """
     groups: list[list[T]] = []
     last = 0  # end of the last group

@@ -1,4 +1,4 @@
-"""Facts planted in a document at several depths and lengths: which methods find them again."""
+"""Plants facts in a document at several depths and lengths, and asks which methods find them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsekv_cli.models.hparams import room_for
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: ahead of the document, 1: after it
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0: before the document, 1: after it
 MAX_ANSWER_TOKENS = 24
 FACT = "The secret code of the harbour master is {}."
 QUESTION = "What is the secret code of the harbour master? Answer in one sentence."
@@ -26,29 +26,29 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Planted:
-    """A prompt with a fact at a depth of the document."""
+    """A prompt: a document with a fact at some depth, and a question about the fact."""
 
-    length: int  # tokens asked for
+    length: int  # tokens that the prompt and its answer may have
     depth: float  # 0: at the start of the document; 1: at its end
-    value: str  # what the answer must name
+    value: str  # number that the answer must contain
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Needle:
-    """The result of a fact."""
+    """The result of one fact: which methods found it."""
 
-    length: int  # tokens asked for
-    tokens: int  # tokens of the prompt, a few fewer
+    length: int  # as Planted.length
+    tokens: int  # tokens of the prompt
     depth: float
-    found: Mapping[str, bool]  # whether a method's answer named it, by the method's text
+    found: Mapping[str, bool]  # the method's text -> whether its answer contained the number
 
 
 def planted(document: str, fact: str, depth: float, room: int, count: Callable[[str], int]) -> str:
-    """Returns as many sentences of the document as fit ``room`` tokens, with ``fact`` as a
-    paragraph among them.
+    """Returns the document's first sentences, as many as fit ``room`` tokens, with ``fact`` in it.
 
-    Raises SparseKVError if the document is shorter. count: tokens of a text.
+    The fact is a paragraph of its own. count: returns the tokens of a text. Raises SparseKVError if
+    the document is too short.
     """
     room -= count(f"\n\n{fact}\n\n")
     sentences: list[str] = []
@@ -69,12 +69,11 @@ def planted(document: str, fact: str, depth: float, room: int, count: Callable[[
 def plant_needles(
     model: Model, document: str, lengths: Sequence[int], encode: Callable[[str], list[int]]
 ) -> list[Planted]:
-    """Makes a prompt for each of ``lengths`` and each depth.
+    """Returns a prompt for each of ``lengths`` and each of DEPTHS.
 
-    It has a fact in it and a question at its end.
-
-    encode: a prompt's ids, as the model is asked. The facts' numbers differ and are always the
-    same. Raises SparseKVError for lengths that the document or the context does not have.
+    encode: text of a user's message -> ids of the prompt. Every fact has another number, which is
+    the same in every run. Raises SparseKVError if the document or the context is too short for a
+    length.
     """
     longest = max(lengths, default=0) + MAX_ANSWER_TOKENS
     if longest > model.n_ctx:
@@ -103,7 +102,7 @@ def find_needles(
     prompts: Sequence[Planted],
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Needle]:
-    """Asks every method for each fact."""
+    """Asks every method about each fact. Yields the results, one a fact."""
     for i, prompt in enumerate(prompts):
         answers = greedy_answers(model, methods, prompt.ids)
         found = {spec: prompt.value in answer for spec, answer in answers}

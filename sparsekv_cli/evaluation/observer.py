@@ -1,7 +1,7 @@
-"""Measures how a method changes a model's answers, and how good its attended rows are.
+"""Measures how a method changes a model's logits, and how good the rows are that it attends to.
 
-Attended rows are compared with exact attention over the sequence's exact keys. The caches of
-``full`` give the prompt's keys. The keys of decoded rows are kept here.
+The rows are compared with exact attention to all keys of the sequence. The prompt's keys come from
+the caches of ``full``. The keys of decoded rows are collected here.
 """
 
 from collections import Counter, defaultdict
@@ -14,12 +14,12 @@ import numpy as np
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.cache.spec import N_SINKS
 
-MAX_BYPASS_ROWS = 11  # LFPS: sinks, six local rows and the current one
+MAX_BYPASS_ROWS = 11  # LFPS: a bypassed head attends to sinks, six local rows and the current one
 
 
 @dataclass
 class Measured:
-    """Measurements of one method: a value a step, or a value a head and watched step."""
+    """The measurements of one method: a value a step, or a value a head and watched step."""
 
     kld: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)
@@ -28,29 +28,33 @@ class Measured:
     oracle: list[float] = field(default_factory=list)  # the mass of exact top-k with as many rows
     step_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    # For each watched step the means of ``overlap``, ``mass`` and ``oracle``, and what it added to
-    # each count.
+    # For each watched step, the means of ``overlap``, ``mass`` and ``oracle``. For each step, how
+    # much it added to each count.
     by_step: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    # the mass f64 (H,) in each watched step
+    # layer -> the mass f64 (H,) of each watched step
     by_layer: dict[int, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    _n_rated: Counter[str] = field(default_factory=Counter)  # values in steps that have ended
+    # number of values from steps that have ended
+    _n_rated: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, reference: np.ndarray, logits: np.ndarray) -> None:
-        """Adds KLD(full || method) and top-1 of one step; logits f32 (n_vocab,)."""
+        """Adds KLD(full || method) and the agreement in the likeliest token for one step.
+
+        reference, logits: f32 (n_vocab,), of ``full`` and of the method.
+        """
         expected, actual = log_softmax(reference), log_softmax(logits)
-        # No dot product: threads of BLAS would wait for each other for longer than they work.
+        # A dot product would start threads of BLAS, which wait for each other most of the time.
         self.kld.append(float((np.exp(expected) * (expected - actual)).sum()))
         self.same_top1.append(bool(expected.argmax() == actual.argmax()))
 
     def rate(self, layer: int, overlap: list[float], mass: np.ndarray, oracle: np.ndarray) -> None:
-        """Adds the results of ``compare_rows`` for a layer's step."""
+        """Adds the results of ``compare_rows`` for one layer in one step."""
         self.overlap.extend(overlap)
         self.mass.extend(mass.tolist())
         self.oracle.extend(oracle.tolist())
         self.by_layer[layer].append(mass)
 
     def end_step(self, added: Mapping[str, int]) -> None:
-        """Ends a step of all layers. Its arguments are the step's additions to the counts."""
+        """Ends a step of all layers. added: how much the step added to each count."""
         for name in ("overlap", "mass", "oracle"):
             values = getattr(self, name)[self._n_rated[name] :]
             if values:
@@ -71,13 +75,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 class Observer:
-    """A layer's cache whose decode steps are compared with exact attention while ``active``.
+    """Stands in for a layer's cache and compares its steps with exact attention while ``active``.
 
-    It keeps the keys of the decoded rows itself, after those of the prompt. A method may keep them
-    in another form or not at all.
+    It collects the keys of decoded rows itself, because a method may change or drop them.
     """
 
-    attends_together = False  # each step goes through ``decode``
+    attends_together = False  # each step must call ``decode``
 
     def __init__(self, cache: LayerCache, keys: np.ndarray, result: Measured) -> None:
         self.cache, self._keys, self._result = cache, keys, result
@@ -103,14 +106,14 @@ class Observer:
         return out
 
     def keep_key(self, k: np.ndarray) -> None:
-        """Notes the key of a decoded row, (G, d)."""
+        """Stores the key (G, d) of a decoded row."""
         if self._n_tail == self._tail.shape[1]:
             self._tail = np.concatenate([self._tail, np.empty_like(self._tail)], axis=1)
         self._tail[:, self._n_tail] = k
         self._n_tail += 1
 
     def rate(self, q: np.ndarray, attended: tuple[np.ndarray, np.ndarray] | None) -> None:
-        """Measures a step of query f32 (H, d); attended as in ``compare_rows``."""
+        """Measures a step. q: f32 (H, d); attended: see ``compare_rows``."""
         spec, tail = self.cache.spec, self._tail[:, : self._n_tail]
         rated = compare_rows(
             q, self._keys, attended, float(spec.scale), self._ignored, tail, spec.n_threads,
@@ -132,11 +135,12 @@ def compare_rows(
     n_threads: int = 1,
     softcap: float = 0.0,
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Returns each head's overlap with exact top-k, mass, and top-k's mass.
+    """Returns, for each head, overlap with exact top-k, attended mass, and mass of exact top-k.
 
-    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): the rows after those of k. attended: rows
-    int32 (U, m) and their counts (U,), U = H, G or 1. None: all rows, which have no overlap. A head
-    of at most ``ignored`` rows has mass and no overlap. Sinks do not count in the overlap.
+    q f32 (H, d), k f16 (G, n, d), tail f16 (G, m, d): keys of the rows after those of k. attended:
+    rows int32 (U, m) and counts (U,), U = H, G or 1. None: all rows; then there is no overlap. k of
+    top-k is the number of attended rows. A head with at most ``ignored`` rows has a mass but no
+    overlap. Sinks do not count in the overlap.
     """
     from sparsekv_cli.cpu.coverage import rate_rows
 

@@ -1,4 +1,4 @@
-"""One dense prefill that fills the caches of several methods; on a GPU, a prefill for each."""
+"""Fills the caches of several methods by one dense prefill; on a GPU by one prefill each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.models.forward import OnProgress
 
-N_TRIAL = 1100  # tokens of a prompt that kernels are tried on: more than any default budget
-N_TRIAL_STEPS = 3  # a graph is captured and replayed by then
-Keys = Ids[np.ndarray]  # one a layer: the prompt's keys, f16 (G, n, row)
+N_TRIAL = 1100  # tokens of a trial's prompt: more than any default budget, so that all kernels run
+N_TRIAL_STEPS = 3  # within so many steps a graph is captured and replayed
+Keys = Ids[np.ndarray]  # one array a layer: the prompt's keys, f16 (G, n, row)
 
 
 class FanOut:
-    """One layer's caches of all methods, filled by one prefill.
+    """One layer's caches of all methods, filled together by one prefill.
 
-    own_s: sums of the seconds that each method spends on its own work, such as its index.
+    own_s: for each method, the seconds of its own work, such as building its index. All layers add
+    to it.
     """
 
     can_prefill_in_parts = False  # a method may drop or compress its rows in ``finish_prefill``
@@ -47,7 +48,7 @@ class FanOut:
         return out
 
     def extend(self, x: AttnInput) -> Any:
-        """Adds the rows to all caches. Returns the store of the first one. Types may differ."""
+        """Adds the rows of x to all caches. Returns the store of the first cache."""
         rows = [self._timed(i, partial(cache.extend, x)) for i, cache in enumerate(self._caches)]
         return rows[0]
 
@@ -57,11 +58,11 @@ class FanOut:
 
 
 class MethodPrefill(NamedTuple):
-    """The start of one method's decoding."""
+    """The end of a method's prefill, from which the method decodes."""
 
-    logits: np.ndarray  # f32 (n_vocab,) after the prompt
+    logits: np.ndarray  # f32 (n_vocab,), after the prompt
     sequence: Sequence
-    seconds: float  # of the prefill, without the other methods' own work
+    seconds: float  # of the prefill, without other methods' own work
 
 
 def prefill_all(
@@ -74,8 +75,8 @@ def prefill_all(
 ) -> list[MethodPrefill]:
     """Prefills ``ids`` once for all methods and makes room for ``n_steps`` more rows.
 
-    The methods are calibrated if necessary. ``Model.prepare`` does that beforehand with a remark.
-    Raises SparseKVError if there is no memory for their rows.
+    Missing calibrations are made; ``Model.prepare`` makes them earlier, with a message. Raises
+    SparseKVError if there is too little memory for all rows.
     """
     sequences = [new_sequence(model, method) for method in methods]
     own_s = [0.0] * len(methods)
@@ -92,14 +93,14 @@ def prefill_all(
 
 
 def new_sequence(model: Model, method: Method) -> Sequence:
-    """Returns a sequence that attends with ``method`` from the first row on."""
+    """Returns a sequence whose steps use ``method`` from the first row on."""
     return model.sequence(Attention(method, model.calibrations.specs(method), 0))
 
 
 def prefill_alone(
     model: Model, method: Method, ids: Ids[int], n_steps: int, progress: OnProgress | None
 ) -> MethodPrefill:
-    """Runs a prefill for one method on a GPU, after a trial of its kernels."""
+    """Runs a prefill of ``ids`` for one method on a GPU, after a short trial of its kernels."""
     trial = new_sequence(model, method)
     trial.prefill(ids[:N_TRIAL])
     for _ in range(N_TRIAL_STEPS):
@@ -116,7 +117,10 @@ def prefill_alone(
 def greedy_answer(
     sequence: Sequence, logits: np.ndarray, ends: Container[int], most: int
 ) -> Iterator[int]:
-    """Yields the greedy tokens after ``logits``, up to one of ``ends``; it is not yielded."""
+    """Yields at most ``most`` greedy tokens after ``logits``. It stops before a token in ``ends``.
+
+    The sequence decodes all yielded tokens but the last.
+    """
     for n_left in range(most, 0, -1):
         token = int(logits.argmax())
         if token in ends:
@@ -129,7 +133,10 @@ def greedy_answer(
 def batches(
     model: Model, methods: Mapping[str, Method], n_rows: int, most_bytes: int | None
 ) -> Iterator[dict[str, Method]]:
-    """Yields groups of methods that fit ``most_bytes`` of K and V. The first leads each group."""
+    """Yields groups of methods whose K and V fit ``most_bytes``. The first method is in each group.
+
+    n_rows: rows of a sequence. most_bytes: None for any number.
+    """
     row_bytes = sum(
         2 * (padded(layer.head_dim) + padded(layer.value_dim)) * layer.n_head_kv
         for layer in model.hparams.layers
@@ -144,7 +151,7 @@ def batches(
 
 
 def exact_keys(layers: Ids[LayerCache], n: int) -> Keys:
-    """Returns the keys of the first n rows of ``full``'s caches. They outlive the caches."""
+    """Returns the keys of the first n rows of each of ``full``'s caches, as views."""
     return [cache.store.k[:, :n] for cache in layers]
 
 
@@ -156,12 +163,13 @@ def prefill_each(
     n_steps: int,
     progress: OnProgress | None = None,
 ) -> Iterator[tuple[str, MethodPrefill]]:
-    """Yields a prefill by the name of each method. One pass serves as many as fit half the memory.
+    """Yields (name, prefill) for each method.
 
-    A method's result does not depend on the others. ``full`` leads every prefill, so that prompts
-    attend to rows in f16. It is a result only if it is in ``methods``. On a GPU each method has its
-    own prefill. Its caches must be released before the next method starts. A method that cannot run
-    there is refused before all prefills.
+    One pass serves as many methods as fit half the memory. A method's result does not depend on the
+    others. ``full`` is the first in each pass, so that prompts attend to rows in f16. Its result is
+    only yielded if it is in ``methods``. On a GPU each method has a pass of its own. The caller
+    must release its caches before the next one. A method that cannot run there is refused before
+    the first pass.
     """
     if not model.engine.shares_prefill:
         for method in methods.values():

@@ -1,4 +1,4 @@
-"""A JSONL file of records, one a line, after a line that describes all of them.
+"""A JSONL file of records: a first line that describes the run, then one record a line.
 
 Each record is written at once, so that an interrupted run can continue.
 """
@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.files import AppendedFile, naming
 
-CALIBRATION = "calibration"  # the field of a record with the hash of its method's calibration
+CALIBRATION = "calibration"  # field of a record: the hash of its method's calibration
 
 
 class Records(ExitStack, ABC):
-    """The records by key: those of the file and new ones, which are written at once.
+    """The records of a file by key. New records are written to the file at once.
 
-    path: None keeps no file. configuration: the common fields of all records. calibrations: hashes
-    by the method's name. Records with another hash are ignored. Raises SparseKVError for a file of
-    another configuration, for another kind of file, or if another process writes to it. Half a line
-    at its end is cut off. A with block closes the file.
+    path: None: there is no file. configuration: the fields of the first line. calibrations:
+    method's name -> hash; records with another hash are ignored. Raises SparseKVError if the file
+    has another configuration, is another kind of file, or if another process writes to it. An
+    incomplete last line is cut off. A with block closes the file.
     """
 
-    command: ClassVar[str]  # the command of the file
+    command: ClassVar[str]  # the command that writes the file
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Records(ExitStack, ABC):
             raise
 
     def _read(self, path: Path, configuration: Mapping[str, Any]) -> None:
-        """Reads the records of the file, or starts a new file."""
+        """Reads the records of the file. Writes the first line of a new file."""
         expected = {"format": f"sparsekv-cli {self.command}", **configuration}
         head = json.dumps(expected)
         data = path.read_bytes() if path.is_file() else b""
@@ -78,12 +78,12 @@ class Records(ExitStack, ABC):
     @staticmethod
     @abstractmethod
     def key_of(record: Mapping[str, Any]) -> Any:
-        """Returns the key of a record."""
+        """Returns the key by which a record is found."""
 
     @staticmethod
     @abstractmethod
     def check(record: Mapping[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError for fields that are missing or wrong."""
+        """Raises KeyError, TypeError or ValueError if a field is missing or wrong."""
 
     def _check_head(self, line: bytes, expected: Mapping[str, Any]) -> None:
         try:
@@ -105,7 +105,7 @@ class Records(ExitStack, ABC):
             self.add(record)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Keeps a record, unless there is one with the same key."""
+        """Adds a record and writes it. Does nothing if its key exists already."""
         if self.key_of(record) in self.by_key:
             return
         if calibration := self.calibrations.get(record["name"]):

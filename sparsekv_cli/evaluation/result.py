@@ -1,4 +1,4 @@
-"""The result of a comparison for one method: figures, values token by token, recall by head."""
+"""The result of one method in a comparison: figures, values by token, recall by head."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,17 +13,17 @@ from sparsekv_cli.evaluation.needles import Needle
 from sparsekv_cli.evaluation.observer import Measured
 from sparsekv_cli.methods.base import Method
 
-# Figures for which methods that are equal within noise are named. Each method has its own draws of
-# the last figure, because its steps are timed at another time than those of the others.
+# Figures for which the report names methods that are equal within noise. Steps of methods are timed
+# at different times, so each method has its own draws for decode_tps.
 COMPARED = ("kld_mean", "top1_agreement", "decode_tps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodResult:
-    """One method of a comparison, in the words of the JSON contract.
+    """One method of a comparison. Names are those of the JSON output.
 
-    Rows are a query head, full layer and step, dense layers included. Mass and overlap are None if
-    the method chooses no rows, or never had to.
+    Numbers of rows are means over query heads, full layers and steps; dense layers count too. Mass
+    and overlap are None if the method chose no rows in any step.
     """
 
     spec: str
@@ -32,7 +32,7 @@ class MethodResult:
     kld_mean: float
     top1_agreement: float
     attn_mass_recall: float | None = None
-    oracle_mass_recall: float | None = None  # the mass of exact top-k with as many rows
+    oracle_mass_recall: float | None = None  # the mass of exact top-k with the same number of rows
     topk_overlap: float | None = None
     rows_attended_mean: float = 0.0
     rows_scored_mean: float = 0.0
@@ -41,13 +41,13 @@ class MethodResult:
     index_bytes: int
     decode_tps: float
     ttft_s: float
-    # the mass of each head, by layer
+    # layer -> the mass of each head
     recall: Mapping[int, list[float]] = field(default_factory=dict)
-    # a value a token, by figure; seconds for decode_tps
+    # figure -> a value for each token; seconds for decode_tps
     samples: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False)
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Returns the bootstrap interval of each figure that has a value a token."""
+        """Returns figure -> bootstrap interval, for figures with a value for each token."""
         found = {}
         for figure, values in self.samples.items():
             low, high = interval(drawn_means(values))
@@ -63,7 +63,7 @@ def method_result(
     prefill_s: float,
     timed: range,
 ) -> MethodResult:
-    """Returns the result of a method whose caches are ``layers``. timed: steps that count."""
+    """Returns the result of a method. layers: its caches. timed: the steps whose time counts."""
     n_heads = max(1, sum(of_layer.n_head for of_layer in full_layers(c.spec for c in layers)))
     memory = [cache.memory() for cache in layers]
     by_step = measured.by_step
@@ -98,7 +98,7 @@ def method_result(
 
 
 def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
-    """Returns methods by their text that are equal within noise, for each figure; best first."""
+    """Returns figure -> groups of methods that are equal within noise, the best group first."""
     found = {}
     for figure in COMPARED:
         draws = {
@@ -113,7 +113,7 @@ def equal_lines(rows: Sequence[MethodResult]) -> dict[str, list[list[str]]]:
 
 
 def pareto_front(rows: Sequence[MethodResult]) -> list[str]:
-    """Returns the methods that no other beats in both speed and KLD, the fastest last."""
+    """Returns the methods that no other method beats in both speed and KLD, the fastest last."""
     front: list[MethodResult] = []
     for row in sorted(rows, key=lambda row: (-row.decode_tps, row.kld_mean)):
         if not front or row.kld_mean < front[-1].kld_mean:
@@ -128,11 +128,12 @@ def contents(
     needles: Iterable[Needle] = (),
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns a comparison as one JSON object: ``--json`` prints it, a report shows it.
+    """Returns a comparison as an object for JSON. ``--json`` prints it, and a report shows it.
 
-    about: the origin of the figures, such as the model and the machine. equal: methods that are
-    equal within noise. front: the methods of the Pareto front, fastest last. recall: mass by layer
-    and head, of the layers that choose rows. With ``is_busy`` the speeds give no front.
+    about: the origin of the figures, such as the model and the machine. In the result, ``equal``
+    has the methods that are equal within noise, and ``front`` the Pareto front, the fastest last.
+    ``recall`` has the mass by layer and head, for layers that choose rows. If ``about`` has
+    ``is_busy``, the front is empty.
     """
     return {
         "context": n_context,

@@ -1,9 +1,9 @@
-"""The roofline of decoding: no step is faster than the memory that it must read.
+"""The roofline of decoding: a step cannot be faster than the memory reads that it needs.
 
-A token reads every weight once and the KV rows that its method touches. Only the experts that it
-chooses are read. The ledger counts these rows. The bytes divided by a bandwidth bound the speed.
-The bandwidth is measured in the same run with the same threads. Weights that stay in a cache of the
-CPU can be read faster than the bound. How many experts several sequences choose between them is an
+A token reads every weight once and the KV rows that its method touches. Only the chosen experts are
+read. The ledger counts the rows. Bandwidth divided by these bytes bounds the tokens a second. The
+bandwidth is measured in the same run with the same threads. Weights that fit a cache of the CPU can
+be read faster than this bound. How many different experts several sequences choose is an
 expectation (models/weights.py).
 """
 
@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PROBE_BYTES = 256 << 20  # more than the caches of a CPU hold
-PROBE_SECONDS = 0.5  # at least; and PROBE_PASSES
+PROBE_BYTES = 256 << 20  # more than fits the caches of a CPU
+PROBE_SECONDS = 0.5  # seconds of passes, at least; there are also PROBE_PASSES passes at least
 PROBE_PASSES = 5
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The bounds of one test. Bytes a token; bandwidth in bytes a second."""
+    """The bound of one test. weight_bytes, kv_bytes: a token's. bandwidth: bytes a second."""
 
     weight_bytes: int
     kv_bytes: int
@@ -29,7 +29,7 @@ class Roofline:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that one token must move."""
+        """Bytes that one token must read."""
         return self.weight_bytes + self.kv_bytes
 
     @property
@@ -38,11 +38,11 @@ class Roofline:
         return self.bandwidth / max(self.n_bytes, 1)
 
     def fraction(self, rate: float) -> float:
-        """Returns the part of the bound that ``rate``, in tokens a second, reaches."""
+        """Returns ``rate``, in tokens a second, as a share of the bound."""
         return rate / self.bound_ts
 
     def line(self, what: str, rate: float) -> str:
-        """``roofline tg128 @ d8192 full: 98 MB weights + 189 MB KV a token, ...``."""
+        """Returns: ``roofline tg128 @ d8192 full: 98 MB weights + 189 MB KV a token, ..``."""
         return (
             f"roofline {what}: {_megabytes(self.weight_bytes)} weights + "
             f"{_megabytes(self.kv_bytes)} KV a token, {self.bandwidth / 1e9:.1f} GB/s measured, "
@@ -53,18 +53,19 @@ class Roofline:
 def decode_roofline(
     weight_bytes: int, ledger: Mapping[str, Any], n_tokens: int, bandwidth: float
 ) -> Roofline:
-    """Returns the roofline of ``n_tokens`` decode steps, by the counts of ``ledger``.
+    """Returns the roofline of ``n_tokens`` decode steps.
 
-    ledger: ``bytes_read`` is what all steps together read of K and V.
+    weight_bytes: bytes of weights that a token reads. ledger: its ``bytes_read`` is what all steps
+    together read of K, V and index.
     """
     kv_bytes = round(int(ledger.get("bytes_read", 0)) / max(n_tokens, 1))
     return Roofline(weight_bytes, kv_bytes, bandwidth)
 
 
 def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
-    """Returns the bytes a second that ``n_threads`` threads read: the best of several passes.
+    """Returns the bytes a second that ``n_threads`` threads read, the best of several passes.
 
-    numba's thread count must be set already, as load_model does it.
+    numba's number of threads must be set before, as load_model does it.
     """
     import numpy as np
 
@@ -84,7 +85,7 @@ def measure_bandwidth(n_threads: int, n_bytes: int = PROBE_BYTES) -> float:
 
 
 def _megabytes(n_bytes: int) -> str:
-    """Returns decimal megabytes, such as ``98 MB``, with one digit more below 10."""
+    """Returns decimal megabytes as text: ``98 MB``, and below 10 with a decimal: ``9.8 MB``."""
     size = n_bytes / 1e6
     return f"{size:.1f} MB" if 0 < size < 10 else f"{size:.0f} MB"
 

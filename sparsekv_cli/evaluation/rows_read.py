@@ -1,4 +1,4 @@
-"""The rows that the steps of a method read, as its caches count them."""
+"""The number of rows that the steps of a method attend to, as its caches count them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from sparsekv_cli.cache.layer import LayerCache
 
 @dataclass(frozen=True)
 class RowsRead:
-    """Rows that heads of full layers attended to, and how many steps these heads took."""
+    """rows: (head, row) pairs attended in full layers. head_steps: steps times these heads."""
 
     rows: int = 0
     head_steps: int = 0
 
     @property
     def mean(self) -> float | None:
-        """Rows a head, full layer and step; None: there was no such step."""
+        """The mean rows that a head attends to in a step; None if there were no steps."""
         return self.rows / self.head_steps if self.head_steps else None
 
 
 def rows_read(layers: Sequence[LayerCache], n_steps: int) -> RowsRead:
-    """Returns the rows that caches have read in so many steps."""
+    """Returns what the caches ``layers`` have counted in ``n_steps`` steps."""
     n_head = sum(spec.n_head for spec in full_layers(cache.spec for cache in layers))
     return RowsRead(total_counters(layers)["rows_attended"], n_steps * n_head)

@@ -1,4 +1,4 @@
-"""``--sweep budget=1%,5%``: methods with several values of an option each, as texts of methods."""
+"""``--sweep budget=1%,5%``: makes several methods of one, one for each value of an option."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,16 @@ from sparsekv_cli.settings.option import did_you_mean, options_of
 
 
 def option_names(spec: str) -> list[str]:
-    """Returns the options that the method of ``spec`` takes, also by their old names."""
+    """Returns the names of the options of the method in ``spec``, old names included."""
     method = method_class(spec.partition(":")[0])
     return [*options_of(method), *method.renamed]
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """``budget=1%,5%`` -> the option and its values.
+    """Returns the option and the values of a text: ``budget=1%,5%`` gives budget and [1%, 5%].
 
-    Raises ValueError, which says what is wrong.
-
-    Values with commas in them, such as those of dense_layers, are parted by ``;``.
+    If values contain commas, as dense_layers does, ``;`` separates them. Raises ValueError for a
+    wrong text.
     """
     option, equals, listed = text.partition("=")
     values = [part.strip() for part in listed.split(";" if ";" in listed else ",")]
@@ -29,9 +28,10 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def swept(specs: Sequence[str], option: str, values: Sequence[str]) -> list[str]:
-    """Returns each spec once for each value, if its method has the option and does not set it.
+    """Returns each spec once for each value, if its method has the option and does not state it.
 
-    ``full``, the reference, stays as it is. Raises ValueError if no method takes the option.
+    Other specs, and ``full``, the reference, stay as they are. Raises ValueError if no spec has the
+    option.
     """
     found: list[str] = []
     is_used = False

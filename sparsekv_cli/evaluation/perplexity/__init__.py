@@ -1,1 +1,1 @@
-"""Perplexity and KLD of texts as llama-perplexity has them, with any method."""
+"""Perplexity and KLD of texts, as llama-perplexity measures them, with any method."""

@@ -1,7 +1,7 @@
-"""The chunks of a text as llama-perplexity cuts it. The second half of each is scored.
+"""Cuts a text into chunks as llama-perplexity does. The second half of each chunk is scored.
 
-A text is cut into chunks of n_ctx tokens. BOS replaces the first token of each, if the model adds
-BOS. The logits after the tokens n_ctx/2 to n_ctx - 2 predict the ones that follow.
+A chunk has n_ctx tokens. If the model adds BOS, BOS replaces the chunk's first token. The logits
+after tokens n_ctx/2 to n_ctx - 2 are scored by the tokens that follow them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The inputs to score one chunk, on any machine."""
+    """The inputs to score one chunk."""
 
     number: int
-    ids: list[int]  # the tokens that the model is given
-    # int (n_scored,): the tokens to predict; the model is not given the last one
+    ids: list[int]  # tokens that the model reads
+    # int (n_scored,): the tokens to predict, the last of which the model does not read
     targets: np.ndarray
-    base: np.ndarray | None = None  # u16 (n_scored, row_length): their rows in a KLDFile
+    base: np.ndarray | None = None  # u16 (n_scored, row_length): the chunk's rows in a KLDFile
 
     @property
     def first(self) -> int:
-        """Position of the first token after which logits are scored."""
+        """The position of the first token after which the logits are scored."""
         return len(self.ids) - len(self.targets)
 
 
@@ -40,11 +40,11 @@ class Chunks:
 
     tokens: np.ndarray  # i32 (n_chunk, n_ctx)
     bos: int | None  # replaces the first token of each chunk; None: it stays
-    base: KLDFile | None = None  # log-probabilities of the same tokens
+    base: KLDFile | None = None  # log-probabilities of a base for the same tokens
 
     @property
     def n_scored(self) -> int:
-        """Scored tokens of a chunk."""
+        """The number of scored tokens of a chunk. With n_ctx = 512 it is 255."""
         n_ctx = self.tokens.shape[1]
         return n_ctx - 1 - n_ctx // 2
 
@@ -59,10 +59,10 @@ class Chunks:
 def split_chunks(
     tokenizer: Any, text: str, n_ctx: int, n_chunks: int | None = None, least: int = 0
 ) -> Chunks:
-    """Returns at most ``n_chunks`` chunks of a text. Raises SparseKVError if it is too short for
-    two.
+    """Returns at most ``n_chunks`` chunks of a text.
 
-    least: tokens to which n_ctx may be halved for a short text; 0: it is the user's.
+    Raises SparseKVError if it gives fewer than two. least: a short text may halve n_ctx down to
+    this many tokens; 0: n_ctx stays as it is.
     """
     ids = tokenizer.encode(text, add_eos=False, parse_special=False)
     while least and n_ctx > least and len(ids) < 2 * n_ctx:
@@ -78,8 +78,9 @@ def split_chunks(
 
 
 def chunks_of(model: Model, file: KLDFile, n_chunks: int | None = None) -> Chunks:
-    """Returns the chunks of a file of log-probabilities. Raises SparseKVError for another
-    vocabulary.
+    """Returns the chunks that a file of log-probabilities was made of.
+
+    Raises SparseKVError if the model's vocabulary has another size.
     """
     n_vocab = model.hparams.n_vocab
     if file.n_vocab != n_vocab:

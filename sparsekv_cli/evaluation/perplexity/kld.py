@@ -1,7 +1,7 @@
-"""llama-perplexity's figures of scored tokens: perplexity, and KLD, perplexities and Δp to a base.
+"""llama-perplexity's figures: perplexity, and KLD, perplexities and Δp against a base.
 
-The base is a file of log-probabilities (kld_file.py) or other logits. Entries of the vocabulary
-whose log-probability in the base is -16 or less are left out of the KLD.
+The base is a file of log-probabilities (kld_file.py), or other logits. The KLD leaves out entries
+of the vocabulary whose log-probability in the base is -16 or less.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_LOG_PROB = -16.0
-LEAST_COUNT = 10  # values below which an uncertainty is said to be 0
+LEAST_COUNT = 10  # up to so many values, an uncertainty is 0
 SHARES = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
 KLD_SHARES = tuple(share for share in SHARES if share not in (0.75, 0.25))
 
 
 class Statistic(NamedTuple):
-    """A figure and its standard error; None where it has none."""
+    """A figure and its standard error; None: the figure has no standard error."""
 
     value: float
     stderr: float | None = None
@@ -39,9 +39,10 @@ def negative_log_probs(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def token_scores(
     logits: np.ndarray, targets: np.ndarray, base: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns columns (T,) by name: ``nll`` of the targets int (T,) by logits f32 (T, n_vocab).
+    """Returns name -> a score of each token (T,). ``nll`` is -ln p of the targets int (T,).
 
-    base: log-probabilities f32 (T, n_vocab). With them: ``nll_base``, ``kld``, ``same_top`` too.
+    logits: f32 (T, n_vocab). base: log-probabilities f32 (T, n_vocab); with a base there are also
+    ``nll_base``, ``kld`` and ``same_top``.
     """
     nll = negative_log_probs(logits, targets)
     if base is None:
@@ -57,7 +58,7 @@ def token_scores(
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of scored tokens (T,), and its standard error as llama-perplexity has it."""
+    """The perplexity of tokens with -ln p ``nll`` (T,), and llama-perplexity's standard error."""
 
     nll: np.ndarray
 
@@ -72,7 +73,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Scored tokens (T,), as ``token_scores`` has them; llama-perplexity's statistics of them."""
+    """Scores of T tokens by ``token_scores`` with a base, and llama-perplexity's statistics."""
 
     nll: np.ndarray
     nll_base: np.ndarray
@@ -80,7 +81,7 @@ class Divergence:
     same_top: np.ndarray
 
     def statistics(self) -> dict[str, Statistic]:
-        """Returns the statistics by llama-perplexity's names. Δp and same top are from 0 to 1."""
+        """Returns llama-perplexity's name -> statistic. Δp and same top are shares from 0 to 1."""
         p_diff = np.exp(-self.nll) - np.exp(-self.nll_base)
         log_ppl, log_base = mean(self.nll), mean(self.nll_base)
         (var, cov), (_, var_base) = covariance(self.nll, self.nll_base)
@@ -114,7 +115,7 @@ class Divergence:
 
 
 def error_of(variance: float) -> float:
-    """Returns the square root of a variance. Rounding may have made it negative: that gives 0."""
+    """Returns the square root of a variance; 0 if rounding has made the variance negative."""
     return float(max(0.0, variance)) ** 0.5
 
 
@@ -123,7 +124,7 @@ def mean(values: np.ndarray) -> Statistic:
 
 
 def covariance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns the covariance (2, 2) of the means of two series; zeros for few values."""
+    """Returns the covariance (2, 2) of the means of two series; zeros for up to 10 values."""
     if len(one) <= LEAST_COUNT:
         return np.zeros((2, 2))
     return np.cov(one, other, ddof=0) / (len(one) - 1)

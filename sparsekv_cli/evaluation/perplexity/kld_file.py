@@ -1,8 +1,9 @@
-"""llama-perplexity's files of log-probabilities (``--kl-divergence-base``), read and written.
+"""Reads and writes llama-perplexity's files of log-probabilities (``--kl-divergence-base``).
 
-A file has a header with the tokens of all chunks. Then each scored token has a scale, the least
-log-probability, and 16 bits for each entry of the vocabulary (perplexity.cpp, log_softmax).
-Log-probabilities of more than 16 below the best are cut there.
+A file has a header with the tokens of all chunks, then one row for each scored token. A row is u16
+(perplexity.cpp, log_softmax). Its first four numbers are two f32: a scale and the least
+log-probability. Then each entry of the vocabulary has a number. Number i stands for the
+log-probability scale * i + least. Log-probabilities of more than 16 below the best are cut there.
 """
 
 import hashlib
@@ -20,14 +21,14 @@ from sparsekv_cli.system.files import naming, open_regular, replacing
 
 MAGIC = b"_logits_"
 HEADER = np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunk", "<i4")])
-N_HEAD = 4  # numbers of 16 bits ahead of a token's: scale and least log-probability, both f32
-DEPTH = np.float32(16)  # how far below the best a logit is kept
+N_HEAD = 4  # u16 numbers at the start of a row: scale and least log-probability, both f32
+DEPTH = np.float32(16)  # how far below the best log-probability values can lie
 LEVELS = np.float32(65535)
 WriteRows = Callable[[np.ndarray], None]
 
 
 def row_length(n_vocab: int) -> int:
-    """Returns how many numbers of 16 bits a scored token takes."""
+    """Returns how many u16 numbers the row of a scored token has."""
     return N_HEAD + 2 * ((n_vocab + 1) // 2)
 
 
@@ -54,9 +55,9 @@ def decode(rows: np.ndarray, n_vocab: int) -> np.ndarray:
 
 
 class KLDFile:
-    """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the log-probabilities of each chunk.
+    """An open file: ``tokens`` i32 (n_chunk, n_ctx), and the rows of each chunk.
 
-    Raises SparseKVError, which names the fault of the file.
+    Raises SparseKVError, which says what is wrong with the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,13 +93,13 @@ class KLDFile:
         self._start = start
 
     def rows(self, chunk: int) -> np.ndarray:
-        """Returns the scored tokens of a chunk, u16 (n_scored, row_length)."""
+        """Returns the rows of a chunk's scored tokens, u16 (n_scored, row_length)."""
         n_row = row_length(self.n_vocab)
         start = self._start + 2 * chunk * self.n_scored * n_row
         return self._read("<u2", start, self.n_scored, n_row)
 
     def _read(self, dtype: Any, start: int, *shape: int) -> np.ndarray:
-        """Returns an array. Raises SparseKVError if the file has become too short for it."""
+        """Returns an array of the file. Raises SparseKVError if the file has become too short."""
         self._file.seek(start)
         found = np.fromfile(self._file, dtype, math.prod(shape))
         if len(found) < math.prod(shape):
@@ -107,7 +108,7 @@ class KLDFile:
 
     @property
     def digest(self) -> str:
-        """A hash of its tokens and the first chunk's rows, which differ by model: 32 hex digits."""
+        """A hash of the tokens and of the first chunk's rows, 32 hex digits: one for each model."""
         found = hashlib.sha256(self.tokens.tobytes())
         found.update(self.rows(0).tobytes())
         return found.hexdigest()[:32]
@@ -115,10 +116,10 @@ class KLDFile:
 
 @contextmanager
 def write_kld_file(path: Path, tokens: np.ndarray, n_vocab: int) -> Iterator[WriteRows]:
-    """Writes a file of the chunks ``tokens`` (n_chunk, n_ctx). It has its name once it is whole.
+    """Writes a file for the chunks ``tokens`` (n_chunk, n_ctx). It gets its name when it is whole.
 
-    Yields a function that writes the rows (``encode``) of the next scored tokens. A SparseKVError
-    names the file.
+    Yields a function that writes rows, results of ``encode``, of the next scored tokens. A
+    SparseKVError names the file.
     """
     n_chunk, n_ctx = tokens.shape
     header = np.array([(MAGIC, n_ctx, n_vocab, n_chunk)], HEADER)

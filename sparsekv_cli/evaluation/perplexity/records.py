@@ -1,4 +1,4 @@
-"""The records of ``eval perplexity`` and ``eval kld``: a line a chunk and way."""
+"""The records of ``eval perplexity`` and ``eval kld``: a line for each chunk and way of scoring."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from sparsekv_cli.methods.base import Method
 
 
 class PerplexityRecords(Records):
-    """Records by chunk and way, with the negative log-probability of each scored token."""
+    """Records by chunk and way. A record has -ln p of each scored token."""
 
     command = "eval perplexity"
     columns: ClassVar[tuple[str, ...]] = ("nll",)
@@ -29,7 +29,7 @@ class PerplexityRecords(Records):
         np.array([record[name] for name in cls.columns], np.float64)
 
     def missing(self, ways: Ways, chunk: int) -> dict[str, Method | None]:
-        """Returns the ways in which a chunk has not been scored."""
+        """Returns the ways in which ``chunk`` has not been scored yet."""
         return {
             way: method
             for way, method in ways.items()
@@ -37,12 +37,12 @@ class PerplexityRecords(Records):
         }
 
     def of(self, method: Method | None, n_chunks: int) -> list[dict[str, Any]]:
-        """Returns the records of the first chunks, in one way."""
+        """Returns a method's records of the first ``n_chunks`` chunks. method: None: a prefill."""
         what = setting_of(method)
         return [self.by_key[self.key_of({"chunk": i, **what})] for i in range(n_chunks)]
 
     def scores(self, method: Method | None, n_chunks: int) -> dict[str, np.ndarray]:
-        """Returns the columns f64 (n_tokens,) of the first chunks' scored tokens, by name."""
+        """Returns name -> scores f64 (n_tokens,) of all scored tokens of the first chunks."""
         records = self.of(method, n_chunks)
         return {
             name: np.concatenate([np.array(each[name], np.float64) for each in records])
@@ -50,14 +50,14 @@ class PerplexityRecords(Records):
         }
 
     def rows(self, method: Method | None, n_chunks: int) -> RowsRead:
-        """Returns the rows that the steps of the first chunks read."""
+        """Returns the rows that the steps of the first ``n_chunks`` chunks attended to."""
         records = self.of(method, n_chunks)
         names = "rows_attended", "head_steps"
         return RowsRead(*(sum(each[name] for each in records) for name in names))
 
 
 class DivergenceRecords(PerplexityRecords):
-    """PerplexityRecords with the columns of each scored token that compare it with the base."""
+    """PerplexityRecords that also have scores of each token against a base."""
 
     command = "eval kld"
     columns = ("nll", "nll_base", "kld", "same_top")

@@ -1,7 +1,7 @@
-"""Chunks scored in several ways: by a prefill, or by methods that decode the second half.
+"""Scores chunks in several ways: by a prefill, or by a method that decodes the second half.
 
-Without a method a chunk is prefilled, as llama-perplexity does. With one its first half is
-prefilled, once for all methods. The method decodes the other tokens one by one.
+A prefill scores a chunk as llama-perplexity does. For methods, the first half is prefilled, once
+for all of them. Then each method decodes the other tokens one by one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.models.forward import OnProgress
 
-PREFILL = "prefill"  # the name of scoring without a method: a dense prefill of the whole chunk
-PIECE = 256  # rows of logits at once
+PREFILL = "prefill"  # name of the way without a method: a dense prefill of the whole chunk
+PIECE = 256  # tokens of the chunk whose logits are computed at once
 
-Ways = Mapping[str, Method | None]  # how to score, by the text that names it; None is a prefill
-See = Callable[[np.ndarray], object]  # gets logits f32 (T, n_vocab)
+Ways = Mapping[str, Method | None]  # name of a way to score -> its method; None: a prefill
+See = Callable[[np.ndarray], object]  # is called with logits f32 (T, n_vocab)
 
 
 def setting_of(method: Method | None) -> dict[str, Any]:
-    """Returns the name and the options of a way."""
+    """Returns the name and the options of a way to score; method None: a prefill."""
     if method is None:
         return {"name": PREFILL, "options": {}}
     return {"name": method.name, "options": method.options()}
@@ -46,10 +46,10 @@ def score_chunk(
     see: See | None = None,
     on_prefill: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the records of a chunk, one a way: prefills first, then ``full``, then the others.
+    """Returns the records of a chunk, one for each way: prefills first, then ``full``, then others.
 
-    base: the way that the others are compared with, a prefill or ``full``. If it is empty, the base
-    is ``chunk.base``. see: called with all scored logits.
+    base: the way that all are compared with, a prefill or ``full``; empty: ``chunk.base``, if any.
+    see: called with all scored logits.
     """
     ids, first = chunk.ids, chunk.first
     records: list[dict[str, Any]] = []
@@ -95,5 +95,5 @@ def score_chunk(
         for name, (_, sequence, _) in started:
             steps = (sequence.decode(token)[None] for token in ids[first:])
             add(name, steps, partial(rows_read, sequence.caches, n_steps))
-            del steps, sequence  # frees it before the next method
+            del steps, sequence  # frees the memory of this method before the next one starts
     return records

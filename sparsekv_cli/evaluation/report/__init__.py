@@ -1,1 +1,1 @@
-"""A comparison as pictures and as one HTML page."""
+"""Shows a comparison as pictures and as one HTML page."""

@@ -1,9 +1,10 @@
-"""The colours of a report, in pictures and by the theme of a page's reader."""
+"""The colours of a report, for light and dark pages."""
 
 import re
 from collections.abc import Mapping
 
-# name -> colour on white and on black. A picture is drawn in the first; in a page it has the name.
+# name -> its colour on white and on black. Pictures are drawn in the first. In a page, the names
+# replace the colours.
 THEME: Mapping[str, tuple[str, str]] = {
     "ink": ("#1c2128", "#e6edf3"),
     "muted": ("#656d76", "#8d96a0"),
@@ -23,13 +24,13 @@ THEME: Mapping[str, tuple[str, str]] = {
     "freekv": ("#b63a86", "#ff8ac7"),
     "faedkv": ("#8a6540", "#d3a97c"),
 }
-# The colours of methods without one of their own.
+# Colours of methods that have none in THEME.
 OTHERS = ("#4f5fd7", "#93850f", "#a14747", "#3d7f7f")
 MARKERS = "osD^vPX<>hp*d"
 
 
 def colour_of(method: str, methods: list[str]) -> str:
-    """Returns the colour of a method on white; methods: the names of all."""
+    """Returns the colour of a method on white. methods: the names of all methods of the report."""
     if method in THEME:
         return THEME[method][0]
     unknown = [name for name in dict.fromkeys(methods) if name not in THEME]
@@ -37,12 +38,12 @@ def colour_of(method: str, methods: list[str]) -> str:
 
 
 def marker_of(method: str, methods: list[str]) -> str:
-    """Returns a method's marker in a picture. Methods of similar colours have other markers."""
+    """Returns a method's marker. It differs from the markers of methods with similar colours."""
     return MARKERS[list(dict.fromkeys(methods)).index(method) % len(MARKERS)]
 
 
 def themed(svg: str) -> str:
-    """Returns a picture whose colours are those of the page that it is in: ``var(--ink)``."""
+    """Returns an SVG picture with colours by name, ``var(--ink)``, which a page defines."""
     names = {light: name for name, (light, _) in THEME.items()}
     return re.sub(
         r"#[0-9a-f]{6}\b",
@@ -52,7 +53,7 @@ def themed(svg: str) -> str:
 
 
 def style() -> dict[str, str]:
-    """Returns the variables of a page as CSS: ``light`` and ``dark``."""
+    """Returns the CSS variables that define the colours of a page: ``light`` and ``dark``."""
     return {
         name: "".join(f"--{key}:{colours[i]};" for key, colours in THEME.items())
         for i, name in enumerate(("light", "dark"))

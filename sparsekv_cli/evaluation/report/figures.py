@@ -1,4 +1,4 @@
-"""The pictures of a comparison, drawn by matplotlib from its contents (result.py)."""
+"""The pictures of a comparison, drawn by matplotlib from the result of ``contents`` (result.py)."""
 
 import io
 import math
@@ -29,7 +29,7 @@ STYLE: Any = {
     "svg.hashsalt": "sparsekv",
 }
 TICKS = [factor * 10.0**power for power in range(-6, 2) for factor in (1, 2, 5)]
-COLUMNS = 4  # small pictures side by side
+COLUMNS = 4  # pictures in a row
 WIDTH = 9.6  # inches
 Draw = Callable[[Any, Contents], None]
 
@@ -41,7 +41,7 @@ def check_matplotlib() -> None:
 
 
 def draw_speed(figure: Any, found: Contents) -> None:
-    """KLD against tokens a second: a mark a method, its intervals, and the Pareto front."""
+    """Draws KLD against tokens a second: a mark a method, its intervals, and the Pareto front."""
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=LINE, linewidth=0.6)
@@ -49,7 +49,7 @@ def draw_speed(figure: Any, found: Contents) -> None:
     methods = found["methods"]
     names = [row["name"] for row in methods]
     distances = [row["kld_mean"] for row in methods if row["kld_mean"] > 0]
-    least = min(distances, default=1e-3) / 2  # where a distance of 0 is drawn
+    least = min(distances, default=1e-3) / 2  # a KLD of 0 is drawn here
     places: dict[str, list[tuple[float, float]]] = {}
     for i, row in enumerate(methods):
         colour, is_front = colour_of(row["name"], names), row["spec"] in found["front"]
@@ -92,7 +92,7 @@ def draw_speed(figure: Any, found: Contents) -> None:
 
 
 def draw_recall(figure: Any, found: Contents) -> None:
-    """The softmax mass of the attended rows by layer and head, a map a method."""
+    """Draws, for each method, a map of the attended softmax mass by layer and head."""
     import numpy as np
 
     rows = [row for row in found["methods"] if row["recall"]["layers"]]
@@ -150,7 +150,7 @@ def draw_needles(figure: Any, found: Contents) -> None:
 
 
 def parts(found: Contents) -> dict[str, tuple[Draw, float]]:
-    """Returns the pictures that have data, by name, with their heights in inches."""
+    """Returns name -> (function, height in inches) of each picture for which there is data."""
     n_maps = sum(bool(row["recall"]["layers"]) for row in found["methods"])
     pictures: dict[str, tuple[Draw, float]] = {"speed": (draw_speed, 4.6)}
     if n_maps:
@@ -162,7 +162,7 @@ def parts(found: Contents) -> dict[str, tuple[Draw, float]]:
 
 
 def svg_pictures(found: Contents) -> dict[str, str]:
-    """Returns each picture as SVG, without a background. Marks of methods have titles."""
+    """Returns name -> SVG of each picture, without a background. Marks of methods have titles."""
     return {name: _svg(draw, height, found) for name, (draw, height) in parts(found).items()}
 
 
@@ -205,7 +205,7 @@ def _svg(draw: Draw, height: float, found: Contents) -> str:
 
 
 def _grid(figure: Any, n: int) -> Sequence[Any]:
-    """Returns n axes in rows of COLUMNS."""
+    """Returns n empty axes, COLUMNS in a row."""
     n_rows = -(-n // COLUMNS)
     axes = figure.subplots(n_rows, COLUMNS, squeeze=False).ravel()
     for empty in axes[n:]:

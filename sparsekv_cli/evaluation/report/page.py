@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that loads nothing: table, pictures, meaning of the words."""
+"""A comparison as one HTML page, which loads nothing: table, pictures, explanations."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from sparsekv_cli.evaluation.report.figures import Contents, svg_pictures
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MIB = 1 << 20
-# Columns of the table: figure, title, how a value is written.
+# Columns of the table: figure, title, format of a value.
 COLUMNS = (
     ("kld_mean", "KLD", "{:.4f}"),
     ("top1_agreement", "top-1", "{:.0%}"),
@@ -25,14 +25,15 @@ COLUMNS = (
     ("ttft_s", "first token", "{:.2f} s"),
 )
 SPEEDS = ("decode_tps", "ttft_s")
-ABOUT = ("cpu", "device", "threads", "version", "date", "command")  # what was measured
+# fields that say what was measured, and where
+ABOUT = ("cpu", "device", "threads", "version", "date", "command")
 FIGURES = {"kld_mean": "KLD", "top1_agreement": "top-1", "decode_tps": "tokens/s"}
 
 
 def columns_of(found: Contents) -> list[tuple[str, str, str]]:
-    """Returns the columns of the table: bytes on a device only where there are some.
+    """Returns the columns of the table. Bytes on a device are left out if there are none.
 
-    Speeds of a busy machine are not in it, because they would be compared.
+    If the machine was busy, speeds are left out too, because readers would compare them.
     """
     left_out = set(SPEEDS) if found.get("is_busy") else set()
     if not any(row["bytes_device"] for row in found["methods"]):
@@ -41,7 +42,7 @@ def columns_of(found: Contents) -> list[tuple[str, str, str]]:
 
 
 def doubt(found: Contents) -> str:
-    """Returns a line about the speeds of a busy machine; empty if they can be compared."""
+    """Returns a warning about the speeds of a busy machine; empty if the machine was quiet."""
     if not found.get("is_busy"):
         return ""
     speeds = ", ".join(f"{row['spec']} {row['decode_tps']:.1f}" for row in found["methods"])
@@ -52,7 +53,10 @@ def doubt(found: Contents) -> str:
 
 
 def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    """Returns a method's figures and their intervals as text; empty ones if there are none."""
+    """Returns (value, interval) of each column as texts.
+
+    A value or interval that is missing is "-" or "".
+    """
     found = []
     for figure, _, form in columns:
         value = row[figure]
@@ -65,7 +69,10 @@ def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> li
 
 
 def equal_sentences(found: Contents) -> list[tuple[str, str]]:
-    """Returns for each figure the methods equal within noise, as ``a = b; c = d``, or ``none``."""
+    """Returns for each figure its title, and the methods that are equal within noise.
+
+    The second is a text such as ``a = b; c = d``, or ``none``.
+    """
     return [
         (title, "; ".join(" = ".join(group) for group in found["equal"][figure]) or "none")
         for figure, title in FIGURES.items()
@@ -80,7 +87,7 @@ def headline(found: Contents) -> str:
 
 
 def page(found: Contents) -> str:
-    """Returns the page as text."""
+    """Returns the page as HTML."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

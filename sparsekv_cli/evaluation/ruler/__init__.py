@@ -1,1 +1,1 @@
-"""RULER's tasks (NVIDIA/RULER), generated offline in texts of our own, and their scores."""
+"""RULER's tasks (NVIDIA/RULER), generated offline with texts of our own, and their scores."""

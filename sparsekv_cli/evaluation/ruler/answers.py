@@ -1,4 +1,4 @@
-"""The answers of methods to samples. Each sample is prefilled once for all of them."""
+"""Lets methods answer samples of RULER's tasks. Each sample is prefilled once for all methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer_all(
     done: Collection[Key],
     on_prefill: OnProgress | None = None,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yields the new records of each sample, one a setting that is not in ``done``."""
+    """Yields the new records of each sample: one for each method that has no record in ``done``."""
     for sample in plan.samples():
         missing = missing_settings(settings, sample, done)
         yield answer_sample(model, missing, plan, sample, encode, on_prefill)
@@ -36,7 +36,7 @@ def answer_all(
 def missing_settings(
     settings: Mapping[str, Method], sample: RulerPoint, done: Collection[Key]
 ) -> dict[str, Method]:
-    """Returns the settings that have no record of a sample."""
+    """Returns the methods of ``settings`` that have no record of ``sample`` in ``done``."""
     return {
         spec: method
         for spec, method in settings.items()
@@ -52,7 +52,7 @@ def answer_sample(
     encode: Encode,
     on_prefill: OnProgress | None = None,
 ) -> list[dict[str, Any]]:
-    """Returns the records of a sample, one a setting; they do not depend on each other."""
+    """Returns the records of a sample, one for each method. They do not depend on each other."""
     if not settings:
         return []
     length, task, number = sample
@@ -67,7 +67,7 @@ def answer_sample(
     for spec, start in started:
         method = settings[spec]
         result = answer(model, prompt, n_read, start, n_answer)
-        del start  # frees it before the next method
+        del start  # frees the memory of this method before the next one starts
         what = {"name": method.name, "options": method.options()}
         records.append({**_place(sample), **what, **result})
     return records
@@ -81,10 +81,11 @@ def _place(sample: RulerPoint) -> dict[str, Any]:
 def answer(
     model: Model, prompt: RulerPrompt, n_read: int, start: MethodPrefill, n_answer: int
 ) -> dict[str, Any]:
-    """Returns the greedy answer after ``n_read`` tokens of a prompt, and its score.
+    """Returns the greedy answer to a prompt, and its score.
 
-    It ends where the model ends it, or as soon as it holds all references. More text cannot change
-    the score.
+    start: the prefill of the first ``n_read`` tokens; the others are decoded. The answer ends where
+    the model ends it, or as soon as it contains all references. More text cannot change the score
+    then.
     """
     references = prompt.sample.references
     logits, sequence, _ = start

@@ -1,8 +1,8 @@
-"""The task ``code``: which function of a file has this body? It is ours, not RULER's.
+"""The task ``code``: which function of a file has this body? The task is ours, not RULER's.
 
-The functions are those of Python's standard library, so the text is real code, and a sample stays
-the same while this program changes. Each name gets two words at its end. The body then does not
-reveal the name, and no name exists twice.
+The functions are those of Python's standard library. So the text is real code, and a sample stays
+the same while this program changes. Each name gets two words at its end. So a body does not reveal
+its name, and no name exists twice.
 """
 
 import ast
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from sparsekv_cli.evaluation.ruler.words import compound
 
 LIBRARY = Path(os.__file__).parent
-LEAST_LINES, MOST_LINES = 4, 20  # of a body
+LEAST_LINES, MOST_LINES = 4, 20  # lines of a body
 
 
 class Function(NamedTuple):
-    """A function's name, what follows the name up to its code, and the code."""
+    """A function: its name, the text between the name and its code, and its code."""
 
     name: str
     head: str
@@ -32,13 +32,13 @@ class Function(NamedTuple):
 
 @cache
 def functions() -> tuple[Function, ...]:
-    """Returns the functions of the library's top modules, one a body, in order of the files."""
+    """Returns functions of the standard library, sorted by file, without repeated bodies."""
     found: dict[str, Function] = {}
     for path in sorted(LIBRARY.glob("*.py")):
         source = path.read_text(encoding="utf-8")
         outer, lines = ast.parse(source).body, source.splitlines()
         methods = (node for each in outer if isinstance(each, ast.ClassDef) for node in each.body)
-        for node in (*outer, *methods):  # a function in a function is part of that one's body
+        for node in (*outer, *methods):  # functions inside functions are part of the outer body
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
                 each = function_of(node, lines)
                 if LEAST_LINES <= each.body.count("\n") + 1 <= MOST_LINES:
@@ -47,10 +47,13 @@ def functions() -> tuple[Function, ...]:
 
 
 def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
-    """``node`` without its decorators, from the lines of its file."""
+    """Returns a function without its decorators. Its docstring is part of ``head``.
+
+    lines: the lines of its file.
+    """
     has_docstring = ast.get_docstring(node) is not None and len(node.body) > 1
     first = node.body[int(has_docstring)].lineno
-    margin = " " * node.col_offset  # a string's line can start before it
+    margin = " " * node.col_offset  # a string's line can start left of the margin
     text = [line.removeprefix(margin) for line in lines[node.lineno - 1 : node.end_lineno]]
     n_head = first - node.lineno
     head = "\n".join(text[:n_head]).removeprefix(f"def {node.name}")
@@ -58,10 +61,10 @@ def function_of(node: ast.FunctionDef, lines: list[str]) -> Function:
 
 
 def code_file(random: Random, n: int) -> tuple[str, str, str, float]:
-    """Returns a file of about n lines: its text, and one function's name, body and place.
+    """Returns a file of about n lines, and the name, body and place of the function asked for.
 
-    The last function can end early, so that a file can have any length. In a file longer than the
-    library, functions come again with other names. The place is 0 to 1.
+    The last function may be cut, so that a file can have any length. If the library is too short,
+    its functions come again with other names. The place is a share of the file, 0 to 1.
     """
     depth, names = random.random(), set[str]()
     asked, *others = random.sample(functions(), len(functions()))

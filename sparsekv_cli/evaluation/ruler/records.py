@@ -1,4 +1,4 @@
-"""The records of ``eval ruler``, a line a sample and setting, and the scores of methods."""
+"""The records of ``eval ruler``, a line for each sample and method, and the methods' scores."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from sparsekv_cli.evaluation.records import Records
 from sparsekv_cli.evaluation.ruler.samples import RulerPlan
 from sparsekv_cli.methods.base import Method
 
-NORMAL_95 = 1.959963984540054  # 95% of a normal distribution is within so many deviations
+NORMAL_95 = 1.959963984540054  # 95% of a normal distribution lie within so many standard deviations
 Key = tuple[str, int, int, str, str]  # task, length, sample, method, its options as JSON
 
 
@@ -19,7 +19,7 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 class TaskScore(NamedTuple):
-    """Mean and confidence interval of 95%, in per cent, of ``n`` samples."""
+    """The mean score of n samples, and its confidence interval of 95%, in per cent."""
 
     score: float
     low: float
@@ -30,9 +30,8 @@ class TaskScore(NamedTuple):
 def mean_score(scores: Sequence[float]) -> TaskScore:
     """Returns the mean of scores from 0 to 1, with Wilson's interval.
 
-    The interval is that of successes and failures, which spread most of all scores with such a
-    mean. Parts of a success make it too wide rather than too narrow. It has a width where all
-    samples agree.
+    The interval is that of scores that are 0 or 1, which spread most for a given mean. For other
+    scores it is rather too wide than too narrow. It has a width even if all scores are equal.
     """
     n = len(scores)
     mean = sum(scores) / n
@@ -44,7 +43,7 @@ def mean_score(scores: Sequence[float]) -> TaskScore:
 
 
 class RulerRecords(Records):
-    """Records by key, and the scores of methods."""
+    """The records by key, from which the scores of methods are computed."""
 
     command = "eval ruler"
     key_of = staticmethod(key_of)
@@ -56,7 +55,7 @@ class RulerRecords(Records):
     def of(
         self, method: Method, plan: RulerPlan, length: int, tasks: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Returns a method's records of some tasks at a length."""
+        """Returns a method's records of the given tasks at one length."""
         what = {"name": method.name, "options": method.options(), "length": length}
         return [
             self.by_key[key_of({**what, "task": task, "sample": number})]
@@ -67,11 +66,11 @@ class RulerRecords(Records):
     def score(
         self, method: Method, plan: RulerPlan, length: int, tasks: Sequence[str]
     ) -> TaskScore:
-        """Returns the score of some tasks together."""
+        """Returns a method's score of the given tasks together, at one length."""
         return mean_score([each["score"] for each in self.of(method, plan, length, tasks)])
 
     def rows(self, method: Method, plan: RulerPlan, length: int) -> float | None:
-        """Returns the mean rows a head and step, over the samples with steps."""
+        """Returns the mean rows that a head attends to in a step; None if no sample had steps."""
         means = [each["rows_attended_mean"] for each in self.of(method, plan, length, plan.tasks)]
         found = [each for each in means if each is not None]
         return sum(found) / len(found) if found else None

@@ -1,4 +1,4 @@
-"""The plan of samples, and each sample at a length in the model's tokens."""
+"""The samples of a run, and each sample as a prompt of a given number of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.evaluation.ruler.tasks import TASKS, RulerSample
 
-# The ids of a user's message and of the beginning of the answer to it.
+# (user's message, beginning of the answer) -> ids.
 Encode = Callable[[str, str], list[int]]
 
 
 class RulerPrompt(NamedTuple):
-    """A sample as token ids; the first ``n_context`` of them come before the question."""
+    """A sample as token ids. The first ``n_context`` ids come before the question."""
 
     sample: RulerSample
     ids: list[int]
@@ -23,28 +23,29 @@ class RulerPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class RulerPlan:
-    """The questions of a run."""
+    """Which samples a run asks, and how."""
 
     tasks: Sequence[str]
     lengths: Sequence[int]
     n_samples: int
     seed: int
-    question_by_decode: bool = False  # questions enter token by token, after the prefill
-    n_answer: int | None = None  # most tokens of an answer, if fewer than the task's
+    # True: the question is decoded token by token, after the prefill
+    question_by_decode: bool = False
+    n_answer: int | None = None  # most tokens of an answer; None: as many as the task allows
 
     def room(self, task: str) -> int:
-        """Returns the tokens of an answer at most."""
+        """Returns the most tokens that an answer to ``task`` may have."""
         return min(TASKS[task].n_answer, self.n_answer or TASKS[task].n_answer)
 
     def samples(self) -> Iterator[tuple[int, str, int]]:
-        """Length, task and number of every sample."""
+        """Yields length, task and number of every sample."""
         for length in self.lengths:
             for task in self.tasks:
                 for number in range(self.n_samples):
                     yield length, task, number
 
     def check(self, encode: Encode) -> None:
-        """Raises SparseKVError if a sample does not fit its length."""
+        """Raises SparseKVError if a sample cannot be made as short as its length."""
         for length, task, number in self.samples():
             shortest_prompt(task, length, number, self.seed, self.room(task), encode)
 
@@ -52,7 +53,10 @@ class RulerPlan:
 def shortest_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> tuple[RulerSample, list[int]]:
-    """Returns the shortest sample and its ids. Raises SparseKVError if it does not fit."""
+    """Returns the sample with the shortest text, and its ids.
+
+    Raises SparseKVError if it does not fit ``length`` tokens with its answer.
+    """
     sample, ids = _prompt(task, length, number, seed, encode, TASKS[task].least)
     if len(ids) > length - n_answer:
         raise SparseKVError(
@@ -65,7 +69,7 @@ def shortest_prompt(
 def _prompt(
     task: str, length: int, number: int, seed: int, encode: Encode, n: int
 ) -> tuple[RulerSample, list[int]]:
-    """Returns a sample with n units of text, and its ids."""
+    """Returns a sample with n units of text, such as sentences, and its ids."""
     sample = TASKS[task].make(Random(f"{seed} {task} {length} {number}"), n, length)
     return sample, encode(message(sample), sample.answer)
 
@@ -73,14 +77,14 @@ def _prompt(
 def make_prompt(
     task: str, length: int, number: int, seed: int, n_answer: int, encode: Encode
 ) -> RulerPrompt:
-    """Returns sample ``number`` of a task, with the longest text that leaves room for the answer.
+    """Returns sample ``number`` of a task with the longest text that leaves room for the answer.
 
-    It depends on the arguments only. Raises SparseKVError when not even the shortest text fits.
+    The same arguments give the same sample. Raises SparseKVError if no text is short enough.
     """
     prompt = partial(_prompt, task, length, number, seed, encode)
     room, low = length - n_answer, TASKS[task].least
     best = shortest_prompt(task, length, number, seed, n_answer, encode)
-    high = low + max(1, room)  # a unit has a token or more
+    high = low + max(1, room)  # a unit of text has a token or more
     while high - low > 1:
         middle = (low + high) // 2
         tried = prompt(middle)

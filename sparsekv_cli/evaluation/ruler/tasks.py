@@ -1,4 +1,4 @@
-"""RULER's tasks (arXiv:2404.06654, NVIDIA/RULER): a text of any length, a question, and an answer.
+"""RULER's tasks (arXiv:2404.06654, NVIDIA/RULER): a text of any length, a question, an answer.
 
 Needles, haystacks, numbers of keys and values, frequencies and scores are RULER's. Essays and all
 wording are ours, so results are RULER-style. The task ``code`` is not RULER's.
@@ -17,7 +17,7 @@ from sparsekv_cli.evaluation.ruler.words import distinct, listed_words, noise, p
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 N_HOPS = 4
 N_COMMON = 10
-LONG = 4096  # tokens from which cwe repeats its words more often
+LONG = 4096  # from so many tokens on, cwe repeats its words more often
 N_FREQUENT = 3
 ZETA_2 = 1.6449340668482264
 DOTS = "...."
@@ -29,15 +29,15 @@ class RulerSample(NamedTuple):
     context: str
     question: str
     answer: str  # the beginning of the answer
-    references: list[str]  # texts that the answer must hold
+    references: list[str]  # texts that the answer must contain
     depths: list[float]  # where in the text needles stand, 0 to 1
 
 
 @dataclass(frozen=True)
 class RulerTask:
-    """A kind of question."""
+    """A kind of question, and how to make a sample of it."""
 
-    # Takes a random generator, units of text, and a length in tokens. Returns a sample.
+    # Arguments: a random generator, the units of text, and a length in tokens.
     make: Callable[[Random, int, int], RulerSample]
     n_answer: int  # most tokens of an answer
     least: int = 1  # units of the shortest text
@@ -45,12 +45,12 @@ class RulerTask:
 
 @dataclass(frozen=True)
 class Needles:
-    """Facts in a haystack: "the magic number for this key is that value"."""
+    """Makes samples with facts in a haystack, such as "one magic number for this key is: value"."""
 
     haystack: str  # ``noise``, ``essay`` or ``needles``
     keys: str = "words"  # the kind of the keys
     values: str = "numbers"  # the kind of the values
-    n_keys: int = 1  # facts in the text
+    n_keys: int = 1  # keys in the text, without the haystack's own
     n_values: int = 1  # values of each key
     n_asked: int = 1  # keys that are asked for
 
@@ -84,7 +84,7 @@ class Needles:
 
 
 def hide(random: Random, hidden: list[str], others: list[str]) -> tuple[str, list[float]]:
-    """Returns ``hidden`` at random places among ``others``, and these places, 0 to 1."""
+    """Returns ``others`` as a text with ``hidden`` at random places, and these places, 0 to 1."""
     places = [random.randint(0, len(others)) for _ in hidden]
     lines = list(others)
     for place, fact in sorted(zip(places, hidden, strict=True), key=lambda each: -each[0]):
@@ -93,7 +93,10 @@ def hide(random: Random, hidden: list[str], others: list[str]) -> tuple[str, lis
 
 
 def variables(random: Random, n: int, _length: int) -> RulerSample:
-    """vt: a value goes from variable to variable; which ones have it? After an example."""
+    """Makes a sample of vt: several variables get the same value in turn; which ones?
+
+    The text begins with a short example.
+    """
 
     def chain(n_lines: int) -> tuple[str, list[str], str, list[float]]:
         names: dict[str, None] = {}
@@ -125,7 +128,10 @@ def variables(random: Random, n: int, _length: int) -> RulerSample:
 
 
 def common_words(random: Random, n: int, length: int) -> RulerSample:
-    """cwe: ten words of a list come more often than ``n`` others. After an example."""
+    """Makes a sample of cwe: ten words of a list come more often than ``n`` other words.
+
+    The text begins with a short example.
+    """
     source = listed_words(random)
 
     def numbered(n_others: int, often: int, seldom: int) -> tuple[str, list[str]]:
@@ -149,7 +155,10 @@ def common_words(random: Random, n: int, length: int) -> RulerSample:
 
 
 def frequent_words(random: Random, n: int, length: int) -> RulerSample:
-    """fwe: coded words. The k-th comes in proportion to 1/k^2, and dots come most often."""
+    """Makes a sample of fwe: coded words. The k-th word comes in proportion to 1/k^2.
+
+    The first word is dots, which the question excludes.
+    """
     words: dict[str, None] = {DOTS: None}
     while len(words) < max(2 * N_FREQUENT, length // 50):
         words["".join(random.choices(string.ascii_lowercase, k=6))] = None
@@ -170,7 +179,7 @@ def frequent_words(random: Random, n: int, length: int) -> RulerSample:
 
 
 def function_of_a_body(random: Random, n: int, _length: int) -> RulerSample:
-    """code: which function of a Python file has this body?"""
+    """Makes a sample of code: which function of a Python file has this body?"""
     text, name, body, depth = code_file(random, n)
     return RulerSample(
         f"Read the following Python file.\n\n```python\n{text}\n```",
@@ -198,6 +207,6 @@ TASKS: Mapping[str, RulerTask] = {
 
 
 def score(answer: str, references: list[str]) -> float:
-    """Returns the share of the references that the answer holds, whatever their case."""
+    """Returns the share of the references that the answer contains, in any case of letters."""
     text = answer.lower()
     return sum(reference.lower() in text for reference in references) / len(references)

@@ -1,4 +1,4 @@
-"""Words and sentences of our own: keys and values of needles, and prose of any length."""
+"""Words and sentences of our own: keys and values of needles, and texts of any length."""
 
 from collections.abc import Iterator
 from random import Random
@@ -113,7 +113,7 @@ def compound(random: Random) -> str:
 
 
 def number(random: Random) -> str:
-    """Seven figures."""
+    """Returns seven digits."""
     return str(random.randint(1_000_000, 9_999_999))
 
 
@@ -126,7 +126,7 @@ KINDS = {"words": compound, "numbers": number, "uuids": uuid}  # of keys and val
 
 
 def distinct(random: Random, kind: str, n: int) -> list[str]:
-    """``n`` different keys or values of a kind."""
+    """Returns n different keys or values of a kind."""
     found: dict[str, None] = {}
     while len(found) < n:
         found[KINDS[kind](random)] = None
@@ -134,7 +134,7 @@ def distinct(random: Random, kind: str, n: int) -> list[str]:
 
 
 def prose(random: Random) -> Iterator[str]:
-    """Sentences without end, in place of RULER's essays."""
+    """Yields random sentences without end. They replace RULER's essays."""
     while True:
         time = random.choice(TIMES)
         yield random.choice(FRAMES).format(
@@ -145,13 +145,13 @@ def prose(random: Random) -> Iterator[str]:
 
 
 def noise() -> Iterator[str]:
-    """Five sentences over and over."""
+    """Yields five sentences over and over."""
     while True:
         yield from NOISE
 
 
 def listed_words(random: Random) -> Iterator[str]:
-    """Yields different words without end: single ones in any order, then compounds."""
+    """Yields different words without end: first single words in random order, then compounds."""
     single = sorted({*ADJECTIVES, *NOUNS})
     random.shuffle(single)
     yield from single
