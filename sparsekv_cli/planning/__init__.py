@@ -1,1 +1,1 @@
-"""Speeds and memory of a model on this machine, and the choice of a method: speeds, plan, auto."""
+"""Measures speed and memory of a model on this machine, and chooses a method by them."""

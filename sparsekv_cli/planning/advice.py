@@ -1,4 +1,4 @@
-"""Advice from trials: the methods that are worth it on a document, and a sentence about it."""
+"""Advice from trials: which methods are worth it on a document, and why, in a sentence."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from sparsekv_cli.methods import spec_of
 from sparsekv_cli.planning.auto import ORACLE
 from sparsekv_cli.planning.trial import MethodTrial
 
-N_BEST = 3  # methods in the report next to ``full``
-MISSED = 1  # facts that ``full`` finds and an advised method may miss
+N_BEST = 3  # methods in the report, ``full`` not counted
+MISSED = 1  # an advised method may miss so many facts that ``full`` finds
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The conclusion from trials."""
+    """The conclusion from trials of methods on a document."""
 
     full: MethodTrial
     full_step_s: float  # seconds of a step of ``full``; all speeds refer to it
     trials: Sequence[MethodTrial]
     max_loss: float  # mean KLD up to which a method loses little
-    left_out: Mapping[str, str]  # reasons, by the names of methods that are not in the report
+    left_out: Mapping[str, str]  # name of a method that is not in the report -> the reason
     is_busy: bool  # the machine was busy, so speeds rank no method
     n_facts: int
-    facts_from: int  # tokens ahead of the first fact
+    facts_from: int  # position of the first fact, in tokens
 
     def loses_little(self, trial: MethodTrial) -> bool:
         is_near = float(trial.kld.mean()) <= self.max_loss
@@ -37,7 +37,7 @@ class Advice:
 
     @property
     def best(self) -> list[MethodTrial]:
-        """Up to N_BEST methods: those that lose little, fastest first; others by loss."""
+        """Up to N_BEST methods: those that lose little, fastest first, then others by loss."""
         asked = [trial for trial in self.trials if len(trial.same)]
         good = [trial for trial in asked if self.loses_little(trial)]
         others = [trial for trial in asked if not self.loses_little(trial)]
@@ -49,7 +49,10 @@ class Advice:
 
     @property
     def chosen(self) -> MethodTrial:
-        """The fastest method that loses little; of equally fast ones, the one of least loss."""
+        """The fastest method that loses little.
+
+        If several are equally fast, the one that loses least.
+        """
         good = [each for each in self.best if self.loses_little(each) and self.gains(each)]
         if self.is_busy or not good:
             return self.full
@@ -57,7 +60,7 @@ class Advice:
         return min(alike, key=lambda each: float(each.kld.mean()))
 
     def reasons(self) -> dict[str, str]:
-        """Returns why methods are not in the report, by their names."""
+        """Returns name -> reason, for each method that is not in the report."""
         best = [id(trial) for trial in self.best]
         others = {
             trial.method.name: f"{N_BEST} others are better here; it {self.losses(trial)}"
@@ -71,7 +74,7 @@ class Advice:
 
     @property
     def equal(self) -> dict[str, list[list[str]]]:
-        """Groups of reported methods whose speeds, or words, differ by no more than noise."""
+        """Groups of reported methods that are equal within noise: by speed, and by chosen words."""
         shown = [self.full, *self.best]
         by_speed = sorted(shown, key=self.tps)
         by_words = sorted((each for each in shown if len(each.same)), key=lambda e: e.same.mean())
@@ -102,7 +105,7 @@ class Advice:
 
     @property
     def why(self) -> str:
-        """The reason, in a sentence."""
+        """The reason for ``chosen``, in a sentence."""
         chosen = self.chosen
         if chosen is self.full:
             if not self.n_facts:
@@ -125,12 +128,12 @@ class Advice:
         return f"{spec_of(chosen.method)}: {gain}, and it {self.losses(chosen)}"
 
     def losses(self, trial: MethodTrial) -> str:
-        """Returns a method's loss, in words."""
+        """Returns a method's loss as words of a sentence."""
         same = f"would have chosen the same word {int(trial.same.sum())} times of {len(trial.same)}"
         return f"{same} and found {trial.found} of {self.n_facts} planted facts"
 
     def as_dict(self, trial: MethodTrial) -> dict[str, Any]:
-        """Returns a method of the report, for ``--json``."""
+        """Returns the figures of one method of the report, for ``--json``."""
         speedup, ends = (
             (1.0, (1.0, 1.0)) if trial is self.full else (trial.speedup, trial.interval())
         )

@@ -1,10 +1,11 @@
 """``--method auto``: the fastest method that loses no more than the user allows.
 
-The losses of methods are measured once a model, and kept in its sidecar with machine and date. A
+The losses of methods are measured once a model, and stored in its sidecar with machine and date. A
 loss is the mean distance to dense attention (KLD) over tokens that a method decodes after a text.
-Half of them continue the text. The others repeat a passage of it, whose first tokens are the
-prompt's end. A method that has lost the passage cannot repeat it. How fast methods are is
-forecast (plan.py). Up to the depth where the chosen method pays, all rows are attended to.
+Half of these tokens continue the text. The others repeat a passage of the text whose first tokens
+end the prompt. A method that has lost the passage cannot repeat it. The speed of methods is a
+forecast (plan.py). In contexts in which the chosen method is not faster than dense attention,
+attention is dense.
 """
 
 from __future__ import annotations
@@ -34,37 +35,38 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.models.forward import OnProgress
 
-AUTO = "auto"  # as a method on the command line, and in the sidecar
-N_TEXT = 4096  # tokens of the text
-N_BEGUN, N_HALF = 32, 48  # of a passage: repeated by the prompt, and by each method; of the text
-# In addition to the default of each method.
+AUTO = "auto"  # name of the method on the command line, and of the entry in the sidecar
+N_TEXT = 4096  # tokens of the text on which losses are measured
+# first tokens of the passage, in the prompt; and decoded tokens of passage and of text, each
+N_BEGUN, N_HALF = 32, 48
+# Budgets that are measured besides each method's default.
 BUDGETS = ("2%", "10%")
-LEAST_TEXT = 1024  # tokens; in shorter texts methods drop too little for a measurable loss
+LEAST_TEXT = 1024  # tokens; in shorter texts a method leaves out too little for a measurable loss
 ORACLE = (
     "even exact top-k ({spec}) loses {kld:.3f}, and {max_loss:g} is allowed, so no choice of so "
     "many rows is good enough on this model; take full, more --dense-layers or a larger --budget"
 )
-GAIN = 1.02  # times as fast as ``full`` that a method must be
+GAIN = 1.02  # the chosen method must be so many times as fast as ``full``
 
 
 @dataclass(frozen=True)
 class Losses:
-    """KLD of methods to dense attention."""
+    """The losses of methods on one model, KLD to dense attention."""
 
     machine: str
     date: str
     kld: Mapping[str, float]  # by ``method_key``
-    # hashes of the methods' calibrations, by the method's name
+    # name of a method -> hash of its calibration
     calibrations: Mapping[str, str] = field(default_factory=dict)
 
     def lacks(self, methods: Sequence[Method]) -> list[Method]:
-        """Returns the given methods that were not measured with these options."""
+        """Returns the methods that were not measured with their present options."""
         return [each for each in methods if method_key(each) not in self.kld]
 
     def oracle(self, max_loss: float) -> str:
-        """Returns a sentence if even exact top-k, with most rows, loses too much; else nothing.
+        """Returns a sentence if even exact top-k with the largest budget loses too much, else "".
 
-        Then a method that chooses rows better cannot help.
+        A method that chooses other rows cannot help then.
         """
         fewest, most = BUDGETS
         options: tuple[dict[str, str], ...] = ({"budget": most}, {}, {"budget": fewest})
@@ -82,7 +84,10 @@ class Losses:
 
     @staticmethod
     def of_entry(entry: Entry) -> Losses:
-        """Raises KeyError, TypeError or ValueError for an entry that ``as_entry`` did not make."""
+        """Returns the losses in an entry of a sidecar.
+
+        Raises KeyError, TypeError or ValueError if ``as_entry`` has not made the entry.
+        """
         try:
             losses = Losses(**json.loads(str(entry.tensors["losses"])))
         except RecursionError:
@@ -100,7 +105,7 @@ def _is_loss(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rated:
-    """A method with its loss, and its predicted tokens/s."""
+    """A method, its loss, and its predicted tokens a second."""
 
     method: Method
     kld: float
@@ -108,7 +113,7 @@ class Rated:
 
     @property
     def spec(self) -> str:
-        """The text of the command line: ``quest:budget=2%``."""
+        """The method as on the command line: ``quest:budget=2%``."""
         return spec_of(self.method)
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,20 +125,20 @@ class Rated:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method for a context of n tokens."""
+    """The method that was chosen for a context of n tokens, and why."""
 
     chosen: Rated
-    sparse_from: int  # rows up to which it attends to all of them
+    sparse_from: int  # contexts up to so many rows are dense
     full_tps: float
     n: int
     max_loss: float
     rated: Sequence[Rated]
     losses: Losses | None
-    is_busy: bool = False  # the speeds are of a busy machine, so no method is ranked
+    is_busy: bool = False  # True: the speeds are of a busy machine, so that ``full`` is chosen
 
     @property
     def repeat(self) -> str:
-        """The command-line options of this choice."""
+        """Options of the command line that give this choice again."""
         method = self.chosen.method
         options = "".join(f" -o {key}={text}" for key, text in stated_options(method).items())
         wait = f" --sparse-from {self.sparse_from}" if method.work_of_a_head else ""
@@ -141,7 +146,7 @@ class MethodChoice:
 
     @property
     def why(self) -> str:
-        """In a sentence."""
+        """The reason of the choice, in a sentence."""
         name, found = self.chosen.spec, self.losses
         if found is None:
             return (
@@ -182,7 +187,7 @@ class MethodChoice:
 
 
 def candidates(model: Model) -> list[Method]:
-    """Returns the methods that the model can run, with default options and with BUDGETS."""
+    """Returns the methods that the model can run, each with default options and with BUDGETS."""
     methods = [build_method(name, {}) for name in METHODS if name != "full"]
     return [
         variant
@@ -193,7 +198,7 @@ def candidates(model: Model) -> list[Method]:
 
 
 def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float) -> list[Method]:
-    """Returns methods whose loss is at most ``max_loss``, and all methods with default options."""
+    """Returns the methods whose speed is of interest: small loss, or default options."""
     return [
         each
         for each in methods
@@ -202,9 +207,9 @@ def worth_forecasting(methods: Sequence[Method], losses: Losses, max_loss: float
 
 
 def kept_losses(model: Model) -> Losses | None:
-    """Returns the losses in the model's sidecar; None if there are none that can be read.
+    """Returns the losses in the model's sidecar; None if there are none.
 
-    Losses with another calibration are left out.
+    Losses of methods that now have another calibration are left out.
     """
     entry = model.calibrations.find(AUTO)
     try:
@@ -229,10 +234,11 @@ def measure_losses(
     n_tokens: int = N_TEXT,
     progress: OnProgress | None = None,
 ) -> tuple[Losses, Entry]:
-    """Decodes a text's last tokens, and a passage of it again, with each of ``methods``.
+    """Measures the losses of ``methods`` on a text.
 
-    The losses are kept for every context, so the user's context does not limit the tokens.
-    Raises SparseKVError for a text that is too short.
+    Each method decodes the text's last tokens, and a passage of the text again. The losses count
+    for every context, so the user's context does not limit n_tokens. Raises SparseKVError if the
+    text is too short.
     """
     ids = model.tokenizer.encode(text.text, add_eos=False, parse_special=False)
     n_tokens, engine = min(n_tokens, model.hparams.n_ctx_train), copy(model.engine)
@@ -253,7 +259,7 @@ def measure_losses(
 
 
 def loss_task(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Returns a prompt and its continuation: a passage from its middle, then the text's end."""
+    """Returns a prompt and the tokens to decode: a passage from its middle, then the text's end."""
     end, middle = len(ids) - N_HALF - N_BEGUN - N_HALF, len(ids) // 2
     passage = ids[middle : middle + N_BEGUN + N_HALF]
     prompt = [*ids[:end], *passage[:N_BEGUN]]
@@ -265,7 +271,7 @@ def choose(
 ) -> MethodChoice:
     """Returns the fastest of ``methods`` at n tokens that loses at most ``max_loss``, or ``full``.
 
-    On a busy machine it returns ``full``. forecast: of methods that are sparse at once.
+    On a busy machine it returns ``full``. forecast: of methods that are sparse at every depth.
     """
     full = build_method("full", {})
     dense = Rated(full, 0.0, 1 / forecast.seconds(full, n))
@@ -285,6 +291,6 @@ def choose(
 
 
 def too_short(n: int, max_loss: float) -> MethodChoice:
-    """Returns the choice for a context in which methods leave out hardly any rows."""
+    """Returns the choice of ``full``, for contexts in which methods leave out hardly any rows."""
     full = Rated(build_method("full", {}), 0.0, 0.0)
     return MethodChoice(full, 0, 0.0, n, max_loss, (), None)

@@ -1,4 +1,4 @@
-"""The speeds of a model's shape on this machine: found in the user's cache, or measured once."""
+"""The speeds of a model's shape on this machine: read from the user's cache, or measured once."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ from sparsekv_cli.system.work import load_beyond_cores, usable_cores
 if TYPE_CHECKING:
     from sparsekv_cli.warmup import OnCompile
 
-FORMAT = 8  # increased when the measurement changes
-# Each method is measured so many times, in turn with the others. Medians count.
+FORMAT = 8  # raise it when the measurement changes
+# Passes over all methods. The median of a method's measurements counts.
 N_PASSES = 3
-OnMeasure = Callable[[str, int, int], None]  # the current part, finished parts, all parts
-# Metadata without effect on a step's time.
+# (part that is being measured, number of finished parts, number of parts)
+OnMeasure = Callable[[str, int, int], None]
+# Keys of metadata that do not change a step's time begin so.
 NAMES = ("general.", "tokenizer.")
 NOT_CALIBRATED = "not calibrated: sparsekv-cli calibrate"
 
 
 def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: int) -> str:
-    """Returns a hash of everything that decides a step's time: shapes, types, settings, machine."""
+    """Returns a hash of all that decides a step's time: shapes, types, settings, machine."""
     shapes = [(i.name, i.shape, int(i.type)) for i in file.tensors.values()]
     metadata = [
         (key, str(value)) for key, value in file.metadata.items() if not key.startswith(NAMES)
@@ -53,12 +54,12 @@ def shape_key(file: GGUFFile, config: SessionConfig, machine: str, n_threads: in
 
 
 def method_key(method: Method) -> str:
-    """Returns a text of a method with all of its options."""
+    """Returns a text with a method's name and all of its options."""
     return f"{method.name} {json.dumps(method.options(), sort_keys=True)}"
 
 
 def read_speeds(path: Path | None) -> Speeds | None:
-    """Returns the kept speeds. None if there is no such file, or it has other contents."""
+    """Returns the speeds in a file; None if the file is missing or has other contents."""
     bad = ValueError, KeyError, TypeError, AttributeError, RecursionError
     if path is None:
         return None
@@ -68,7 +69,7 @@ def read_speeds(path: Path | None) -> Speeds | None:
 
 
 def write_speeds(path: Path | None, speeds: Speeds) -> None:
-    """Replaces the file as a whole. Raises SparseKVError if it cannot be written."""
+    """Replaces the file by ``speeds``. Raises SparseKVError if it cannot be written."""
     if path is None:
         raise SparseKVError("speeds cannot be kept: there is no home folder and no XDG_CACHE_HOME")
     try:
@@ -81,9 +82,9 @@ def write_speeds(path: Path | None, speeds: Speeds) -> None:
 def calibration_of(
     method: Method, file: GGUFFile, hparams: HParams, n_ctx: int = 0
 ) -> Entry | None:
-    """Returns a method's calibration for this model; None if some of its tensors are missing.
+    """Returns a method's stored calibration for this model, or None.
 
-    n_ctx: the context; 0: the model's.
+    It is also None if the file has no data of tensors. n_ctx: the context; 0: the model's.
     """
     if not file.has_data:
         return None
@@ -93,7 +94,10 @@ def calibration_of(
 
 
 def _without_others(known: Speeds | None, entries: Mapping[str, Entry | None]) -> Speeds | None:
-    """Leaves out curves with the calibration of another model of this shape."""
+    """Returns the speeds without curves of methods that now have another calibration.
+
+    entries: method's key -> its calibration.
+    """
     if known is None:
         return None
     hashes = {key: entry and digest(entry.tensors) for key, entry in entries.items()}
@@ -115,14 +119,16 @@ def speeds_of(
     on_measure: OnMeasure | None = None,
     on_compile: OnCompile | None = None,
 ) -> Speeds:
-    """Returns the speeds of a model's shape with ``methods``. It measures and keeps missing ones.
+    """Returns the speeds of a model's shape with ``methods``. It measures and stores missing ones.
 
-    Other work on a machine makes it slower for minutes. Each curve is divided by the pace before
-    and after it. All refer to the median pace of the first measurement. Methods that cannot have
-    speeds are left out. again: measure everything. is_quick: missing speeds are measured in
-    seconds, once and less exactly, and kept apart. A longer measurement of all methods is used if
-    there is one. Missing speeds of a busy machine are measured again when the machine is quiet.
-    Warns if they cannot be kept. Raises SparseKVError for a model that cannot be run.
+    Other work on the machine makes it slower for minutes. So the pace of ``full`` is measured
+    before and after each curve, and the curve is divided by it. All curves refer to the median pace
+    of the first measurement. Methods without a calibration that they need are left out.
+
+    again: measure everything. is_quick: missing speeds are measured once, in seconds and less
+    exactly, and stored in another file. A longer measurement is used if it has all methods. Speeds
+    of a busy machine are measured again when the machine is quiet. Warns if they cannot be stored.
+    Raises SparseKVError for a model that cannot run.
     """
     from sparsekv_cli.evaluation.roofline import cpu_name
     from sparsekv_cli.planning.measure import Measurement
@@ -157,7 +163,7 @@ def speeds_of(
     if known is None:
         known = replace(measurement.speeds(machine), is_quick=is_quick)
     known = replace(known, is_busy=known.is_busy or is_busy)
-    found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # in units of the pace
+    found: dict[str, list[MethodCurve]] = {key: [] for key in missing}  # divided by the pace
     paces = [measurement.pace()]
     for i, (key, method) in enumerate(n_passes * list(missing.items()), 1):
         report(method.name, i, n_parts)
@@ -176,7 +182,7 @@ def speeds_of(
         curves[key] = middle(found[key]).times(known.pace)
         if method.name != "full" and type(method).dense_layer is Method.dense_layer:
             curves[key] = curves[key].with_dense_layers_of(curves[next(iter(wanted))])
-    is_busy = known.is_busy or load_beyond_cores() is not None  # it may have become so
+    is_busy = known.is_busy or load_beyond_cores() is not None  # the machine may have become busy
     speeds = replace(known, methods=curves, is_busy=is_busy)
     report("done", n_parts, n_parts)
     try:

@@ -1,7 +1,7 @@
 """Measures the time of a decode step on this machine: weights, and each method's attention.
 
-A stand-in of the model decodes with caches of random rows, as many as a context of that depth has.
-No prompt is read for that, so that a depth of 32768 rows takes a moment.
+A stand-in of the model decodes. Its caches have as many random rows as a context of the measured
+depth. No prompt is read, so that a depth of 32768 rows takes a moment.
 """
 
 import time
@@ -31,33 +31,34 @@ from sparsekv_cli.system.memory import available_memory
 from sparsekv_cli.warmup import OnCompile
 
 DEPTHS = (1024, 4096, 12288, 32768)
-MOST_WEIGHTS = 1 << 30  # bytes of a stand-in's weights
-MOST_ROWS = 1 << 30  # bytes of K and V in all layers that are measured
-LEAST_LAYERS = 4  # full ones that are measured, of which up to two are dense
+MOST_WEIGHTS = 1 << 30  # bytes of the weights of a stand-in
+MOST_ROWS = 1 << 30  # bytes of K and V of all measured layers
+LEAST_LAYERS = 4  # full layers that are measured at least, of which up to two are dense
 N_WARM, N_STEPS = 4, 10
-# A quick measurement: the first layers only, few tokens of the vocabulary, depths and steps.
+# A quick measurement has the first layers only, and fewer tokens of the vocabulary, depths and
+# steps.
 QUICK_DEPTHS, QUICK_VOCABULARY = (4096, 12288, 32768), 4096
 QUICK_WARM, QUICK_STEPS = 4, 5
-N_START = 64  # tokens of a prompt ahead of the first step
-N_QUERIES = 16  # different ones; half of their length is common, as of a text's
-CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different ones
+N_START = 64  # tokens of the prompt before the first step
+N_QUERIES = 16  # different queries; half of each is common to all, as in a text
+CHUNK, N_ROWS = 512, 4096  # rows of a prefill's chunk; different random rows
 SEED = 0
 # Spread of the logarithms of random keys' lengths. lfps, whose work depends on how uneven scores
 # are, then reads about as much as with SmolLM2-135M: 72 KB a head and step at 8192.
 KEY_SPREAD = 0.2
-# Options for work of a prefill that would take minutes: h2o adds up all attention.
+# Options that make a prefill shorter: h2o would add up all attention, for minutes.
 PROBED: Mapping[str, Mapping[str, Any]] = {"h2o": {"window": 32}}
 
 
 class _Inputs(NamedTuple):
-    """Rows of one layer's shape: q, k, v for a prompt, and for N_QUERIES steps."""
+    """Random q, k and v of one layer's shape: for a prompt, and for N_QUERIES steps."""
 
     prompt: tuple[np.ndarray, ...]  # (heads, N_ROWS, d)
     steps: Sequence[tuple[np.ndarray, ...]]  # (heads, 1, padded d)
 
 
 class TimedLayer:
-    """A full layer's cache in a decoder. It gets random rows, and its steps are timed."""
+    """Stands in for a full layer's cache: gives it random rows, and times its steps."""
 
     def __init__(self, cache: LayerCache, rows: _Inputs) -> None:
         self.cache, self.rows, self.seconds = cache, rows, list[float]()
@@ -80,7 +81,7 @@ class TimedLayer:
 
 
 class Measurement:
-    """A stand-in of one model on the CPU. is_quick: it takes seconds, and is less exact."""
+    """Measures one model on the CPU with a stand-in. is_quick: in seconds, and less exactly."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Measurement:
         self._pace_caches: list[Any] = []
 
     def _layers_that_fit(self) -> int:
-        """Returns the first layers that fit MOST_WEIGHTS and the memory, with every kind."""
+        """Returns how many first layers fit MOST_WEIGHTS and the memory, with every kind."""
         layers, weights = self.whole.hparams.layers, self.whole.weights
         if self.whole.hparams.n_layer_input:  # one tensor has parts for all layers
             return len(layers)
@@ -132,10 +133,9 @@ class Measurement:
         return min(max(fitting, least), len(layers))
 
     def step(self) -> tuple[float, int, int]:
-        """Returns the seconds of a step without the attention of full layers, and its bytes of
-        weights.
+        """Returns the seconds of a step without attention of full layers, and its bytes of weights.
 
-        The third figure is the bytes that all layers of other kinds hold.
+        The third figure is the bytes of the caches of all layers that are not full.
         """
         caches = [self._full.layer(spec) for spec in self.specs]
         self._start(caches)
@@ -149,7 +149,7 @@ class Measurement:
     def pace(self) -> float:
         """Returns the seconds of a step of ``full`` at a fixed depth in the middle of DEPTHS.
 
-        They show how fast the machine is now. Other work changes that by half, for minutes.
+        They show how fast the machine is now. Other work changes them by up to half, for minutes.
         """
         depth = self._pace_depth
         if not self._pace_caches:
@@ -165,7 +165,7 @@ class Measurement:
     def _rest(self, caches: Sequence[Any], n_steps: int) -> float:
         """Returns the seconds of a step without the attention of full layers.
 
-        The first steps are left out. A step leaves out layers after the last cache.
+        The first steps do not count. The step only runs the layers that have a cache in ``caches``.
         """
         wholes = self._steps(caches, n_steps)
         timed = [each.seconds for each in caches if isinstance(each, TimedLayer)]
@@ -173,7 +173,7 @@ class Measurement:
         return _typical(seconds[self._n_warm :])
 
     def _steps(self, caches: Sequence[Any], n_steps: int) -> list[float]:
-        """Decodes. Returns the seconds of each step, with the first ones, which are slower."""
+        """Decodes n_steps after some slower first steps. Returns the seconds of each step."""
         seconds = []
         for _ in range(self._n_warm + n_steps):
             started = time.perf_counter()
@@ -183,7 +183,7 @@ class Measurement:
         return seconds
 
     def scratch(self) -> int:
-        """Returns the peak bytes of a prefill's chunk, in addition to caches and weights."""
+        """Returns the peak bytes of a prefill's chunk, without caches and weights."""
         specs = warmup.first_layers(self.specs)
         caches = [self._full.layer(spec) for spec in specs]
         for cache in caches:
@@ -196,9 +196,9 @@ class Measurement:
             tracemalloc.stop()
 
     def reading(self) -> tuple[float, float]:
-        """Returns the seconds of a prefill, for a product of weights and for one of attention.
+        """Returns a prefill's seconds for one multiplication by a weight, and for one in attention.
 
-        The first layers read some chunks at the start of a prompt, and as many at a depth.
+        The first layers read some chunks at the start of a prompt, and the same number at a depth.
         """
         depth, n = self._depths[0], 2 * CHUNK
         deep, _ = self._filled(self._full, self.specs, depth)
@@ -220,7 +220,7 @@ class Measurement:
         return (seconds[0] - n * n / 2 * row * attention) / products, attention
 
     def speeds(self, machine: str) -> Speeds:
-        """Returns the speeds without curves of methods. ``pace`` is the mean of two results."""
+        """Returns the speeds without curves of methods. ``pace`` is the mean of two values."""
         pace = self.pace()
         seconds, n_bytes, other_bytes = self.step()
         scratch_bytes, reading = self.scratch(), self.reading()
@@ -240,9 +240,9 @@ class Measurement:
         )
 
     def curve(self, method: Method, calibration: Mapping[str, np.ndarray]) -> MethodCurve:
-        """Returns the method's curve at the depths whose rows have room, at least the first two.
+        """Returns a method's curve, at the depths whose rows fit memory, at least at the first two.
 
-        calibration: its arrays (n_layer, ...), if it needs them.
+        calibration: the method's arrays (n_layer, ...); empty if it needs none.
         """
         specs = [
             replace(spec, calibration={name: array[i] for name, array in calibration.items()})
@@ -255,7 +255,7 @@ class Measurement:
         return MethodCurve(method.options(), *self.layers_of(method), points)
 
     def _row_bytes(self) -> int:
-        """Returns the bytes of a token in one full layer, in f16."""
+        """Returns the bytes of a token's K and V in one full layer, in f16."""
         return token_bytes([next(s for s in self.specs if s.kind == FULL)], "f16", "f16")
 
     def _has_room(self, depth: int) -> bool:
@@ -263,7 +263,7 @@ class Measurement:
         return 2 * size <= (available_memory() or 1 << 40)
 
     def layers_of(self, method: Method) -> tuple[int, int]:
-        """Returns how many of the model's full layers the method leaves dense, and the others."""
+        """Returns how many of the model's full layers are dense with the method, and the others."""
         layers = self.whole.hparams.layers
         full = [i for i, layer in enumerate(layers) if layer.kind == FULL]
         of_all = replace(self.specs[0], kind=FULL, n_layer=len(layers), n_full=len(full))
@@ -274,7 +274,10 @@ class Measurement:
     def _filled(
         self, method: Method, specs: Sequence[LayerSpec], depth: int
     ) -> tuple[list[LayerCache], int]:
-        """Returns filled caches of as many first layers as fit, and a step's bytes of weights."""
+        """Returns caches of as many first layers as fit, with ``depth`` rows each.
+
+        The second result is the bytes of weights that a step of these layers reads.
+        """
         full = [spec for spec in specs if spec.kind == FULL]
         room = min(self._most_rows, (available_memory() or 1 << 40) // 4)
         n_measured = max(LEAST_LAYERS, room // (depth * self._row_bytes()))
@@ -300,7 +303,7 @@ class Measurement:
         return DepthPoint(depth, rest / n_bytes, sparse, points[True])
 
     def _start(self, caches: Sequence[LayerCache]) -> None:
-        """Prefills a short prompt. Layers that are not full start with the most rows."""
+        """Prefills a short prompt. Windows get as many rows as they can have."""
         self.decoder.rope.reserve(max(self._depths) + self._n_warm + 2 * self._n_steps)
         self.decoder.forward([0] * N_START, 0, caches)
         self._pos = N_START
@@ -317,7 +320,8 @@ class Measurement:
                 self._extend(cache, 0, depth)
                 cache.finish_prefill()
         if any(cache.spec.kind != FULL for cache in caches):
-            # Recurrent layers have a state only after a prompt. Full layers stand in for theirs.
+            # A recurrent layer only has a state after a prompt. Plain caches take the place of full
+            # layers.
             dense = [
                 cache if cache.spec.kind != FULL else self._full.layer(cache.spec)
                 for cache in caches
@@ -347,7 +351,7 @@ class Measurement:
         return self._rows[shape]
 
     def _new_rows(self, spec: LayerSpec) -> _Inputs:
-        """Returns normal rows. The rows of steps have a common half."""
+        """Returns normally distributed rows. Half of each step's row is common to all steps."""
         heads = (spec.n_head, spec.head_dim), (spec.n_head_kv, spec.head_dim)
         sizes = (*heads, (spec.n_head_kv, spec.value_dim))
         prompt = tuple(self._rng.standard_normal((h, N_ROWS, d), np.float32) for h, d in sizes)
@@ -365,12 +369,12 @@ class Measurement:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Returns the median: a step that other processes delay does not count."""
+    """Returns the median, so that a step that other processes delay does not count."""
     return float(np.median(seconds))
 
 
 def _mean_point(layers: Sequence[tuple[float, LayerCache]]) -> LayerPoint | None:
-    """Returns the typical time of equal layers, and the mean of their bytes."""
+    """Returns the median seconds and the mean bytes of layers that are alike, or None."""
     if not layers:
         return None
     memory = [cache.memory() for _, cache in layers]

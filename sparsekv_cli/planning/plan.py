@@ -1,7 +1,7 @@
-"""The forecast of a model with each method at a context: memory, speed, and where it pays.
+"""The forecast of a model with each method at a context: memory, speed, and where it is faster.
 
-Seconds come from speeds.py, measured with a stand-in on this machine. Bytes come from each
-method's caches.
+Seconds come from speeds.py, measured with a stand-in on this machine. Bytes come from each method's
+caches.
 """
 
 from bisect import bisect_right
@@ -25,15 +25,15 @@ from sparsekv_cli.planning.stand_in import read_stand_in
 from sparsekv_cli.planning.work import attention_work
 from sparsekv_cli.system.memory import available_memory
 
-SEARCHED = 1 << 18  # the largest depth that is searched for where a method pays
-LOW = 1.5  # a ceiling below which sparse attention changes little
-# Fields of a plan that are those of its speeds.
+SEARCHED = 1 << 18  # the largest context at which a method is compared with ``full``
+LOW = 1.5  # gains below this ratio count as little
+# Fields of a plan that it takes from its speeds.
 OF_SPEEDS = ("machine", "threads", "date", "bandwidth", "is_quick", "is_busy")
 
 
 @dataclass(frozen=True)
 class PlannedMethod:
-    """One method at the context. A figure is None if it could not be measured (``note``)."""
+    """One method at the context. A figure is None if it was not measured; ``note`` says why."""
 
     name: str
     options: Mapping[str, Any]
@@ -42,12 +42,13 @@ class PlannedMethod:
     index_bytes: int | None = None
     scratch_bytes: int | None = None
     fits: bool | None = None
-    fitting_context: int | None = None  # tokens that fit the memory; None: the system does not tell
+    # most tokens that fit the memory; None: the system does not tell its memory
+    fitting_context: int | None = None
     decode_tps: float | None = None
     sparse_from: int = 0  # tokens up to which ``run`` attends to all rows
-    # tokens from which a step is faster than a dense one; None: nowhere
+    # from this context on a step is faster than a dense one; None: never
     pays_from: int | None = None
-    is_dense: bool = False  # at the context, so that its speed is full's
+    is_dense: bool = False  # True: attention at this context is dense, so the speed is full's
     note: str = ""
 
 
@@ -65,13 +66,14 @@ class Plan:
     memory_available: int | None
     full_layers: int
     layers: int
-    # how many times faster than ``full`` a step without attention in full layers would be
+    # how many times as fast as ``full`` a step would be without attention in full layers
     ceiling: float
     methods: Sequence[PlannedMethod]
-    is_quick: bool = False  # see ``Speeds``, as below
+    is_quick: bool = False  # see Speeds; also is_busy
     is_busy: bool = False
     reading_s: float = 0.0  # seconds to read a prompt as long as the context
-    prefill_budget: int | None = None  # of sparse reading; None: it is dense
+    # rows that sparse reading attends to; None: prompts are read densely
+    prefill_budget: int | None = None
 
     @property
     def doubt(self) -> str:
@@ -87,7 +89,7 @@ class Plan:
         return {**asdict(self), "is_believable": not self.doubt}
 
     def verdict(self) -> str:
-        """The most that sparse attention can gain here, in a sentence."""
+        """Returns a sentence that says how much sparse attention can gain at this context."""
         low = "; that is little" if self.ceiling < LOW else ""
         part = ""
         if self.full_layers < self.layers:
@@ -99,10 +101,10 @@ class Plan:
 
 
 class Forecast:
-    """Seconds and bytes of a model's steps with any of the methods that were measured."""
+    """Predicts seconds and bytes of a model's steps with the methods that were measured."""
 
     def __init__(self, file: GGUFFile, speeds: Speeds, sparse_from: int = -1) -> None:
-        """sparse_from: as SessionConfig has ``sparse_from``."""
+        """sparse_from: the value of SessionConfig.sparse_from."""
         self._file, self.speeds, self._sparse_from = file, speeds, sparse_from
         self.hparams, _, weights = read_stand_in(file)
         self._step_bytes = weights.bytes_a_step(1)
@@ -111,7 +113,7 @@ class Forecast:
         self.full = speeds.methods[method_key(build_method("full", {}))]
 
     def sparse_from(self, method: Method) -> int:
-        """Returns the rows up to which a sequence attends to all of them."""
+        """Returns up to how many rows a context is dense with ``method``."""
         if method.work_of_a_head and self._sparse_from >= 0:
             return self._sparse_from
         layers: Any = self.hparams.layers
@@ -121,7 +123,10 @@ class Forecast:
         return self.speeds.methods[method_key(method)]
 
     def seconds(self, method: Method, n: int) -> float:
-        """Returns the seconds of a step at depth n, which is dense where a sequence is."""
+        """Returns the seconds of a step in a context of n tokens.
+
+        Dense steps take ``full``'s seconds.
+        """
         curve = self.full if n <= self.sparse_from(method) else self.curve(method)
         return self._step(curve, n)
 
@@ -129,11 +134,11 @@ class Forecast:
         return self._step_bytes * curve.byte_seconds(n) + curve.seconds(n)
 
     def ceiling(self, n: int) -> float:
-        """Returns how many times faster than ``full`` a step without full attention is."""
+        """Returns how many times as fast as ``full`` a step without attention in full layers is."""
         return self._step(self.full, n) / (self._step_bytes * self.speeds.byte_seconds)
 
     def pays_from(self, method: Method) -> int | None:
-        """Returns the tokens from which a step is faster than a dense one; None: it never is."""
+        """Returns from which context on a step is faster than a dense one; None: it never is."""
         curve, found = self.curve(method), None
         for n in range(FITTING, SEARCHED + 1, FITTING):
             if self._step(curve, n) >= self._step(self.full, n):
@@ -143,13 +148,20 @@ class Forecast:
         return found
 
     def reading(self, n: int, budget: int | None) -> float:
-        """Returns the seconds of a prefill of n tokens. budget: of sparse reading; None: dense."""
+        """Returns the seconds of a prefill of n tokens.
+
+        budget: the rows that sparse reading attends to; None: prompts are read densely.
+        """
         products = n * layer_products(self._file, self.hparams)
         attended = attention_work(self.hparams, n, budget)
         return products * self.speeds.product_seconds + attended * self.speeds.attention_seconds
 
     def kv_bytes(self, method: Method, n: int) -> int:
-        """Returns the bytes of n tokens. Shared rows count once if the method keeps them."""
+        """Returns the bytes of rows of n tokens.
+
+        Rows that several layers read count once if possible. A method that does not keep all rows
+        stores them once for each layer.
+        """
         n_bytes = self.curve(method).host(n)
         if method.holds_all_rows:
             layers = self.hparams.layers
@@ -159,9 +171,10 @@ class Forecast:
         return n_bytes + self.speeds.other_bytes
 
     def scratch(self, method: Method, n: int) -> int:
-        """Returns the bytes of a prefill of n tokens: of a chunk and of the residual stream.
+        """Returns the bytes of a prefill of n tokens besides weights and caches.
 
-        If a method cuts each layer's rows when all are there, one layer's bytes are added.
+        These are the memory of a chunk and the residual stream. If a method changes rows when a
+        layer is finished, all rows of one layer are added.
         """
         n_at_once, more = min(n, ROWS_AT_ONCE), 0
         if not method.holds_all_rows:
@@ -171,7 +184,7 @@ class Forecast:
         return self.speeds.scratch_bytes + residual + more
 
     def total(self, method: Method, n: int) -> int:
-        """Returns the bytes of everything at a context of n tokens."""
+        """Returns all bytes of a context of n tokens: weights, rows, index and scratch."""
         index = self.curve(method).index(n)
         return self.weights_bytes + self.kv_bytes(method, n) + index + self.scratch(method, n)
 
@@ -191,7 +204,7 @@ def make_plan(
 ) -> Plan:
     """Returns the plan of ``methods`` at a context of n_ctx tokens.
 
-    prefill_budget: of sparse reading; None: it is dense.
+    prefill_budget: the rows that sparse reading attends to; None: prompts are read densely.
     """
     forecast = Forecast(file, speeds, sparse_from)
     available, layers = available_memory(), forecast.hparams.layers

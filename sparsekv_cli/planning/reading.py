@@ -1,8 +1,8 @@
-"""The part of a document that is read, and a task that measures the loss of methods on its rows.
+"""Chooses the part of a document to read, and makes the task on which methods are tried.
 
-The task is the document with some facts planted in it. Methods then decode given tokens. They
-repeat a passage of the document, continue its end, and name each fact. All of it is text of the
-document and of the facts, so a base model can do it too.
+The task is the document with some facts planted in it. Methods then decode given tokens: they
+repeat a passage of the document, continue its end, and name each fact. All these tokens are text of
+the document and the facts. So a base model can do the task too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 from sparsekv_cli.models.tokenizer.ids import n_common
 from sparsekv_cli.planning.auto import N_HALF, loss_task
 
-FACTS = (  # a number follows each; no two start with the same words
+FACTS = (  # a number follows each fact; no two facts begin with the same words
     "The secret code of the harbour master is",
     "The phone number of the village baker is",
     "The old safe in the cellar opens with",
@@ -25,14 +25,17 @@ FACTS = (  # a number follows each; no two start with the same words
     "His winning ticket in the lottery was",
     "Inside the ship's bell someone had scratched",
 )
-N_WORDS = 2 * N_HALF  # steps that count how often a method chooses the word that full chooses
-PART = 512  # tokens; a reading's length is a multiple of this
+N_WORDS = 2 * N_HALF  # steps in which a method's word is compared with full's
+PART = 512  # tokens; the length of a reading is a multiple
 END_OF_SENTENCE = re.compile(r"[.!?]\s*$|\n\s*$")
-SEARCHED = 64  # tokens after a place in which the end of a sentence is looked for
+SEARCHED = 64  # tokens in which the end of a sentence is searched
 
 
 def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:
-    """Returns the tokens of at most n whose work is at most ``most``, but not below ``least``."""
+    """Returns the most tokens, at most n, whose ``work`` is at most ``most``.
+
+    The result is a multiple of PART above ``least``. It is never below ``least`` unless n is.
+    """
     found = min(n, least)
     while found < n and work(min(n, found + PART)) <= most:
         found = min(n, found + PART)
@@ -42,9 +45,9 @@ def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: 
 def fitting_text(
     text: str, encode: Callable[[str], Sequence[int]], most: int
 ) -> tuple[str, Sequence[int]]:
-    """Returns the beginning of ``text`` whose tokens are at most ``most``, and these tokens.
+    """Returns the beginning of ``text`` that has at most ``most`` tokens, and its ids.
 
-    encode: the ids of a text. A text far longer than ``most`` tokens is never encoded as a whole.
+    encode: text -> ids. A text with far more tokens is never encoded as a whole.
     """
     text = text[: 32 * most]
     while len(ids := encode(text)) > most:
@@ -57,12 +60,12 @@ def fitting_text(
 
 @dataclass(frozen=True)
 class LossTask:
-    """A document with planted facts, and what every method decodes after it."""
+    """A document with planted facts, and the tokens that every method decodes after it."""
 
     prompt: list[int]
     following: list[int]  # N_WORDS tokens of the document, then a sentence for each fact
-    # For each fact its steps. A method has found the fact if the logits of each step name
-    # ``following[step + 1]``.
+    # For each fact, the steps that name its number. A method has found the fact if, after each of
+    # these steps, ``following[step + 1]`` is its likeliest token.
     facts: Sequence[range]
     first: int  # the position of the first fact in ``prompt``
 
@@ -73,10 +76,10 @@ def make_task(
     encode: Callable[[str], list[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> LossTask:
-    """Plants FACTS in the part of a document after ``start``, a share of it.
+    """Plants FACTS in the document, after the share ``start`` of it.
 
-    The tokens ahead of the first fact stay as they are. encode: the ids of a text inside another
-    one. decode: the text of ids.
+    Tokens before the first fact stay as they are. encode: ids of a text within another text.
+    decode: text of ids.
     """
     random = Random(len(FACTS))
     codes = [str(random.randint(10_000, 99_999)) for _ in FACTS]
@@ -107,7 +110,7 @@ def make_task(
 def _end_of_sentence(
     ids: Sequence[int], at: int, end: int, decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Returns the next end of a sentence after ``at``, or ``at`` if there is none near."""
+    """Returns the first end of a sentence from ``at`` on; ``at`` if none is near."""
     for place in range(at, min(at + SEARCHED, end)):
         if END_OF_SENTENCE.search(decode(ids[max(0, place - 4) : place])):
             return place

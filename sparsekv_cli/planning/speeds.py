@@ -1,8 +1,8 @@
-"""The measurements of a model's shape on a machine, and speeds for any context from them.
+"""The measured speeds of a model's shape on a machine, from which speeds at any context follow.
 
-A step is its weights, and in each full layer the attention of the method. Both were measured with a
-stand-in (stand_in.py) at a few depths. The weights have seconds a byte, the attention has seconds a
-layer. Figures are interpolated between these depths, and extrapolated as a line beyond them.
+A step has two parts: the weights, and in each full layer the attention of the method. A stand-in
+(stand_in.py) was measured at a few depths: seconds a byte of weights, and seconds of a layer's
+attention. Between these depths they are interpolated. Beyond them they are a line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """One layer at a depth: seconds of a step's attention, bytes of rows and of the index."""
+    """One layer at one depth: seconds of its attention in a step, bytes of its rows and index."""
 
     seconds: float
     host: int
@@ -24,19 +24,20 @@ class LayerPoint:
 
 @dataclass(frozen=True)
 class DepthPoint:
-    """A method at a depth of n rows."""
+    """The measurements of a method at a depth of n rows."""
 
     n: int
-    # Seconds of a step without the attention of full layers, a byte of weights. They depend on how
-    # much of the weights the attention leaves in the CPU's caches.
+    # Seconds of a step without attention of full layers, divided by the bytes of its weights. They
+    # depend on how much of the weights the attention leaves in the CPU's caches.
     byte_seconds: float
     sparse: LayerPoint
-    dense: LayerPoint | None  # of its layers that attend to all rows, if it has any
+    # the method's layers that attend to all rows; None: it has no such layers
+    dense: LayerPoint | None
 
 
 @dataclass(frozen=True)
 class MethodCurve:
-    """A method with its options, at growing depths."""
+    """A method with its options, measured at several depths, the smallest first."""
 
     options: Mapping[str, Any]
     dense_layers: int
@@ -48,7 +49,7 @@ class MethodCurve:
         return self._sum(n, lambda point: point.seconds)
 
     def byte_seconds(self, n: int) -> float:
-        """Returns the seconds a byte of weights, without attention in full layers, at depth n."""
+        """Returns the seconds for a byte of weights at depth n, without attention."""
         n = min(max(n, self.points[0].n), self.points[-1].n)
         return interpolate([(point.n, point.byte_seconds) for point in self.points], n)
 
@@ -57,11 +58,11 @@ class MethodCurve:
         return round(self._sum(n, lambda point: point.host))
 
     def index(self, n: int) -> int:
-        """Returns the bytes that the method adds to the rows."""
+        """Returns the bytes of the method's indexes in all full layers at depth n."""
         return round(self._sum(n, lambda point: point.index))
 
     def times(self, factor: float) -> MethodCurve:
-        """Returns the curve with all times multiplied by ``factor``."""
+        """Returns a copy with all seconds multiplied by ``factor``."""
 
         def layer(point: LayerPoint) -> LayerPoint:
             return replace(point, seconds=factor * point.seconds)
@@ -73,7 +74,7 @@ class MethodCurve:
         return replace(self, points=points)
 
     def with_dense_layers_of(self, full: MethodCurve) -> MethodCurve:
-        """Returns the curve with the figures of ``full`` for the dense layers."""
+        """Returns a copy whose dense layers have the figures of ``full``."""
         of_full = {point.n: point.sparse for point in full.points}
         points = [replace(each, dense=of_full.get(each.n, each.dense)) for each in self.points]
         return replace(self, points=points)
@@ -86,7 +87,7 @@ class MethodCurve:
 
 
 def middle(curves: Sequence[MethodCurve]) -> MethodCurve:
-    """Returns the medians of several curves of a method, at the depths that all of them have."""
+    """Returns the median of several curves of a method, at the depths that all of them have."""
     together = zip(*(curve.points for curve in curves), strict=False)
     return replace(curves[-1], points=[_middle_point(points) for points in together])
 
@@ -106,27 +107,27 @@ def _middle_point(points: Sequence[DepthPoint]) -> DepthPoint:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of one model's shape on one machine."""
+    """The speeds of one model's shape on one machine. All seconds are those of the stand-in."""
 
     machine: str
     threads: int
     date: str
-    bandwidth: float  # bytes a second that threads read from memory
-    pace: float  # seconds of a step of ``full`` at the machine's pace to which all figures refer
-    step_seconds: float  # of a step without the attention of full layers, of the stand-in
+    bandwidth: float  # bytes a second that all threads read from memory
+    pace: float  # seconds of a step of ``full`` when the other figures were measured
+    step_seconds: float  # seconds of a step without attention of full layers
     step_bytes: int  # bytes of weights that this step reads
-    other_bytes: int  # bytes that layers of other kinds hold
-    scratch_bytes: int  # of a prefill's chunk
+    other_bytes: int  # bytes of the caches of layers that are not full
+    scratch_bytes: int  # bytes of a prefill's chunk, without caches and weights
     methods: Mapping[str, MethodCurve]  # by ``method_key``, ``full`` among them
     is_quick: bool = False  # measured in seconds, less exactly
     is_busy: bool = False  # measured while the machine had more work than cores
-    # Seconds of a prefill, for a product of weights and for a product of attention.
+    # Seconds of a prefill for one multiplication by a weight, and for one in attention.
     product_seconds: float = 0.0
     attention_seconds: float = 0.0
 
     @property
     def byte_seconds(self) -> float:
-        """The seconds a byte of weights, in a step with hardly any attention."""
+        """The seconds for a byte of weights, in a step with hardly any attention."""
         return self.step_seconds / self.step_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,7 +135,10 @@ class Speeds:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Speeds:
-        """Raises KeyError or TypeError for an object that ``as_dict`` did not make."""
+        """Returns the speeds in an object that ``as_dict`` made.
+
+        Raises KeyError or TypeError for others.
+        """
         methods = {name: _curve(curve) for name, curve in values["methods"].items()}
         return Speeds(**{**values, "methods": methods})
 
@@ -149,11 +153,11 @@ def _curve(values: Mapping[str, Any]) -> MethodCurve:
 
 
 def interpolate(points: Sequence[tuple[int, float]], n: int) -> float:
-    """Returns the value at n of the line through its two neighbours, or through the two last or
-    first points.
+    """Returns the value at n: of the line through its two neighbours among ``points``.
 
-    The value is not below 0, and after the last point not below that point's value. points: at
-    least one, by growing n.
+    points: (n, value), at least one, by rising n. Before the first and after the last point, the
+    line through the first or last two goes on. The value is at least 0, and after the last point at
+    least that point's value.
     """
     if len(points) == 1:
         return points[0][1]

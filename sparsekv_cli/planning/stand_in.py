@@ -1,7 +1,7 @@
-"""A stand-in for a model: the shapes of its file, zeros for its weights.
+"""A stand-in for a model: its shapes, but zeros for its weights.
 
-A decode step takes the same time with any weights. The header of a file is therefore enough to
-measure one. A few layers of a large model represent all.
+A decode step takes the same time with any weights. So the header of a file is enough to measure a
+step. A few layers of a large model stand for all.
 """
 
 from collections.abc import Mapping
@@ -15,17 +15,18 @@ from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
 from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
-SMALL = 1 << 20  # bytes; a float tensor up to this size has values
-TABLE = "per_layer_token_embd.weight"  # a step reads one row of it; its zeros take no memory
-OF_TOKENS = (TABLE, "token_embd.weight", "output.weight")  # a row a token
-NEGATIVE = "ssm_a"  # ends the names of tensors whose values must be below 0
+SMALL = 1 << 20  # bytes; larger tensors are zeros
+# a step reads one row of this table, so its zeros need no memory
+TABLE = "per_layer_token_embd.weight"
+OF_TOKENS = (TABLE, "token_embd.weight", "output.weight")  # tensors with a row for each token
+NEGATIVE = "ssm_a"  # end of the names of tensors whose values must be negative
 
 
 class StandInFile:
-    """Replaces a GGUFFile: the tensors of its first layers, and data that are not in it.
+    """Replaces a GGUFFile: it has the tensors of the first layers, with made-up data.
 
-    has_room: whether large tensors have memory of their own; otherwise only their sizes are right.
-    n_vocab: tokens of the vocabulary, None: all.
+    n_layer: number of first layers. has_room: whether large tensors have memory; if not, only their
+    shapes are right. n_vocab: tokens of the vocabulary; None: all.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StandInFile:
         }
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
-        """Returns (rows, bytes a row) uint8: ones for small float tensors, otherwise zeros."""
+        """Returns uint8 (rows, bytes a row): ones for small tensors of f32, else zeros."""
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         row = info.type.row_bytes(info.shape[-1])
         shape = info.n_bytes // row, row
@@ -51,7 +52,7 @@ class StandInFile:
             return np.full(info.n_elements, value).view(np.uint8).reshape(shape)
         if self._has_room and info.name != TABLE:
             data = np.empty(shape, np.uint8)
-            data.fill(0)  # so that each page is memory of its own
+            data.fill(0)  # writes each page, so that it has memory of its own
             return data
         if info.n_bytes <= SMALL or self._has_room:
             return np.zeros(shape, np.uint8)
@@ -65,7 +66,7 @@ class StandInFile:
 
 
 class StandIn(NamedTuple):
-    """The parts of a decoder."""
+    """The parts from which a decoder is made."""
 
     hparams: HParams
     architecture: Architecture
@@ -73,7 +74,7 @@ class StandIn(NamedTuple):
 
 
 def _layer_of(name: str) -> int:
-    """Returns the layer of a tensor; -1: it is of no layer."""
+    """Returns the number of a tensor's layer; -1 if it belongs to no layer."""
     prefix, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if prefix == "blk" and number.isdecimal() else -1
@@ -88,11 +89,10 @@ def _first_rows(info: TensorInfo, n: int | None) -> TensorInfo:
 def read_stand_in(
     file: GGUFFile, n_layer: int | None = None, n_vocab: int | None = None
 ) -> StandIn:
-    """Returns the model with its first ``n_layer`` layers; None: all, with weights without memory.
+    """Returns the model with its first ``n_layer`` layers.
 
-    n_vocab: the most tokens that its vocabulary keeps; None: all.
-
-    Raises SparseKVError for a model that this program cannot run.
+    n_layer: None: all layers, and large weights have no memory. n_vocab: most tokens of its
+    vocabulary; None: all. Raises SparseKVError for a model that this program cannot run.
     """
     architecture = architecture_of(read_architecture(file))
     hparams = read_hparams(file)

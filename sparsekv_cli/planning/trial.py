@@ -1,8 +1,8 @@
-"""A method on a document's rows: the speed of its steps, and what they lose.
+"""Tries a method on a document's rows: how fast its steps are, and how much they lose.
 
-Steps of a method and of ``full`` are timed in turn, because other work on a machine makes it slower
-for minutes. Steps whose speed does not matter are decoded several at once. A row has the same bits
-alone and with others.
+Steps of a method and of ``full`` are timed in turn, because other work slows a machine down for
+minutes. Steps that are not timed are decoded several at once. A row has the same bits alone and
+with others.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from sparsekv_cli.planning.reading import N_WORDS, LossTask
 if TYPE_CHECKING:
     from sparsekv_cli.sequence import Sequence
 
-N_COLD, N_TIMED = 2, 22  # steps of a method: the first ones are slower, the next ones are timed
-N_COLD_PACE, N_PACE = 1, 6  # of ``full``, ahead of each method and after it
-N_AT_ONCE = 8  # rows of a step that is not timed
-NOISE = 1.05  # ratio of two speeds below which they count as equal
-SMALL = 0.8  # share of the memory of ``full`` below which a method saves memory
-UNEVEN = 1.3  # ratio of two paces of ``full`` above which the machine is busy
+N_COLD, N_TIMED = 2, 22  # first steps of a method, which are slower; then steps that are timed
+N_COLD_PACE, N_PACE = 1, 6  # the same for ``full``, before and after each method
+N_AT_ONCE = 8  # rows of one step that is not timed
+NOISE = 1.05  # speeds with a smaller ratio count as equal
+SMALL = 0.8  # a method saves memory if it needs at most this share of full's
+UNEVEN = 1.3  # if the speed of ``full`` varies by more than this ratio, the machine is busy
 
 
 @dataclass(frozen=True)
 class MethodTrial:
-    """A method on a LossTask.
+    """The result of a method on a LossTask.
 
-    A method that gains nothing does not get the task. ``same`` and ``kld`` are then empty.
+    A method that gains nothing does not run the task: ``same`` and ``kld`` are then empty.
     """
 
     method: Method
     step_s: np.ndarray  # f64 (n,), seconds of the timed steps
-    full_s: np.ndarray  # f64 (m,), seconds of steps of ``full`` just before and after
-    n_bytes: int  # of K, V and the index
-    same: np.ndarray  # bool (N_WORDS,), whether the method chose the word that ``full`` chose
+    full_s: np.ndarray  # f64 (m,), seconds of steps of ``full`` just before and after the method's
+    n_bytes: int  # bytes of K, V and index
+    same: np.ndarray  # bool (N_WORDS,), whether method and ``full`` chose the same word
     kld: np.ndarray  # f64 (N_WORDS,), KLD(full || method)
-    found: int = 0  # facts
+    found: int = 0  # number of facts that the method found
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as ``full`` a step is."""
+        """How many times as fast as a step of ``full`` a step is."""
         return float(np.median(self.full_s) / np.median(self.step_s))
 
     def interval(self) -> tuple[float, float]:
-        """Returns the interval of the speed-up."""
+        """Returns the bootstrap interval of ``speedup``."""
         return interval(self._draws())
 
     def _draws(self) -> np.ndarray:
@@ -75,28 +75,28 @@ class MethodTrial:
 
 
 class Trials:
-    """Tries methods on a task, one after the other, next to a sequence of ``full``."""
+    """Tries methods on a task, one after another, and times ``full`` between them."""
 
     def __init__(self, task: LossTask, full: Sequence, method: Method) -> None:
-        """full: holds the task's prompt, and has the method ``method``."""
+        """full: a sequence of the method ``method``, which ends with the task's prompt."""
         self.task, self._full, self._paces = task, full, list[float]()
         self._reference: list[np.ndarray] = []
         self.full = self.try_method(full, method)
 
     @property
     def full_step_s(self) -> float:
-        """Seconds of a step of ``full``, of all that were timed."""
+        """The median seconds of all timed steps of ``full``."""
         return float(np.median(self._paces))
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ``full`` was much slower at times, so that something else was running."""
+        """Whether ``full`` was much slower at some times, so that other work was running."""
         paces = np.reshape(self._paces, (-1, N_PACE))
         middles = np.median(paces, axis=1)
         return bool(middles.max() > UNEVEN * middles.min())
 
     def pace(self) -> list[float]:
-        """Returns the seconds of some steps of ``full`` at the end of the prompt."""
+        """Returns the seconds of some steps of ``full`` after the prompt."""
         self._rewind()
         seconds = _timed_steps(self._full, self.task.following[: N_COLD_PACE + N_PACE])
         self._paces += seconds[N_COLD_PACE:]
@@ -105,10 +105,11 @@ class Trials:
     def _rewind(self) -> None:
         n = len(self.task.prompt)
         self._full.rewind(n)
-        assert len(self._full.tokens) == n  # the end of its last prefill
+        # the prompt ends a prefill, so every method can go back there
+        assert len(self._full.tokens) == n
 
     def try_method(self, sequence: Sequence, method: Method) -> MethodTrial:
-        """Measures a method. sequence: holds the task's prompt."""
+        """Returns the trial of a method. sequence: has this method and ends with the prompt."""
         before = self.pace()
         following, measured, is_full = self.task.following, Measured(), sequence is self._full
         found = dict.fromkeys(range(len(self.task.facts)), True)
@@ -143,7 +144,7 @@ class Trials:
 
 
 def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:
-    """Returns medians of bootstrap draws. A step that other work delays hardly changes them."""
+    """Returns medians of bootstrap draws of ``values``. One delayed step hardly changes them."""
     drawn = np.random.RandomState(seed).randint(0, len(values), (N_DRAWS, len(values)))
     return np.median(values[drawn], axis=1)
 
@@ -151,7 +152,10 @@ def _drawn_medians(values: np.ndarray, seed: int) -> np.ndarray:
 def _timed_steps(
     sequence: Sequence, tokens: list[int], see: Callable[[int, np.ndarray], None] | None = None
 ) -> list[float]:
-    """Decodes ``tokens`` one by one; returns the seconds of each step."""
+    """Decodes ``tokens`` one by one. Returns the seconds of each step.
+
+    see: called with the number and the logits of each step.
+    """
     seconds = []
     for step, token in enumerate(tokens):
         before = sequence.timings.decode_s

@@ -1,4 +1,4 @@
-"""The work of a prefill, in products: what its time is proportional to."""
+"""The work of a prefill in multiplications, to which its time is proportional."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def attention_work(hparams: HParams, n: int, budget: int | None = None) -> float:
-    """Returns the products of attention in a prefill of n tokens.
+    """Returns the multiplications of attention in a prefill of n tokens.
 
-    budget: of a sparse reading; None: it is dense.
+    budget: the rows that sparse reading attends to; None: the prompt is read densely.
     """
     full = [layer for layer in hparams.layers if layer.kind == FULL]
     rows = [layer.n_head * (layer.head_dim + layer.value_dim) for layer in full]
@@ -28,5 +28,8 @@ def attention_work(hparams: HParams, n: int, budget: int | None = None) -> float
 
 
 def prefill_work(file: GGUFFile, hparams: HParams, n: int, budget: int | None = None) -> float:
-    """Returns the products of a prefill: of weights, and of attention (``attention_work``)."""
+    """Returns the multiplications of a prefill: by weights, and in attention.
+
+    budget: see ``attention_work``.
+    """
     return n * layer_products(file, hparams) + attention_work(hparams, n, budget)
