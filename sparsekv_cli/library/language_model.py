@@ -37,12 +37,12 @@ from sparsekv_cli.model import Model
 from sparsekv_cli.sequence import Attention
 
 CLOSED = "the model is closed: load it again"
-TOGETHER = 8  # prompts of a list that are decoded together
+TOGETHER = 8  # prompts that are decoded in one step
 Prompt = str | list[int]
 
 
 def built(name: str, budget: str | int | None, options: Mapping[str, Any] | None) -> Method:
-    """Returns a method with its options. Raises ValueError for one that does not exist."""
+    """Returns the method ``name`` with its options. Raises ValueError for a wrong one."""
     texts = {key: str(value) for key, value in (options or {}).items()}
     return build_method(name, texts, budget=None if budget is None else str(budget))
 
@@ -50,8 +50,8 @@ def built(name: str, budget: str | int | None, options: Mapping[str, Any] | None
 class LanguageModel:
     """A model that ``load`` has opened. It answers one call at a time.
 
-    It computes only the part of a prompt that differs from the last one. The answer is the same as
-    that of a model that has just been loaded.
+    A prompt that begins like the last one is only computed from the first different token on. The
+    answer is the same as that of a model that has just been loaded.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class LanguageModel:
         limit: float | None = None,
         repair: float | None = None,
     ) -> None:
-        """folder: keeps the rows of prompts, up to ``limit`` GiB; None: see ``limit_of``.
+        """folder: stores rows of prompts, up to ``limit`` GiB; None: nothing is stored.
 
-        repair: see ``move_passages``.
+        limit: None: see ``limit_of``. repair: see ``move_passages``.
         """
         self._model = model
         self._sequence = model.sequence()
         self._attention = cache(model.attention_of)
         of_disk = replace(model, draft=None), folder, limit
         self._rows = cache(partial(rows_on_disk, *of_disk, repair=repair))
-        self._lock = threading.Lock()  # held while an answer begins
+        self._lock = threading.Lock()  # held while an answer starts or the model closes
         self._running: Callable[[], Generator[Any, None, None] | None] = lambda: None
         self._is_open = True
         self._streams: WeakSet[Stream] = WeakSet()
@@ -92,10 +92,10 @@ class LanguageModel:
         self.close()
 
     def close(self) -> None:
-        """Ends answers, closes the model's file and frees the memory of its rows.
+        """Ends all answers, closes the model's file and frees the memory of its rows.
 
-        An answer that another thread computes ends after its next token. It frees all memory of a
-        draft model.
+        If another thread computes an answer, that answer ends after its next token. The memory of a
+        draft model is freed too.
         """
         self._is_open = False
         for stream in list(self._streams):
@@ -112,13 +112,16 @@ class LanguageModel:
     def tokenize(
         self, text: str, *, add_bos: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Returns the token ids of a text. parse_special: control tokens in it are tokens."""
+        """Returns the token ids of a text.
+
+        parse_special: whether the spelling of a control token, such as <|im_end|>, is that token.
+        """
         return self._model.tokenizer.encode(
             text, add_bos=add_bos, add_eos=False, parse_special=parse_special
         )
 
     def detokenize(self, tokens: Ids[int]) -> str:
-        """Returns the text of token ids, with control tokens."""
+        """Returns the text of token ids. Control tokens are spelled out."""
         parts = (self._model.tokenizer.token_bytes(int(token)) for token in tokens)
         return b"".join(parts).decode("utf-8", errors="replace")
 
@@ -133,13 +136,13 @@ class LanguageModel:
     def chat(
         self, messages: Any, *, stream: bool = False, think: bool | None = None, **given: Any
     ) -> Reply | Stream | list[Reply]:
-        """Answers a conversation, by the model's chat template.
+        """Answers a conversation with the model's chat template.
 
-        messages: dictionaries with ``role`` and ``content``, or the text of one message. A list of
-        conversations has a list of replies. stream: returns the pieces as they come. think: whether
-        the model thinks first; None takes what its template does. given: see ``generate``. Raises
-        SparseKVError for a model without a chat template and for a prompt that does not fit the
-        context.
+        messages: dictionaries with ``role`` and ``content``, or the text of one message. For a list
+        of conversations it returns a list of replies. stream: True returns a Stream of the answer's
+        pieces. think: whether the model thinks first; None: its template decides. given: see
+        ``generate``. Raises SparseKVError if the model has no chat template, or if a prompt does
+        not fit the context.
         """
 
         def ids_of(conversation: Any) -> list[int]:
@@ -159,13 +162,13 @@ class LanguageModel:
     ) -> Reply | Stream | list[Reply]:
         """Continues a text or token ids, without the chat template.
 
-        A list of prompts has a list of replies, which are decoded together. given: ``max_tokens``
-        is the most tokens; by default as many as fit. ``stop`` is one or more texts. ``logprobs``
-        is the number of most likely tokens that are kept with each token. ``method``, ``budget``
-        and ``method_options`` are those of this call. The parameters of a line of ``run --jsonl``
-        are accepted too: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``,
-        ``json_schema``, ``grammar``, ``regex`` and so on. Raises SparseKVError for an unknown
-        parameter or a bad value.
+        For a list of prompts it returns a list of replies, which are decoded together. given:
+        ``max_tokens`` is the most tokens, by default as many as fit. ``stop`` is a text or a list
+        of texts that end the answer. ``logprobs`` is the number of likeliest tokens to return with
+        each token. ``method``, ``budget`` and ``method_options`` are for this call only. The
+        parameters of a line of ``run --jsonl`` are accepted too: ``temperature``, ``top_p``,
+        ``top_k``, ``min_p``, ``seed``, ``json_schema``, ``grammar``, ``regex`` and so on. Raises
+        SparseKVError for an unknown parameter or a bad value.
         """
 
         def ids_of(one: Any) -> list[int]:
@@ -176,11 +179,11 @@ class LanguageModel:
         return self._answer(prompt, GENERATE, ids_of, stream, given, is_chat=False)
 
     async def achat(self, messages: Any, **given: Any) -> Any:
-        """Does ``chat`` in a thread. A ``Stream`` is also for ``async for``."""
+        """Runs ``chat`` in a thread. If it returns a Stream, ``async for`` reads the pieces."""
         return await asyncio.to_thread(partial(self.chat, messages, **given))
 
     async def agenerate(self, prompt: Any, **given: Any) -> Any:
-        """Does ``generate`` in a thread. A ``Stream`` is also for ``async for``."""
+        """Runs ``generate`` in a thread. If it returns a Stream, ``async for`` reads the pieces."""
         return await asyncio.to_thread(partial(self.generate, prompt, **given))
 
     def _answer(
@@ -193,7 +196,7 @@ class LanguageModel:
         *,
         is_chat: bool,
     ) -> Reply | Stream | list[Reply]:
-        """Answers a prompt or several. expected: the words for what ``prompt`` may be."""
+        """Answers one prompt or a list. expected: words for an error, what ``prompt`` may be."""
         if not self._is_open:
             raise SparseKVError(CLOSED)
         prompt = plain(prompt)
@@ -228,7 +231,10 @@ class LanguageModel:
         return self._attention(built(name, call.budget, call.method_options))
 
     def _begin(self, pieces: Generator[str, None, None]) -> None:
-        """Lets an answer use the model, from its first ``yield`` until it ends, however it ends."""
+        """Gives an answer the model until ``pieces`` ends. Raises SparseKVError if it is in use.
+
+        It runs ``pieces`` to its first ``yield``.
+        """
         with self._lock:
             if is_in_use(self._running()):
                 raise SparseKVError(
@@ -242,11 +248,12 @@ class LanguageModel:
     def _pieces(
         self, ids: list[int], asked: Asked, said: list[Reply]
     ) -> Generator[str, None, None]:
-        """Yields the pieces of an answer, after an empty one. Adds its reply to ``said``."""
+        """Yields the pieces of an answer, the first of which is empty. Adds the reply to said."""
         yield ""
         sequence = self._sequence
         if sequence.attention is not asked.attention:
-            sequence.keep_common(ids)  # the other method has made later rows
+            # rows after these are not computed yet, or were made by the other method
+            sequence.keep_common(ids)
             sequence.change_method(asked.attention)
         turn = Turn(self._model, sequence, ids, asked)
         rows = self._rows(sequence.method)
@@ -272,7 +279,7 @@ class LanguageModel:
     def _all_pieces(
         self, prompts: list[list[int]], asked: Asked, said: list[Reply]
     ) -> Generator[str, None, None]:
-        """Answers several prompts, and yields only an empty piece. Adds their replies to ``said``.
+        """Answers several prompts and adds their replies to ``said``. Yields one empty piece.
 
         Raises the error of the first prompt that fails.
         """
@@ -297,4 +304,4 @@ class LanguageModel:
 
 
 class _ClosedError(SparseKVError):
-    """The model is being closed."""
+    """The model is closed while an answer is computed."""

@@ -1,4 +1,4 @@
-"""Opens a model for the library."""
+"""Opens a model for the library: the function ``load``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sparsekv_cli.prefix.folder import check_folder
 from sparsekv_cli.settings.config import SessionConfig
 from sparsekv_cli.settings.option import did_you_mean
 
-OWN = {"ctx_size": "n_ctx"}  # fields of SessionConfig that have another name here
-# Names of other libraries' settings, and what to use here.
+OWN = {"ctx_size": "n_ctx"}  # field of SessionConfig -> its name here
+# Setting of another library -> what to use here.
 ELSEWHERE = {
     "n_gpu_layers": 'device="cuda" takes a GPU for all layers',
     "gpu_layers": 'device="cuda" takes a GPU for all layers',
@@ -51,14 +51,14 @@ def load(
 ) -> LanguageModel:
     """Opens a model. The result is a context manager, which closes the model at its end.
 
-    name_or_path: what ``-m`` takes on the command line. method, budget, method_options: how calls
-    attend by default. n_ctx: the most tokens of prompt and answer; 0 takes the length that the
-    model was trained for. threads: 0 takes one thread for each physical core. cache_dir: a folder
-    that keeps the rows of prompts, as ``run --cache-dir`` does, up to cache_limit GiB. None
-    takes a tenth of the free disk, at most 16 GiB. reuse, reuse_repair: as ``run --reuse`` and
+    name_or_path: a file or a name, as for ``-m`` on the command line. method, budget,
+    method_options: how calls attend by default. n_ctx: the most tokens of prompt and answer; 0: as
+    many as the model was trained for. threads: 0: one for each physical core. cache_dir: a folder
+    that stores the rows of prompts, as for ``run --cache-dir``. cache_limit: its most GiB; None: a
+    tenth of the free disk, at most 16. reuse, reuse_repair: as ``run --reuse`` and
     ``--reuse-repair``, the second from 0 to 1. settings: other fields of SessionConfig, such as
-    ``prefill_dtype``. Raises SparseKVError for a model that cannot be opened, ValueError for a
-    method, an option or a setting that does not exist.
+    ``prefill_dtype``. Raises SparseKVError for a model that cannot be opened. Raises ValueError for
+    a method, an option or a setting that does not exist.
     """
     _check(settings)
     chosen = built(method, budget, method_options)
@@ -84,7 +84,7 @@ def load(
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for a setting that does not exist."""
+    """Raises ValueError for a setting that does not exist, with the right name if one is known."""
     known = [OWN.get(each.name, each.name) for each in fields(SessionConfig)]
     known += [
         "method",

@@ -1,4 +1,4 @@
-"""Prompts and values of Python's own types, as the rest of the program takes them."""
+"""Turns prompts and values of Python types into those that the rest of the program expects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHAT = "a text, a list of messages, or a list of such conversations"
 
 
 def plain(value: Any) -> Any:
-    """Returns a value without numpy's types, and a mapping with texts as keys."""
+    """Returns ``value`` with numpy's types as Python's, and with texts as keys of mappings."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -22,9 +22,9 @@ def plain(value: Any) -> Any:
 
 
 def several(prompt: Any, expected: str) -> list[Any] | None:
-    """Returns the prompts of a list of prompts, or None for a single prompt.
+    """Returns the prompts if ``prompt`` is a list of prompts, or None if it is a single prompt.
 
-    expected: the words for what a prompt may be. Raises SparseKVError for something else.
+    expected: words for an error, what a prompt may be. Raises SparseKVError for other values.
     """
     if isinstance(prompt, str):
         return None
@@ -43,7 +43,7 @@ def several(prompt: Any, expected: str) -> list[Any] | None:
 
 
 def token_ids(prompt: list[Any]) -> list[int]:
-    """Returns the ids of a prompt that is a list of them. Raises SparseKVError for other lists."""
+    """Returns ``prompt`` if it is a list of token ids. Raises SparseKVError for other lists."""
     for i, token in enumerate(prompt):
         if type(token) is not int:
             found = type(token).__name__
@@ -52,7 +52,10 @@ def token_ids(prompt: list[Any]) -> list[int]:
 
 
 def messages_of_prompt(messages: Any) -> list[Any]:
-    """Returns a conversation: one message of the user for a text."""
+    """Returns a conversation. A text becomes a message of the user.
+
+    Raises SparseKVError if an element is no message.
+    """
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     for i, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""One prompt and its answer in a sequence of the library's model."""
+"""A turn: one prompt and its answer, in a sequence of the library's model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Call(AnswerFields):
 
 
 class Asked(NamedTuple):
-    """The parameters of a call, for each of its prompts."""
+    """The parameters of a call, the same for each of its prompts."""
 
     call: Call
     sampling: SamplingOptions
@@ -51,22 +51,27 @@ class Asked(NamedTuple):
 
 
 class Turn:
-    """A prompt of token ids and its answer. ``begin`` comes first, then ``decoded`` until done."""
+    """A prompt of token ids and its answer.
+
+    First call ``begin``, then ``decode`` until ``is_done``, then ``reply``.
+    """
 
     def __init__(self, model: Model, sequence: Sequence, ids: list[int], asked: Asked) -> None:
         self.sequence = sequence
-        self.generation: Generation | None = None  # after the prefill
+        self.generation: Generation | None = None  # None before the prefill has ended
         self.is_done = False
         self._model, self._ids, self._asked = model, ids, asked
         self._n_cached = 0
-        self._before: dict[str, int] = {}  # the ledger; other answers may have used the caches
+        # the ledger at the end of the prefill, without the answer
+        self._before: dict[str, int] = {}
 
     def begin(
         self, check: Callable[[], None], rows: Prefixes | None, write: Callable[[str], None]
     ) -> None:
         """Reads the prompt and chooses the first token.
 
-        check: called between two parts of the prompt. rows: finds and keeps prompts on disk.
+        check: called after each part of the prompt; it may raise. rows: finds and stores prompts on
+        disk. write: called with the pieces of the text.
         """
         model, sequence, ids = self._model, self.sequence, self._ids
         if not ids:
@@ -79,7 +84,7 @@ class Turn:
         sample = new_sampler(model, sampling, call.seed, constraint)
         started = time.perf_counter()
         if rows is not None:
-            rows.abandon()  # those of an answer that was interrupted
+            rows.abandon()  # rows of an answer that was interrupted
         missing = sequence.keep_common(ids, rows=rows)
         if missing:
             sequence.prefill(missing, lambda *_: check(), rows=rows)
@@ -100,7 +105,7 @@ class Turn:
         sequence.timings.ttft_s = time.perf_counter() - started
 
     def reply(self, stop_reason: str = "") -> Reply:
-        """Returns the answer up to here. stop_reason: why it ends; empty: it ends by itself."""
+        """Returns the answer so far. stop_reason: why it ends; empty: the generation's reason."""
         assert self.generation is not None
         answer = self.generation.finish()
         n_prompt, n_answer = len(self._ids), len(answer.tokens)
@@ -124,7 +129,7 @@ class Turn:
 
 
 def decode(model: Model, turns: Ids[Turn]) -> None:
-    """Decodes the next token of every turn in one step. Raises the error of one that fails."""
+    """Decodes the next token of every turn in one step. Raises the error of a turn that fails."""
     use_threads(model)
     generations = [turn.generation for turn in turns if turn.generation is not None]
     for error in step(model.engine, generations).values():
@@ -134,7 +139,7 @@ def decode(model: Model, turns: Ids[Turn]) -> None:
 
 
 def use_threads(model: Model) -> None:
-    """Sets the threads of kernels, which numba keeps for each thread that calls them."""
+    """Sets the number of threads of kernels. numba stores it for each calling thread."""
     import numba
 
     numba.set_num_threads(model.n_threads)
@@ -147,7 +152,7 @@ def rows_on_disk(
     method: Method,
     repair: float | None = None,
 ) -> Prefixes | None:
-    """Returns the prompts of a method in a folder, or None if it keeps none.
+    """Returns the store of prompts in a folder for a method; None if nothing can be stored.
 
     limit: see ``limit_of``. repair: see ``move_passages``.
     """
