@@ -1,6 +1,6 @@
-"""The user's changes of a model's metadata: its chat template, its RoPE scaling, listed keys.
+"""The user's changes of a model's metadata: chat template, RoPE scaling, single keys.
 
-Names and meaning of the options are llama.cpp's (common/arg.cpp).
+Names and meanings of the options are llama.cpp's (common/arg.cpp).
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import Any
 
 from sparsekv_cli.settings.option import MAX_WHOLE, did_you_mean, option, options_of
 
-# Keys that the user may change, with their type; none decides a tensor's shape. Those without
-# a dot before the name belong to an architecture: ``llama.context_length``.
+# Keys that the user may change, with their types. None of them decides a tensor's shape. A key of
+# KEYS comes after the architecture's name: ``llama.context_length``.
 TOKENIZER = "tokenizer.ggml."
 KEYS = {
     "context_length": "int",
@@ -42,13 +42,13 @@ KEYS = {
 }
 TOKENIZER_KEYS = dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), "bool")
 GGUF_TYPES = {"int": "uint32", "float": "float32", "bool": "bool", "str": "string"}
-# Keys on which rows depend by their tokens and by RoPE's angles at most.
+# Keys that do not change rows, except through their tokens and RoPE's angles.
 NOT_IN_ROWS = ("context_length", "final_logit_softcapping", "logit_scale")
 
 
 @dataclass(frozen=True)
 class ModelChanges:
-    """How a model is read, where the user does not want it as its file says."""
+    """The user's changes of a model's metadata. By default the file's metadata stay as they are."""
 
     chat_template: str = option(
         "", "A chat template instead of the model's: a Jinja file, or one of chatml, gemma, "
@@ -95,7 +95,7 @@ class ModelChanges:
     )  # fmt: skip
 
     def check_changes(self) -> None:
-        """Raises ValueError for changes that contradict each other or are not possible."""
+        """Raises ValueError for changes that contradict each other or are impossible."""
         if self.rope_scale and self.rope_freq_scale:
             raise ValueError("rope_scale and rope_freq_scale say the same: give one of them")
         if self.rope_scaling == "none" and (self.rope_scale or self.rope_freq_scale):
@@ -110,11 +110,11 @@ class ModelChanges:
 
     @property
     def scale(self) -> float:
-        """The factor of the stretched context; 0: the file's."""
+        """The factor by which RoPE stretches the context; 0: the file's."""
         return 1 / self.rope_freq_scale if self.rope_freq_scale else self.rope_scale
 
     def overrides(self) -> dict[str, Any]:
-        """Returns the values by key. Raises ValueError, which says what is wrong."""
+        """Returns key -> value of ``override_kv``. Raises ValueError for a wrong key or value."""
         found: dict[str, Any] = {}
         for text in filter(None, self.override_kv.split(",")):
             key, value = _parsed(text)
@@ -124,12 +124,12 @@ class ModelChanges:
         return found
 
     def stated(self) -> dict[str, Any]:
-        """Returns the changes that are not the defaults, by name, but for the template."""
+        """Returns name -> value of the changes that are not defaults, without the chat template."""
         values = {name: getattr(self, name) for name in CHANGES}
         return {name: value for name, value in values.items() if value != getattr(DEFAULT, name)}
 
     def of_architecture(self, name: str) -> str:
-        """Returns ``override_kv`` without the keys of other architectures."""
+        """Returns ``override_kv`` without keys of architectures other than ``name``."""
         own = (f"{name}.", TOKENIZER)
         return ",".join(each for each in self.override_kv.split(",") if each.startswith(own))
 
@@ -139,14 +139,14 @@ DEFAULT = ModelChanges()
 
 
 def type_of_key(key: str) -> str:
-    """Returns the type of a key that may be changed; empty for others."""
+    """Returns the type of a key that may be changed, such as "int"; "" for other keys."""
     if key.startswith(TOKENIZER):
         return TOKENIZER_KEYS.get(key.removeprefix(TOKENIZER), "")
     return KEYS.get(key.partition(".")[2], "")
 
 
 def _parsed(text: str) -> tuple[str, Any]:
-    """Returns key and value of KEY=TYPE:VALUE. Raises ValueError."""
+    """Returns key and value of a text KEY=TYPE:VALUE. Raises ValueError for another text."""
     key, equals, typed = text.partition("=")
     kind, colon, value = typed.partition(":")
     if not (equals and colon and key):
@@ -183,7 +183,10 @@ def _number(text: str) -> float:
 
 
 def as_float32(value: float) -> float:
-    """Returns the value that a file would hold. Raises OverflowError."""
+    """Returns ``value`` rounded to f32, as a file stores it.
+
+    Raises OverflowError if it is too large.
+    """
     return struct.unpack("f", struct.pack("f", value))[0]
 
 

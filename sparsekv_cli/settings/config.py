@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from sparsekv_cli.settings.changes import ModelChanges
 from sparsekv_cli.settings.option import check_options, option
 
-WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` that use a draft model
+WITH_MODEL = ("auto", "draft-model")  # values of ``speculate`` that can use a draft model
 
 
 @dataclass(frozen=True)
 class SessionConfig(ModelChanges):
-    """How a session runs, independent of the method; see each field's help.
+    """The settings of a session that do not depend on the method; see each field's help.
 
     prefill_dtype: the type of the prefill's products. ``auto`` is bf16 on a GPU and on a CPU with
-    AMX tiles. With AVX2 or sdot (ARM) it is int8: sums of integers over inputs rounded to 8 bits.
-    Elsewhere it is f32.
+    AMX tiles. With AVX2 or sdot (ARM) it is int8: inputs are rounded to 8 bits, and products are
+    summed as integers. Elsewhere it is f32.
     """
 
     ctx_size: int = option(
@@ -109,10 +109,10 @@ class SessionConfig(ModelChanges):
 
     @property
     def sparse_budget(self) -> int | None:
-        """Returns the rows that sparse reading attends to; None: prompts are read densely."""
+        """The rows that sparse reading attends to; None: prompts are read densely."""
         return None if self.prefill_attention == "dense" else self.prefill_budget
 
 
 def dense_below(n: int) -> str:
-    """Returns the words for a method that attends to all of up to n rows (``sparse_from``)."""
+    """Returns the words for a method that is dense in contexts of up to n rows."""
     return f"dense below {n:,} tokens"

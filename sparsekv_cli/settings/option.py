@@ -1,7 +1,7 @@
-"""Options: fields of frozen dataclasses, each declared once with its default, help and bounds.
+"""Options: fields of frozen dataclasses, each declared once with default, help and bounds.
 
-The methods, the engine and the samplers declare their options so. One declaration serves the check
-of a value, the text on the command line and the description that ``sparsekv-cli methods`` prints.
+The methods, the engine and the samplers declare their options with ``option``. The declaration is
+used to check a value, to read it from the command line, and for ``sparsekv-cli methods``.
 """
 
 import difflib
@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-MAX_WHOLE = 2**31 - 1  # of an option without its own bound: kernels and samplers hold no more
-MAX_FLOAT, LEAST_FLOAT = 3.4028234e38, 1.1754944e-38  # bounds of f32, except 0
+# largest value of an option without its own bound, because kernels have 32 bits
+MAX_WHOLE = 2**31 - 1
+MAX_FLOAT, LEAST_FLOAT = 3.4028234e38, 1.1754944e-38  # bounds of f32 values, except 0
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that an option takes: some choices, or numbers within bounds, in steps."""
+    """The allowed values of an option: some choices, or numbers within bounds."""
 
     choices: tuple[Any, ...] = ()
     at_least: float | None = None
@@ -39,14 +40,14 @@ class Allowed:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the choices and bounds that the option has."""
+        """Returns the choices and bounds that are set, by name."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if value not in (None, ())}
 
     def __str__(self) -> str:
-        """``a or b``, ``0 or more``, ``1 to 9``, ``above 0 and below 1``; empty for any value.
+        """Returns words: ``a or b``, ``0 or more``, ``1 to 9``, ``above 0 and below 1``.
 
-        ``, a multiple of 4`` may follow.
+        ``, a multiple of 4`` may follow. The text is empty if any value is allowed.
         """
         if self.choices:
             *others, last = map(str, self.choices)
@@ -77,10 +78,10 @@ def option(
     flags: tuple[str, ...] = (),
     metavar: str | None = None,
 ) -> Any:
-    """Returns a dataclass field that is an option; its type is that of its default.
+    """Returns a dataclass field that is an option. The option has the type of its default.
 
-    flags: its spellings on the command line, by default ``--`` and the name. metavar: the name of
-    its value there.
+    flags: its spellings on the command line; empty: ``--`` and its name. metavar: the word for its
+    value in the help.
     """
     allowed = Allowed(tuple(choices), at_least, above, at_most, below, multiple_of)
     metadata = {"help": help, "allowed": allowed, "flags": flags, "metavar": metavar}
@@ -88,7 +89,7 @@ def option(
 
 
 def options_of(owner: Any) -> dict[str, Field[Any]]:
-    """Returns the options of a dataclass, or of an instance of one, by name."""
+    """Returns name -> field of the options of a dataclass, or of an instance."""
     return {each.name: each for each in fields(owner) if "allowed" in each.metadata}
 
 
@@ -98,16 +99,15 @@ def allowed_values(declared: Field[Any]) -> Allowed:
 
 
 def check_options(owner: Any) -> None:
-    """Checks every option of an instance. Raises ValueError, which names option and value."""
+    """Raises ValueError, with option and value, if an option of ``owner`` has a wrong value."""
     for declared in options_of(owner).values():
         check_value(declared, getattr(owner, declared.name))
 
 
 def check_value(declared: Field[Any], value: Any) -> None:
-    """Raises ValueError unless an option may have this value.
+    """Raises ValueError unless ``value`` has the type of the option's default and is allowed.
 
-    The value must have the type of the default and be allowed. Kernels and samplers must be able to
-    hold it.
+    Whole numbers without a bound of their own must fit 32 bits, other numbers f32.
     """
     kind, allowed = _kind(declared), allowed_values(declared)
     wanted = ""
@@ -132,9 +132,9 @@ def check_value(declared: Field[Any], value: Any) -> None:
 
 
 def parse_number_or_word(declared: Field[Any], text: str) -> Any:
-    """Returns ``text`` as an option that is a number, a word or true/false.
+    """Returns ``text`` as the value of an option that is a number, a word or true/false.
 
-    Raises ValueError as check_value does.
+    Raises ValueError as ``check_value`` does.
     """
     kind = _kind(declared)
     if kind is bool:
@@ -154,7 +154,7 @@ def _kind(declared: Field[Any]) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Returns a number in a message; a whole one may have thousands of digits."""
+    """Returns a number for a message. Numbers of 40 and more digits become words."""
     is_long = isinstance(value, int) and abs(value) >= 10**40
     return "a very large number" if is_long else str(value)
 
@@ -164,7 +164,7 @@ def _number_words(kind: type) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` with the known name that is most like ``word``, or nothing."""
+    """Returns `` (did you mean NAME?)`` with the name most like ``word``; "" if none is like it."""
     names = {name.casefold(): name for name in known}
     close = difflib.get_close_matches(word.casefold(), list(names), 1)
     return f" (did you mean {names[close[0]]}?)" if close else ""
