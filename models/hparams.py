@@ -252,7 +252,7 @@ def _read_layers(
     n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
     if "attention.head_count_kv" in keys:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS, least)
-    states = read_states(keys, architecture.recurrence, n_own, n_embd, n_head_kv[:n_own])
+    states = read_states(keys, architecture, n_own, n_embd, n_head_kv[:n_own])
     states += [None] * (n_layer - n_own)
     for layer, (heads, kv_heads) in enumerate(zip(n_head, n_head_kv, strict=True)):
         if states[layer] is None and heads % kv_heads:

@@ -13,7 +13,7 @@ silu(z_t). Many rows are computed in groups. With G_c = a_1 ... a_c, within a gr
     S   = G_C S_0 + sum_s (G_C / G_s) k_s d_s^T
 
 so that the state is read and written once a group. 16 columns of the state stay in L1, the sums of
-a group in registers. Value head h uses key head h % n_k.
+a group in registers. Value head h uses key head h % n_k, or with ``grouped`` h // (n_v / n_k).
 """
 
 from typing import Any
@@ -63,6 +63,7 @@ def delta_net_ref(
     a: np.ndarray,
     norm: np.ndarray,
     eps: float,
+    grouped: bool,
     rows: np.ndarray,
     states: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -86,8 +87,9 @@ def delta_net_ref(
     out = np.empty_like(v)
     states = states.copy()
     for h in range(n_v):
+        g = h // (n_v // n_k) if grouped else h % n_k
         o, states[h] = delta_rule_ref(
-            q[:, h % n_k], k[:, h % n_k], v[:, h], log_decay[:, h], beta[:, h], states[h]
+            q[:, g], k[:, g], v[:, h], log_decay[:, h], beta[:, h], states[h]
         )
         o = o / np.sqrt((o**2).mean(1, keepdims=True) + eps) * norm
         out[:, h] = o * z[:, h] / (1 + np.exp(-z[:, h]))
@@ -265,13 +267,14 @@ def _gated_norm(x, z, norm, eps, gate, out):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def delta_net(raw, gates, weight, dt, a, norm, eps, rows, states, out, n_threads):
+def delta_net(raw, gates, weight, dt, a, norm, eps, grouped, rows, states, out, n_threads):
     """Computes out (T, n_v d_v) of T rows: convolution, delta rule, norm and gate.
 
     raw (T, 2 n_k d_k + 2 n_v d_v): the projections q, k, v and z. gates (T, 2 n_v): those of beta
     and alpha. raw, gates and out are all f32 or all bf16. weight f32 (L, 2 n_k d_k + n_v d_v): the
-    convolution; dt, a (n_v,), a below 0; norm (d_v,). rows f32 (L - 1, as wide as weight) and
-    states (n_v, d_v / 16 rounded up, d_k, 16) are updated. d_k, d_v at most MAX_HEAD.
+    convolution; dt, a (n_v,), a below 0; norm (d_v,). grouped: whether adjacent value heads use one
+    key head. rows f32 (L - 1, as wide as weight) and states (n_v, d_v / 16 rounded up, d_k, 16) are
+    updated. d_k, d_v at most MAX_HEAD.
     """
     n_rows, n_v, d_v = raw.shape[0], states.shape[0], norm.shape[0]
     n_blocks, d_k, n_qkv = states.shape[1], states.shape[2], weight.shape[1]
@@ -292,7 +295,8 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, rows, states, out, n_threads
                 at += n_k * d_k
                 _convolved_head(raw, start, n, at, d_k, weight, rows, recent, k)
                 _unit(k, n, d_k, eps, one)
-                for h in range(key_head, n_v, n_k):
+                for j in range(n_v // n_k):
+                    h = key_head * (n_v // n_k) + j if grouped else key_head + j * n_k
                     at = 2 * n_k * d_k + h * d_v
                     _convolved_head(raw, start, n, at, d_v, weight, rows, recent, v)
                     for t in range(n):

@@ -27,7 +27,16 @@ ARCHITECTURES = (
         "minicpm",
     ),
     *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3"),
-    *("qwen35", "qwen35moe", "qwen3moe", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
+    *(
+        "qwen35",
+        "qwen35moe",
+        "qwen3moe",
+        "qwen3next",
+        "qwen3vl",
+        "qwen3vlmoe",
+        "seed_oss",
+        "smollm3",
+    ),
 )
 
 
@@ -114,6 +123,9 @@ class Architecture:
     # Layers without attention have ``short_convolution`` or ``delta_net``; empty: all layers
     # have attention.
     recurrence: str = ""
+    # Adjacent value heads of a delta net use one key head, and ssm_ba has beta and alpha of each.
+    # False: value head h uses key head h % n_k, and beta and alpha are two tensors.
+    grouped_heads: bool = False
     # attn_q holds each head's query rows, then its gate rows. The gate's sigmoid multiplies the
     # head's attention.
     output_gate: bool = False

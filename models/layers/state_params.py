@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsekv_cli.cpu.recurrent import MAX_HEAD
+from sparsekv_cli.models.architectures import Architecture
 from sparsekv_cli.models.gguf.keys import ModelKeys
 
 MAX_LENGTH = 64  # limit of a convolution's length
@@ -22,6 +23,7 @@ class StateParams:
     n_key: int = 0  # key heads of a gated delta net; 0: only a gated convolution
     n_value: int = 0  # value heads of a gated delta net
     head_dim: int = 0  # elements of a head
+    grouped: bool = False  # see Architecture
 
     @property
     def n_mixed(self) -> int:
@@ -35,13 +37,17 @@ class StateParams:
 
 
 def read_states(
-    keys: ModelKeys, recurrence: str, n_layer: int, n_embd: int, n_head_kv: tuple[int, ...]
+    keys: ModelKeys,
+    architecture: Architecture,
+    n_layer: int,
+    n_embd: int,
+    n_head_kv: tuple[int, ...],
 ) -> list[StateParams | None]:
     """Returns each layer's recurrent part, or None for a layer with attention.
 
-    recurrence: see Architecture. n_head_kv: KV heads of each layer. With short convolutions a
-    recurrent layer has 0 of them.
+    n_head_kv: KV heads of each layer. With short convolutions a recurrent layer has 0 of them.
     """
+    recurrence = architecture.recurrence
     if not recurrence:
         return [None] * n_layer
     if recurrence == "short_convolution":
@@ -56,7 +62,7 @@ def read_states(
     n_out = keys.integer("ssm.inner_size", 1, MAX_WIDTH)
     if n_out != n_value * head_dim:
         raise keys.fail("ssm.inner_size", f"is {n_out}; {n_value} heads have {n_value * head_dim}")
-    params = StateParams(length, n_out, n_key, n_value, head_dim)
+    params = StateParams(length, n_out, n_key, n_value, head_dim, architecture.grouped_heads)
     return [params if is_recurrent else None for is_recurrent in _recurrent(keys, n_layer)]
 
 

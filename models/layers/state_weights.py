@@ -36,12 +36,23 @@ def _short_convolution(
 
 
 def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float) -> Mixer:
-    n_value = params.n_value
-    wide = (
-        reader.linear(f"{prefix}attn_qkv", params.n_mixed, n_embd),
-        reader.linear(f"{prefix}attn_gate", params.n_out, n_embd),
-    )
-    gates = tuple(reader.linear(f"{prefix}ssm_{name}", n_value, n_embd) for name in GATES)
+    n_value, d, sizes = params.n_value, params.head_dim, (params.n_mixed, params.n_out)
+    per_key = n_value // params.n_key
+    if params.grouped and f"{prefix}ssm_in.weight" in reader.file.tensors:  # the older form
+        fused = reader.linear(f"{prefix}ssm_in", sum(sizes), n_embd)
+        q, k, v, z = _parts(fused, params.n_key, (d, d, per_key * d, per_key * d))
+        wide = _of_rows(fused, np.concatenate([q, k, v])), _of_rows(fused, z)
+    else:
+        wide = tuple(
+            reader.linear(f"{prefix}attn_{name}", n, n_embd)
+            for name, n in zip(("qkv", "gate"), sizes, strict=True)
+        )
+    if params.grouped:
+        fused = reader.linear(f"{prefix}ssm_ba", 2 * n_value, n_embd)
+        parts = _parts(fused, params.n_key, (per_key, per_key))
+        gates = tuple(_of_rows(fused, rows) for rows in parts)
+    else:
+        gates = tuple(reader.linear(f"{prefix}ssm_{name}", n_value, n_embd) for name in GATES)
     a = reader.vector(f"{prefix}ssm_a", n_value)
     if not (a < 0).all():
         raise SparseKVError(
@@ -54,11 +65,26 @@ def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: 
         norm=reader.vector(f"{prefix}ssm_norm.weight", params.head_dim),
         eps=eps,
         d_k=params.head_dim,
+        grouped=params.grouped,
     )
     return wide, gates, "ssm_out", recurrence
 
 
 GATES = ("beta", "alpha")
+
+
+def _parts(fused: Linear, n_key: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """Returns the numbers of the rows of each part. Each key head has ``sizes`` rows of the parts.
+
+    With 2 key heads and sizes (1, 2) rows 0, 3 are of the first part, and 1, 2, 4, 5 of the other.
+    """
+    rows = np.arange(fused.data.shape[0]).reshape(n_key, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
+
+
+def _of_rows(fused: Linear, rows: np.ndarray) -> Linear:
+    """Returns a copy of some rows of a matrix."""
+    return Linear(fused.code, np.ascontiguousarray(fused.data[rows]), fused.n_columns, None)
 
 
 def _filters(reader: Any, name: str, params: StateParams) -> np.ndarray:

@@ -68,6 +68,7 @@ class DeltaNet:
     norm: np.ndarray
     eps: float
     d_k: int  # elements of one key head
+    grouped: bool = False  # whether adjacent value heads use one key head
 
     @property
     def n_out(self) -> int:
@@ -82,8 +83,8 @@ class DeltaNet:
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
     ) -> None:
         delta_net(
-            x.rows, x.gates, self.weight, self.dt, self.a, self.norm, np.float32(self.eps), *state,
-            out, n_threads,
+            x.rows, x.gates, self.weight, self.dt, self.a, self.norm, np.float32(self.eps),
+            self.grouped, *state, out, n_threads,
         )  # fmt: skip
 
 

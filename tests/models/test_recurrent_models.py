@@ -24,7 +24,7 @@ def logits(path):
     return result
 
 
-@pytest.mark.parametrize("arch", ["qwen35", "glm4", "glm4moe", "exaone4"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen3next", "glm4", "glm4moe", "exaone4"])
 def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
     shape = LONG_CASES[arch]
     plain = make_model(tmp_path / "plain.gguf", **shape)
@@ -44,6 +44,7 @@ def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
         ("qwen35", {"qwen35.ssm.group_count": 3}, "no multiple of group_count = 3"),
         ("qwen35", {"qwen35.ssm.conv_kernel": 1}, "ssm.conv_kernel is 1; it must be 2 to 64"),
         ("qwen35", {"qwen35.ssm.conv_kernel": 3}, "ssm_conv1d.weight is 256 x 4"),
+        ("qwen3next", {"qwen3next.ssm.group_count": 4}, "attn_qkv.weight is 256 x 128, but"),
         ("lfm2", {"lfm2.shortconv.l_cache": 2}, "shortconv.conv.weight is 128 x 3"),
         ("lfm2moe", {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is 1"),
         ("glm4moe", {"glm4moe.expert_gating_func": 1}, "expert_gating_func is 1"),
@@ -74,6 +75,7 @@ def test_impossible_sizes_are_refused_by_name(arch, metadata, said, tmp_path):
         ("minimax-m2", "attn_q_norm.weight", "is missing"),
         ("olmo2", "attn_k_norm.weight", "is missing"),
         ("seed_oss", "post_attention_norm.weight", "is missing"),
+        ("qwen3next", "attn_q_norm.weight", "is missing"),
     ],
 )
 def test_a_missing_tensor_is_named(arch, tensor, said, tmp_path):

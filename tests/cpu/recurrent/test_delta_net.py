@@ -40,21 +40,22 @@ def laid_out(states: np.ndarray) -> np.ndarray:
         (131, (2, 4, 16, 16, 4)),
     ],
 )
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_the_kernel_is_the_reference_across_chunks(n_rows, sizes, dtype):
+def test_the_kernel_is_the_reference_across_chunks(n_rows, sizes, dtype, grouped):
     raw, weights, rows, states = inputs(n_rows, *sizes)
     if dtype == "bf16":
         raw = tuple(as_type_of(BF16, x) for x in raw)
     wide = [as_f32(x).astype(np.float64) for x in (*raw, *weights)]
     expected, last_rows, last = kernels.delta_net_ref(
-        *wide, EPS, rows.astype(np.float64), states.astype(np.float64)
+        *wide, EPS, grouped, rows.astype(np.float64), states.astype(np.float64)
     )
     found = laid_out(states)
     out = np.empty(expected.shape, raw[0].dtype)
     for start in range(0, n_rows, 100):
         part = slice(start, min(n_rows, start + 100))
         pieces = [x[part] for x in raw]
-        kernels.delta_net(*pieces, *weights, np.float32(EPS), rows, found, out[part], 2)
+        kernels.delta_net(*pieces, *weights, np.float32(EPS), grouped, rows, found, out[part], 2)
     limit = 2e-2 if dtype == "bf16" else 2e-4
     np.testing.assert_allclose(as_f32(out), expected, rtol=limit, atol=limit)
     np.testing.assert_allclose(rows, last_rows, rtol=1e-6)
@@ -71,7 +72,9 @@ def test_rows_in_groups_are_rows_one_by_one(n_rows):
         for start in range(0, n_rows, step):
             part = slice(start, start + step)
             pieces = [x[part] for x in raw]
-            kernels.delta_net(*pieces, *weights, np.float32(EPS), own_rows, own, out[part], 1)
+            kernels.delta_net(
+                *pieces, *weights, np.float32(EPS), False, own_rows, own, out[part], 1
+            )
         results.append((out, own_rows, own))
     for grouped, single in zip(*results, strict=True):
         np.testing.assert_allclose(grouped, single, rtol=1e-4, atol=1e-5)
