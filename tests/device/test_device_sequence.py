@@ -135,7 +135,13 @@ def test_architectures(tmp_path, arch, kv):
 
 @pytest.mark.parametrize(
     ("arch", "what"),
-    [("granitemoe", "experts"), ("gpt-oss", "experts"), ("gemma2", "window layers")],
+    [
+        ("granitemoe", "experts"),
+        ("gpt-oss", "experts"),
+        ("gemma2", "window layers"),
+        ("glm4", "norms after its blocks"),
+        ("qwen3next", "experts"),
+    ],
 )
 def test_what_has_no_kernels_is_refused_or_runs_on_the_cpu(tmp_path, arch, what, monkeypatch):
     path = make_model(tmp_path / "m.gguf", arch=arch, **SIZES)

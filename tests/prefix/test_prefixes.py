@@ -262,7 +262,11 @@ def test_rows_that_are_no_numbers_are_computed_again(shape, types, sequence_of, 
 
 
 @pytest.mark.parametrize(
-    ("arch", "name"), [("gemma4", "full"), ("gemma4", "snapkv"), ("qwen35", "full")]
+    ("arch", "name"),
+    [
+        *(("gemma4", "full"), ("gemma4", "snapkv"), ("qwen35", "full"), ("qwen3next", "quest")),
+        ("olmo2_with_windows", "full"),
+    ],
 )
 def test_windows_and_states_go_on_where_a_block_ends(arch, name, sequence_of, tmp_path):
     """Some layers of gemma4 read others' rows. Messages end in the documents."""
