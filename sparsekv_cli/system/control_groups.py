@@ -1,6 +1,6 @@
-"""The control groups of this process: what a container may take of memory and of CPU time (Linux).
+"""The control groups of this process: how much memory and CPU time a container may use (Linux).
 
-Limits of all groups hold, from the process's own group up to the root, so the smallest counts.
+All groups from the process's own up to the root set limits, so the smallest limit counts.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,16 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup(NamedTuple):
-    """Bytes that a group allows, that it uses, and that it could drop of these."""
+    """The memory of one group in bytes: its limit, what is used, and what can be dropped of it."""
 
     most: int
     used: int | None
     droppable: int
 
 
-# The files of version 2 and 1: the limits, what is used, and in the statistics the pages of files
-# that can be dropped. Beyond memory.high the system slows a group down until it has freed memory.
+# For versions 2 and 1: the files with limits, the file with the bytes in use, and the name in
+# memory.stat of pages of files that can be dropped. Above memory.high the system slows a group down
+# until memory is free.
 MEMORY_FILES = {
     2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
@@ -28,7 +29,7 @@ MEMORY_FILES = {
 
 
 def memory_groups() -> Iterator[MemoryGroup]:
-    """Yields the control groups of the process that limit its memory."""
+    """Yields the groups that limit this process's memory."""
     for version, folder in _folders("memory"):
         limits, used, cache = MEMORY_FILES[version]
         found = [_number(_words(folder / limit)) for limit in limits]
@@ -38,9 +39,10 @@ def memory_groups() -> Iterator[MemoryGroup]:
 
 
 def cpu_quota() -> float | None:
-    """Returns how many CPUs' time the process may take on average; None: there is no limit.
+    """Returns how many CPUs the process may use on average; None: there is no limit.
 
-    A group may run for a quota of microseconds in each period. A quota of -1 or ``max`` is none.
+    A group may run for a quota of microseconds in each period: 150000 in 100000 are 1.5 CPUs. A
+    quota of -1 or ``max`` is no limit.
     """
     quotas = []
     for version, folder in _folders("cpu"):
@@ -55,7 +57,10 @@ def cpu_quota() -> float | None:
 
 
 def counts(file: Path, unit: int = 1) -> dict[str, int]:
-    """Returns a file of names and numbers, such as ``MemFree: 12 kB``; empty if there is none."""
+    """Returns name -> number of a file with lines such as ``MemFree: 12 kB``; {} without the file.
+
+    unit: factor of the numbers.
+    """
     try:
         words = [line.split() for line in file.read_text().splitlines()]
     except OSError:
@@ -64,10 +69,10 @@ def counts(file: Path, unit: int = 1) -> dict[str, int]:
 
 
 def _folders(controller: str) -> Iterator[tuple[int, Path]]:
-    """Yields the version and folder of the groups of a controller, from the own up to the root.
+    """Yields (version, folder) for each group of a controller, from the process's own to the root.
 
-    In a container the path may be the host's. Then only the root is there, which is the container's
-    group.
+    In a container the path may be that of the host and not exist here. Then only the root exists,
+    which is the container's group.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
@@ -87,7 +92,7 @@ def _folders(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _words(file: Path) -> list[str]:
-    """Returns the words of a file; none if it cannot be read."""
+    """Returns the words of a file; [] if it cannot be read."""
     try:
         return file.read_text().split()
     except (OSError, ValueError):
@@ -95,7 +100,7 @@ def _words(file: Path) -> list[str]:
 
 
 def _number(words: list[str]) -> int | None:
-    """Returns the first word as a number; None for ``max`` and for no word."""
+    """Returns the first word as a number; None for ``max`` and without a word."""
     try:
         return int(words[0])
     except (IndexError, ValueError):

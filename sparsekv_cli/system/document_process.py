@@ -1,7 +1,7 @@
-"""Reads a document in a process of its own, because a document of other people may do much work.
+"""Reads a document in another process, because a document of other people may need much work.
 
-``python -m sparsekv_cli.system.document_process MOST`` is that process. Its stdin is a name, a line
-break and the document. It prints {"text": text} or {"error": text}.
+``python -m sparsekv_cli.system.document_process MOST`` is that process. It reads stdin: a name, a
+line break and the document. It prints {"text": text} or {"error": text}.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text
 from sparsekv_cli.system.work import answer_of, limit_work
 
-SECONDS, BYTES = 30, 1 << 30  # of CPU time and of address space that a document may take
-WAIT_S = 120.0  # seconds that it may take on a busy machine
-MOST_TEXT = 16 << 20  # bytes of the text of a document in a message
+SECONDS, BYTES = 30, 1 << 30  # limits of CPU time and of address space
+WAIT_S = 120.0  # seconds to wait for the process
+MOST_TEXT = 16 << 20  # most bytes of a document's text in a message
 
 
 def command(most: int) -> list[str]:
-    """Returns the command line of the process. most: bytes of the text."""
+    """Returns the command line of the process. most: most bytes of the text."""
     return [sys.executable, "-m", "sparsekv_cli.system.document_process", str(most)]
 
 
 def text_of(said: bytes, name: str) -> str:
-    """Returns the text that the process said. Raises SparseKVError if it said none."""
+    """Returns the text in the output ``said`` of the process. Raises SparseKVError if it has none.
+
+    name: the document's name, for the error.
+    """
     return answer_of(said, name, SECONDS, BYTES, "split it, or give its text")["text"]
 
 
 def read_apart(data: bytes, name: str) -> str:
-    """Returns the text of a document. Raises SparseKVError, which names it."""
+    """Returns the text of a document. Raises SparseKVError, which has ``name``."""
     name = " ".join(name.split())
     with _turn():
         return text_of(_said(data, name), name)
@@ -44,7 +47,7 @@ def _turn() -> Lock:
     return Lock()
 
 
-@lru_cache(8)  # a conversation sends its documents again with each message
+@lru_cache(8)  # a conversation sends the same documents with each message
 def _said(data: bytes, name: str) -> bytes:
     question = name.encode(errors="replace") + b"\n" + data
     try:
@@ -57,7 +60,7 @@ def _said(data: bytes, name: str) -> bytes:
 
 
 def main(most: int) -> None:
-    """Runs the process."""
+    """Runs the process. most: most bytes of the text."""
     os.nice(10)
     limit_work(SECONDS, BYTES)
     name, _, data = sys.stdin.buffer.read().partition(b"\n")

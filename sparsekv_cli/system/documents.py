@@ -1,25 +1,25 @@
-"""The text of PDF and Word files, for every command that reads a text (extra ``docs``)."""
+"""The text of PDF and Word files, for all commands that read a text (extra ``docs``)."""
 
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.installation import install_command
 from sparsekv_cli.system.pdf_text import pdf_text
 
 PDF, WORD, OLD = "PDF", "Word file", "Office file"
-# The first bytes of a file -> its kind. Office wraps a file with a password as it wrote old files.
+# The first bytes of a file -> its kind. Office stores a file with a password in the old format.
 KINDS = {b"%PDF-": PDF, b"PK\3\4": WORD, b"\xd0\xcf\x11\xe0": OLD}
-MOST_UNPACKED = 256 << 20  # bytes of all parts of a Word file
+MOST_UNPACKED = 256 << 20  # bytes of all parts of a Word file together
 
 
 def kind_of(data: bytes) -> str:
-    """``PDF``, ``Word file`` (or another archive), ``Office file``, or nothing."""
+    """Returns ``PDF``, ``Word file`` (or another zip archive), ``Office file``, or ""."""
     return next((kind for start, kind in KINDS.items() if data.startswith(start)), "")
 
 
 def document_text(data: bytes, source: str) -> str:
-    """Returns the text of a file that ``kind_of`` names: pages, or paragraphs and rows of tables.
+    """Returns the text of a PDF or Word file: pages, or paragraphs and rows of tables.
 
-    Raises SparseKVError, which names ``source``: for a file that is damaged, encrypted or without a
-    text, and if the package that reads it is missing.
+    Raises SparseKVError, which has ``source``, for a file that is damaged, encrypted or without
+    text. It also raises it if the package that reads such files is missing.
     """
     kind = kind_of(data)
     try:
@@ -32,7 +32,7 @@ def document_text(data: bytes, source: str) -> str:
         raise SparseKVError(f"{source}: {error}") from None
     except MemoryError:
         raise
-    except Exception as error:  # of damaged files the packages raise anything
+    except Exception as error:  # for damaged files the packages raise anything
         reason = " ".join(str(error).split())[:200].rstrip(".") or type(error).__name__
         raise SparseKVError(
             f"{source}: the {kind} cannot be read: {reason}; save it again, or give its text"
@@ -41,7 +41,8 @@ def document_text(data: bytes, source: str) -> str:
         raise SparseKVError(
             f"{source}: the {kind} has no text: if it is a scan, recognise its text"
         )
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a PDF's lone halves
+    # a PDF may have halves of surrogate pairs
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _word_text(data: bytes) -> str:

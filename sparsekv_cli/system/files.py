@@ -1,6 +1,7 @@
-"""Files: read only where they are regular, written in one place, and named in every error.
+"""Opens, writes and replaces files. Every error names its file.
 
-Every file that the program writes is a WrittenFile. So tests put faults into each of its writes.
+Only regular files are read. Every file that the program writes is a WrittenFile, so that tests can
+make each of its writes fail.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DAY = 86400  # seconds
 
 
 def user_cache(name: str) -> Path | None:
-    """Returns a file or folder in the user's cache; None where there is no home folder."""
+    """Returns the path ``name`` in the user's cache folder; None without a home folder."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -34,11 +35,9 @@ def user_cache(name: str) -> Path | None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """Returns a regular file, open for reading.
+    """Returns a regular file, or a link to one, open for reading.
 
-    Raises OSError for any other: to open a pipe might take for ever.
-
-    A link to a regular file is one.
+    Raises OSError for anything else: opening a pipe might never return.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -48,7 +47,7 @@ def open_regular(path: str | os.PathLike[str]) -> FileIO:
 
 
 class WrittenFile(FileIO):
-    """A file that is written, from its beginning on or, with O_APPEND, at its end."""
+    """A file that is open for writing: from its start, or with O_APPEND at its end."""
 
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -56,27 +55,30 @@ APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def open_written(path: str | os.PathLike[str], flags: int = NEW, mode: int = 0o600) -> WrittenFile:
-    """Opens a file to write, with os.open's flags. The umask changes ``mode``. Raises OSError."""
+    """Opens a file for writing. flags, mode: as for os.open. Raises OSError."""
     return WrittenFile(os.open(path, flags | os.O_CLOEXEC, mode), "wb")
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Returns whether a file or folder belongs to the user and nobody else may write to it."""
+    """Returns whether a file or folder is the user's and nobody else may write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & WRITABLE_BY_OTHERS
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole, or not at all. Only the user may read it. Raises OSError."""
+    """Replaces the file ``path`` by ``data`` as a whole, or not at all. Raises OSError.
+
+    Only the user may read the new file.
+    """
     with replacing(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
-    """A new file that replaces ``path`` at the end of the block. Raises OSError.
+    """Yields a new file, which replaces ``path`` when the block ends. Raises OSError.
 
-    If the block fails, ``path`` stays as it is. The umask changes ``mode``. A link stays, and the
-    file that it names is replaced. It refuses to replace anything but a regular file.
+    If the block fails, ``path`` stays as it is. If ``path`` is a link, the file that it points to
+    is replaced. Anything but a regular file is refused. mode: as for os.open.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -95,7 +97,7 @@ def replacing(path: Path, mode: int = 0o600) -> Iterator[BufferedWriter]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes the temporary files of ``path`` that no process has written to for a day."""
+    """Removes temporary files for ``path`` to which nothing was written for a day."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         for found in filter(lambda each: name.fullmatch(each.name), entries):
@@ -105,7 +107,7 @@ def _remove_leftovers(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an OSError into a SparseKVError that names the file, which the system's may not do."""
+    """Turns an OSError in the block into a SparseKVError that names the file."""
     try:
         yield
     except BrokenPipeError:
@@ -116,9 +118,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lets one process at a time work in a folder. The others wait.
+    """Lets only one process at a time run the block for a folder. Other processes wait.
 
-    If the system cannot lock folders, nobody waits. Raises OSError if the folder does not exist.
+    If the system cannot lock folders, no process waits. Raises OSError if the folder is missing.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -126,14 +128,14 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)  # which gives the lock back
+        os.close(descriptor)  # closing the file frees the lock
 
 
 class AppendedFile:
-    """Text at the end of a file. It is there when ``write`` returns. Every error names the file.
+    """A file to which text is appended. When ``write`` returns, the text is in the file.
 
-    A text that cannot be written as a whole is taken back. is_alone: another process that wants the
-    file alone too is refused.
+    If only a part of a text could be written, the part is removed. Every error names the file.
+    is_alone: whether another process with is_alone for this file is refused.
     """
 
     def __init__(

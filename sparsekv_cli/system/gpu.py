@@ -1,6 +1,6 @@
-"""Whether this machine may have a GPU, and the packages that using it needs.
+"""Whether this machine may have a GPU, and which packages are missing to use it.
 
-Nothing heavy is imported here: torch takes seconds, and most machines need no answer from it.
+Nothing slow is imported here: torch takes seconds, and most machines do not need it.
 """
 
 import ctypes
@@ -10,11 +10,12 @@ from pathlib import Path
 from sparsekv_cli.system.installation import install_command
 
 GPU_PACKAGES = ("torch", "triton")
+# files in /dev of NVIDIA's drivers, its boards, WSL and AMD
 GPU_FILES = ("nvidia*", "nvhost*", "dxg", "kfd")  # in /dev: NVIDIA's, its boards', WSL's, AMD's
 
 
 def may_have_device() -> bool:
-    """Returns whether there is a GPU's driver; without one torch, slow to import, is not asked."""
+    """Returns whether a GPU's driver is there. If not, torch need not be imported."""
     if any(found for name in GPU_FILES for found in Path("/dev").glob(name)):
         return True
     try:
@@ -25,6 +26,6 @@ def may_have_device() -> bool:
 
 
 def lacking_packages() -> str:
-    """Which packages a GPU needs and are not installed, with the command; empty if none."""
+    """Returns which packages for a GPU are missing and how to install them; "" if none is."""
     missing = [package for package in GPU_PACKAGES if find_spec(package) is None]
     return f"{' and '.join(missing)} not installed: {install_command('gpu')}" if missing else ""

@@ -1,4 +1,4 @@
-"""The command that installs an extra, in the way in which this program was installed."""
+"""The command that installs an extra, for the tool by which this program was installed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAME = "sparsekv-cli"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra: of pip, uv or pipx, whichever was used.
+    """Returns the command that installs an extra, of pip, uv or pipx: what installed the program.
 
-    uv and pipx install a program anew, so their command also names the extras that are there.
+    uv and pipx install the program anew, so their command also names the extras that are there.
     """
     extras = [extra]
     command = "pip install"
@@ -52,7 +52,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _source() -> str:
-    """Returns the folder that the program was installed from (PEP 610), or its name."""
+    """Returns the folder from which the program was installed (PEP 610), or the program's name."""
     try:
         origin = json.loads(metadata.distribution(NAME).read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):

@@ -1,6 +1,6 @@
-"""Memory that is available, and that of the machine code in this process.
+"""The memory that is available to this process, and the memory of libraries' machine code.
 
-Most of that code runs only while a model is opened.
+Most machine code of large libraries runs only while a model is opened.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from sparsekv_cli.system import control_groups
 
-MAPS = Path("/proc/self/maps")  # Linux: the process's memory maps
-LARGE = 8 << 20  # bytes; LLVM, BLAS, torch: nothing that others would patch
+MAPS = Path("/proc/self/maps")  # Linux: the memory maps of this process
+LARGE = 8 << 20  # bytes; such large libraries are LLVM, BLAS and torch, whose code nobody patches
 
 
 def large_code() -> Iterator[tuple[int, int]]:
-    """Address and bytes of every large library's machine code; none if the system does not tell."""
+    """Yields address and bytes of the code of each large library; none if unknown."""
     if not MAPS.exists():
         return
     for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -27,10 +27,10 @@ def large_code() -> Iterator[tuple[int, int]]:
 
 
 def release_code() -> None:
-    """Releases the pages of large libraries' code; those that run are mapped again.
+    """Frees the memory of large libraries' code. Code that runs again is read again.
 
     Opening a model runs up to 120 MB of code, mostly LLVM's. Prefill and decode run a small part of
-    it. The pages stay in the system's cache of the file as long as there is memory.
+    it. The pages stay in the system's cache of files as long as there is memory.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -40,7 +40,7 @@ def release_code() -> None:
 
 
 def physical_memory() -> int | None:
-    """Returns the bytes of memory that the machine has; None if the system does not tell."""
+    """Returns the bytes of the machine's memory; None if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -48,10 +48,10 @@ def physical_memory() -> int | None:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that this process can still take without swapping, None if unknown.
+    """Returns the bytes that this process can still use without swapping; None if unknown.
 
-    On Linux this is the memory that is free or can be freed. It counts the machine and the control
-    groups of the process. Elsewhere it is all memory.
+    On Linux this memory is free or can be freed, on the machine and in the process's control
+    groups. Elsewhere it is the machine's memory.
     """
     groups = control_groups.memory_groups()
     rooms = [most - taken + left for most, taken, left in groups if taken is not None]
@@ -62,7 +62,7 @@ def available_memory() -> int | None:
 
 
 def container_limit() -> int | None:
-    """Returns the bytes that the process's control groups allow it; None: they set no limit."""
+    """Returns the bytes that control groups allow to this process; None: they set no limit."""
     least = min((group.most for group in control_groups.memory_groups()), default=None)
     physical = physical_memory()
     return None if least is None or (physical is not None and least >= physical) else least

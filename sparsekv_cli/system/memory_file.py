@@ -1,7 +1,8 @@
 """Memory that several blocks share until one of them is written to.
 
-The bytes lie in a file without a name, in memory (Linux's memfd). A block maps parts of it as its
-own: all blocks read the same memory. A page that is written to becomes a copy of that block alone.
+The bytes lie in a file in memory without a name (Linux's memfd). A block maps parts of the file
+privately: all blocks read the same memory. If a block writes to a page, it gets its own copy of
+that page.
 """
 
 import ctypes
@@ -17,12 +18,12 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 
 PAGE = mmap.PAGESIZE
-MAP_FIXED = 0x10  # which Python's mmap does not name
+MAP_FIXED = 0x10  # missing in Python's mmap
 
 
 @cache
 def is_available() -> bool:
-    """Returns whether this system has files in memory, and lets this process make one."""
+    """Returns whether this process can make files in memory."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return False
     try:
@@ -33,15 +34,15 @@ def is_available() -> bool:
 
 
 class Part(NamedTuple):
-    """Where bytes of a file are in a block. All are multiples of PAGE."""
+    """A part of a file that a block maps. All numbers are multiples of PAGE."""
 
-    at: int  # in the block
-    start: int  # in the file
+    at: int  # first byte in the block
+    start: int  # first byte in the file
     n: int
 
 
 class MemoryFile:
-    """A file of ``n_bytes`` in memory, which is there as long as this object or a block needs it.
+    """A file of ``n_bytes`` in memory. It exists as long as this object or a block that maps it.
 
     Raises SparseKVError if the system refuses it.
     """
@@ -59,7 +60,7 @@ class MemoryFile:
             os.close(self._fd)
 
     def write(self, start: int, data: np.ndarray) -> None:
-        """Writes a contiguous array from byte ``start`` on."""
+        """Writes a contiguous array to the file, from byte ``start`` on."""
         left = data.reshape(-1).view(np.uint8).data
         try:
             while left:
@@ -69,9 +70,10 @@ class MemoryFile:
             raise SparseKVError(f"no memory for rows that sequences share: {error}") from None
 
     def block(self, n_bytes: int, parts: Iterable[Part]) -> np.ndarray:
-        """Returns a block uint8 (n_bytes,) that begins on a page; the rest of it is zeros.
+        """Returns memory, uint8 (n_bytes,), that maps ``parts`` of the file.
 
-        Raises SparseKVError if the system refuses it.
+        All other bytes are zeros. The block begins at a page. Raises SparseKVError if the system
+        refuses it.
         """
         try:
             region = mmap.mmap(-1, max(1, n_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

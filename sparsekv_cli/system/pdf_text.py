@@ -1,4 +1,4 @@
-"""The text of a PDF: its pages, the values of its form, its notes. The package pypdf reads it.
+"""The text of a PDF: its pages, the values of its form, its notes, read by the package pypdf.
 
 A line in brackets stands for a page that is a picture, and for an attached file.
 """
@@ -12,21 +12,21 @@ from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
 
-LARGE = 0.5  # share of a page that a picture covers if it may be a scan
+LARGE = 0.5  # a page may be a scan if a picture covers this share of it
 RADIO, PUSH = 1 << 15, 1 << 16  # flags of buttons (ISO 32000-1, table 226)
-MOST_PARENTS = 50  # of a field: more are a circle
+MOST_PARENTS = 50  # parents of a field; more are a circle
 
 
 def pdf_text(data: bytes) -> str:
-    """Returns the text of the pages, or nothing if they have none.
+    """Returns the text of a PDF; "" if its pages have none.
 
-    Raises ImportError without pypdf, or without the package that decrypts AES. Raises
-    SparseKVError for a password, and pypdf's errors for a damaged file.
+    Raises ImportError without pypdf, or without the package that decrypts AES. Raises SparseKVError
+    for a PDF with a password, and pypdf's errors for a damaged file.
     """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
 
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # its log is in the error
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # the error already says what pypdf logs
     try:
         reader = PdfReader(BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
@@ -37,7 +37,7 @@ def pdf_text(data: bytes) -> str:
 
 
 def _text(reader: Any) -> str:
-    seen: set[int] = set()  # addresses of fields that have a line; below 0: of their places
+    seen: set[int] = set()  # ids of fields that have a line; negative: ids of their widgets
     texts, has_text = [], False
     for number, page in enumerate(reader.pages, 1):
         text, is_picture = _page_text(page)
@@ -69,14 +69,14 @@ def _page_text(page: Any) -> tuple[str, bool]:
 
 
 def _pictures(page: Any) -> set[str]:
-    """Returns the names of the page's pictures."""
+    """Returns the names of the pictures that a page may draw."""
     found = _get(_get(page, "/Resources"), "/XObject")
     items = found.items() if isinstance(found, dict) else ()
     return {name for name, each in items if _get(each.get_object(), "/Subtype") == "/Image"}
 
 
 def _annotations(page: Any, seen: set[int]) -> Iterator[str]:
-    """Yields a line for each value of a form on the page, and for each note."""
+    """Yields a line for each form field and each note on a page."""
     found = _get(page, "/Annots")
     for each in found if isinstance(found, list) else ():
         item = each.get_object()
@@ -92,7 +92,7 @@ def _annotations(page: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _field(widget: Any, seen: set[int]) -> Iterator[str]:
-    """Yields the line of a field: its name and value. A field of several places has one line."""
+    """Yields the line of a form field: name and value. It has one line for all its widgets."""
     chain = [widget]
     while len(chain) < MOST_PARENTS and isinstance(parent := _get(chain[-1], "/Parent"), dict):
         chain.append(parent)
@@ -130,7 +130,7 @@ def _field(widget: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _options(found: Any) -> dict[str, str]:
-    """Returns the texts that a list shows, by their values."""
+    """Returns value -> shown text for the entries of a list."""
     pairs = [each.get_object() for each in found] if isinstance(found, list) else []
     return {
         _words(pair[0]): _words(pair[1])
@@ -140,7 +140,7 @@ def _options(found: Any) -> dict[str, str]:
 
 
 def _apart(reader: Any, seen: set[int]) -> Iterator[str]:
-    """Yields a line for each attached file, and one for a form whose values are elsewhere."""
+    """Yields lines for what is on no page: fields, a second form in XML, attached files."""
     form = _get(reader.trailer["/Root"], "/AcroForm")
     left = [*(_get(form, "/Fields") or ())]
     for item in left:  # fields that no page shows
@@ -160,13 +160,13 @@ def _apart(reader: Any, seen: set[int]) -> Iterator[str]:
 
 
 def _get(found: Any, key: str) -> Any:
-    """Returns an entry of a dictionary, without a reference to it; None if it is not there."""
+    """Returns the entry ``key`` of a dictionary, with references followed; None if missing."""
     value: Any = found.get(key) if isinstance(found, dict) else None
     return value.get_object() if hasattr(value, "get_object") else value
 
 
 def _words(found: Any) -> str:
-    """Returns a value as text in one line: a name without its slash, a stream's content."""
+    """Returns a value as one line of text. Names lose their slash, and streams are read."""
     value: Any = found.get_object() if hasattr(found, "get_object") else found
     value = value.get_data() if hasattr(value, "get_data") else value
     if value is None:

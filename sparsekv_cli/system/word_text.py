@@ -1,8 +1,8 @@
-"""The text of a Word file, from its XML: paragraphs, tables, and what lies apart from them.
+"""The text of a Word file, from its XML: paragraphs, tables, and texts apart from the body.
 
-The source is ECMA-376, part 1. Only the local names of elements count, because the strict form of
-the standard has other namespaces. Deleted text, codes of fields and the second form of an
-alternative are no text of the document. A line in brackets stands for what has no text.
+The source is ECMA-376, part 1. Elements are compared by their local names, because the strict form
+of the standard has other namespaces. Deleted text, codes of fields and the second form of an
+alternative are not part of the text. A line in brackets stands for an object without text.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from zipfile import ZipFile
 
 from sparsekv_cli.errors import SparseKVError
 
-SKIPPED = {  # elements whose texts are not the document's: deleted, or settings
+SKIPPED = {  # elements whose texts are deleted or are settings
     *("del", "moveFrom", "delText", "delInstrText", "instrText", "pPr", "rPr", "tblPr", "tblGrid"),
     *("trPr", "tcPr", "sdtPr", "sdtEndPr", "sectPr", "softHyphen", "Fallback", "annotationRef"),
     *("footnoteRef", "endnoteRef", "fldData", "ctrlPr"),
 }
-LEFT_OUT = {  # what has no text that is read here -> its name
+LEFT_OUT = {  # elements whose text is not read -> their names
     "altChunk": "inserted document", "subDoc": "subdocument", "chart": "chart",
     "control": "form control", "contentPart": "drawing in ink", "relIds": "diagram",
 }  # fmt: skip
 BLOCKS = {"p", "tbl", "oMathPara", *LEFT_OUT}
-MERGES = ("vMerge", "hMerge")  # a cell goes on with the one above, or before it
+MERGES = ("vMerge", "hMerge")  # the cell continues the cell above it, or left of it
 NOTES = {"footnote": "footnotes", "endnote": "endnotes", "comment": "comments"}
-MOST_TAGS = 4_000_000  # of a part: about .6 GB while it is read
+MOST_TAGS = 4_000_000  # tags of a part; reading so many takes about .6 GB
 MARK = re.compile(r"\[(header|footer|picture|[^\]]* left out)\]")
-PRIVATE = range(0xF000, 0xF100)  # a symbol font's characters, which mean nothing without it
+PRIVATE = range(0xF000, 0xF100)  # characters of symbol fonts, which mean nothing in other fonts
 
 
 def word_text(archive: ZipFile) -> str:
-    """Returns headers, the body, notes, comments and footers, a line a paragraph or table row.
+    """Returns the text of a Word file, one line for each paragraph or row of a table.
 
-    Returns nothing if there are no words, but pictures or objects at most. Raises KeyError for a
-    missing part, and other exceptions for a damaged file.
+    Headers come first, then body, notes, comments and footers. Returns "" if there are no words,
+    only pictures or objects. Raises KeyError for a missing part, and other exceptions for a damaged
+    file.
     """
     parts = _Parts(archive)
     main = next(
@@ -57,7 +58,7 @@ def word_text(archive: ZipFile) -> str:
 
 
 class _Parts:
-    """The parts of the file, and what each part refers to."""
+    """The parts of the file, and the parts to which each part refers."""
 
     def __init__(self, archive: ZipFile) -> None:
         self._archive = archive
@@ -74,7 +75,7 @@ class _Parts:
         return fromstring(data)
 
     def targets(self, name: str) -> dict[str, tuple[str, str]]:
-        """Returns the kind and the part of each relation of a part, by its id."""
+        """Returns id -> (kind, part) for each relation of the part ``name``."""
         if name not in self._targets:
             folder, base = posixpath.split(name)
             path = posixpath.join(folder, "_rels", base + ".rels")
@@ -92,18 +93,19 @@ class _Parts:
 
 @dataclass
 class _Reader:
-    """Reads the text of a part. Notes that it refers to are numbered in their order."""
+    """Reads the text of one part. Its notes are numbered in the order in which it names them."""
 
     parts: _Parts
     part: str
-    text: list[str] = field(default_factory=list)  # of the paragraph that is read
-    boxes: list[Element] = field(default_factory=list)  # text boxes in it
-    fields: list[bool] = field(default_factory=list)  # open fields: whether the result has begun
+    text: list[str] = field(default_factory=list)  # text of the current paragraph so far
+    boxes: list[Element] = field(default_factory=list)  # text boxes in the current paragraph
+    # for each open field, whether its result has begun
+    fields: list[bool] = field(default_factory=list)
     noted: dict[str, dict[str, str]] = field(default_factory=dict)  # kind -> id -> mark
-    alternative: str = ""  # the text that stands for the next picture
+    alternative: str = ""  # description of the next picture
 
     def lines_of(self, element: Element) -> list[str]:
-        """Returns the lines of the paragraphs and tables in an element."""
+        """Returns the lines of all paragraphs and tables within an element."""
         lines: list[str] = []
         for block in _inner(element, BLOCKS):
             name = local(block)
@@ -119,14 +121,15 @@ class _Reader:
     def _paragraph(self, element: Element) -> list[str]:
         self.text, self.boxes = [], []
         self._inline(element)
-        self.fields = [True] * len(self.fields)  # so a field without an end hides nothing further
+        # a field without an end hides no text after this paragraph
+        self.fields = [True] * len(self.fields)
         lines, boxes = "".join(self.text).split("\n"), self.boxes
         for box in boxes:
             lines += self.lines_of(box)
         return lines
 
     def _row(self, row: Element) -> list[str]:
-        """Returns the line of a row. The rows of tables in its cells follow it."""
+        """Returns the line of a row, then the lines of tables within its cells."""
         if any(local(each) == "del" for each in _properties(row, "trPr")):
             return []
         cells, below = [], []
@@ -146,12 +149,12 @@ class _Reader:
         return [" | ".join(cells), *below]
 
     def _inline(self, element: Element) -> None:
-        """Adds the text of a paragraph's or run's children to ``text``."""
+        """Adds the text within a paragraph or run to ``text``."""
         for child in element:
             name = local(child)
             if name == "fldChar":
                 self._field(child)
-            elif name == "ruby":  # a word, and how it is spoken
+            elif name == "ruby":  # a word and its pronunciation
                 for part, form in (("rubyBase", "{}"), ("rt", "({})")):
                     before, self.text = self.text, []
                     for each in child.iterfind(f"{{*}}{part}"):
@@ -179,7 +182,7 @@ class _Reader:
             self.text.append(text)
 
     def _field(self, mark: Element) -> None:
-        """Opens a field, begins its result or closes it. Check boxes and lists have a value."""
+        """Begins a field, its result, or ends it. Check boxes and lists add their value."""
         kind = attribute(mark, "fldCharType")
         if kind == "begin":
             self._add(form_value(mark))
@@ -190,7 +193,7 @@ class _Reader:
             self.fields.pop()
 
     def notes(self) -> Iterator[str]:
-        """Yields the lines of the notes and comments that the text refers to."""
+        """Yields the lines of the notes and comments to which the text refers."""
         targets = dict(self.parts.targets(self.part).values())
         for kind, marks in self.noted.items():
             part = targets.get(NOTES[kind], "")
@@ -210,12 +213,15 @@ def local(element: Element) -> str:
 
 
 def attribute(element: Element, name: str) -> str:
-    """Returns an attribute of any namespace, or nothing."""
+    """Returns an attribute's value, whatever its namespace; "" if it is missing."""
     return next((v for k, v in element.items() if k.rpartition("}")[2] == name), "")
 
 
 def _chosen(element: Element) -> Element:
-    """Returns the form of an alternative that is read: the first one, or the fallback."""
+    """Returns the form of an alternative to read: the first one, or else the fallback.
+
+    Other elements are returned as they are.
+    """
     if local(element) != "AlternateContent":
         return element
     choices = [each for each in element if local(each) == "Choice"]
@@ -223,7 +229,7 @@ def _chosen(element: Element) -> Element:
 
 
 def _inner(element: Element, names: Container[str]) -> Iterator[Element]:
-    """Yields the children of these names, also those within other elements, such as controls."""
+    """Yields the elements with these names, also those within other elements, such as controls."""
     left = [iter(element)]
     while left:
         child = next(left[-1], None)
@@ -240,7 +246,7 @@ def _properties(element: Element, name: str) -> Iterable[Element]:
 
 
 def form_value(mark: Element) -> str:
-    """Returns the state of a check box, or the choice of a list. Texts are a field's result."""
+    """Returns the state of a check box or the choice of a list, "" for other fields."""
     for each in mark.iter():
         settings = {local(child): attribute(child, "val") for child in each}
         if local(each) == "checkBox":
@@ -255,7 +261,7 @@ def form_value(mark: Element) -> str:
 
 
 def symbol(element: Element) -> str:
-    """Returns a character, or the font and the code of one that means nothing without its font."""
+    """Returns a symbol's character. If it means nothing in other fonts: its font and code."""
     code, font = attribute(element, "char"), attribute(element, "font")
     try:
         number = int(code, 16)
@@ -274,7 +280,7 @@ def embedded(element: Element) -> str:
 
 
 def equation(element: Element) -> str:
-    """Returns the text of an equation in a line: fractions as (a)/(b), powers as (a)^(b)."""
+    """Returns an equation in one line: fractions as (a)/(b), powers as (a)^(b)."""
     texts = [(local(each), each.text or "" if local(each) == "t" else equation(each))
              for each in element if local(each) not in SKIPPED]  # fmt: skip
     if local(element) not in FORMS:
@@ -284,7 +290,7 @@ def equation(element: Element) -> str:
     return form.format(*(", ".join(t for n, t in texts if n == name) for name in names), sign=sign)
 
 
-# An equation's element -> how it is written, and the children for the places in that.
+# Element of an equation -> how it is written, and the children that fill the places.
 FORMS = {
     "d": ("({})", "e"), "f": ("({})/({})", "num", "den"), "rad": ("root({})({})", "deg", "e"),
     "sSup": ("({})^({})", "e", "sup"), "sSub": ("({})_({})", "e", "sub"),

@@ -1,7 +1,4 @@
-"""The cores that this process may use, their load, and limits for a process.
-
-The limits are for a process that reads data of other people.
-"""
+"""The cores that this process may use, their load, and limits for processes with foreign data."""
 
 import json
 import os
@@ -20,10 +17,10 @@ def usable_cpus() -> int:
 
 
 def usable_cores() -> int:
-    """Returns the number of threads that can compute at a time: one for each physical core.
+    """Returns how many threads should compute: one for each physical core.
 
-    Two hyper-threads of a core share its vector units. A container's quota, rounded to a whole
-    number, is the most. Further threads would use it up early in each period, and then all wait.
+    Two hyper-threads of a core share its vector units. A container's quota, rounded, is the most.
+    More threads would use the quota up early in each period, and then all would wait.
     """
     quota = cpu_quota()
     n = _physical_cores() or usable_cpus()
@@ -44,25 +41,26 @@ def _physical_cores() -> int:
 
 
 def load_beyond_cores() -> tuple[float, int] | None:
-    """Returns the load of the last minute and the CPUs, if the load is more than these."""
+    """Returns the load of the last minute and the number of CPUs; None if the load is lower."""
     load, n = os.getloadavg()[0], usable_cpus()
     return (load, n) if load > n else None
 
 
 def limit_work(seconds: int, n_bytes: int) -> None:
-    """Limits this process to ``seconds`` more of computing, and to ``n_bytes`` of memory."""
+    """Limits this process to ``seconds`` more of CPU time, and to ``n_bytes`` of address space."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     end = int(used.ru_utime + used.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    if sys.platform == "linux":  # macOS refuses a limit below what is mapped, which is much there
+    if sys.platform == "linux":  # macOS maps much memory and refuses a lower limit
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def answer_of(said: bytes, what: str, seconds: int, n_bytes: int, hint: str) -> dict[str, str]:
-    """Returns the JSON object of a process with ``limit_work``. Raises the SparseKVError in it.
+    """Returns the JSON object that a process with ``limit_work`` printed.
 
-    what, hint: words of the SparseKVError if nothing was said, because the work was too much.
+    Raises SparseKVError if the object has an error, or if nothing was printed because the limits
+    were reached. what, hint: words for the second error. seconds, n_bytes: the limits.
     """
     if not said:
         limits = f"{seconds} s or {n_bytes >> 30} GiB"
