@@ -1,1 +1,1 @@
-"""Work on several machines, by Ray: models that are opened alike, and shards of work for them."""
+"""Distributes work to several machines by Ray: each opens the same model and gets shards."""

@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, checks it and leaves it. Every failure is one line."""
+"""Connects to a Ray cluster, checks that it answers, and disconnects. Every error is one line."""
 
 import atexit
 import contextlib
@@ -23,7 +23,7 @@ HOW_TO_START = "start one with 'ray start --head' (docs/distributed.md)"
 
 
 class RayCluster:
-    """A connection to a cluster. ``connect`` makes it."""
+    """A connection to a cluster, made by ``connect``."""
 
     def __init__(self, ray: Any, address: str) -> None:
         self.ray = ray
@@ -31,7 +31,10 @@ class RayCluster:
         self.is_lost = False
 
     def room_for(self, room: Room) -> int:
-        """Returns how many models fit all live nodes, without regard to their other work."""
+        """Returns how many models fit all live nodes if these do nothing else.
+
+        room: the needs of one model.
+        """
         found = 0
         for node in self.ray.nodes():
             if node["Alive"]:
@@ -56,10 +59,11 @@ class RayCluster:
 
 @contextlib.contextmanager
 def connect(address: str) -> Iterator[RayCluster]:
-    """Connects to the cluster at ``HOST:PORT``. ``auto`` finds the cluster of this machine.
+    """Yields a connection to the cluster at ``HOST:PORT``; ``auto``: the cluster of this machine.
 
-    Ray prints its remarks to ``sys.stdout``, so this discards them in the block. A caller that
-    writes results keeps the stream. Raises SparseKVError if Ray is missing, or no cluster is there.
+    Ray prints remarks to ``sys.stdout``, so what the block prints there is discarded. A caller that
+    writes results must keep its own reference to the stream. Raises SparseKVError if Ray is missing
+    or no cluster answers.
     """
     check_address(address)
     import ray
@@ -88,7 +92,7 @@ def connect(address: str) -> Iterator[RayCluster]:
 
 
 def _leave_at_exit(ray: Any) -> None:
-    """Ends the process at its end without Ray, which would wait for the cluster, or crash."""
+    """Lets this process exit without Ray's shutdown, which would wait for the cluster, or crash."""
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -101,7 +105,7 @@ def _leave_at_exit(ray: Any) -> None:
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:
-    """Runs ``call`` in a thread and returns its future. Ray's calls may hang."""
+    """Runs ``call`` in a thread and returns its future, because calls of Ray may never return."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -115,7 +119,7 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 
 
 def check_address(address: str) -> None:
-    """Raises SparseKVError if Ray is missing, the address is wrong, or nothing answers there."""
+    """Raises SparseKVError if Ray is missing, the address is wrong, or no cluster answers there."""
     if find_spec("ray") is None:
         raise SparseKVError(f"--ray needs Ray: {install_command('ray')}")
     if address == "auto":

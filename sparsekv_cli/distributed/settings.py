@@ -1,7 +1,8 @@
-"""The settings that make every machine open and compute the model in the same way.
+"""The settings with which every node opens and computes a model in the same way.
 
-A model chooses threads, types of products, copies of weights, the depth of sparse steps and
-calibrations by its machine. The first machine chooses them once, and sends them to the others.
+By default a model chooses some settings by its machine: threads, types of products, copies of
+weights, the depth of sparse steps and calibrations. The first machine chooses them once and sends
+them to the nodes.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from sparsekv_cli.settings.config import SessionConfig
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-ROOM_CONTEXT = 8192  # tokens of K and V that a model is given memory for, if -c does not say
+ROOM_CONTEXT = 8192  # tokens of K and V for which a node needs memory, if -c is not given
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """A model to open, without decisions of its own machine."""
+    """All settings of a model, so that a node decides nothing by itself."""
 
     path: Path
     model_hash: str
     version: str
     method: Method
     config: SessionConfig
-    sidecar: bytes  # a file with calibrations; empty: none are needed
+    sidecar: bytes  # content of a file with calibrations; empty: no method needs one
 
     def open(self, others: Iterable[Method] = ()) -> Model:
-        """Returns the model, with ``others`` prepared.
+        """Opens the model on this node and prepares the methods ``others``.
 
-        Raises SparseKVError where model or program are not those that were sent.
+        Raises SparseKVError if the model or the program is another one than the sender's.
         """
         from sparsekv_cli.model import load_model
 
@@ -63,7 +64,7 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class Room:
-    """The resources that a model takes of a machine."""
+    """The resources of a node that one model needs."""
 
     n_cpus: int
     n_gpus: int
@@ -71,9 +72,9 @@ class Room:
 
 
 def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> SessionSettings:
-    """Returns the settings that ``model``, which was opened with ``method``, has worked out.
+    """Returns the settings of ``model``, which was opened with ``method``, for the nodes.
 
-    others: methods that the nodes use, too, and whose calibrations they get.
+    others: further methods that the nodes use. Their calibrations are sent too.
     """
     config = replace(
         model.config,
@@ -96,7 +97,7 @@ def settings_of(model: Model, method: Method, others: Iterable[Method] = ()) -> 
 
 
 def room_of(model: Model, n_sequences: int) -> Room:
-    """Returns the resources of a model like this one with so many sequences."""
+    """Returns the resources that a node needs for this model and ``n_sequences`` sequences."""
     from sparsekv_cli.cache.row_sizes import token_bytes
 
     n_rows = model.config.ctx_size or min(model.n_ctx, ROOM_CONTEXT)
@@ -121,7 +122,7 @@ def _host_choices(model: Model) -> dict[str, Any]:
 
 
 def _sidecar(model: Model, methods: Iterable[Method]) -> bytes:
-    """Returns a calibration file with what the methods need; empty if they need none."""
+    """Returns the content of a file with the calibrations of ``methods``; empty: none needed."""
     from sparsekv_cli.calibration.run import CALIBRATION
     from sparsekv_cli.calibration.sidecar import write_entry
 

@@ -1,7 +1,7 @@
-"""Gives shards of work to actors, which each hold a model.
+"""Gives shards of work to actors, each of which has opened a model.
 
-Ray places the actors and starts their processes; a shard goes to whichever is idle. If an actor is
-lost, its shard goes to another one. A new actor takes its place if a node has room.
+Ray starts an actor's process on a node. An idle actor gets the next shard. If an actor is lost,
+another actor gets its shard, and a new actor starts if a node has room.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ from sparsekv_cli.distributed.settings import Room
 from sparsekv_cli.errors import SparseKVError
 
 SECONDS_BETWEEN_CHECKS = 2.0
-MOST_LOSSES = 3  # lost actors, after which a shard is taken for the cause
-Open = Callable[[Any], Callable[[Any], Any]]  # settings -> a function that answers shards
+MOST_LOSSES = 3  # after so many lost actors the shard is seen as the cause
+Open = Callable[[Any], Callable[[Any], Any]]  # (settings) -> a function from a shard to its result
 
 
 class Worker:
-    """An actor, which opens a model and works on shards. It returns errors as text."""
+    """An actor that opens a model and works on shards. It returns errors as texts."""
 
     def __init__(self) -> None:
         self._work: Callable[[Any], Any] | None = None
 
     def open(self, open_work: Open, settings: Any) -> tuple[str, str]:
-        """Returns the name of the node and its error, which is empty if it can work."""
+        """Opens the model. Returns the node's name and an error; "" if it can work."""
         import socket
 
         try:
@@ -37,7 +37,7 @@ class Worker:
         return socket.gethostname(), ""
 
     def work(self, shard: Any) -> tuple[Any, str]:
-        """Returns the result of the shard and its error, which is empty if there is a result."""
+        """Returns the result of a shard and an error; "" if there is a result."""
         assert self._work is not None
         try:
             return self._work(shard), ""
@@ -47,7 +47,7 @@ class Worker:
 
 @dataclass
 class Shard:
-    """Work, its number, and how many actors were lost over it."""
+    """A piece of work, its number, and how many actors were lost while they worked on it."""
 
     number: int
     work: Any
@@ -55,9 +55,10 @@ class Shard:
 
 
 class Workers:
-    """Actors of a cluster. ``map`` hands them shards.
+    """The actors on a cluster. ``map`` gives them shards.
 
-    tell: called with remarks for the user. Raises SparseKVError if a node cannot work.
+    room: what an actor needs. open_work: opens the model on a node with ``settings``. tell: called
+    with remarks for the user. Raises SparseKVError if a node cannot work.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Workers:
             num_cpus=room.n_cpus, num_gpus=room.n_gpus, memory=room.n_bytes, max_restarts=0,
             scheduling_strategy="SPREAD",
         )(Worker)  # fmt: skip
-        self._starting: dict[Any, Any] = {}  # actors by the future of ``open``
+        self._starting: dict[Any, Any] = {}  # future of ``open`` -> actor
         self._busy: dict[Any, tuple[Any, Shard]] = {}
         self._idle: list[Any] = []
         self._again: deque[Shard] = deque()
@@ -112,7 +113,7 @@ class Workers:
         shards = (Shard(number, each) for number, each in enumerate(work))
         following = next(shards, None)
         done: dict[int, Any] = {}
-        n_given = 0  # results that were handed out
+        n_given = 0  # number of results that were returned
         while following is not None or self._again or self._busy:
             self._grow()
             while self._idle and (self._again or following is not None):
@@ -128,12 +129,12 @@ class Workers:
                 n_given += 1
 
     def summary(self) -> str:
-        """``2 workers on 2 nodes, 1 lost``."""
+        """Returns a line such as ``2 workers on 2 nodes, 1 lost``."""
         n_nodes = self._cluster.n_nodes()
         return f"{self.n_actors} workers on {n_nodes} nodes, {self.n_lost} lost"
 
     def close(self) -> None:
-        """Ends the actors, if the cluster is there."""
+        """Ends all actors, unless the cluster is lost."""
         if self._cluster.is_lost:
             return
         actors = [*self._starting.values(), *(actor for actor, _ in self._busy.values())]
@@ -141,7 +142,10 @@ class Workers:
             self._kill(actor)
 
     def _grow(self) -> None:
-        """Starts as many actors as the cluster has room for. Raises SparseKVError for none."""
+        """Starts as many actors as the nodes have room for.
+
+        Raises SparseKVError if there is no actor.
+        """
         n_room = self._cluster.room_for(self._room)
         for _ in range(n_room - self.n_actors):
             actor = self._actor_class.remote()
@@ -160,7 +164,7 @@ class Workers:
         self._busy[actor.work.remote(shard.work)] = actor, shard
 
     def _wait(self, done: dict[int, Any]) -> None:
-        """Until something has happened, and a while longest."""
+        """Waits until an actor has opened its model or ended its shard, but not for ever."""
         pending = [*self._starting, *self._busy]
         ready, _ = self._ray.wait(pending, num_returns=1, timeout=SECONDS_BETWEEN_CHECKS)
         for future in ready:
@@ -209,7 +213,7 @@ class Workers:
         self._tell(f"a worker was lost, another one does its part: {_reason(error)}")
 
     def _kill(self, actor: Any) -> None:
-        with contextlib.suppress(Exception):  # it may be gone, and its node, too
+        with contextlib.suppress(Exception):  # the actor and its node may be gone
             self._ray.kill(actor)
 
 
@@ -217,7 +221,7 @@ class Workers:
 def workers_at(
     address: str, room: Room, open_work: Open, settings: Any, tell: Callable[[str], None]
 ) -> Iterator[Workers]:
-    """Workers on the cluster at ``address`` (cluster.py), which end with the context."""
+    """Yields workers on the cluster at ``address``. They end with the block."""
     with connect(address) as cluster:
         workers = Workers(cluster, room, open_work, settings, tell)
         try:
