@@ -1,1 +1,1 @@
-"""The facts of this installation and this machine that a bug report needs."""
+"""Collects facts about this installation and this machine for a bug report."""

@@ -1,4 +1,4 @@
-"""The folders that the program reads and writes: where they are, and whether it can use them."""
+"""The folders that the program uses: their paths, and whether it can read and write them."""
 
 import os
 import stat
@@ -25,7 +25,7 @@ PRIVATE = ("prefixes", "kernels")
 
 
 def folders(problems: list[str]) -> list[dict[str, Any]]:
-    """Returns a description of each folder, in the order of FOLDERS."""
+    """Returns a description of each folder in FOLDERS. Faults are added to ``problems``."""
     found = []
     for name, locate in FOLDERS.items():
         try:
@@ -40,10 +40,10 @@ def folders(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def describe(name: str, path: Path | None) -> dict[str, Any]:
-    """Returns a folder's fields. ``files`` and ``bytes`` count its regular files.
+    """Returns the description of a folder. path: None: there is no home folder.
 
-    ``writable``: whether files can be made there; of a folder that is missing, whether it can be
-    made.
+    ``files`` and ``bytes`` count the regular files directly in it. ``writable``: whether files can
+    be made there, or, for a missing folder, whether it can be made.
     """
     folder: dict[str, Any] = {"name": name, "path": None, "exists": False, "writable": False}
     folder |= {"files": None, "bytes": None, "problem": None}
@@ -73,7 +73,7 @@ def describe(name: str, path: Path | None) -> dict[str, Any]:
 
 
 def _can_be_made(path: Path) -> bool:
-    """Returns whether the nearest parent that exists is a folder that can be written."""
+    """Returns whether the nearest existing parent is a folder in which the user may write."""
     for parent in path.absolute().parents:
         try:
             status = os.stat(parent)
@@ -86,7 +86,7 @@ def _can_be_made(path: Path) -> bool:
 
 
 def _counted(path: Path) -> tuple[int, int]:
-    """Regular files directly in a folder, and their bytes."""
+    """Returns the number and the bytes of the regular files directly in a folder."""
     sizes = []
     with os.scandir(path) as entries:
         for entry in entries:
@@ -94,5 +94,5 @@ def _counted(path: Path) -> tuple[int, int]:
                 if entry.is_file():
                     sizes.append(entry.stat().st_size)
             except OSError:
-                continue  # it has just been removed, or is a link to nothing
+                continue  # the file has just been removed, or is a link to nothing
     return len(sizes), sum(sizes)

@@ -46,7 +46,10 @@ def python(problems: list[str]) -> dict[str, Any]:
 
 
 def packages(problems: list[str]) -> dict[str, str | None]:
-    """Versions by name; None is not installed. Nothing is imported."""
+    """Returns package -> version; None: it is not installed. No package is imported.
+
+    Missing packages that the program requires are added to ``problems``.
+    """
     found = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
     problems += [f"packages: {name} is not installed" for name in REQUIRED if not found[name]]
     return found
@@ -60,7 +63,10 @@ def _version(name: str) -> str | None:
 
 
 def cpu(problems: list[str]) -> dict[str, Any]:
-    """``usable``: the CPUs that this process may run on. ``container_quota``: None is no limit."""
+    """Returns the CPU's name and numbers of CPUs. ``usable``: those that this process may use.
+
+    ``container_quota``: CPUs that a container allows; None: no limit.
+    """
     return {
         "name": cpu_name(),
         "architecture": platform.machine(),
@@ -78,7 +84,7 @@ def cpu_features(problems: list[str]) -> dict[str, bool]:
 
 
 def memory(problems: list[str]) -> dict[str, int | None]:
-    """Bytes; None is unknown, for the container no limit."""
+    """Returns bytes of memory; None: unknown, for the container: no limit."""
     return {
         "physical_bytes": physical_memory(),
         "available_bytes": available_memory(),
@@ -87,7 +93,7 @@ def memory(problems: list[str]) -> dict[str, int | None]:
 
 
 def gpu(problems: list[str]) -> dict[str, Any]:
-    """Without a driver torch is not imported, and there are no devices."""
+    """Returns the GPU's driver and devices. Without a driver torch is not imported."""
     has_driver = may_have_device()
     found: dict[str, Any] = {
         "driver": has_driver,
@@ -114,7 +120,7 @@ def gpu(problems: list[str]) -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    """Returns the line that NVIDIA's driver says of itself on Linux."""
+    """Returns the first line of NVIDIA's version file on Linux; None without the file."""
     try:
         return DRIVER.read_text(errors="replace").splitlines()[0]
     except (OSError, IndexError):

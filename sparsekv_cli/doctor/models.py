@@ -1,4 +1,4 @@
-"""The models that ``-m`` finds by name, described by their headers alone."""
+"""The models that ``-m`` finds by name, with what their headers say."""
 
 import itertools
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 from sparsekv_cli.errors import SparseKVError
 
-MOST_READ = 8  # headers; a large vocabulary takes a tenth of a second
+MOST_READ = 8  # headers that are read; one with a large vocabulary takes a tenth of a second
 
 
 def models(problems: list[str]) -> list[dict[str, Any]]:
-    """Returns every model: name, where, path, architecture, bytes, problem.
+    """Returns a description of every model: name, where, path, architecture, bytes, problem.
 
     Only the first MOST_READ headers are read. The other models have None for architecture and
     bytes.

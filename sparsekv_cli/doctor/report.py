@@ -1,6 +1,6 @@
-"""The report of ``doctor``. A section that fails does not stop the others.
+"""The report of ``doctor``, made of sections. If a section fails, the others still follow.
 
-It is None in the report, and the list of problems has the reason.
+A failed section is None in the report, and ``problems`` has the reason.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv_cli import __version__
 from sparsekv_cli.doctor import folders, machine, models
 
-#: Makers of sections by name. Each gets the list of problems and adds to it.
+# : Section -> the function that makes it. The function may add lines to the list of problems.
 SECTIONS: dict[str, Callable[[list[str]], Any]] = {
     "python": machine.python,
     "packages": machine.packages,
@@ -30,7 +30,7 @@ def examine() -> dict[str, Any]:
     for name, section in SECTIONS.items():
         try:
             report[name] = section(problems)
-        except Exception as error:  # of a broken library; the other sections follow
+        except Exception as error:  # any error of a broken library
             report[name] = None
             problems.append(f"{name}: {type(error).__name__}: {error}")
     return report | {"problems": problems}
