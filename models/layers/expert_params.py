@@ -13,7 +13,10 @@ SOFTMAX_WEIGHT = 3  # softmax over the chosen experts: equals the normalised sof
 
 @dataclass(frozen=True)
 class ExpertParams:
-    """Sizes of a layer's experts. See Mixture for the fields from ``shared_gate`` on."""
+    """Sizes of one layer's experts.
+
+    Mixture (architectures) describes the fields from ``shared_gate`` on.
+    """
 
     n_expert: int
     n_expert_used: int  # experts per token

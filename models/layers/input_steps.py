@@ -22,7 +22,8 @@ class PromptInputs:
         self, embedding: InputEmbedding, ids: Sequence[int], x: Any, pos: int, eps: np.float32
     ) -> None:
         self._embedding, self._ids, self._x, self._pos = embedding, np.asarray(ids), x, pos
-        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are unscaled
+        # projections are not divided by sqrt(n_embd), so eps is scaled instead
+        self._eps = np.float32(eps * embedding.projection.n_columns)
 
     def gated(
         self, i: int, products: Mapping[str, Any], gate: Any, activation: int, pos: int, n: int
@@ -55,7 +56,7 @@ class InputSteps:
         if embedding is None:
             return
         n, n_all = len(embedding.norm), embedding.projection.n_rows
-        self._eps = np.float32(eps * embedding.projection.n_columns)  # projections are unscaled
+        self._eps = np.float32(eps * embedding.projection.n_columns)  # as in PromptInputs
         self._table = fused.matrix_table([embedding.projection], n_planes)
         self._projected, self._inputs, hidden = (
             on_lines((capacity, width + fused.LANES), np.float32, zeros=True)

@@ -1,6 +1,7 @@
-"""Per-layer inputs: a second input of a layer next to the residual stream (Gemma 4).
+"""Per-layer inputs: a second input of a layer besides the residual stream (Gemma 4).
 
-The input is (norm(projection of the token's embedding) + the layer's embedding) / sqrt(2).
+Two vectors of P elements are added for a token. The first is the norm of a projection of its
+embedding. The second is the layer's own embedding of it. The input is their sum divided by sqrt(2).
 """
 
 from collections.abc import Sequence

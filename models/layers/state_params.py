@@ -67,7 +67,7 @@ def read_states(
 
 
 def _recurrent(keys: ModelKeys, n_layer: int) -> list[bool]:
-    """Returns which layers have a delta net: by the file's list, or all except each n-th layer."""
+    """Returns which layers have a delta net: those of the file's list, or all but each n-th."""
     name = "attention.recurrent_layers"
     if name in keys:
         value = keys.get(name)
