@@ -24,7 +24,7 @@ from sparsekv_cli.models.tokenizer.vocab import (
 )
 
 LINES = re.compile(r"[^\n]+|\n+")
-MISSING_BYTE = "\0missing byte"  # token of a byte without a token; not in the output
+MISSING_BYTE = "\0missing byte"  # token of bytes that have no token; it is left out of the ids
 
 
 def byte_symbols() -> list[str]:
@@ -89,10 +89,10 @@ def make_line_encoder(
 
 
 def bpe_of(metadata: Mapping[str, Any], ids: dict[str, int], **options: Any) -> Any:
-    """Returns the library's BPE of the merge rules. Both parts and the result must be tokens.
+    """Returns the library's BPE with the file's merge rules. options: the BPE's other arguments.
 
-    The library checks that, in a fraction of Python's time. Raises SparseKVError for a rule that it
-    refuses.
+    The two parts of a rule and their join must be tokens. The library checks that in a fraction of
+    Python's time. Raises SparseKVError for a rule that it refuses.
     """
     merges = string_list(metadata, "merges")
     if len(set(merges)) != len(merges):

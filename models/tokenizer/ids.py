@@ -4,6 +4,6 @@ from collections.abc import Sequence
 
 
 def n_common(left: Sequence[int] | str, right: Sequence[int] | str) -> int:
-    """Returns the length of the common prefix of two sequences of ids, or of two texts."""
+    """Returns how many first items of two sequences of ids, or of two texts, are equal."""
     n = min(len(left), len(right))
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), n)

@@ -1,6 +1,7 @@
-"""A prompt for the text in a gap, of the marks that a model was trained with (fill in the middle).
+"""Prompts for the text in a gap (fill in the middle), for models that were trained for this.
 
-The order is prefix, suffix, middle, as llama.cpp's server writes it. Other files come first.
+Control tokens stand before the parts of the prompt. The order is prefix, suffix, middle, as
+llama.cpp's server writes it. Other files come first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.tokenizer.tokenizer import Tokenizer
 
-REPOSITORY, FILE = "project", "file"  # names of what the client does not name
+REPOSITORY, FILE = "project", "file"  # names for a repository and a file without a name
 
 
 def infill_ids(
@@ -20,10 +21,11 @@ def infill_ids(
     files: Sequence[tuple[str, str]] = (),
     begun: str = "",
 ) -> list[int]:
-    """Returns the ids of a prompt that the text between prefix and suffix continues.
+    """Returns the ids of a prompt whose answer is the text between ``prefix`` and ``suffix``.
 
-    files: names and texts of other files. begun: the beginning of the answer. No control token is
-    parsed in any of them. Raises SparseKVError if the vocabulary has no such marks.
+    files: (name, text) of other files. begun: the beginning of the answer. Control tokens are not
+    parsed in any of these texts. Raises SparseKVError if the vocabulary has no control tokens for
+    gaps.
     """
     marks = tokenizer.infill
     if missing := [name for name in ("prefix", "suffix", "middle") if name not in marks]:

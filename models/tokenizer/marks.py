@@ -1,8 +1,8 @@
-"""Marks: the tokens of a vocabulary that divide an answer into thinking, calls and text.
+"""Marks: the tokens that divide an answer into thinking, calls and text, such as ``<think>``.
 
-In the text of an answer one character stands for a token that is a mark. It is a half of a
-character beyond 16 bits. UTF-8 cannot encode it, so no other token writes it. A text that only
-spells a mark is a text.
+In the text of an answer one character stands for each token that is a mark. It is a lone surrogate,
+half of a character beyond 16 bits. UTF-8 cannot encode it, so no other token writes it. If an
+answer only spells a mark with other tokens, the spelling stays as text.
 """
 
 import codecs
@@ -40,24 +40,27 @@ STAND_IN = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of an answer that are tokens of a vocabulary.
+    """The marks that are tokens of a vocabulary.
 
-    ids: the tokens by their spellings, which are among KNOWN. None: the vocabulary is not known. A
-    spelling is then a mark wherever the form of the answer allows one. shows_controls: other
-    control tokens are spelled in the text.
+    ids: spelling (one of KNOWN) -> token. None: the vocabulary is not known. Then a spelling is a
+    mark wherever the form of the answer allows one. shows_controls: whether other control tokens
+    are spelled in the text.
     """
 
     ids: Mapping[str, int] | None = None
     shows_controls: bool = False
 
     def __getitem__(self, text: str) -> str:
-        """Returns what stands for the marks of ``text`` in an answer: characters or spellings."""
+        """Returns ``text`` with the spellings of marks replaced by their characters.
+
+        If ``ids`` is None, the text stays as it is.
+        """
         for spelling in self.ids or ():
             text = text.replace(spelling, STAND_INS[spelling])
         return text
 
     def by_id(self) -> dict[int, str]:
-        """Returns the character of each token that is a mark."""
+        """Returns token -> character, for each token that is a mark."""
         return {token: STAND_INS[spelling] for spelling, token in (self.ids or {}).items()}
 
 
@@ -66,7 +69,7 @@ CONTROLS_SHOWN = Marks(shows_controls=True)
 
 
 def marks_of(tokenizer: "Tokenizer", spellings: Iterable[str]) -> Marks:
-    """Returns those of the marks that are tokens of a vocabulary."""
+    """Returns the marks among ``spellings`` that are tokens of the tokenizer's vocabulary."""
     ids = {}
     for spelling in spellings:
         found = _ids(tokenizer, spelling)
@@ -76,10 +79,10 @@ def marks_of(tokenizer: "Tokenizer", spellings: Iterable[str]) -> Marks:
 
 
 class TokenText:
-    """Converts the tokens of an answer to its text. It returns only complete characters."""
+    """Converts the tokens of an answer to text, one by one. It returns only complete characters."""
 
     def __init__(self, tokenizer: "Tokenizer", characters: Mapping[int, str]) -> None:
-        """characters: of the tokens that are marks, as ``Marks.by_id`` has them."""
+        """characters: token -> its character, for tokens that are marks, from ``Marks.by_id``."""
         self._tokenizer, self._characters = tokenizer, characters
         # StreamDecoder would drop the space before the first word. A completion keeps it.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -97,21 +100,23 @@ class TokenText:
 
 
 class StopForms:
-    """The control tokens in stop strings, which have no text of their own.
+    """Finds the control tokens in stop strings, which are not shown in the text of an answer.
 
-    stops: those that a text can have. characters: of the control tokens, by id. forms: stop strings
-    in which tokens are characters, each with the stop string that it stands for.
+    stops: the stop strings that can occur in a text. characters: control token -> a character that
+    stands for it in the text. forms: stop string with such characters -> the stop string that the
+    user gave.
     """
 
     def __init__(
         self, tokenizer: "Tokenizer", stops: Iterable[str], characters: Mapping[int, str]
     ) -> None:
-        """characters: of tokens that are marks."""
+        """characters: token -> character, for tokens that are marks."""
         free = map(chr, range(FIRST + len(KNOWN), FIRST + N_STAND_INS))
         self.characters: dict[int, str] = {}
         self.forms: dict[str, str] = {}
         self._spellings: dict[str, str] = {}
-        self.stops = [stop for stop in stops if not STAND_IN.search(stop)]  # others never occur
+        # no text contains a lone surrogate
+        self.stops = [stop for stop in stops if not STAND_IN.search(stop)]
         for stop in self.stops:
             form = stop
             for token in _ids(tokenizer, stop):
@@ -125,14 +130,14 @@ class StopForms:
                 self.forms[form] = stop
 
     def without(self, text: str, *, is_spelled: bool) -> str:
-        """Returns a text without the characters of the stop strings' tokens, or with spellings."""
+        """Returns ``text`` without the characters of control tokens, or with their spellings."""
         for char, spelling in self._spellings.items():
             text = text.replace(char, spelling if is_spelled else "")
         return text
 
 
 def plain(text: str) -> str:
-    """Returns a text in which every mark is spelled."""
+    """Returns ``text`` with the spellings of marks in place of their characters."""
     return STAND_IN.sub(lambda found: SPELLINGS.get(found[0], ""), text)
 
 

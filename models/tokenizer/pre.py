@@ -1,9 +1,9 @@
-"""Pre-tokenizers: regular expressions that split text into words before byte-level BPE.
+"""Pre-tokenizers: regular expressions that split a text into words before byte-level BPE.
 
-``tokenizer.ggml.pre`` names the pre-tokenizer. Source of expressions and settings: llama.cpp's
-llama-vocab.cpp. The expressions run one after the other on the pieces of the one before. Text
-between matches stays as pieces. llama.cpp's own matcher reads some expressions differently. The
-expressions here follow that matcher, with a comment.
+``tokenizer.ggml.pre`` names the pre-tokenizer. Expressions and settings are those of llama.cpp's
+llama-vocab.cpp. Each expression splits the pieces that the expression before it made. Text between
+two matches is a piece too. llama.cpp's own matcher reads some expressions in another way. These
+expressions here follow that matcher and have a comment.
 """
 
 import re
@@ -69,8 +69,8 @@ class PreTokenizer:
     """The rules that split a text into words before the merges."""
 
     regexes: tuple[str, ...]  # applied one after the other
-    ignore_merges: bool = False  # a word that is a token is not split
-    add_bos: bool = False  # the default if the file has no setting
+    ignore_merges: bool = False  # True: a word that is a token is not split
+    add_bos: bool = False  # whether BOS is added if the file does not say it
 
     def oniguruma(self) -> list[str]:
         """Returns the expressions for the tokenizers library, with llama.cpp's categories."""

@@ -1,9 +1,10 @@
 """SentencePiece tokenizers (``tokenizer.ggml.model = "llama"``) by the sentencepiece library.
 
-llama.cpp repeatedly merges the adjacent pair whose joined text is the token with the highest score.
-The leftmost pair wins a tie, and the kind of the token does not matter. Text without a token
-becomes bytes. sentencepiece's BPE does the same if each token is a NORMAL piece. This module
-writes a ModelProto with these rules. The caller handles special tokens and the leading space.
+llama.cpp joins two adjacent pieces, again and again: those whose joined text is the token with the
+highest score. The leftmost pair wins a tie. The kind of the token does not matter.
+Text without a token becomes bytes. sentencepiece's BPE does the same if each token is a NORMAL
+piece. This module writes a ModelProto with these rules. The caller handles special tokens and the
+leading space.
 """
 
 import struct
@@ -68,7 +69,7 @@ def model_proto(vocabulary: Vocabulary) -> bytes:
 
 
 def piece(text: str, score: float, kind: int) -> bytes:
-    """Returns an entry of ModelProto.pieces."""
+    """Returns an entry of ModelProto.pieces: a token's text, score and type."""
     score_bytes = b"\x15" + struct.pack("<f", score)  # field 2, 32 bits
     return field(1, field(1, text.encode()) + score_bytes + number(3, kind))
 

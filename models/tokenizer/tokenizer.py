@@ -1,7 +1,7 @@
-"""Converts text to token ids and back like llama.cpp, by the metadata of a GGUF file.
+"""Converts text to token ids and back as llama.cpp does, by the metadata of a GGUF file.
 
-``load_tokenizer`` chooses BPE or SentencePiece. This module splits off special tokens before that
-(llama.cpp: ``tokenizer_st_partition``).
+``load_tokenizer`` chooses BPE or SentencePiece. Before these get a text, this module splits off its
+special tokens (llama.cpp: ``tokenizer_st_partition``).
 """
 
 import codecs
@@ -36,15 +36,15 @@ class SpecialToken(NamedTuple):
     text: str
     id: int
     parsed_only: bool  # split off only if special tokens are parsed
-    eats_spaces: bool  # the white space after it is dropped
+    eats_spaces: bool  # white space after it is dropped
 
 
 class Tokenizer:
-    """One model's tokenizer. ``load_tokenizer`` makes it.
+    """The tokenizer of one model, made by ``load_tokenizer``.
 
-    add_bos, add_eos: whether the model needs BOS before and EOS after a text.
-    eog_ids: tokens that end a generation. infill: the marks of a text with a gap, by name.
-    control_texts: texts of the tokens that are parsed only with ``parse_special``.
+    add_bos, add_eos: whether the model needs BOS before and EOS after a text. eog_ids: tokens that
+    end an answer. infill: name -> control token of a text with a gap. control_texts: the spellings
+    of tokens that are parsed only with ``parse_special``.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Tokenizer:
         """Returns the token ids of ``text``.
 
         add_bos: None adds BOS and EOS if the model needs them. False adds neither. True adds BOS,
-        and EOS if the model needs it. add_eos: False never adds EOS (for a prompt whose text goes
-        on). parse_special: ``<|im_end|>`` in the text is that token, not its letters. plain: a
-        function that returns the original of the text between control tokens (chat/cover.py). No
-        control token is parsed in its result. Raises SparseKVError for lone surrogates, and for
-        BOS or EOS that the model lacks.
+        and EOS if the model needs it. add_eos: False never adds EOS, for a prompt whose text goes
+        on. parse_special: whether ``<|im_end|>`` in the text is that token, not its letters. plain:
+        a function that returns the original of a covered text between control tokens
+        (chat/cover.py). No control token is parsed in that original. Raises SparseKVError for lone
+        surrogates, and for BOS or EOS that the model lacks.
         """
         check_encodable(text)
         ids: list[int] = []
@@ -118,7 +118,7 @@ class Tokenizer:
         return ids
 
     def encode_within(self, text: str) -> list[int]:
-        """Returns the ids of a part of a text. Control tokens are neither added nor parsed."""
+        """Returns the ids of a text within another text. No control token is added or parsed."""
         check_encodable(text)
         ids: list[int] = []
         for fragment in split_special(text, self._specials, parse_special=False):
@@ -143,13 +143,13 @@ class Tokenizer:
         """Returns the text of ``ids``. Bytes that are not UTF-8 become U+FFFD.
 
         The space that SentencePiece adds before a text is removed from the first token.
-        skip_special: control and unknown tokens have no text.
+        skip_special: whether control and unknown tokens are left out.
         """
         decoder = StreamDecoder(self, skip_special=skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token's text. A special token is its name in the vocabulary."""
+        """Returns the bytes of a token's text. For a special token this is its spelling."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._make_piece(self.token_text(token_id), token_id)
@@ -309,7 +309,7 @@ def check_encodable(text: str) -> None:
 
 
 def symbol_bytes() -> dict[str, bytes]:
-    """Returns the byte of each of GPT-2's printable symbols."""
+    """Returns GPT-2's printable symbol -> the byte that it stands for."""
     from sparsekv_cli.models.tokenizer.bpe import byte_symbols
 
     return {symbol: bytes([byte]) for byte, symbol in enumerate(byte_symbols())}

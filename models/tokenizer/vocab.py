@@ -1,7 +1,7 @@
-"""Reads and checks the vocabulary of a GGUF file: token texts, their kinds and the special ids.
+"""Reads and checks the vocabulary of a GGUF file: texts of tokens, their kinds, special ids.
 
 Source: llama.cpp's llama-vocab.cpp (``llama_vocab::impl::load``). A token's kind is a set of bits.
-An end-of-generation text is a control token in addition to its kind in the file.
+A token whose text is known to end an answer is also a control token, whatever the file says.
 """
 
 import re
@@ -75,7 +75,7 @@ class Vocabulary:
     unk_id: int | None
     pad_id: int | None
     eog_ids: frozenset[int]
-    infill: Mapping[str, int]  # by INFILL_MARKS: the marks of a text with a gap
+    infill: Mapping[str, int]  # name in INFILL_MARKS -> control token of a text with a gap
 
 
 def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
@@ -120,7 +120,10 @@ def read_vocabulary(metadata: Mapping[str, Any], model: str) -> Vocabulary:
     unk_id, pad_id = special("unknown_token_id", defaults[2]), special("padding_token_id")
 
     def known_by_text(name: str | None, candidates: tuple[str, ...]) -> int | None:
-        """Returns the file's id, else the first candidate's, which becomes a control token."""
+        """Returns the id in the file, or that of the first text in ``candidates`` that is a token.
+
+        The second becomes a control token.
+        """
         given = special(name) if name else None
         if given is not None:
             return given
@@ -202,7 +205,7 @@ def number_array(
 def special_id(
     metadata: Mapping[str, Any], name: str, n_tokens: int, default: int | None
 ) -> int | None:
-    """Returns the id ``tokenizer.ggml.<name>``. Without it: ``default``, or None out of range."""
+    """Returns the id ``tokenizer.ggml.<name>``. If it is missing: ``default``, if it is an id."""
     value = metadata.get(PREFIX + name)
     if value is None:
         return default if default is not None and default < n_tokens else None
@@ -214,7 +217,7 @@ def special_id(
 
 
 def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Returns the boolean ``tokenizer.ggml.<name>``."""
+    """Returns the boolean ``tokenizer.ggml.<name>``; ``default`` if it is missing."""
     value = metadata.get(PREFIX + name, default)
     if not isinstance(value, bool):
         raise SparseKVError(f"{PREFIX}{name} is {describe(value)}: true or false was expected")
@@ -222,7 +225,10 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_all_bytes(vocabulary: Vocabulary) -> None:
-    """Raises SparseKVError for a missing byte token. Text outside the vocabulary needs all."""
+    """Raises SparseKVError if one of the 256 byte tokens is missing.
+
+    Text outside the vocabulary is encoded as bytes.
+    """
     for byte in range(256):
         if f"<0x{byte:02X}>" not in vocabulary.ids:
             raise SparseKVError(
