@@ -1,7 +1,7 @@
 """The parts of an answer, and readers of the function calls that models write.
 
 A model writes a call as JSON (Hermes, Llama 3, Mistral), in Gemma 4's notation, as Python (LFM2) or
-in tags (tags.py). The readers also take what models write that are a little off.
+in tags (tags.py). The readers also accept calls with the small faults that models make.
 """
 
 import json
@@ -36,10 +36,10 @@ Part = Text | Thought | ToolCall
 
 
 class Notation(NamedTuple):
-    """The marks and words of one format, which its calls may have.
+    """The marks and words of one format of calls.
 
-    starts, ends: marks around a call. quote: a mark around strings. words: a pattern of what stands
-    between a function's name and its arguments. functions: the schemas of arguments, by name.
+    starts, ends: marks around a call. quote: a mark around strings. words: a pattern of the text
+    between a function's name and its arguments. functions: name -> schema of the arguments.
     """
 
     starts: tuple[str, ...] = ()
@@ -52,20 +52,21 @@ class Notation(NamedTuple):
 NAMES = ("name", "function", "tool", "tool_name", "function_name")
 ARGUMENTS = ("arguments", "parameters", "args", "params", "input")
 WRAPPERS = ("function", "tool_call", "function_call")
-LABELS = {"type", "id", "index", "description"}  # what an object may say besides
+LABELS = {"type", "id", "index", "description"}  # other keys that an object of a call may have
 FENCE = re.compile(r"```[\w-]*\s*")
 NAME = r"[\w.:/-]+"
 GEMMA_NAME = re.compile(rf"(?:call\s*)?:\s*({NAME})\s*(?=\{{)")
 PYTHON_NAME = re.compile(rf"\s*({NAME})\s*\(\s*")
 PYTHON_KEY = re.compile(r"(\w+)\s*=(?!=)\s*")
-BEGUN = re.compile(r"[\[\s]*(?:<[\w=]*|[\w.:/\[\]\ud800-\udfff-]*)\s*")  # of a name, maybe
+# the text may be the beginning of a name
+BEGUN = re.compile(r"[\[\s]*(?:<[\w=]*|[\w.:/\[\]\ud800-\udfff-]*)\s*")
 BLANK = re.compile(r"\s*")
 
 
 def call_of(name: str, arguments: Any) -> ToolCall | None:
-    """Returns a call, or None if the arguments are no JSON object or nested too deeply.
+    """Returns a call, or None if the arguments are no JSON object or are nested too deeply.
 
-    arguments: an object, or its text; nothing and null are an empty object.
+    arguments: an object, or its JSON text. An empty text and null count as an empty object.
     """
     try:
         value = arguments
@@ -83,12 +84,12 @@ def call_of(name: str, arguments: Any) -> ToolCall | None:
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """Returns a mark as a JSON text has it; U+FFFD for a half of a character."""
+    """Returns the spelling of a mark for a JSON text; U+FFFD for half of a character."""
     return json.dumps(SPELLINGS.get(found[0], "\ufffd"), ensure_ascii=False)[1:-1]
 
 
 def _whole_value(text: str) -> Any:
-    """Returns the value of a text. Raises ValueError if the text has anything else."""
+    """Returns the value that is the whole of a text. Raises ValueError for any other text."""
     text = text.strip()
     if fence := FENCE.match(text):
         text = text[fence.end() :].removesuffix("```").strip()
@@ -115,7 +116,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def read_call(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], int]:
-    """Returns the calls that begin at a place of a text, at least one, and the place after them.
+    """Returns the calls that begin at text[at], at least one, and the place after them.
 
     Raises CutError if the text ends within a call, and ValueError if no call begins there.
     """
@@ -139,7 +140,7 @@ def read_call(text: str, at: int, notation: Notation) -> tuple[list[ToolCall], i
 
 
 def _named(text: str, found: re.Match[str], notation: Notation) -> tuple[list[ToolCall], int]:
-    """Reads the arguments after a name; what is around them has been matched."""
+    """Reads the arguments after a name. found: the match up to the arguments, with the name."""
     value, end = read_value(text, found.end(), notation.ends, notation.quote)
     call = call_of(found[1], value)
     if call is None:
@@ -185,7 +186,7 @@ def _described(value: Any, notation: Notation) -> list[ToolCall]:
         call = call_of(name, fields[given]) or _of_text(name, fields[given], notation)
     elif fields.keys() <= LABELS:
         call = call_of(name, {})
-    else:  # the arguments stand beside the name
+    else:  # the arguments are keys next to the name
         schema = notation.functions.get(name)
         declared = schema.get("properties") if isinstance(schema, Mapping) else None
         is_flat = isinstance(declared, Mapping) and others.keys() <= declared.keys()
@@ -196,7 +197,10 @@ def _described(value: Any, notation: Notation) -> list[ToolCall]:
 
 
 def _of_text(name: str, given: Any, notation: Notation) -> ToolCall | None:
-    """Returns a call whose argument is written alone; None unless the function has only a text."""
+    """Returns a call whose argument is a text without a key.
+
+    Returns None unless the function has exactly one argument, which is a text.
+    """
     schema = notation.functions.get(name)
     declared = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(given, str) or not isinstance(declared, Mapping) or len(declared) != 1:
@@ -243,6 +247,6 @@ def _python_calls(text: str, at: int, notation: Notation) -> tuple[list[ToolCall
 
 
 def past(text: str, at: int) -> int:
-    """Returns the place after white space."""
+    """Returns the place after the white space that begins at text[at]."""
     found = BLANK.match(text, at)
     return at if found is None else found.end()

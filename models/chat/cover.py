@@ -1,14 +1,14 @@
 """Covers the texts of a conversation, so that nothing in them is read as a control token.
 
-A template mixes its own control tokens with the texts of users, tools and the model. These texts
-are covered before: a character of Unicode's private use area replaces the first character of every
-control token in them. The rendered text is cut at its control tokens. Only then the original
-characters are restored. So a user cannot write a token. No token arises if a template trims, joins
-or cuts texts.
+A template mixes its own control tokens with the texts of users, tools and the model. Before a
+template gets these texts, they are covered. A character of Unicode's private use area then replaces
+the first character of each control token in them. The rendered text is cut at its control tokens.
+Only then the original characters come back. So a user cannot write a control token. None arises
+either if a template trims, joins or cuts texts.
 
 Templates search for words such as ``</think>`` in the texts. A word that the template names is not
-covered, unless a control token may start in it. The markers of thinking are covered in the text of
-an answer, after its own thinking. A template would cut the text there.
+covered, unless a control token may begin in it. In an answer, the markers of thinking are covered
+after the answer's own thinking. Otherwise a template would cut the text there.
 """
 
 import contextlib
@@ -31,10 +31,8 @@ ESCAPED = r"\\u([0-9a-fA-F]{4})"  # as JSON and Python's repr write a private us
 class Cover:
     """Replacement characters for one conversation that one template renders.
 
-    controls: the texts of control tokens; not empty.
-    template: see ``render``.
-    conversation: all messages and tools to cover.
-    markers: of thinking, start and end first.
+    controls: the spellings of control tokens; not empty. template: see ``render``. conversation:
+    all messages and tools to cover. markers: of thinking, start and end first.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class Cover:
         return covered
 
     def _answer(self, text: str) -> str:
-        """Returns an answer, covered, with the markers of its own thinking at its beginning."""
+        """Returns an answer, covered. The markers of the thinking at its beginning stay."""
         n_thought = 0
         if self._markers and text.lstrip().startswith(self._markers[0]):
             thought, end, _ = text.partition(self._markers[1])
@@ -111,12 +109,15 @@ class Cover:
         return "".join(parts) + replaced(text[end:], self._firsts)
 
     def _completes(self, text: str) -> bool:
-        """Returns whether ``text`` continues a control token whose start the template writes."""
+        """Returns whether ``text`` could complete a control token that the template begins."""
         text = text.strip()
         return text.startswith(self._rests) or text in self._parts
 
     def lift(self, text: str) -> str:
-        """Returns the original of a covered text. Covered JSON escapes become escapes again."""
+        """Returns the original of a covered text.
+
+        Escapes of covered characters in JSON become escapes.
+        """
 
         def json_of(found: re.Match[str]) -> str:
             original = self._originals.get(chr(int(found[1], 16)))
@@ -133,7 +134,7 @@ def replaced(text: str, new: Mapping[str, str]) -> str:
 
 
 def words_of(source: str) -> tuple[set[str], set[str]]:
-    """Returns the names of keys that a template may read, and the texts that it writes."""
+    """Returns the keys that a template may read, and the texts that it writes."""
     names, written = set(), set()
     with contextlib.suppress(jinja2.TemplateSyntaxError, ValueError):  # ``render`` reports it
         for token in jinja2.Environment().lexer.tokenize(source):
@@ -162,7 +163,11 @@ def head_pattern(word: str) -> str:
 def kept_words(
     controls: Iterable[str], firsts: Collection[str], written: Iterable[str]
 ) -> set[str]:
-    """Returns the words that are not covered, each from the first of ``firsts`` in it on."""
+    """Returns the words in a template that must not be covered.
+
+    controls: spellings of control tokens. firsts: their first characters. written: the template's
+    texts. A word begins at its first character in ``firsts``.
+    """
     tokens = tuple(controls)
     longest = max(map(len, tokens), default=0)
     beginnings = {token[:n] for token in tokens for n in range(1, len(token) + 1)}
@@ -176,9 +181,10 @@ def kept_words(
 
 
 def stand_ins(characters: Sequence[str], texts: str) -> dict[str, str]:
-    """Returns a private use character for each of ``characters`` that is not in ``texts``.
+    """Returns character -> private use character, for each of ``characters``.
 
-    Its JSON escape is not in ``texts`` either. Raises SparseKVError if too few are free.
+    Neither the private use character nor its JSON escape occurs in ``texts``. Raises SparseKVError
+    if too few are free.
     """
     taken = {*texts, *(chr(int(found, 16)) for found in re.findall(ESCAPED, texts))}
     free = (char for char in map(chr, PRIVATE_USE) if char not in taken)

@@ -1,4 +1,4 @@
-"""Reads gpt-oss's answers: messages on channels, one for thinking and one for functions."""
+"""Reads gpt-oss's answers: messages on channels, of which one is thinking."""
 
 import re
 from collections.abc import Iterator
@@ -8,29 +8,29 @@ from sparsekv_cli.models.tokenizer.marks import SPELLED, Marks, plain
 
 NAMES = ("channel", "message", "start", "end", "return", "call", "constrain")
 ENDS = ("end", "return", "call")
-# A mark such as <|end|> may be spelled as plain text. It then ends a message only if the answer
-# ends there, or if one of these texts follows.
+# A mark such as <|end|> may be spelled in a text. The spelling ends a message only if the answer
+# ends after it, or if one of these texts follows.
 NEXT = ("<|start|>assistant<|channel|>", "<|start|>assistant to=", "<|channel|>")
 RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 BEGINS = re.compile(
     r"\s*(?:a|as|ass|assi|assis|assist|assista|assistan|assistant)?\s*(?:t|to|to=.*)?"
 )
 HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=\S*)?\s*\w*\s*(?:to=\S*)?\s*\w*\s*")
-MAX_HEADER = 200  # characters; more than that is a text
+MAX_HEADER = 200  # characters; a longer header is a text
 ESCAPE_OR_QUOTE = re.compile(r'\\.|"', re.S)
 
 
 class HarmonyReader:
-    """Reads messages on channels. ``analysis`` is thinking; a recipient is a function.
+    """Reads messages on channels. The channel ``analysis`` is thinking; a recipient is a function.
 
     ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``
 
-    A mark that is only spelled ends a message if another message or the end of the answer follows.
-    A text without a header is an answer.
+    If a mark is only spelled, it ends a message only before another message or the answer's end. A
+    text without a header is an answer.
     """
 
     def __init__(self, marks: Marks = SPELLED, *, is_begun: bool = False) -> None:
-        """is_begun: the prompt ends within the final answer."""
+        """is_begun: whether the prompt ends within the message of the final answer."""
         self._names = {marks[f"<|{name}|>"]: name for name in NAMES}
         self._pattern = re.compile("|".join(map(re.escape, self._names)))
         self._next = tuple(marks[each] for each in NEXT)
@@ -48,11 +48,12 @@ class HarmonyReader:
         yield from self._end("")
 
     def _begin(self, mark: str = "") -> None:
-        """Begins a message with its header. mark: the one that has begun it."""
-        self._raw, self._header = mark, ""  # the header with its marks and without them
+        """Begins the header of a message. mark: the mark that begins it, or ""."""
+        self._raw, self._header = mark, ""  # the header with its marks, and without them
         self._is_header, self._is_marked = True, bool(mark)
-        self._body = ""  # of a call
-        self._is_string, self._escape = False, ""  # whether the body ends in a string, or a \\
+        self._body = ""  # the text of a call so far
+        # whether the body ends within a string, or after a \\
+        self._is_string, self._escape = False, ""
 
     def _answer(self) -> None:
         """Begins the text of the answer."""
@@ -76,7 +77,10 @@ class HarmonyReader:
         yield from self._take(told)
 
     def _is_mark(self, mark: str, after: str, *, is_end: bool) -> bool | None:
-        """Returns whether a mark is one here, and not a text. None: more text decides."""
+        """Returns whether ``mark`` is a mark here, or False if it is text.
+
+        after: the text after it. None: only more text can decide.
+        """
         name, is_spelled = self._names[mark], len(mark) > 1
         if self._is_header and is_spelled and not self._raw.strip():
             is_last = name in ENDS and not after.strip()
@@ -131,7 +135,10 @@ class HarmonyReader:
             yield (Thought if "analysis" in self._header else Text)(plain(text))
 
     def _end(self, name: str) -> Iterator[Part]:
-        """Ends a message; yields its call, if it is one. name: of the mark that ends it, if any."""
+        """Ends a message.
+
+        Yields its call if it has a recipient. name: the mark that ends it, or "".
+        """
         recipient, body = self._recipient, plain(self._body).strip()
         if self._is_header:
             is_cut = self._is_marked and recipient is None and HEADER.fullmatch(self._header)

@@ -1,4 +1,4 @@
-"""Limits the work and memory of a chat template. Sizes are checked before texts are made."""
+"""Limits the work and memory of a chat template. A text's size is checked before it is made."""
 
 import json
 import re
@@ -8,29 +8,30 @@ from typing import Any
 
 from jinja2 import TemplateError, Undefined, filters
 
-MAX_STEPS = 1_000_000  # loop iterations, calls and filters of one rendering
+MAX_STEPS = 1_000_000  # loop iterations, calls and filters of one rendering together
 MAX_SECONDS = 2.0  # of wall time and also of this thread's time: garbage collection may add time
 MAX_BITS = 60  # of a computed number; smaller numbers have different hashes, so dicts stay fast
 MAX_SHOWN_BITS = 4096  # of a number in the conversation
 MAX_WIDTH = 1000  # of a field in a format
-MAX_PATTERN = 100  # characters of a pattern, if a search takes the product of text and pattern
+# characters of a pattern, for searches that may take the product of text and pattern
+MAX_PATTERN = 100
 MAX_JSON_INDENT = 16
 NODE_WEIGHT = 8  # an element of a container counts as so many characters
-MAX_COPIES = 64  # all texts that are made, in units of the largest allowed text
+MAX_COPIES = 64  # all texts together may have so many times the largest text's characters
 
 SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip")
 
 
 class LimitError(TemplateError):
-    """A template does too much, or something that templates may not do."""
+    """A template does too much work, or something that templates may not do."""
 
 
 class Limits:
-    """The work and the sizes of one rendering.
+    """Counts the work and the sizes of one rendering, and stops it at the limits.
 
-    max_chars: of the output, and of any text or container. A container counts with everything that
-    it holds, as often as it holds it. So no container can be exponentially larger than its text.
-    All texts that are made have at most ``MAX_COPIES`` times as many characters.
+    max_chars: most characters of the output, and of any text or container. A container counts with
+    all that is in it, each time that it is in it. So no container can be exponentially larger than
+    its text. All new texts together have at most ``MAX_COPIES`` times as many characters.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -42,14 +43,14 @@ class Limits:
         self.cpu_deadline = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:
-        """Counts one piece of work."""
+        """Counts one step of work. Raises LimitError if there are too many, or no time is left."""
         self.n_steps += 1
         if self.n_steps > MAX_STEPS:
             raise LimitError(f"it takes more than {MAX_STEPS} steps; does a loop not end?")
         self.timed()
 
     def timed(self, value: Any = None) -> Any:
-        """Returns ``value``. Raises LimitError if the time of this thread is up.
+        """Returns ``value``. Raises LimitError if no time is left.
 
         The clock is read first, because the thread's own time takes longer to read.
         """
@@ -58,7 +59,7 @@ class Limits:
         return value
 
     def fits(self, n_chars: int) -> None:
-        """Raises LimitError for a text or list that is larger than the output may be."""
+        """Raises LimitError if n_chars is more than the output may have."""
         if n_chars > self.max_chars:
             raise LimitError(f"it makes a text or list of more than {self.max_chars} characters")
 
@@ -81,12 +82,12 @@ class Limits:
         return value
 
     def built(self, value: Any) -> Any:
-        """Returns ``value``, measured: a new text, or a new container of existing values."""
+        """Returns ``value``, a new text or a new container of existing values. It is measured."""
         self.makes(len(value) if isinstance(value, str) else NODE_WEIGHT * len(value))
         return self.weighed(value)
 
     def weighed(self, value: Any) -> Any:
-        """Returns ``value``, measured with everything that it holds. It must hold plain values."""
+        """Returns ``value``. It is measured with all that is in it, which must be plain values."""
         self.step()
         weight = 0
         waiting = [value]
@@ -112,11 +113,14 @@ class Limits:
         return value
 
     def text(self, value: Any) -> str:
-        """Returns ``str(value)``; measures the value first."""
+        """Returns ``str(value)``. The value is measured before its text is made."""
         return value if isinstance(value, str) else str(self.weighed(value))
 
     def show(self, value: Any) -> str:
-        """Returns the text of an expression for the output. It never has an address in memory."""
+        """Returns the text that an expression writes to the output.
+
+        It never has an address in memory.
+        """
         self.step()
         text = self.text(value)
         self.n_chars_shown += len(text)
@@ -124,13 +128,13 @@ class Limits:
         return text
 
     def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yields the elements of ``iterable``; each counts as a step."""
+        """Yields the elements of ``iterable`` and counts a step for each."""
         for item in iterable:
             self.step()
             yield item
 
     def concatenated(self, parts: Iterable[str]) -> str:
-        """Joins the texts that a macro or ``{% set %}`` block has shown."""
+        """Returns the joined texts that a macro or ``{% set %}`` block has written."""
         texts = list(parts)
         self.makes(sum(map(len, texts)))
         return "".join(texts)
@@ -147,7 +151,7 @@ class Limits:
         return separator.join(texts)
 
     def replace(self, text: str, old: str, new: str, count: int | None = -1) -> str:
-        """Runs ``text.replace``; count None or negative: all."""
+        """Returns ``text.replace(old, new, count)``. count None or negative: all."""
         self.step()
         text = self.text(text)
         n_found = text.count(old)
@@ -159,7 +163,7 @@ class Limits:
         return text.replace(old, new, count)
 
     def padded(self, text: str, method: str, width: int = 80, fill: str = " ") -> str:
-        """Runs ``text.center``, ``ljust``, ``rjust`` or ``zfill``."""
+        """Returns ``text`` padded by str's method ``center``, ``ljust``, ``rjust`` or ``zfill``."""
         self.step()
         self.makes(width)
         return getattr(self.text(text), method)(width, *([] if method == "zfill" else [fill]))
@@ -167,7 +171,7 @@ class Limits:
     def indent(
         self, text: str, width: int | str = 4, first: bool = False, blank: bool = False
     ) -> str:
-        """jinja2's filter ``indent``."""
+        """Does the same as jinja2's filter ``indent``."""
         self.step()
         n_columns = len(width) if isinstance(width, str) else width
         self.makes(len(text) + (text.count("\n") + 1) * n_columns)
@@ -185,19 +189,23 @@ class Limits:
         self.check_format(text, r"\{[^{}]*\{|\d{4}", values, text.count("{"))
 
     def check_format(self, text: str, refused: str, values: list[Any], n_fields: int) -> None:
-        """Raises LimitError for large widths. Counts the result as if each field had all values."""
+        """Raises LimitError if a format asks for large widths. Counts its result.
+
+        The result counts as if each of n_fields fields had all values. refused: a pattern that may
+        not occur.
+        """
         if re.search(refused, text):
             raise LimitError(f"it formats with a width beyond {MAX_WIDTH} or one given elsewhere")
         n_chars = sum(len(self.text(value)) for value in values)
         self.makes(len(text) + n_fields * (MAX_WIDTH + n_chars))
 
     def batch(self, value: Iterable[Any], linecount: int, fill_with: Any = None) -> list[list[Any]]:
-        """jinja2's filter ``batch``."""
+        """Does the same as jinja2's filter ``batch``."""
         self.fits(linecount)
         return self.built(list(filters.do_batch(self.counted(value), linecount, fill_with)))
 
     def round(self, value: float, precision: int = 0, method: Any = "common") -> float:
-        """jinja2's filter ``round``."""
+        """Does the same as jinja2's filter ``round``."""
         self.step()
         if abs(precision) > 100:
             raise LimitError("it rounds to more than 100 places")
@@ -220,7 +228,7 @@ class Limits:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Returns JSON as in transformers' templates: not escaped for HTML."""
+        """Returns JSON as transformers' templates do: it is not escaped for HTML."""
         n_columns = len(indent) if isinstance(indent, str) else indent or 0
         if n_columns > MAX_JSON_INDENT:
             raise LimitError(f"it indents JSON by more than {MAX_JSON_INDENT} columns")
@@ -254,5 +262,5 @@ class Limits:
         return run
 
     def trim(self, value: Any, chars: str | None = None) -> str:
-        """jinja2's filter ``trim``."""
+        """Does the same as jinja2's filter ``trim``."""
         return self.text_method(self.text(value), "strip")(chars)

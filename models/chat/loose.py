@@ -1,4 +1,4 @@
-"""Reads JSON as models write it: also with line breaks in strings, and with Python's literals."""
+"""Reads JSON as models write it: with line breaks in strings, and with Python's literals."""
 
 import json
 import math
@@ -12,7 +12,7 @@ class CutError(ValueError):
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
-    """Returns a number, or its text if it is out of the range of ``kind``."""
+    """Returns the number in ``text``, or ``text`` itself if ``kind`` cannot represent it."""
     try:
         value = kind(text)
     except ValueError:  # more digits than Python reads
@@ -26,7 +26,7 @@ DECODER = json.JSONDecoder(
     parse_constant=str,
     strict=False,
 )
-MAX_DEPTH = 100  # objects and lists within each other
+MAX_DEPTH = 100  # objects and lists that may be nested
 SPACE = re.compile(r"\s*")
 KEY = re.compile(r"[A-Za-z_$][\w.$-]*")
 WORD = re.compile(r"[\w.+-]+")
@@ -45,7 +45,7 @@ STRINGS = (
 ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.S)
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 LITERALLY = frozenset("\"'\\/")
-# An escape of a whole character, or of half a character, or any other escape.
+# An escaped whole character, an escaped half of a character, or another escape.
 HALVES = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(\\u[dD][89a-fA-F]\w\w)|\\.", re.S)
 
 
@@ -61,11 +61,11 @@ def read_json(text: str) -> Any:
 
 
 def read_value(text: str, at: int, ends: tuple[str, ...] = (), quote: str = "") -> tuple[Any, int]:
-    """Returns the value that begins at a place of a text, and the place after it.
+    """Returns the value that begins at text[at], and the place after it.
 
-    ends: texts that close all open lists and objects. quote: stands around strings, too. Raises
-    CutError if the text ends within the value, and ValueError if no value begins there. An escape
-    of half a character becomes U+FFFD.
+    ends: texts that close all open lists and objects. quote: a further quotation mark of strings.
+    An escaped half of a character becomes U+FFFD. Raises CutError if the text ends within the
+    value, and ValueError if no value begins there.
     """
     if "\\u" in text:
         text = HALVES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
@@ -78,7 +78,7 @@ def read_value(text: str, at: int, ends: tuple[str, ...] = (), quote: str = "") 
 
 
 class _Loose:
-    """A text that is no JSON, or not all of one."""
+    """Reads values from a text that is not JSON, or whose beginning only is JSON."""
 
     def __init__(self, text: str, ends: tuple[str, ...], quote: str) -> None:
         self._text, self._ends, self._quote = text, ends, quote
@@ -179,7 +179,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _whole(text: str) -> str:
-    """Returns a text in which two halves of a character are the character."""
+    """Returns ``text`` with two halves of a character joined to the character."""
     return re.sub(
         "[\ud800-\udbff][\udc00-\udfff]",
         lambda found: found[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),

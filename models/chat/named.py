@@ -1,7 +1,7 @@
-"""The chat template that the user names instead of the model's: a well known one, or a file.
+"""The chat template that the user gives instead of the model's: a known name, or a file.
 
-The names and forms are llama.cpp's. A text for the system that a form has no place for stands
-before the first text of the user.
+Names and forms are llama.cpp's. If a form has no place for a system message, its text comes before
+the first text of the user.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from sparsekv_cli.system.files import naming, open_regular
 
 
 def _by_role(before: str, role: str, after: str, end: str, start: str, bos: str = "") -> str:
-    """Returns a template of messages that all have one form. start: of the answer."""
+    """Returns a template in which all messages have one form. start: the answer's beginning."""
     return (
         f"{bos}{{% for m in messages %}}{before}{{{{ {role} }}}}{after}{{{{ m['content'] }}}}{end}"
         f"{{% endfor %}}{{% if add_generation_prompt %}}{start}{{% endif %}}"
     )
 
 
-# Puts the system's text into ``head`` and leaves it out of the loop.
+# Puts the system message's text into ``head`` and the other messages into ``rest``.
 _SYSTEM = (
     "{% set head = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
     "{% set rest = messages[1:] if head else messages %}"
@@ -35,10 +35,11 @@ _SYSTEM = (
 def _in_turn(
     user: Callable[[str], str], answer: str, system: str = "", start: str = "", first: str = ""
 ) -> str:
-    """Returns a template whose users and answers have forms of their own.
+    """Returns a template in which messages of the user and the assistant have different forms.
 
-    user: makes the user's form of the expression for the text. answer, system: forms after which
-    the text stands in ``{{ }}`` already. first: the expression of the first user's text.
+    user: expression of a text -> form of a user's message. answer, system: forms that contain their
+    text in ``{{ }}``. start: the beginning of the answer. first: the expression of the first user's
+    text, if it differs.
     """
     opening = other = user("m['content']")
     if first:
@@ -104,9 +105,10 @@ NAMED: dict[str, str] = {
 
 
 def named_template(named: str) -> str:
-    """Returns the template of a name, of a file, or ``named`` itself if it is a template.
+    """Returns the template with the name ``named``, or in the file ``named``, or ``named`` itself.
 
-    Raises SparseKVError for another text, and for a template that is not valid.
+    The last is returned if it is a template. Raises SparseKVError for another text, and for a
+    template with wrong syntax.
     """
     if named in NAMED:
         return NAMED[named]

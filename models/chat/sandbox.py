@@ -1,11 +1,10 @@
 """A Jinja environment for untrusted templates: no access to Python, limited work and memory.
 
 jinja2's sandbox protects Python's internals, but it allows ``'a' * 10**10`` and loops in loops. A
-call that hangs inside C cannot be interrupted. So every operation that can make something large is
-checked before it runs. The syntax tree is rewritten: loops and comparisons are counted, and new
-lists, tuples, dicts, slices and ``~`` texts are measured. Only listed operators, methods and
-filters are allowed. Some of them have their own check. If a call still hangs, the process ends
-(watchdog.py).
+call that hangs inside C cannot be interrupted. So each operation that can make something large is
+checked before it runs. For that, the syntax tree is rewritten: loops and comparisons are counted.
+New lists, tuples, dicts, slices and ``~`` texts are measured. Only the operators, methods and
+filters that are listed here are allowed. If a call still hangs, the process ends (watchdog.py).
 """
 
 import functools
@@ -22,7 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 from sparsekv_cli.models.chat.limits import MAX_BITS, NODE_WEIGHT, LimitError, Limits
 
-# Names of our own filters; a template cannot write them.
+# Names of our own filters, which no template can write.
 COUNTED, JOINED, BUILT, SLICED, TIMED = "(counted)", "(joined)", "(built)", "(sliced)", "(timed)"
 
 STR_METHODS = (
@@ -38,27 +37,27 @@ METHODS: dict[type, tuple[str, ...]] = {
     list: ("count", "index", "copy"),
     tuple: ("count", "index"),
 }
-FILTERS = (  # jinja2's filters whose result is about as large as their input
+FILTERS = (  # jinja2's filters with a result that is about as large as the input
     *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
     *("groupby", "int", "items", "last", "length", "list", "lower", "map", "max", "min", "reject"),
     *("rejectattr", "reverse", "safe", "select", "selectattr", "sort", "string", "title"),
     *("truncate", "unique", "upper", "wordcount"),
 )
-ITERATING = (  # FILTERS that take any iterable
+ITERATING = (  # filters in FILTERS that accept any iterable
     *("first", "groupby", "list", "map", "max", "min", "reject", "rejectattr", "select"),
     *("selectattr", "sort", "unique"),
 )
-TEXT_FILTERS = (  # FILTERS that take the text of any value
+TEXT_FILTERS = (  # filters in FILTERS that convert any value to text
     *("capitalize", "e", "escape", "lower", "safe", "string", "title", "truncate", "upper"),
     "wordcount",
 )
-MAX_NODES = 8000  # of the syntax tree; compiling takes about 0.1 ms each
+MAX_NODES = 8000  # nodes of the syntax tree; compiling a node takes about 0.1 ms
 GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 MEASURED = (str, list, tuple, dict, MappingView)
 
 
 class RefusalError(TemplateError):
-    """The text that a template passes to ``raise_exception``."""
+    """A template has called ``raise_exception`` with this text."""
 
 
 class GenerationTag(Extension):
@@ -72,7 +71,7 @@ class GenerationTag(Extension):
 
 
 class Instrument(NodeTransformer):
-    """Wraps nodes that can take long or need much memory in this module's filters."""
+    """Sends values through filters of this module where a node may take long or much memory."""
 
     n_nodes = 0
 
@@ -135,12 +134,12 @@ def runtime_only(function: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one rendering. Options and names are those of transformers."""
+    """The environment of one rendering. Its options and names are those of transformers."""
 
     intercepted_binops = frozenset(("+", "-", "*", "**", "%"))
 
     def __init__(self, limits: Limits, clock: datetime | None = None) -> None:
-        """clock: the time that a template reads; None: the present."""
+        """clock: the time that a template reads; None: the present time."""
         self.limits = limits
         super().__init__(
             trim_blocks=True,
@@ -184,11 +183,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def measured(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns jinja2's filter ``name``. It counts a step for itself and for each input element.
+        """Returns jinja2's filter ``name``, with limits.
 
-        A new text or container is measured. The text of a value is measured before it is made.
+        It counts a step for itself and one for each element of its input. Its result is measured.
+        The text of an input value is measured before it is made.
         """
-        place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that is filtered
+        # position of the filtered value in the arguments
+        place = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @functools.wraps(function)  # keeps jinja2's mark of its first argument
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -207,23 +208,23 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return run
 
     def computed(self, value: Any) -> Any:
-        """Returns ``value``; measures it if it is a text or container."""
+        """Returns ``value``. A text or container is measured first."""
         return self.limits.built(value) if isinstance(value, MEASURED) else value
 
     def join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
-        """jinja2's filter ``join``."""
+        """Does the same as jinja2's filter ``join``."""
         if attribute is not None:
             value = map(filters.make_attrgetter(self, attribute), value)
         return self.limits.joined(value, self.limits.text(d))
 
     def sum(self, iterable: Iterable[Any], attribute: Any = None, start: float = 0) -> float:
-        """jinja2's filter ``sum``, for numbers."""
+        """Does the same as jinja2's filter ``sum``, for numbers only."""
         if attribute is not None:
             iterable = map(filters.make_attrgetter(self, attribute), iterable)
         return self.limits.sum(iterable, start)
 
     def call_binop(self, context: runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Returns ``left operator right``, for operators that can make something large."""
+        """Returns the result of a binary operator. Its size is checked before it is computed."""
         limits = self.limits
         limits.step()
         if operator == "%" and isinstance(left, str):
@@ -244,7 +245,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return limits.number(self.computed(result))
 
     def call(__self, __context: runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call in a template: our functions, macros, and the listed methods."""
+        """Runs a call in a template: of our functions, macros, and the listed methods."""
         limits = __self.limits
         limits.step()
         limits.makes(NODE_WEIGHT * len(args))  # *args may be any number
@@ -278,7 +279,10 @@ def raise_exception(message: Any = "") -> NoReturn:
 
 
 def strftime_now(clock: datetime | None, format: str) -> str:
-    """Returns a local time in a strftime format of at most 100 characters. None: the present."""
+    """Returns the time ``clock`` in a strftime format of at most 100 characters.
+
+    clock: None: the present local time.
+    """
     if len(format) > 100 or re.search(r"%[-_0^#]*\d", format):
         raise LimitError("it formats the time with a width or more than 100 characters")
     return (clock or datetime.now()).strftime(format)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from sparsekv_cli.models.chat.calls import Notation, ToolCall, call_of
 from sparsekv_cli.models.chat.loose import CutError, read_json, read_value
 
-MAYBE = 2  # the doubt about a call that ends within a value
-MAX_ENDS = 64  # tags that may end a function and are tried
+MAYBE = 2  # doubt of calls whose text ends within a value
+MAX_ENDS = 64  # tags in a text that are tried as the end of a function
 
 
 class ReadCalls(NamedTuple):
-    """The calls that were read in a text."""
+    """The calls that were read in a text, and whether the text was complete."""
 
-    calls: list[ToolCall]  # empty: the text is no call
+    calls: list[ToolCall]  # empty: the text is not a call
     # 0: the text is complete; 1: its last tags are missing; MAYBE: it ends within a value
     doubt: int = 0
 
@@ -28,9 +28,9 @@ NAME = r"""\s*(?:=|\sname\s*=)\s*["']?([^>\s"']+)["']?\s*>"""
 FUNCTION = re.compile(rf"\s*<function{NAME}", re.I)
 FUNCTION_END = re.compile(r"\s*</function>", re.I)
 PARAMETER = re.compile(rf"\s*<parameter{NAME}\n?", re.I)
-BEGINS = ("<parameter", "</function>", "{")  # what follows a function's tag
+BEGINS = ("<parameter", "</function>", "{")  # texts that may follow a function's tag
 HEAD = re.compile(r"<function[^>]{0,100}", re.I)
-# The end of a value: its tag, the next parameter if that is missing, or the end of the function.
+# How a value ends: with its own tag, with the tag of the next parameter, or with the function.
 ENDS = r"""\n?(?P<own></parameter>)(?=\s*(?:<parameter[=\s]|</function>|<function[=\s]|\Z))
     | \n(?=<parameter=(?:%s)>)
     | (?P<last>\n?(?=</function>\s*(?:<function[=\s]|\Z)))"""
@@ -39,7 +39,7 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "object": dict,
     "array": list, "null": type(None),
 }  # fmt: skip
-MAX_REFERENCES = 8  # most references that are followed from one schema
+MAX_REFERENCES = 8  # references of a schema that are followed
 
 
 def read_tagged(
@@ -47,11 +47,10 @@ def read_tagged(
 ) -> tuple[list[ToolCall], int]:
     """Returns the calls whose tags begin at text[at], and the place after them.
 
-    A value may itself contain ``</function>``. So the first such tag need not end the call.
-    is_sure: the model ends a call with a mark that is one token. A tag without the mark may then be
-    part of a value. is_whole: no more text arrives.
-
-    Raises CutError if only more text can decide, and ValueError if the text is no call.
+    A value may contain ``</function>`` itself, so the first such tag need not end the call.
+    is_whole: no more text arrives. is_sure: the model ends a call with a mark that is one token. A
+    tag without this mark may then be part of a value. Raises CutError if only more text can decide,
+    and ValueError if the text is no call.
     """
     head = FUNCTION.match(text, at)
     if head is None:
@@ -93,7 +92,7 @@ def read_tagged(
 
 
 def _with_object(text: str, head: re.Match[str], notation: Notation) -> tuple[list[ToolCall], int]:
-    """Reads ``<function=NAME>{...}</function>``, as Llama 3 writes it."""
+    """Reads ``<function=NAME>{...}</function>``, as Llama 3 writes a call."""
     value, end = read_value(text, head.end(), ("</function>", *notation.ends))
     call = call_of(head[1], value)
     if call is None:
@@ -103,10 +102,10 @@ def _with_object(text: str, head: re.Match[str], notation: Notation) -> tuple[li
 
 
 def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
-    """Returns the calls in a text that holds nothing else.
+    """Returns the calls in a text that has nothing else.
 
-    functions: the schemas of their arguments, by name. A value of a declared type is read as that
-    type. An undeclared value is read as JSON or as a constant of Python, if it is one. Doubt 1: the
+    functions: name -> schema of the arguments. A value of a declared type is read as that type. A
+    value of no declared type is read as JSON or as a constant of Python, if it is one. Doubt 1: the
     last tag or two are missing. Doubt 2: the last value does not end.
     """
     calls: list[ToolCall] = []
@@ -142,7 +141,7 @@ def tagged_calls(text: str, functions: Mapping[str, Any]) -> ReadCalls:
 
 
 def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
-    """Returns the names of the types that a JSON schema allows; None if it does not say.
+    """Returns the names of the types that a JSON schema allows; None if it does not name types.
 
     root: the schema in which references are looked up.
     """
@@ -171,7 +170,7 @@ def types_of(schema: Any, root: Any, n_references: int = 0) -> set[str] | None:
 
 
 def is_of(value: Any, name: str) -> bool:
-    """Returns whether a value is of a JSON type."""
+    """Returns whether ``value`` has the JSON type ``name``."""
     if isinstance(value, bool):
         return name == "boolean"
     if name == "integer" and isinstance(value, float):
@@ -180,7 +179,7 @@ def is_of(value: Any, name: str) -> bool:
 
 
 def typed(text: str, types: set[str] | None) -> Any:
-    """Returns the value of a text. types: its allowed types; None: the text's form decides."""
+    """Returns the value that ``text`` writes. types: its allowed types; None: its form decides."""
     if types is not None and "string" in types:
         return None if "null" in types and text in ("null", "None") else text
     word = text.strip()
@@ -194,9 +193,9 @@ def typed(text: str, types: set[str] | None) -> Any:
 
 
 def declared_arguments(arguments: str, schema: Any) -> str:
-    """Returns a call's arguments with values of the types that their schema declares, if they can.
+    """Returns a call's arguments with values of the types that the schema declares, if possible.
 
-    A text becomes the value that it writes, and another value the text of its JSON.
+    A text may become the value that it writes, and another value may become its JSON text.
     """
     given = json.loads(arguments)
     fitted = declared(given, schema, schema)
@@ -204,7 +203,10 @@ def declared_arguments(arguments: str, schema: Any) -> str:
 
 
 def declared(value: Any, schema: Any, root: Any) -> Any:
-    """Returns a value of a declared type, if it can be one. root: see ``types_of``."""
+    """Returns ``value`` converted to a type that its schema declares, if possible.
+
+    root: the schema in which references are looked up.
+    """
     types = types_of(schema, root)
     if types and not any(is_of(value, name) for name in types):
         if isinstance(value, str):

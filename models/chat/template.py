@@ -1,6 +1,6 @@
-"""Renders a conversation with the model's Jinja chat template to the form the model was trained on.
+"""Renders a conversation with the model's Jinja chat template, in the form of the model's training.
 
-The template is in the model file. It runs in ``BoundedEnvironment``. Every failure in it becomes
+The template is in the model file. It runs in ``BoundedEnvironment``. Each of its failures becomes
 one line for the user. Templates are written for transformers' ``apply_chat_template``, so options
 and extra functions are the same as there.
 """
@@ -20,7 +20,7 @@ from sparsekv_cli.models.chat.sandbox import BoundedEnvironment, RefusalError
 from sparsekv_cli.models.chat.watchdog import watched
 
 MAX_TEMPLATE_CHARS = 1 << 17  # the longest known template is about a quarter of this
-SPARE_CHARS = 1 << 20  # of output, in addition to CHARS_PER_INPUT_CHAR times the conversation
+SPARE_CHARS = 1 << 20  # characters of output besides CHARS_PER_INPUT_CHAR times the conversation
 CHARS_PER_INPUT_CHAR = 16
 MAX_MESSAGE_CHARS = 300
 
@@ -33,7 +33,7 @@ CHATML = (
 
 
 class RefusedError(SparseKVError):
-    """A template refuses a conversation, or fails with it."""
+    """A template refuses a conversation, or fails while it renders the conversation."""
 
 
 def render(
@@ -50,12 +50,13 @@ def render(
     """Returns the prompt text for ``messages``, each ``{"role": ..., "content": ...}``.
 
     template: the model's ``tokenizer.chat_template``; None: ChatML. add_generation_prompt: whether
-    the text ends with the start of the model's answer. tools: JSON schemas of functions. clock:
-    the time that the template reads; None: the present. variables: of the template, e.g.
-    ``date_string``, ``enable_thinking``; None is not set. Raises RefusedError if the template does
-    not take the conversation. Raises SparseKVError if the template is not valid, does something
-    that is not allowed, or exceeds its time or size. In a process' main thread a template that
-    hangs in a single operation ends the process (watchdog.py).
+    the text ends with the start of the model's answer. tools: JSON schemas of functions. clock: the
+    time that the template reads; None: the present. variables: the template's own, e.g.
+    ``date_string``, ``enable_thinking``; None: the variable is not set.
+
+    Raises RefusedError if the template does not accept the conversation. Raises SparseKVError if
+    the template is not valid, does something that is not allowed, or exceeds its time or size. In
+    the main thread, a template that hangs in one operation ends the process (watchdog.py).
     """
     source = source_of(template)
     given: dict[str, Any] = {
@@ -113,7 +114,7 @@ def source_of(template: str | None) -> str:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yields every text in a conversation, with the keys of dicts."""
+    """Yields all texts in ``value``, keys of dicts included."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

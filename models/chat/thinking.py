@@ -1,6 +1,7 @@
-"""Thinking before an answer: the markers around it, and the splitter of a stream.
+"""The thinking before an answer: its markers, and a splitter of text that arrives in pieces.
 
-A chat template names the markers of its family. Most also have a variable that disables thinking.
+A chat template names the markers of its family. Most templates also have a variable that turns
+thinking off.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>")  # gpt-oss: each message is on a channel
 FINAL = "<|channel|>final<|message|>"
-# Start and end, by family.
+# Start and end markers, by family.
 MARKERS = (
     CHANNELS,
     ("<think>", "</think>"),  # Qwen, DeepSeek, SmolLM3, Granite and most others
@@ -36,31 +37,32 @@ MARKERS = (
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
-SWITCHES = ("enable_thinking", "thinking")  # the first that a template has is its switch
-# Variables of a template that a user cannot set.
+# a template's switch is the first of these variables that it has
+SWITCHES = ("enable_thinking", "thinking")
+# Variables of a template that a user may not set.
 SET_BY_PROGRAM = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-N_TAIL_TEXT = 256  # characters at the end of the thinking, which may hold the end marker
-N_TAIL = 16  # tokens at the end of a prompt in which the start marker may be
+N_TAIL_TEXT = 256  # characters at the end of the thinking that may contain the end marker
+N_TAIL = 16  # tokens at the end of a prompt that may contain the start marker
 
 
 class Thinking(NamedTuple):
-    """How a model marks its thinking in a text.
+    """The markers with which a model marks its thinking in a text.
 
-    The thinking that methods take is the text of an answer: tokens that are marks are characters.
+    The methods expect the text of an answer, in which characters stand for marks (marks.py).
     """
 
     start: str
     end: str
-    marks: Marks = SPELLED  # the tokens among the markers
+    marks: Marks = SPELLED  # the markers that are tokens
 
     @property
     def is_channel(self) -> bool:
-        """Whether answers are on channels (gpt-oss). One channel is the final answer."""
+        """Whether messages are on channels (gpt-oss). The answer is on the channel ``final``."""
         return self[:2] == CHANNELS
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that a template may look for in an answer, start and end first."""
+        """The texts that a template may search in an answer, start and end first."""
         return (self.start, self.end, FINAL) if self.is_channel else (self.start, self.end)
 
     def closing(self, thought: str) -> str:
@@ -77,7 +79,7 @@ class Thinking(NamedTuple):
         return rest + again
 
     def rests_of_header(self, thought: str) -> tuple[str, ...]:
-        """Returns the texts that may complete a message's header; nothing if the header has ended.
+        """Returns the texts that may complete the header of a message; () if no header is open.
 
         A message is either thinking or the answer.
         """
@@ -97,13 +99,13 @@ class Thinking(NamedTuple):
         return self.is_channel and message not in thought.rpartition(end)[2]
 
     def end_of(self, thought: str) -> str:
-        """Returns the last text of the thinking, as much as the other methods need."""
+        """Returns the end of the thinking, as long as the other methods need it."""
         end = thought[-N_TAIL_TEXT:]
         is_cut_body = self.is_channel and not self._is_header(thought) and self._is_header(end)
         return self.marks["<|message|>"] + end if is_cut_body else end
 
     def is_closed(self, thought: str) -> bool:
-        """Returns whether the thinking ends with ``thought``. The answer follows then."""
+        """Returns whether the thinking is complete with ``thought``, so that the answer follows."""
         if self.is_channel:
             names = ("<|channel|>", "<|constrain|>", "<|message|>")
             channel, form, message = (re.escape(self.marks[name]) for name in names)
@@ -112,23 +114,23 @@ class Thinking(NamedTuple):
         return thought.rstrip().endswith(self.marks[self.end])
 
     def splitter(self, *, is_open: bool) -> ThinkingSplitter | ChannelSplitter:
-        """Returns a splitter of a text. is_open: the prompt ended with the start marker."""
+        """Returns a splitter for an answer. is_open: the prompt ends with the start marker."""
         if self.is_channel:
             return ChannelSplitter(self.marks)
         return ThinkingSplitter(self, is_open=is_open)
 
     def opened_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-        """Returns the end of a prompt that opens the thinking, from the start marker on, or "".
+        """Returns the end of a prompt from the start marker on, if it opens the thinking; or "".
 
-        ids: the prompt, or its end.
+        ids: the prompt's ids, or the last of them.
         """
         _, start, after = self._tail(tokenizer, ids).rpartition(self.marks[self.start])
         return plain(start + after) if start and not after.strip() else ""
 
     def written(self, prompt: str, thought: str) -> str:
-        """Returns the text that continues a prompt up to the start of the final answer.
+        """Returns the text that continues ``prompt`` to the beginning of the final answer.
 
-        thought: the thinking so far.
+        thought: the thinking to write before the answer.
         """
         if self.is_channel:
             analysis = f"{self.start}{thought}<|end|><|start|>assistant" if thought else ""
@@ -140,7 +142,7 @@ class Thinking(NamedTuple):
         return ""
 
     def closed_by(self, tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-        """Returns whether a prompt ends with the end marker. The answer then has no thinking."""
+        """Returns whether a prompt ends with the end marker, so that the answer has no thinking."""
         tail = self._tail(tokenizer, ids).rstrip()
         return not self.is_channel and tail.endswith(self.marks[self.end])
 
@@ -151,7 +153,7 @@ class Thinking(NamedTuple):
 
 
 def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
-    """Returns the markers that a chat template names; None if it names none."""
+    """Returns the markers of thinking that a chat template names; None if it names none."""
     markers = markers_of(template)
     if markers is None:
         return None
@@ -161,7 +163,7 @@ def thinking_of(template: str | None, tokenizer: Tokenizer) -> Thinking | None:
 
 
 def markers_of(template: str | None) -> tuple[str, str] | None:
-    """Returns the texts around thinking that a chat template names; None if it names none."""
+    """Returns the start and end marker that a chat template names; None if it names none."""
     if template is None:
         return None
     for start, end in MARKERS:
@@ -171,7 +173,7 @@ def markers_of(template: str | None) -> tuple[str, str] | None:
 
 
 def switch_of(template: str | None) -> str | None:
-    """Returns the template's variable that is true or false for thinking; None if it has none."""
+    """Returns the template's variable that turns thinking on and off; None if it has none."""
     if template is None or not any(name in template for name in SWITCHES):
         return None
     names = variables_of(template)
@@ -207,8 +209,8 @@ def overlap(text: str, word: str) -> int:
 class ThinkingSplitter:
     """Splits a text that arrives in pieces into thinking and answer.
 
-    Only the start of a text can be thinking. A later marker is text. White space between marker and
-    text is dropped. is_open: the prompt ended with the start marker.
+    Only the beginning of a text can be thinking. Later markers are text. White space between a
+    marker and text is dropped. is_open: whether the prompt ends with the start marker.
     """
 
     def __init__(self, thinking: Thinking, *, is_open: bool) -> None:
@@ -216,10 +218,10 @@ class ThinkingSplitter:
         self._start, self._end = marks[thinking.start], marks[thinking.end]
         self._step = self._think if is_open else self._begin
         self._held = ""
-        self._is_blank = True  # only white space has come since the last marker
+        self._is_blank = True  # True: only white space has come since the last marker
 
     def push(self, text: str) -> tuple[str, str]:
-        """Returns the new parts of the thinking and of the answer that are certain."""
+        """Adds a piece. Returns the new text of (thinking, answer), as far as it is certain."""
         return self._step(self._held + text)
 
     def flush(self) -> tuple[str, str]:
@@ -264,7 +266,7 @@ class ThinkingSplitter:
 
 
 class ChannelSplitter:
-    """Splits gpt-oss's text. The analysis channel is thinking; calls are shown as text."""
+    """Splits gpt-oss's text. The channel ``analysis`` is thinking; calls are written as text."""
 
     def __init__(self, marks: Marks) -> None:
         self._reader = HarmonyReader(marks)
@@ -287,7 +289,7 @@ def _sides(parts: Iterable[Part]) -> tuple[str, str]:
 
 
 def without_thinking(thinking: Thinking | None, text: str) -> str:
-    """Returns a whole answer without its thinking."""
+    """Returns the text of an answer without its thinking."""
     if thinking is None:
         return text
     splitter = thinking.splitter(is_open=False)

@@ -16,8 +16,8 @@ LAST_WORDS = f"error: chat template: stopped: one of its operations takes {MAX_S
 def watched(seconds: float = MAX_SECONDS) -> Iterator[None]:
     """Ends the process with one line and exit code 1 if the block takes longer than ``seconds``.
 
-    A timer that was set before continues after the block. A process has one timer, so this works in
-    the main thread only. In other threads the block runs without a timer.
+    A process has one timer, so this works in the main thread only. In other threads the block runs
+    without a timer. A timer that was set before continues after the block.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,1 +1,1 @@
-"""Gives each chat template a conversation in a form that it accepts."""
+"""Gives each chat template the conversation in a form that the template accepts."""

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 from sparsekv_cli.models.chat.fitting.probes import USER, WORDS, Messages, said, writes
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-ID_LENGTH = 9  # Mistral's templates accept only ids of so many letters and digits
+ID_LENGTH = 9  # Mistral's templates accept only ids of nine letters and digits
 SAID = "said-probe"
 
 
 class CallForm(NamedTuple):
     """The form in which a template accepts the calls of an assistant's message."""
 
-    are_texts: bool = False  # arguments are JSON texts, not objects
-    is_null: bool = False  # the content of a message without text is None, not empty
-    has_short_ids: bool = False  # ids are nine letters and digits
-    is_alone: bool = False  # a message has one call
-    is_split: bool = False  # a text beside calls is a message of its own before them
+    are_texts: bool = False  # True: arguments must be JSON texts, not objects
+    is_null: bool = False  # True: a message without text has the content None, not ""
+    has_short_ids: bool = False  # True: ids must be nine letters and digits
+    is_alone: bool = False  # True: a message may have one call only
+    # True: the text of a message with calls must be a message of its own before it
+    is_split: bool = False
 
 
 def new_call_id() -> str:
@@ -33,7 +34,7 @@ def new_call_id() -> str:
 
 @lru_cache(16)
 def call_form(template: str | None) -> CallForm | None:
-    """Returns the form in which a template accepts calls and texts next to them; None: in none."""
+    """Returns the form in which a template accepts calls with texts; None: it accepts none."""
     for is_split, are_texts, is_null, is_alone, has_short_ids in product((False, True), repeat=5):
         if is_null and not is_split:
             continue
@@ -50,9 +51,9 @@ def call_form(template: str | None) -> CallForm | None:
 
 
 def with_calls(messages: Messages, form: CallForm) -> Messages:
-    """Returns a conversation with calls in a form. Calls without an id get one."""
+    """Returns a conversation with its calls in a form. Calls without an id get one."""
     result: Messages = []
-    open_ids: dict[str, None] = {}  # of calls that have no result yet
+    open_ids: dict[str, None] = {}  # ids of calls that have no result yet
     for i, message in enumerate(messages):
         if message.get("role") == "tool":
             given = message.get("tool_call_id") or next(iter(open_ids), f"{i}")
@@ -82,7 +83,7 @@ def _call(call: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _one_by_one(messages: Messages) -> Messages:
-    """Puts each call into its own message, followed by the call's result."""
+    """Puts each call into a message of its own, and the call's result after it."""
     result: Messages = []
     for message in messages:
         calls = message.get("tool_calls") or []
@@ -93,7 +94,7 @@ def _one_by_one(messages: Messages) -> Messages:
     n_calls = Counter(m["tool_calls"][0]["id"] for m in result if m.get("tool_calls"))
     results: dict[str, Messages] = {identity: [] for identity in n_calls}
     others: Messages = []
-    for message in result:  # a result with a known call goes after that call
+    for message in result:  # a result of a known call comes after that call
         is_known = message.get("role") == "tool" and message["tool_call_id"] in results
         (results[message["tool_call_id"]] if is_known else others).append(message)
     ordered: Messages = []
@@ -117,7 +118,7 @@ def _id(given: str, form: CallForm) -> str:
 
 
 def _short(data: bytes) -> str:
-    """Returns an id of nine letters and digits from bytes."""
+    """Returns nine letters and digits, made of the first bytes of ``data``."""
     number, digits = int.from_bytes(data[:8], "little"), ""
     for _ in range(ID_LENGTH):
         number, digit = divmod(number, len(DIGITS))

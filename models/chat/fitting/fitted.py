@@ -1,4 +1,4 @@
-"""Converts a conversation to the form that one chat template accepts. Nothing of it is lost."""
+"""Converts a conversation to the form that one chat template accepts, without losing any of it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,10 +24,10 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class FittedConversation(NamedTuple):
-    """A conversation for one template."""
+    """A conversation in the form for one template."""
 
     messages: Messages
-    tools: Tools  # None: the messages describe them, or there are none
+    tools: Tools  # None: the messages describe the tools, or there are no tools
 
 
 def fitted(
@@ -35,9 +35,9 @@ def fitted(
 ) -> FittedConversation:
     """Returns a conversation in the form that the template accepts.
 
-    System messages stay in their places, as the user's text where the template takes none there.
-    Calls get the form that the template accepts. Calls without an id, and their results, get an id.
-    A template that does not write tools, calls or results gets them as texts.
+    System messages stay in their places. Where the template accepts none, they become the user's
+    text. Calls get the form that the template accepts. Calls without an id, and their results, get
+    an id. If a template does not write tools, calls or results, they become texts.
     """
     result = [dict(message) for message in messages]
     if any(message.get("tool_calls") or message.get("role") == "tool" for message in result):
@@ -55,7 +55,10 @@ def fitted(
 
 
 def flattened(messages: Sequence[Mapping[str, Any]], tools: Tools = None) -> FittedConversation:
-    """Returns a conversation of two roles that take turns, for a template that refuses others."""
+    """Returns a conversation in which user and assistant take turns and no other role exists.
+
+    It is for templates that refuse ``fitted``'s result.
+    """
     result = [dict(message) for message in messages]
     result = with_result_texts(with_call_texts(result, hermes_calls))
     result = with_tools(result, tools) if tools else result
@@ -68,7 +71,7 @@ def _with_texts(template: str | None, messages: Messages) -> Messages:
 
 
 def _with_own_calls(template: str | None, messages: Messages) -> Messages:
-    """Returns a conversation with calls and results as the template writes them."""
+    """Returns a conversation with calls and results in the way that the template writes them."""
     form = call_form(template)
     if form is not None:
         messages = with_calls(messages, form)
@@ -82,9 +85,9 @@ def _with_own_calls(template: str | None, messages: Messages) -> Messages:
 
 
 def _with_lost_results(messages: Messages) -> Messages:
-    """Returns a conversation in which every result follows its call, or a result that does.
+    """Returns a conversation in which results only follow calls or other results.
 
-    Any other result becomes a text of the user.
+    A result in another place becomes a text of the user.
     """
     result: Messages = []
     follows = False
@@ -95,7 +98,7 @@ def _with_lost_results(messages: Messages) -> Messages:
 
 
 def _on_channels(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message as gpt-oss' template takes it: one thought before a call."""
+    """Returns a message for gpt-oss' template, which accepts one thought before a call."""
     thought, text = message.get("reasoning_content"), message["content"]
     if not thought:
         return dict(message)

@@ -1,7 +1,7 @@
-"""Keeps what stays the same while a conversation grows: its time, and the order of its tools.
+"""Keeps a conversation's time and order of tools the same while the conversation grows.
 
 A template may write the date at the front of a prompt, and it writes tools there. Another date, or
-the same tools in another order, would change all that follows.
+the same tools in another order, would change all ids that follow.
 """
 
 import json
@@ -14,19 +14,22 @@ from threading import Lock
 from typing import Any, Generic, TypeVar
 
 MOST_KEPT = 4096
-MOST_CHARS = 1 << 14  # of a tool that is kept
+MOST_CHARS = 1 << 14  # characters; a longer tool is not stored
 T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """The newest values by the hash of a text."""
+    """Stores values by the hash of a text. Only the newest MOST_KEPT values stay."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[bytes, T] = OrderedDict()
         self._lock = Lock()
 
     def get(self, text: str, value: T, *, is_new: bool = False) -> T:
-        """Returns the value that is kept for a text; keeps this one if there is none or is_new."""
+        """Returns the value that is stored for ``text``.
+
+        If there is none, or if is_new, it stores ``value`` first.
+        """
         key = sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
             if is_new:
@@ -49,7 +52,7 @@ def _tools() -> Remembered[dict[str, Any]]:
 
 
 def started_at(messages: Sequence[Mapping[str, Any]]) -> datetime:
-    """Returns when a conversation began: when its first message came, before any answer.
+    """Returns when a conversation began: the time of its first message, before any answer.
 
     A conversation that this process does not know begins now.
     """
@@ -60,7 +63,7 @@ def started_at(messages: Sequence[Mapping[str, Any]]) -> datetime:
 
 
 def in_one_order(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns tools by name. The keys of a tool are in the order in which the tool came first."""
+    """Returns tools sorted by name. Each tool's keys have the order of its first appearance."""
     found = []
     for tool in tools:
         text = json.dumps(tool, sort_keys=True)

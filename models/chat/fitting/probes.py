@@ -1,6 +1,7 @@
-"""Tries a chat template on short conversations, once for each template.
+"""Tries a chat template on short conversations, to learn what it accepts.
 
 Templates refuse some conversations. Some silently drop a message, or write it in another place.
+Each question is asked once for each template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,14 @@ TOOL = {
 
 
 def writes(template: str | None, messages: Messages, words: Sequence[str] = WORDS) -> bool:
-    """Returns whether a template accepts a conversation and writes the words in this order."""
+    """Returns whether a template accepts a conversation and writes ``words`` in this order."""
     return _in_order(rendered(template, messages), words)
 
 
 def rendered(
     template: str | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (TOOL,)
 ) -> str:
-    """Returns the text of a conversation, or nothing if the template does not accept it."""
+    """Returns the text of a conversation; "" if the template does not accept it."""
     try:
         return render(template, messages, tools=list(tools) or None)
     except SparseKVError:
@@ -37,13 +38,13 @@ def rendered(
 
 
 def said(role: str, content: str) -> dict[str, Any]:
-    """Returns a message."""
+    """Returns a message with a role and a text."""
     return {"role": role, "content": content}
 
 
 @lru_cache(16)
 def takes_system(template: str | None) -> bool:
-    """Returns whether a template writes a system message at the front, however long it grows."""
+    """Returns whether a template writes a system message, with and without later answers."""
     messages = [said("system", FIRST), said("user", SECOND), ANSWER, USER]
     return writes(template, messages) and writes(template, messages[:2])
 
@@ -61,7 +62,7 @@ def takes_systems(template: str | None) -> bool:
 
 @lru_cache(16)
 def alternates(template: str | None) -> bool:
-    """Returns whether users and assistants must take turns."""
+    """Returns whether a template wants users and assistants to take turns."""
     both = [[said(role, word) for word in WORDS] for role in ("user", "assistant")]
     return not (writes(template, both[0]) and writes(template, [USER, *both[1], USER]))
 
@@ -77,7 +78,7 @@ def needs_user(template: str | None) -> bool:
 
 @lru_cache(16)
 def ends_thinking(template: str | None) -> bool:
-    """Returns whether a user's text after a result removes the thinking before the call."""
+    """Returns whether a template drops a call's thinking if a user's text follows the result."""
     call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": {}}}
     asked = {**said("assistant", ""), "reasoning_content": FIRST, "tool_calls": [call]}
     messages = [USER, asked, {**said("tool", SECOND), "tool_call_id": "probe0000"}]
@@ -93,9 +94,10 @@ def writes_results(template: str | None) -> bool:
 
 @lru_cache(16)
 def place_of_tools(template: str | None) -> str:
-    """Returns where a template reads the tools: ``tools``, ``system`` or nowhere.
+    """Returns where a template reads the tools: ``tools``, ``system``, or "" for nowhere.
 
-    ``system``: as a JSON text in the field ``tools`` of a system message (Phi-4-mini).
+    ``tools``: its variable of this name. ``system``: a JSON text in the field ``tools`` of a system
+    message (Phi-4-mini).
     """
     if TOOL_NAME in rendered(template, [USER]):
         return "tools"

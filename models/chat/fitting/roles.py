@@ -1,7 +1,7 @@
-"""The order of roles: conversations in an order that one chat template accepts.
+"""Puts the messages of a conversation into an order of roles that one chat template accepts.
 
-A later message never changes the text of an earlier turn. So a prompt that grew keeps its
-beginning. Only neighbours that a template does not take become one message.
+A later message never changes the text of an earlier turn, so a prompt that grows keeps its
+beginning. Neighbours become one message only if the template does not accept both.
 """
 
 from collections import deque
@@ -17,17 +17,18 @@ from sparsekv_cli.models.chat.fitting.probes import (
     takes_systems,
 )
 
-JOINED = ("content", "reasoning_content", "thinking")  # texts of messages that become one
+# fields whose texts are joined if messages become one
+JOINED = ("content", "reasoning_content", "thinking")
 
 
 def beside_calls(messages: Messages) -> Messages:
     """Returns a conversation whose results follow their calls, in the order of the calls.
 
-    A result without a call before it becomes the user's text.
+    A result without a call before it stays where it is.
     """
-    waiting: dict[int, Messages] = {}  # the results of a message's calls, by its place
-    owners: dict[str, int] = {}  # the place of the message, by the id of a call
-    unnamed: deque[int] = deque()  # the places, one for each call without an id
+    waiting: dict[int, Messages] = {}  # index of a message with calls -> results of these calls
+    owners: dict[str, int] = {}  # id of a call -> index of its message
+    unnamed: deque[int] = deque()  # indexes of messages, one for each call without an id
     others: list[tuple[int, dict[str, Any]]] = []
     for place, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
@@ -53,11 +54,11 @@ def beside_calls(messages: Messages) -> Messages:
 
 
 def with_systems(template: str | None, messages: Messages) -> Messages:
-    """Returns a conversation with the system messages that the template accepts, in their places.
+    """Returns a conversation whose system messages the template accepts, in their places.
 
-    The first ones become one message. Later ones become the user's text. Where this would remove
-    thinking, a text after a result becomes a part of the result. A template that writes no system
-    message gets its text before the first text of the user.
+    System messages at the front become one message. Later ones become the user's text. After a
+    result, such a text may remove thinking; then it becomes a part of the result. If a template
+    writes no system message, its text comes before the first text of the user.
     """
     if takes_systems(template):
         return messages
@@ -86,8 +87,8 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
     """Returns a conversation in which user and assistant take turns, if the template wants it.
 
     Calls and results are no turns. Neighbours of one role become one message. A text between a
-    result and the next call, and a user's text after a result, become a part of the result. An
-    empty message of the other role goes between two answers of one turn. strict: the template wants
+    result and the next call becomes a part of the result. So does a user's text after a result.
+    Between two answers of one turn comes an empty message of the user. strict: the template wants
     turns.
     """
     n_system = bool(messages) and messages[0].get("role") == "system"
@@ -96,7 +97,7 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
         messages = [*messages[:n_system], said("user", ""), *messages[n_system:]]
     if not (strict or alternates(template)):
         return messages
-    groups: list[Messages] = []  # messages that become one
+    groups: list[Messages] = []  # each group of messages becomes one message
     last = said("", "")  # the last turn
     for message, following in zip(messages, [*messages[1:], {}], strict=True):
         role, before = message.get("role"), groups[-1] if groups else [{}]
@@ -118,7 +119,7 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
 
 
 def joined(messages: Messages) -> dict[str, Any]:
-    """Returns the first of some messages with the texts of all."""
+    """Returns one message: the first of ``messages``, with the texts of all."""
     if len(messages) == 1:
         return messages[0]
     texts = {

@@ -1,7 +1,7 @@
-"""Writes tools, calls and results as texts, for chat templates that cannot write them.
+"""Writes tools, calls and results as texts, for chat templates that do not write them.
 
-A call stands between the marks ``<tool_call>`` and ``</tool_call>``, as Qwen and Hermes write it.
-If a template's own text shows other marks, these are used.
+A call stands between ``<tool_call>`` and ``</tool_call>``, as Qwen and Hermes write it. If a
+template names other marks for calls, these are used.
 """
 
 import json
@@ -36,7 +36,7 @@ def with_tools(messages: Messages, tools: Sequence[Any]) -> Messages:
 
 
 def with_system(messages: Messages, text: str, **fields: Any) -> Messages:
-    """Returns a conversation with a text and fields added to its first system message."""
+    """Returns a conversation with ``text`` and ``fields`` added to its first system message."""
     has_system = bool(messages) and messages[0].get("role") == "system"
     first = messages[0] if has_system else said("system", "")
     content = "\n\n".join(filter(None, (first["content"], text)))
@@ -50,7 +50,7 @@ def with_tools_field(messages: Messages, tools: Sequence[Any]) -> Messages:
 
 
 def with_call_texts(messages: Messages, write: Callable[[Calls], str]) -> Messages:
-    """Returns a conversation in which each call is a part of its message's text."""
+    """Returns a conversation in which ``write`` has added each message's calls to its text."""
     result: Messages = []
     for message in messages:
         if calls := message.get("tool_calls"):
@@ -61,7 +61,7 @@ def with_call_texts(messages: Messages, write: Callable[[Calls], str]) -> Messag
 
 
 def with_result_texts(messages: Messages) -> Messages:
-    """Returns a conversation in which the user tells the results; neighbours in one message."""
+    """Returns a conversation with results as texts of the user; neighbours become one message."""
     result: Messages = []
     for is_result, group in groupby(messages, lambda message: message.get("role") == "tool"):
         if is_result:
@@ -73,28 +73,28 @@ def with_result_texts(messages: Messages) -> Messages:
 
 
 def call_writer(template: str | None) -> Callable[[Calls], str]:
-    """Returns the function that writes calls in the format that a template's words show."""
+    """Returns the function that writes calls in the format that the template names."""
     words = template or ""
     return next((write for sign, write in WRITERS.items() if sign in words), hermes_calls)
 
 
 def hermes_calls(calls: Calls) -> str:
-    """``<tool_call>``, an object and ``</tool_call>`` for each call."""
+    """Returns ``<tool_call>``, a JSON object and ``</tool_call>`` for each call."""
     return "\n".join(f"{CALL}\n{_object(call)}\n{CALL_END}" for call in calls)
 
 
 def _listed_calls(calls: Calls) -> str:
-    """``<|tool_call|>`` and a list of objects (Granite)."""
+    """Returns ``<|tool_call|>`` and a list of JSON objects (Granite)."""
     return f"<|tool_call|>[{', '.join(map(_object, calls))}]"
 
 
 def _enclosed_calls(calls: Calls) -> str:
-    """The same with a mark at the end (Phi-4-mini)."""
+    """Returns ``<|tool_call|>``, a list of JSON objects and ``<|/tool_call|>`` (Phi-4-mini)."""
     return f"{_listed_calls(calls)}<|/tool_call|>"
 
 
 def _python_calls(calls: Calls) -> str:
-    """``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`` (LFM2)."""
+    """Returns ``<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`` (LFM2)."""
     written = []
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -103,7 +103,7 @@ def _python_calls(calls: Calls) -> str:
     return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
 
 
-# Words of templates -> the format of their models' calls.
+# Text in a template -> the function that writes calls in its model's format.
 WRITERS = {
     "<|/tool|>": _enclosed_calls,
     "<|tool_call|>": _listed_calls,
