@@ -1,1 +1,1 @@
-"""The GGUF reader. It bounds its memory and checks a file before use."""
+"""Reads GGUF files. It limits the memory that it uses, and checks a file before use."""

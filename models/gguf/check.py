@@ -1,4 +1,4 @@
-"""Finds NaN and infinity in the floats of tensors: values, or the scales of blocks."""
+"""Finds NaN and infinity in tensors: in values, or in the scales of quantised blocks."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ import numpy as np
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
 
-CHUNK_BYTES = 8 << 20  # checked in one step, so that memory does not grow with the model
+# bytes that are checked in one step, so that memory does not grow with the model
+CHUNK_BYTES = 8 << 20
 
 # IEEE 754: the exponent bits that are all set in NaN and infinity.
 _EXPONENTS: dict[GGMLType, tuple[str, int]] = {
@@ -24,7 +25,7 @@ _OTHER_SCALES = frozenset({GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ1_M})
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """n_bad of a tensor's floats are not finite. The first of these is in row ``first_row``."""
+    """n_bad values or blocks of a tensor are not finite. The first is in row ``first_row``."""
 
     tensor: TensorInfo
     n_bad: int
@@ -41,7 +42,7 @@ class CheckResult:
 
 
 def find_non_finite(file: GGUFFile) -> CheckResult:
-    """Scans all tensors."""
+    """Checks all tensors of a file for NaN and infinity."""
     bad: list[TensorCheck] = []
     unchecked: set[GGMLType] = set()
     for info in file.tensors.values():
@@ -65,7 +66,7 @@ def find_non_finite(file: GGUFFile) -> CheckResult:
 
 
 def check_tensors(file: GGUFFile) -> CheckResult:
-    """Scans all tensors. Raises SparseKVError, which names the first with NaN or infinity."""
+    """Checks all tensors. Raises SparseKVError, which names the first with NaN or infinity."""
     result = find_non_finite(file)
     if result.bad:
         first = result.bad[0]

@@ -1,7 +1,7 @@
-"""Identifies a model by a hash of every byte. The hash is computed once and kept.
+"""Identifies a model by a hash of all its bytes. The hash is computed once and stored.
 
-Reading a large model takes seconds, so a thread does it. A file in the user's cache has the hashes
-of files by device, inode, size and both times of change.
+Reading a large model takes seconds, so a thread does it. A file in the user's cache has the hashes.
+Its keys are device, inode, size and both times of change of a file.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from sparsekv_cli.models.gguf.part import GGUFPart
 from sparsekv_cli.system.files import is_private, open_regular, replace_file, user_cache
 
 DIGITS = 32
-SMALL = 16 << 20  # bytes; a smaller model is read at once, and its hash is not kept
+SMALL = 16 << 20  # bytes; a smaller model is read at once, and its hash is not stored
 BUFFER = 1 << 20  # bytes
-MOST_REMEMBERED = 256  # files
-# Seconds since the last change. The hash of a file with a later change is not kept: the file may
-# change again within the same step of the file system's clock.
+MOST_REMEMBERED = 256  # files whose hashes are stored
+# Seconds that must have passed since a file's last change before its hash is stored. Until then the
+# file may change again without a new time in the file system's clock.
 SETTLED = 2.0
 
 
 class ModelContent:
-    """The hash of a model's bytes, valid while no part changes. Its methods are thread-safe."""
+    """The hash of a model's bytes. It is valid while no file of the model changes. Thread-safe."""
 
     def __init__(self, parts: Sequence[GGUFPart]) -> None:
         self._parts = tuple(parts)
@@ -49,9 +49,10 @@ class ModelContent:
         return tuple(part.mark for part in self._parts)
 
     def known(self) -> str | None:
-        """Returns 32 hex digits, or None while they are not known. The first call starts to read.
+        """Returns the hash, 32 hex digits; None while it is not known.
 
-        Returns None, too, if a file cannot be read or has changed since it was opened.
+        The first call starts the reading. It also returns None if a file cannot be read or has
+        changed since it was opened.
         """
         if not all(part.is_unchanged() for part in self._parts):
             return None
@@ -61,7 +62,10 @@ class ModelContent:
         return self._digest
 
     def wait(self) -> str:
-        """Returns the hash after a wait. Raises SparseKVError for an unreadable or changed file."""
+        """Returns the hash, after waiting for it.
+
+        Raises SparseKVError for an unreadable or changed file.
+        """
         found = self.known()
         if found is None and self._thread is not None:
             self._thread.join()
@@ -73,7 +77,7 @@ class ModelContent:
         return found
 
     def _begin(self) -> None:
-        """Computes the hash at once for a small model or a kept hash, else in a thread."""
+        """Computes a small model's hash at once, or finds a stored hash, or starts a thread."""
         if sum(part.size for part in self._parts) <= SMALL:
             self._read(is_small=True)
             return
@@ -100,7 +104,7 @@ class ModelContent:
 
 
 def _hash_of(part: GGUFPart) -> str:
-    """Returns 64 hex digits over all bytes of a file. Raises OSError and ValueError."""
+    """Returns the SHA-256 of a file, 64 hex digits. Raises OSError and ValueError."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER))
     with part.reopened() as file:
         while n := file.readinto(buffer):
@@ -113,7 +117,10 @@ def _joined(digests: Sequence[str]) -> str:
 
 
 def _remembered() -> dict[str, str]:
-    """Returns the hashes of files by their marks, the oldest first; none from a damaged cache."""
+    """Returns the stored hashes, mark of a file -> hash, the oldest first.
+
+    They are empty if the cache is damaged or not private to the user.
+    """
     path = user_cache("hashes.json")
     if path is None:
         return {}

@@ -42,7 +42,7 @@ class GGUFFile:
         """Makes the model of ``parts`` and takes ownership of them."""
         self.parts = tuple(parts)
         self.missing = missing
-        self.changes = ModelChanges()  # the user's, which ``change`` applies
+        self.changes = ModelChanges()  # the user's changes, set by ``change``
         first = self.parts[0]
         self.path = first.path
         self.version = first.version
@@ -59,7 +59,10 @@ class GGUFFile:
             )
 
     def change(self, changes: ModelChanges) -> None:
-        """Lets the model be read with the user's changes. A second call replaces the first."""
+        """Applies the user's changes to the metadata.
+
+        A second call replaces the changes of the first.
+        """
         first, self.changes = self.parts[0], changes
         values = changes.overrides()
         types = {key: GGUF_TYPES[type_of_key(key)] for key in values}
@@ -69,7 +72,7 @@ class GGUFFile:
         self.value_types = {**first.value_types, **types}
 
     def changed_values(self) -> dict[str, Any]:
-        """Returns the user's values by key, where the file has others."""
+        """Returns key -> the user's value, for keys to which the file gives another value."""
         own, changed = self.parts[0].metadata, self.changes.overrides()
         return {key: value for key, value in changed.items() if own.get(key) != value}
 
@@ -85,7 +88,10 @@ class GGUFFile:
 
     @property
     def has_data(self) -> bool:
-        """Whether all tensors are there. A file that was opened for its header may be cut."""
+        """Whether the data of all tensors are there.
+
+        A file that was opened for its header may be cut.
+        """
         return all(part.has_data for part in self.parts)
 
     def data(self, tensor: str | TensorInfo) -> np.ndarray:
@@ -97,15 +103,15 @@ class GGUFFile:
         return self.parts[info.part].data(info)
 
     def release(self, data: np.ndarray) -> None:
-        """Removes the pages of ``data``, a view on a map, from this process' memory.
+        """Removes the pages of ``data``, a view on a memory map, from this process's memory.
 
-        A later access reads them again from the file, or from the system's cache of it.
+        A later access reads them again, from the file or from the system's cache of it.
         """
         for part in self.parts:
             part.release(data)
 
     def check_intact(self) -> None:
-        """Raises LostModelError if a file has become shorter. A further read would be a SIGBUS."""
+        """Raises LostModelError if a file has become shorter. A read of its end raises SIGBUS."""
         for part in self.parts:
             part.check_intact()
 
@@ -134,11 +140,12 @@ class GGUFFile:
 def open_gguf(
     path: str | os.PathLike[str], *, vocab_only_ok: bool = False, header_only: bool = False
 ) -> GGUFFile:
-    """Opens a GGUF file, or all parts of a split model from one of them; checks all headers.
+    """Opens a GGUF file, or all parts of a split model from one of them. Checks all headers.
 
-    vocab_only_ok: accepts incomplete models, too, for ``inspect`` and ``tokenize``. These are
-    vocabulary-only files, parts of a split model without the other parts, adapters and projectors.
-    Raises SparseKVError, in one line, for a file that cannot be read.
+    vocab_only_ok: whether incomplete models are accepted, for ``inspect`` and ``tokenize``. These
+    are vocabularies, parts of a split model without the others, adapters and projectors.
+    header_only: whether files may end before their last tensor. Raises SparseKVError, in one line,
+    for a file that cannot be read.
     """
     part = open_part(Path(path), header_only)
     try:

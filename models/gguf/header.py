@@ -82,7 +82,7 @@ class StringArray(Sequence[str]):
 
 
 class HeaderCursor:
-    """A position in the header. It moves forward only over bytes that exist."""
+    """A position in the header, which only moves forward and never past the end."""
 
     def __init__(self, path: Path, buffer: mmap.mmap, size: int) -> None:
         self.path = path
@@ -163,7 +163,7 @@ class HeaderCursor:
         return values
 
     def strings(self, count: int, what: str) -> StringArray:
-        """Reads ``count`` strings in one pass over their lengths, without decoding."""
+        """Reads ``count`` strings in one pass over their lengths. It does not decode them."""
         if count * 8 > self.end - self.position:
             raise self.past_end(count * 8, f"the array of {count} strings in {what}")
         self.n_strings += count
@@ -201,7 +201,7 @@ class HeaderCursor:
         return array
 
     def _check_utf8(self, array: StringArray, what: str) -> None:
-        """Decodes all strings at once, to check them. The bytes of each length become spaces."""
+        """Checks that all strings are UTF-8, in one call. For that, the lengths become spaces."""
         joined = np.frombuffer(array.raw, np.uint8).copy()
         for byte in range(1, 9):
             joined[array.starts - byte] = 0x20

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Linear:
-    """The weights of y = W x + b, or of several matrices of one shape."""
+    """The weights of y = W x + b, or of several such matrices of one shape."""
 
     code: int  # ggml's type number
     data: np.ndarray  # uint8 (rows, bytes per row)
@@ -18,7 +18,7 @@ class Linear:
     bias: np.ndarray | None = None  # f32 (rows,)
     # ``data`` has the layout of cpu/weights/interleaved.py, which only its dot products read
     repacked: bool = False
-    # matrices that follow one another in ``data``, such as the experts of a layer
+    # number of matrices in ``data``, one after another, such as the experts of a layer
     n_matrices: int = 1
 
     @property
@@ -35,7 +35,7 @@ class Linear:
 class GatedWeights:
     """The weights of a gated feed-forward network: down(act(gate x) * up x)."""
 
-    gate_up: tuple[Linear, ...]  # of the input x: gate and up, or one matrix with gate's rows first
+    gate_up: tuple[Linear, ...]  # either gate and up, or one matrix with gate's rows first
     down: Linear
 
     def linears(self) -> tuple[Linear, ...]:

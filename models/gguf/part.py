@@ -138,7 +138,10 @@ class GGUFPart:
             return True
 
     def reopened(self) -> FileIO:
-        """Returns a second file object at offset 0. Its path may name another file by now."""
+        """Returns a second file object of the open file, at offset 0.
+
+        By now the path may name another file.
+        """
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed")
         file = FileIO(os.dup(self._descriptor), "rb")

@@ -96,7 +96,7 @@ def _check_number(part: GGUFPart, number: int, count: int) -> None:
 
 
 def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
-    """Checks that the metadata of a later part agree with those of the first part."""
+    """Checks that the metadata of a later file agree with those of the first file."""
     for key, value in part.metadata.items():
         if key == NUMBER or part is first:
             continue
@@ -117,7 +117,7 @@ def _check_metadata(first: GGUFPart, part: GGUFPart) -> None:
 
 
 def _check_tensors(parts: Sequence[GGUFPart]) -> None:
-    """Checks that each tensor is in one file only, and their number against the first part."""
+    """Checks that each tensor is in one file only, and that the first file has the right number."""
     holder: dict[str, GGUFPart] = {}
     for part in parts:
         for name in part.tensors:
@@ -136,7 +136,7 @@ def _check_tensors(parts: Sequence[GGUFPart]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value in a form that ``==`` compares as a whole."""
+    """Returns a metadata value in a form that ``==`` can compare."""
     if isinstance(value, StringArray):
         return value.raw
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -11,14 +11,17 @@ from sparsekv_cli.models.gguf.linear import GatedWeights, Linear
 
 
 class TensorReader:
-    """Reads the tensors of a file. ``used``: the names of the tensors that were read."""
+    """Reads tensors of a file. ``used``: the names of the tensors that were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.used: set[str] = set()
 
     def info(self, name: str, expected: tuple[int, ...]) -> TensorInfo:
-        """Returns the table's line. Raises SparseKVError for a missing tensor or another shape."""
+        """Returns a tensor's entry in the table.
+
+        Raises SparseKVError if the tensor is missing or has another shape than ``expected``.
+        """
         info = self.file.tensors.get(name)
         self.used.add(name)
         if info is None:
@@ -78,7 +81,7 @@ class TensorReader:
         return tuple(parts)
 
     def stack(self, name: str, n_matrices: int, n_rows: int, n_columns: int) -> Linear:
-        """Returns the matrices (n_rows, n_columns) of a tensor of three dimensions."""
+        """Returns a tensor (n_matrices, n_rows, n_columns) as one Linear with several matrices."""
         info = self.info(f"{name}.weight", (n_matrices, n_rows, n_columns))
         return Linear(int(info.type), self.file.data(info), n_columns, n_matrices=n_matrices)
 
