@@ -10,7 +10,7 @@ ENVIRONMENT_VARIABLE = "SPARSEKV_MODELS"
 
 
 def models_folder() -> Path | None:
-    """Returns SPARSEKV_MODELS, else a folder of the user's data; None without a home folder."""
+    """Returns the folder SPARSEKV_MODELS, or one in the user's data folder; None without a home."""
     named = os.environ.get(ENVIRONMENT_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -23,7 +23,7 @@ def models_folder() -> Path | None:
 
 
 def models_by_name() -> dict[str, Path]:
-    """Returns the folder's models by name. Names have no suffix and no part number.
+    """Returns name -> path of the folder's models. Names have no suffix and no part number.
 
     The path of a split model is its first existing part. A missing folder has no models.
     """
@@ -42,7 +42,7 @@ def models_by_name() -> dict[str, Path]:
 
 
 def find_by_name(name: str) -> Path | None:
-    """Returns the folder's model of this name, or None. Case and suffix do not matter."""
+    """Returns the path of the folder's model ``name``, or None. Case and suffix do not matter."""
     models = models_by_name()
     wanted = split_name(name)[0]
     if wanted in models:

@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 class HubFile(NamedTuple):
-    """A file that a hub lists. n_bytes: 0 if not told. digest: its checksum, empty if not told."""
+    """A file that a hub lists. n_bytes: 0 if unknown. digest: its checksum, empty if unknown."""
 
     name: str
     n_bytes: int
@@ -103,7 +103,7 @@ def fetch(name: str, say: Say) -> Path:
 
 
 def find_cached(repo: str, quant: str | None) -> Path | None:
-    """Returns the first file of the cached model of ``repo`` that ``choose`` chooses, or None."""
+    """Returns the first file of the model of ``repo`` with ``quant`` in the cache, or None."""
     for snapshot in snapshots(cache_folder() / f"models--{repo.replace('/', '--')}"):
         files = choose(files_of(snapshot), quant)
         if files:
@@ -124,7 +124,7 @@ def files_of(snapshot: Path) -> list[str]:
 
 
 def cached_models() -> list[CachedModel]:
-    """Returns all complete models in the cache, each from the newest revision with it."""
+    """Returns all complete models in the cache, each from the newest revision that has it."""
     models: dict[str, Path] = {}
     try:
         cache = cache_folder()
@@ -171,9 +171,9 @@ def download(repo: str, quant: str | None, say: Say) -> Path:
 
 
 def listed_files(repo: str, info: Any) -> dict[str, HubFile]:
-    """Returns the files that a hub lists, by name.
+    """Returns name -> file, for the files that a hub lists. info: the hub's answer.
 
-    Raises SparseKVError if the revision or the name of a GGUF file could leave the cache.
+    Raises SparseKVError if the revision or the name of a GGUF file could lead out of the cache.
     """
     if not REVISION.fullmatch(str(info.sha)):
         raise SparseKVError(
@@ -202,7 +202,7 @@ def listed_files(repo: str, info: Any) -> dict[str, HubFile]:
 def fetch_file(repo: str, file: HubFile, revision: str, endpoint: str, say: Say) -> Path:
     """Returns the path of a repository's file in the cache. Downloads it if it is missing.
 
-    The bytes lie in the repository's folder ``blobs``, under the name of their checksum. The
+    The bytes are stored in the repository's folder ``blobs``, under their checksum as a name. The
     returned path, ``snapshots/REVISION/NAME``, is a link to them, if the file system has links.
     Raises SparseKVError for a wrong length or checksum.
     """
@@ -261,7 +261,7 @@ class LimitedWriter(BufferedWriter):
 def download_blob(repo: str, url: str, file: HubFile, blob: Path) -> None:
     """Downloads the bytes of a file to ``blob``. Continues an interrupted download.
 
-    Raises SparseKVError for a wrong length or checksum. Nothing wrong stays.
+    Raises SparseKVError for a wrong length or checksum, and removes the wrong file.
     """
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -325,7 +325,7 @@ def nothing_chosen(repo: str, quant: str | None, files: list[str]) -> str:
 
 @contextlib.contextmanager
 def explained(repo: str, endpoint: str) -> Iterator[None]:
-    """Replaces huggingface_hub's exceptions by SparseKVError, or ConnectionError (no network).
+    """Turns huggingface_hub's exceptions into SparseKVError, or ConnectionError without a network.
 
     Other errors of the operating system, such as a full disk, pass unchanged.
     """

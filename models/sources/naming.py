@@ -1,8 +1,7 @@
-"""Reads names of GGUF files: the parts of a model, its quantisation, and files without a model.
+"""Reads the names of GGUF files: a model's parts, its quantisation, and files without a model.
 
-A hub's names are data of another machine. ``is_plain_path`` says which of them may become paths.
-
-Source of the rules: llama.cpp's ``-hf`` (common/download.cpp).
+The names come from a hub, so they are not trusted. ``is_plain_path`` says which of them may become
+paths. Source of the rules: llama.cpp's ``-hf`` (common/download.cpp).
 """
 
 import re
@@ -34,7 +33,10 @@ def _is_plain_name(part: str) -> bool:
 
 
 def split_name(file: str) -> tuple[str, int, int]:
-    """Returns the name without suffix and part, the number of the part (from 1), and of parts."""
+    """Returns the name without suffix and part, the number of the part, and the number of parts.
+
+    ``a-00002-of-00003.gguf`` gives ("a", 2, 3), and ``a.gguf`` gives ("a", 1, 1).
+    """
     stem = file[: -len(SUFFIX)] if file.lower().endswith(SUFFIX) else file
     found = SPLIT.fullmatch(stem)
     return (found[1], int(found[2]), int(found[3])) if found else (stem, 1, 1)
@@ -54,7 +56,7 @@ def is_model(file: str) -> bool:
 
 
 def parts_of(file: str, files: Iterable[str]) -> list[str]:
-    """Returns all files of ``file``'s model among ``files``, in order."""
+    """Returns all files among ``files`` that belong to the model of ``file``, in order."""
     prefix, _, count = split_name(file)
     if count < 2:
         return [file]
@@ -63,16 +65,16 @@ def parts_of(file: str, files: Iterable[str]) -> list[str]:
 
 
 def whole_models(files: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the complete models: the first file of each model -> all its files."""
+    """Returns first file -> all files, for each model in ``files`` that is complete."""
     names = sorted(filter(is_model, files))
     found = {name: parts_of(name, names) for name in names if split_name(name)[1] == 1}
     return {name: parts for name, parts in found.items() if len(parts) == split_name(name)[2]}
 
 
 def choose(files: Iterable[str], quant: str | None) -> list[str]:
-    """Returns the files of a repository's model with ``quant``, or an empty list.
+    """Returns the files of a repository's model with the quantisation ``quant``; [] for none.
 
-    quant: None: Q4_K_M, else Q8_0, else the first model.
+    quant None: Q4_K_M, or else Q8_0, or else the first model.
     """
     models = whole_models(files)
     for wanted in (quant,) if quant else DEFAULT_QUANTS:

