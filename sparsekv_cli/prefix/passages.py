@@ -7,6 +7,9 @@
 A document is the tokens of a kept prompt, or of a part of one. Windows of WINDOW tokens are hashed.
 A window whose hash is a multiple of EVERY is an anchor. So the text decides where anchors lie, and
 an inserted line moves none of them. A passage grows from an anchor while the tokens are equal.
+
+Rows that attend to moved ones are no source for later prompts. So passages are moved only if they
+are a large part (SHARE) of the tokens that are left to read.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from sparsekv_cli.prefix.blocks import BLOCK
 WINDOW = 16  # tokens
 EVERY = 8  # windows an anchor, on average
 LEAST = 64  # tokens of a passage
+SHARE = 0.5  # of the tokens that are left to read, which passages must have
 N_FIRST = 16  # first tokens of a document and of a prompt: they are attended as sinks, so they stay
 MOST_ALIKE = 8  # anchors of equal hash that are compared with one of the prompt
 TURNED = ("f16", "q8_0")  # types of rows that are exact enough to be turned
@@ -156,14 +160,16 @@ def move_passages(
 
     Their keys are turned to their new positions. list_documents: called if a passage may fit.
     n_room: rows in all that the caches will hold. repair: the share of the rows that will be
-    computed again; None: nothing is moved. Returns None if no passage is known; else the rows from
-    ``first`` up to the end of the last passage.
+    computed again; None: nothing is moved. Returns None if too few tokens are known; else the rows
+    from ``first`` up to the end of the last passage.
     """
     if repair is None or last - max(first, N_FIRST) < LEAST:
         return None
     documents, known = list_documents(), np.zeros(last - first, bool)
     passages = PassageIndex(documents).find(ids, first, last)
-    for cache in caches if passages else ():
+    if sum(passage.n for passage in passages) < SHARE * (last - first):
+        return None
+    for cache in caches:
         cache.store.reserve(n_room)
     for passage in passages:
         document = documents[passage.document]

@@ -100,6 +100,17 @@ def test_a_beginning_stays_exact(opened: Callable[..., Any]) -> None:
     assert sequence.moved.reused > len(B) - 40
 
 
+def test_few_known_tokens_are_not_moved(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """A prompt's rows stay exact for a small gain: they are kept, and later prompts move them."""
+    sequence, alone, _ = opened()
+    prompt = [*tokens(700, 9), *B, *C]
+    np.testing.assert_array_equal(keep(sequence, prompt), alone.prefill(prompt))
+    assert sequence.moved == NONE_MOVED
+    sequence.reset()
+    sequence.prefill([*tokens(20, 8), *prompt[20:], *tokens(9, 7)])
+    assert sequence.moved.reused > len(prompt) - 80
+
+
 @pytest.mark.parametrize("at", ["rows", "header"])
 def test_a_damaged_block_is_computed(at: str, opened: Callable[..., Any], tmp_path: Path) -> None:
     sequence, alone, said = opened()
