@@ -23,7 +23,7 @@ from sparsekv_cli.models.hparams import room_for
 from sparsekv_cli.models.identity import RowsIdentity
 from sparsekv_cli.models.next_token.rows import NextTokenRows
 from sparsekv_cli.models.reuse.repair import repair_steps
-from sparsekv_cli.prefix.prompt_rows import NONE_MOVED, Found, PromptRows
+from sparsekv_cli.prefix.prompt_rows import Found, PromptRows
 from sparsekv_cli.sampling.plain import Outcome
 from sparsekv_cli.sequence import N_HEADROOM, Attention, Checkpoint, Sample, Sequence
 from sparsekv_cli.system.memory import release_code
@@ -117,7 +117,8 @@ class DecoderEngine(ABC):
             rows = None
         try:
             started, found = time.perf_counter(), Found()
-            known, n_moved, n_again = None, 0, 0
+            known = None
+            moved = again = np.zeros(0, bool)  # of the rows after the loaded ones
             if rows is not None:
                 found = rows.find(ids)
             sequence.difference = found.difference
@@ -147,14 +148,14 @@ class DecoderEngine(ABC):
             if known is not None:
                 n_begun += len(known.rows)
                 sequence.difference = None  # known tokens are not computed again
-                n_again = yield from _of_more(
+                again = yield from _of_more(
                     repair_steps(
                         self.decoder, ids[n_loaded:n_begun], n_loaded, sequence.caches, known
                     ),
                     n - n_loaded,
                     0,
                 )
-                n_moved = int(known.rows.sum())
+                moved = known.rows
             attend, grid = (None, 0) if all_logits else self.decoder.attention_of(n_past + n)
             steps = self.decoder.forward_steps(
                 ids[n_begun:], n_past + n_begun, sequence.caches,
@@ -165,9 +166,8 @@ class DecoderEngine(ABC):
             )  # fmt: skip
             logits = yield from _of_more(steps, n - n_loaded, n_begun - n_loaded)
             last = logits[-1] if all_logits else logits
-            if n_past <= sequence.moved.n_exact:  # all earlier rows are exact
-                before = found.moved if n_loaded > found.moved.n_exact else NONE_MOVED
-                sequence.moved = before.and_then(n_loaded, n_moved, n_again)
+            before = sequence.moved.within(n_past) if n_past else found.moved.within(n_loaded)
+            sequence.moved = before.and_then(n_loaded, moved, again)
             sequence.commit(ids, Checkpoint(n_past + n, last.copy()))
         except BaseException:
             if rows is not None:
@@ -175,7 +175,7 @@ class DecoderEngine(ABC):
             sequence.settle()
             raise
         timings.prefill_s += time.perf_counter() - started
-        timings.prefill_tokens += n - n_loaded - n_moved + n_again
+        timings.prefill_tokens += n - n_loaded - int(moved.sum()) + int(again.sum())
         timings.cached_tokens += n_loaded
         return logits
 

@@ -85,13 +85,13 @@ def turned(k: np.ndarray, distance: int, spec: LayerSpec) -> np.ndarray:
 
 def repair_steps(
     forward: Forward, ids: Sequence[int], pos: int, caches: Sequence[LayerCache], known: Known
-) -> Generator[Progress, None, int]:
+) -> Generator[Progress, None, np.ndarray]:
     """Computes rows of ids, at ``pos`` and on. Yields after chunks and layers.
 
-    The caches' stores have room for the rows, and the known ones are there. Returns the number of
-    known rows that were computed again. It does not call ``finish_prefill``.
+    The caches' stores have room for the rows, and the known ones are there. Returns the known rows
+    that were computed again, bool (T,). It does not call ``finish_prefill``.
     """
-    n, n_again = len(ids), 0
+    n, again = len(ids), np.zeros(len(ids), bool)
     forward.rope.reserve(pos + n)
     for first, last in pairwise(cuts_of(n, PART)):
         forward.prepare(n)
@@ -102,7 +102,7 @@ def repair_steps(
         for i, cache in enumerate(caches):
             if i == 1:
                 chosen = rows.choose(cache, part, known.repair)
-                n_again += int((chosen & part).sum())
+                again[first:last] = chosen & part
                 rows.keep(chosen)
             begun, cost = costs[i], costs[i + 1] - costs[i]
             for done in rows.run(i, cache):
@@ -112,7 +112,7 @@ def repair_steps(
             forward.prepare(n)  # another forward pass may have run between two steps
     for cache in caches:
         cache.store.n = pos + n
-    return n_again
+    return again
 
 
 class _Rows:

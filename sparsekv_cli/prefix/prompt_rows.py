@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from sparsekv_cli.cache.layer import LayerCache
 from sparsekv_cli.models.reuse.repair import Known
 from sparsekv_cli.prefix.blocks import BlockHeader
@@ -17,22 +19,50 @@ class Moved(NamedTuple):
     """The rows of a sequence that were moved from other prompts.
 
     n_exact: first tokens whose rows are those of a prefill; later ones were moved, or attend to
-    moved ones. reused: tokens of known passages. repaired: of these, tokens whose rows were
-    computed again.
+    moved ones. reused_at: bit p is set if token p is of a known passage. repaired_at: of these, the
+    tokens whose rows were computed again.
     """
 
     n_exact: int = ALL
-    reused: int = 0
-    repaired: int = 0
+    reused_at: int = 0
+    repaired_at: int = 0
 
-    def and_then(self, n: int, reused: int, repaired: int) -> Moved:
-        """Returns the same with ``reused`` more tokens, moved after the first n; 0: none are."""
-        n_exact = min(self.n_exact, n) if reused else self.n_exact
-        return Moved(n_exact, self.reused + reused, self.repaired + repaired)
+    @property
+    def reused(self) -> int:
+        """The number of tokens of known passages."""
+        return self.reused_at.bit_count()
+
+    @property
+    def repaired(self) -> int:
+        """Of these, the number of tokens whose rows were computed again."""
+        return self.repaired_at.bit_count()
+
+    def within(self, n: int) -> Moved:
+        """Returns the same of the first n rows."""
+        low = (1 << n) - 1
+        exact = self.n_exact if self.n_exact < n else ALL
+        return Moved(exact, self.reused_at & low, self.repaired_at & low)
+
+    def after(self, n: int) -> Moved:
+        """Returns the same without the first n rows."""
+        return self._replace(reused_at=self.reused_at >> n, repaired_at=self.repaired_at >> n)
+
+    def and_then(self, n: int, reused: np.ndarray, repaired: np.ndarray) -> Moved:
+        """Returns the same with the rows of bool ``reused`` and ``repaired``, from row n on."""
+        if not reused.any():
+            return self
+        reused_at, repaired_at = (
+            int.from_bytes(np.packbits(rows, bitorder="little").tobytes(), "little") << n
+            for rows in (reused, repaired)
+        )
+        return Moved(
+            min(self.n_exact, n), self.reused_at | reused_at, self.repaired_at | repaired_at
+        )
 
     def usage(self) -> dict[str, int]:
         """Returns the counts as the fields of an answer; empty if no row was moved."""
-        return {f"{name}_tokens": getattr(self, name) for name in self._fields[1:] if self.reused}
+        counts = {"reused_tokens": self.reused, "repaired_tokens": self.repaired}
+        return counts if self.reused_at else {}
 
 
 NONE_MOVED: Moved = Moved()

@@ -48,9 +48,9 @@ class Stats:
 
     def add_moved(self, moved: Moved, n_cached: int) -> None:
         """Adds the rows that a prefill moved, after n_cached rows that existed."""
-        if moved.n_exact == n_cached:
-            self.reused_tokens += moved.reused
-            self.repaired_tokens += moved.repaired
+        new = moved.after(n_cached)
+        self.reused_tokens += new.reused
+        self.repaired_tokens += new.repaired
 
     def add_step(self, n_tokens: int, seconds: float) -> None:
         self.n_steps += 1

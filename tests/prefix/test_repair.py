@@ -45,7 +45,7 @@ def repaired(sequence: Sequence, ids: list[int], known: np.ndarray, share: float
         except StopIteration as end:
             done = [each.done for each in progress]
             assert done == sorted(done) and done[-1] == len(ids) == progress[-1].total
-            return end.value
+            return int(end.value.sum())
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from sparsekv_cli.model import load_model
 from sparsekv_cli.models.reuse.repair import check_movable
 from sparsekv_cli.prefix.prompt_rows import NONE_MOVED
 from sparsekv_cli.serve.rows import SharedRows
+from sparsekv_cli.serve.running import Stats
 from sparsekv_cli.settings.config import SessionConfig
 
 A, B, C = tokens(700, 1), tokens(600, 2), tokens(300, 3)
@@ -55,8 +56,9 @@ def test_rows_that_are_all_computed_again_give_the_answer(
     sequence, alone, _ = opened(name)
     expected, found = alone.prefill(SECOND), sequence.prefill(SECOND)
     np.testing.assert_allclose(found, expected, atol=0.05 * np.abs(expected).max())
-    n_exact, reused, repaired = sequence.moved
-    assert n_exact == 0 and reused == repaired > KEPT - 80  # the ends are not all found
+    moved = sequence.moved
+    assert moved.n_exact == 0
+    assert moved.reused == moved.repaired > KEPT - 80  # the ends are not all found
     assert sequence.timings.prefill_tokens == len(SECOND)
     for mine, other in zip(decoded(sequence, C[:6]), decoded(alone, C[:6]), strict=True):
         assert np.isfinite(mine).all()
@@ -153,6 +155,17 @@ def test_sequences_in_memory_give_passages(sequence_of: Callable[..., Any]) -> N
     third.prefill([*SECOND, *C])
     assert third.timings.cached_tokens >= len(SECOND) - 16
     assert third.moved == second.moved
+    third.reset()
+    third.timings.reset()
+    other = [*SECOND[:160], *tokens(300, 8)]  # a part of the moved rows, and new text
+    third.prefill(other)
+    stats, n_cached = Stats(), third.timings.cached_tokens
+    stats.add_moved(third.moved, n_cached)
+    assert n_cached == 160 and stats.reused_tokens == stats.repaired_tokens == 0
+    assert 160 - N_NEW <= third.moved.reused == second.moved.within(160).reused <= 120
+    assert third.moved.repaired < third.moved.reused
+    stats.add_moved(second.moved, 0)
+    assert stats.reused_tokens == second.moved.reused
     third.reset()
     rows.find([*FIRST, *C])  # the exact rows of the source
     third.prefill([*FIRST, *C])
