@@ -34,7 +34,7 @@ class Moved(NamedTuple):
 
     @property
     def repaired(self) -> int:
-        """Of these, the number of tokens whose rows were computed again."""
+        """The number of these tokens whose rows were computed again."""
         return self.repaired_at.bit_count()
 
     def within(self, n: int) -> Moved:
