@@ -1,5 +1,5 @@
-"""Sub-commands: options -> model -> sequence -> print.
+"""Sub-commands of sparsekv-cli. Each reads options, opens a model, runs a sequence and prints.
 
-A command of one file is a file here. A command of several files has a folder with its name.
-options/ and shared/ hold what several commands share.
+A command with one file is a file here. A command with several files has a folder of its name.
+options/ and shared/ have the code that several commands use.
 """

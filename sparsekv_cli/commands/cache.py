@@ -1,4 +1,4 @@
-"""``sparsekv-cli cache``: lists and clears the prompts whose rows are kept on disk."""
+"""``sparsekv-cli cache``: lists and removes the prompts whose rows are stored on disk."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ from sparsekv_cli.prefix.blocks import SUFFIX, DamagedError, own_hash
 from sparsekv_cli.prefix.folder import PrefixFolder, check_folder, default_prefix_folder
 
 ROLE = re.compile(r"^\s*(user|system|assistant|model)\s*\n")
-MOST_WORDS = 48  # characters of a prompt's first words
+MOST_WORDS = 48  # characters of the words of a prompt that are shown
 
 
 @click.group()
@@ -78,10 +78,10 @@ def _folder(directory: Path | None) -> PrefixFolder:
 
 
 def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
-    """Returns each prompt's description, most recently used first, and the bytes of all files."""
+    """Returns a description of each prompt, the last used first, and the bytes of all files."""
     entries = folder.entries()
     blocks = {own_hash(e.path.name): e for e in entries if e.path.suffix == SUFFIX}
-    sizes = Counter[str]()  # of blocks and their snapshots
+    sizes = Counter[str]()  # bytes of a block with its snapshots
     for entry in entries:
         sizes[own_hash(entry.path.name)] += entry.size
     children, words = folder.children(), FirstWords()
@@ -120,13 +120,13 @@ def prompts_of(folder: PrefixFolder) -> tuple[list[dict[str, Any]], int]:
 
 
 class FirstWords:
-    """The first words of prompts, by the tokenizers of models that -m finds by name."""
+    """Returns first words of prompts, with the tokenizers of models that -m finds by name."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[str, Any] = {}
 
     def __call__(self, model: str, tokens: Sequence[int]) -> str:
-        """Returns the words of the longest message among the tokens; empty without the model."""
+        """Returns the first words of the longest message in ``tokens``; "" without its model."""
         if model not in self._tokenizers:
             self._tokenizers[model] = self._tokenizer(model)
         tokenizer = self._tokenizers[model]
@@ -134,7 +134,7 @@ class FirstWords:
             return ""
         try:
             text = tokenizer.decode(list(tokens))
-        except (SparseKVError, IndexError, ValueError):  # of another model of this name
+        except (SparseKVError, IndexError, ValueError):  # another model has this name now
             return ""
         marks = "|".join(map(re.escape, sorted(tokenizer.control_texts, key=len, reverse=True)))
         parts = re.split(marks, text) if marks else [text]

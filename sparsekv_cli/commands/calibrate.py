@@ -1,4 +1,4 @@
-"""``calibrate``: makes the measurements of a model that some methods need; writes the sidecar."""
+"""``calibrate``: measures what some methods need to know about a model, and writes the sidecar."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def command(
 
 
 def choose_methods(text: str) -> list[str]:
-    """Returns the names in ``text``, or all; a usage error for one that needs no calibration.
+    """Returns the methods named in ``text``. Raises a usage error for one without calibration.
 
-    AUTO is the measurement for ``--method auto``. All does not include it.
+    AUTO is the measurement for ``--method auto``. ALL stands for all methods, without AUTO.
     """
     from sparsekv_cli.methods import calibrated_methods
 
@@ -138,7 +138,7 @@ def choose_methods(text: str) -> list[str]:
 
 
 def describe(name: str, entry: Entry, seconds: float) -> Mapping[str, Any]:
-    """Returns the object that ``--json`` prints for one method."""
+    """Returns the object of ``--json`` for one method."""
     return {
         "name": name,
         "tokens": entry.n_tokens,

@@ -8,7 +8,8 @@ from click.shell_completion import get_completion_class, shell_complete
 from sparsekv_cli.commands.options.model import verbose_option
 from sparsekv_cli.commands.shared.terminal import write_text
 
-VARIABLE = "_SPARSEKV_CLI_COMPLETE"  # the shell asks by it, in click's protocol
+# the shell sets this variable to ask for completions (click's protocol)
+VARIABLE = "_SPARSEKV_CLI_COMPLETE"
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -31,7 +32,7 @@ def command(shell: str) -> None:
 
 
 def answer_shell(group: click.Command, program: str) -> int | None:
-    """Completes the shell's words. Returns the exit code, None if the shell does not ask."""
+    """Answers a shell that asks for completions. Returns the exit code; None if it does not ask."""
     instruction = os.environ.get(VARIABLE)
     return (
         None if instruction is None else shell_complete(group, {}, program, VARIABLE, instruction)

@@ -33,7 +33,7 @@ def command(as_json: bool) -> None:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Prints tables of the sections that could be made, then the problems."""
+    """Prints a table of each section that could be made, then the problems."""
     python, cpu, memory = (report[name] or {} for name in ("python", "cpu", "memory"))
     print_pairs(
         "",
@@ -127,7 +127,7 @@ def _model(model: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _at_home(text: str) -> str:
-    """Returns the text with ``~`` for the home folder, whose name may be the user's."""
+    """Returns ``text`` with ``~`` for the home folder, so that it does not show the user's name."""
     try:
         home = str(Path.home())
     except RuntimeError:

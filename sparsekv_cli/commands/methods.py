@@ -39,7 +39,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
         write_text(HINT)
 
 
-# Options of every method that have their own name on the command line. They are shown once.
+# Options that every method has and that have a flag of their own. They are shown only once.
 SHARED = ("dense_layers", "cache_type_k", "cache_type_v")
 HINT = """
 At a depth of a few thousand tokens take full: other methods gain little there.
@@ -49,7 +49,7 @@ All take --dense-layers, --cache-type-k and --cache-type-v.
 
 
 def show(method: Mapping[str, Any]) -> None:
-    """Prints a method, its own options, and its values of the options that every method has."""
+    """Prints a method and its own options, then its defaults of options that all methods have."""
     options = {option["name"]: option for option in method["options"]}
     rows = [
         ("summary", method["summary"]),

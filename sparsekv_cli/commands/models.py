@@ -16,7 +16,7 @@ from sparsekv_cli.errors import SparseKVError
 if TYPE_CHECKING:
     from sparsekv_cli.models.sources.listing import ListedModel
 
-# Words of other programs after ``models``: this program's word, or what to do instead.
+# A word that other programs have after ``models`` -> this program's word.
 WORDS = {"list": "", "ls": "", "pull": "get", "download": "get", "remove": "rm", "delete": "rm"}
 ADVICE = {
     "ps": "a model is in memory only while its command runs: see `ps`, or GET /v1/models of serve",
@@ -31,7 +31,7 @@ COLUMNS = ("name", "architecture", "parameters", "type", "size", "context", "whe
 
 
 class Models(click.Group):
-    """The sub-commands, also by the words of other programs."""
+    """The sub-commands of ``models``. They also have the names that other programs use."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] in WORDS:
@@ -140,7 +140,7 @@ def as_dict(model: ListedModel) -> dict[str, Any]:
 
 
 def show(models: Sequence[ListedModel]) -> None:
-    """Prints a table of all models, then why some of them cannot be run."""
+    """Prints a table of all models, then the reasons why some of them cannot run."""
     rows = [
         (
             model.name,

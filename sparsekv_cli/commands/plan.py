@@ -113,7 +113,8 @@ def show(plan: Plan) -> None:
         ],
     )
     columns = ["method", "weights", "KV", "index", "scratch", "fits", "up to", "t/s", "pays from"]
-    n_shown = len(columns) - 2 * bool(plan.doubt)  # without the figures that rank
+    # columns with figures that rank methods are left out
+    n_shown = len(columns) - 2 * bool(plan.doubt)
     rows = [row(each)[:n_shown] for each in plan.methods]
     print_table("methods", columns[:n_shown], rows)
     if plan.doubt:

@@ -56,7 +56,7 @@ CLOSE_S = 5  # seconds after --drain in which clients get their error
 
 @dataclass(frozen=True)
 class Listen:
-    """The server's address and clients, and the seconds that it drains at its end."""
+    """Where the server listens, who may use it, and how long it drains."""
 
     host: str
     port: int
@@ -66,7 +66,7 @@ class Listen:
 
     @property
     def key(self) -> str:
-        """The key that requests must carry; empty: none."""
+        """The key that requests must have; "": they need none."""
         return os.environ.get(KEY, "") if self.api_key is None else self.api_key
 
 
@@ -163,7 +163,8 @@ def command(
         say(f"warning: other machines can reach {listen.host}, and there is no --api-key")
     method = method_of(options)
     prepared = [build_method(name, {}, {}) for name in prepare.split(",") if name]
-    socket = listening(listen.host, listen.port)  # before the slow steps
+    # before the slow steps, so that a port in use is found early
+    socket = listening(listen.host, listen.port)
 
     from sparsekv_cli.serve.pool import ModelPool, share_of_rows, shares
     from sparsekv_cli.serve.requests import RequestLimits, Service
@@ -218,9 +219,9 @@ def command(
 def hosted_models(
     given: Sequence[str], aliases: Sequence[str], options: ModelOptions
 ) -> list[HostedModel]:
-    """Returns the models that -m and --alias name, described by their headers.
+    """Returns the models that -m and --alias name, with fields from their headers.
 
-    Raises click.UsageError for a name that two models have, and for too many aliases.
+    Raises click.UsageError if two models have one name, or if there are too many aliases.
     """
     from sparsekv_cli.models.sources.naming import split_name
     from sparsekv_cli.serve.pool import HostedModel, is_pattern
@@ -254,7 +255,7 @@ def hosted_models(
         if problem := hosted[-1].problem:
             if not path.exists():
                 raise SparseKVError(problem)
-            if hosted[1:]:  # the first one is loaded at once
+            if hosted[1:]:  # the first model is loaded at once, which reports its problem
                 say(one_line(f"warning: {hosted[-1].name} cannot be loaded: {problem}"))
     used = {key for each in hosted for key in each.config.overrides()}
     if unused := [key for key in options.config.overrides() if key not in used]:
@@ -264,7 +265,7 @@ def hosted_models(
 
 
 def own_config(path: Path, config: SessionConfig, n_models: int) -> SessionConfig:
-    """Returns the settings of one of several models, without keys of other architectures."""
+    """Returns the settings for one of several models, without keys of other architectures."""
     if n_models == 1 or not config.override_kv:
         return config
     from sparsekv_cli.models.gguf.file import open_gguf
@@ -272,13 +273,13 @@ def own_config(path: Path, config: SessionConfig, n_models: int) -> SessionConfi
     try:
         with open_gguf(path, header_only=True) as file:
             name = str(file.metadata.get("general.architecture"))
-    except SparseKVError:  # which ``describe`` reports
+    except SparseKVError:  # ``describe`` reports the error
         return config
     return replace(config, override_kv=config.of_architecture(name))
 
 
 def describe(hosted: HostedModel, options: ModelOptions) -> None:
-    """Reads the fields of /v1/models from a model's header, or the model's problem."""
+    """Sets the fields of ``hosted`` for /v1/models from the model's header, or its problem."""
     from sparsekv_cli.calibration.calibrations import Calibrations
     from sparsekv_cli.generation.conversation import chat_template
     from sparsekv_cli.models.chat.thinking import switch_of
@@ -307,7 +308,7 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
 
 
 def listening(host: str, port: int) -> Socket:
-    """Returns a socket that listens. Raises SparseKVError if that is impossible."""
+    """Returns a socket that listens at host and port. Raises SparseKVError if it cannot."""
     import socket
 
     from sparsekv_cli.serve.wire.connections import BACKLOG
@@ -323,7 +324,7 @@ def listening(host: str, port: int) -> Socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address."""
+    """Returns whether only this machine can reach ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -331,9 +332,9 @@ def is_loopback(host: str) -> bool:
 
 
 def draining(config: Any, drain: int, pool: ModelPool) -> Any:
-    """Returns uvicorn's server.
+    """Returns a server of uvicorn that lets answers finish for ``drain`` seconds at its end.
 
-    At its end it lets answers finish for so many seconds. Then it ends the rest.
+    Then it ends all other answers.
     """
     import asyncio
 
@@ -349,7 +350,7 @@ def draining(config: Any, drain: int, pool: ModelPool) -> Any:
 
 
 def run(pool: ModelPool, listen: Listen, socket: Socket, n_connections: int) -> None:
-    """Serves until a signal ends the process. Running answers finish first."""
+    """Serves until a signal ends the process. Running answers may finish first."""
     import uvicorn
 
     from sparsekv_cli.serve.app import Access, make_app
@@ -365,7 +366,7 @@ def run(pool: ModelPool, listen: Listen, socket: Socket, n_connections: int) -> 
     )  # fmt: skip
     at = f"[{host}]" if ":" in host else host
     server = draining(config, drain, pool)
-    # uvicorn drains, then raises the signal again. The code below must still run.
+    # uvicorn drains, then raises the signal again. The code after it must still run.
     signal.signal(signal.SIGTERM, server.handle_exit)
     try:
         names = ", ".join(model.name for model in pool.models)

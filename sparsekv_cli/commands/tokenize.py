@@ -1,4 +1,4 @@
-"""``tokenize``: the token ids of a text, as the model sees it."""
+"""``tokenize``: shows the token ids of a text, as the model gets them."""
 
 import json
 import sys
@@ -67,12 +67,12 @@ def command(
     elif sys.stdout.isatty():
         rows = [(i, repr(piece)) for i, piece in zip(ids, pieces, strict=True)]
         print_table(f"{len(ids)} tokens", ("id", "text"), rows)
-    else:  # llama-tokenize's lines
+    else:  # the lines of llama-tokenize
         write_text("".join(f"{i:6d} -> '{piece}'\n" for i, piece in zip(ids, pieces, strict=True)))
 
 
 def read_text(text: str | None, file: str | None) -> str:
-    """Returns the text to tokenize, without a byte order mark, or that of a PDF or Word file.
+    """Returns the text to tokenize, from the command line, a file or stdin.
 
     Raises SparseKVError for text that is not UTF-8, OSError for a file that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""``sparsekv-cli warmup``: compiles all kernels now, so that later runs do not wait."""
+"""``sparsekv-cli warmup``: compiles all kernels now, so that later runs need not wait."""
 
 import gc
 import os
@@ -23,8 +23,8 @@ from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.config import SessionConfig
 
 GPU_PROMPT, GPU_STEPS = 1100, 3
-GPU_BATCHES = (2, 4, 8)  # numbers of sequences that decode together
-# Numbers of rows with different kernels.
+GPU_BATCHES = (2, 4, 8)  # numbers of sequences that decode together in the trial
+# Capacities of a cache, in rows, for which kernels differ.
 GPU_ROWS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 TRIAL_CONTEXT = 64  # tokens; the trial sequence of warmup.py does not pass through an engine
 
@@ -83,10 +83,11 @@ def command(model: str | None, device: str, chosen: str | None) -> None:
 
 
 def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
-    """Runs a prompt longer than any budget, and some tokens, with each method's defaults.
+    """Runs a long prompt and some steps with each method, so that all kernels are compiled.
 
-    Then it runs a step of each of GPU_BATCHES. It also runs a step with the kernels of each of
-    GPU_ROWS whose cache fits. Returns the most rows that fitted.
+    The prompt is longer than any budget. Then it runs a step with each of GPU_BATCHES sequences. It
+    also runs a step with the kernels of each of GPU_ROWS that fits. Returns the most rows that
+    fitted.
     """
     with CompileProgress() as progress, CalibrationProgress() as calibrating:
         loaded, planned = _longest_model(path, progress)
@@ -116,7 +117,7 @@ def try_on_gpu(path: Path, methods: Mapping[str, Method]) -> int:
 
 
 def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[int, ...]]:
-    """Returns a model on the GPU, and those of GPU_ROWS whose cache fits."""
+    """Returns a model on the GPU, and those of GPU_ROWS for which its cache fits."""
     from sparsekv_cli.methods import build_method
     from sparsekv_cli.model import load_model
 
@@ -126,17 +127,17 @@ def _longest_model(path: Path, progress: CompileProgress) -> tuple[Any, tuple[in
         loaded = load_model(
             path, build_method("full", {}), SessionConfig(device="cuda", ctx_size=n_ctx), progress
         )
-        if loaded.engine.note and planned:  # it does not fit
+        if loaded.engine.note and planned:  # the cache does not fit
             loaded.close()
             del loaded
-            gc.collect()  # its weights leave the GPU
+            gc.collect()  # the weights leave the GPU
             continue
         break
     return loaded, planned
 
 
 def trial_model(name: str | None) -> Path | None:
-    """Returns the path of the named or default model; None if there is none."""
+    """Returns the path of the model ``name`` or of the default model; None without any."""
     if name is not None or os.environ.get("SPARSEKV_MODEL"):
         return find_model(name)
     try:

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from sparsekv_cli.planning.advice import Advice
     from sparsekv_cli.sequence import Sequence as Tokens
 
-LONG = 8192  # tokens; --max-read limits the reading of longer documents
-ENOUGH = 0.5  # share of the tokens that may be read; with so many on disk, no more are read
-ROOM = 384  # tokens after the document: planted facts, steps, or an answer
+LONG = 8192  # tokens; of longer documents --max-read limits the reading
+ENOUGH = 0.5  # share of the tokens that may be read; if so many are on disk, no more are read
+ROOM = 384  # tokens after the document: planted facts, steps or an answer
 CACHE_TYPES = ("cache_type_k", "cache_type_v")
 
 
@@ -140,9 +140,10 @@ def command(
 
 
 def fit_context(model: Model, document: Document, question: str | None) -> tuple[str, Any]:
-    """Returns the text that fits the context, and the encoder of a text with the question.
+    """Returns the beginning of the document that fits the context, and an encoder.
 
-    Raises SparseKVError if the context has no room for a document.
+    The encoder returns the prompt's ids for a text, with the question if there is one. Raises
+    SparseKVError if the context has no room for a document.
     """
     from sparsekv_cli.models.hparams import room_for
     from sparsekv_cli.planning.reading import fitting_text
@@ -167,14 +168,17 @@ def fit_context(model: Model, document: Document, question: str | None) -> tuple
 
 
 def share(text: str, document: Document) -> str:
-    """Returns the part of a document that is read, in per cent."""
+    """Returns in per cent which part of the document ``text`` is."""
     return f"{100 * len(text) / len(document.text):.3g} %"
 
 
 def read(
     reader: Reader, document: Document, text: str, encode: Any, max_read: float
 ) -> tuple[Reading, Tokens]:
-    """Reads a document, or as much of a long one as ``max_read`` seconds allow."""
+    """Reads a document, or as much of a long one as ``max_read`` seconds allow.
+
+    Returns the part that was read, and its sequence.
+    """
     from sparsekv_cli.planning.auto import LEAST_TEXT
     from sparsekv_cli.planning.reading import affordable_tokens, fitting_text
 
@@ -200,7 +204,7 @@ def advised_line(
     question: str | None,
     advice: Advice,
 ) -> str:
-    """Returns the command to type."""
+    """Returns the command line that the user can type to use the advice."""
     from sparsekv_cli.methods import stated_options
 
     method = advice.chosen.method

@@ -1,4 +1,4 @@
-"""The document of ``advise``: its source, the part that is read, and its question."""
+"""The document of ``advise``: where it comes from, which part is read, and its question."""
 
 import shlex
 import sys
@@ -13,21 +13,22 @@ from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import kind_of
 
 BOM = b"\xef\xbb\xbf"
-BUILT_IN = "built-in"  # the source of a text of the program
-ASKED = "What is this text about?"  # in the last line, if the user has no question
+BUILT_IN = "built-in"  # name of the source, if the program's own text is used
+# the question in the last line of the report, if the user has given none
+ASKED = "What is this text about?"
 
 
 @dataclass(frozen=True)
 class Document:
-    """The text that ``advise`` reads."""
+    """The text for which ``advise`` gives advice."""
 
     source: str  # a file's name, stdin or built-in
     text: str
-    n_skipped: int = 0  # bytes before the text
-    is_text: bool = True  # the bytes are the text in UTF-8, so that a command can cut it
+    n_skipped: int = 0  # bytes of the file before the text
+    is_text: bool = True  # True: the bytes are UTF-8 text, so that a shell command can cut it
 
     def reading(self, text: str) -> tuple[str, list[str]]:
-        """Returns a pipe and options that give ``run`` the beginning ``text`` of the document."""
+        """Returns how ``run`` gets ``text``, the document's beginning: a pipe, and options."""
         name = "" if self.source == "stdin" else self.source
         if self.is_text and len(text) < len(self.text):
             n_bytes = self.n_skipped + len(text.encode())
@@ -37,12 +38,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Reading:
-    """The part of a document that was read, as ``run`` gives it to the model with a question."""
+    """The part of a document that was read, as ``run`` would give it to the model."""
 
     document: Document
     text: str
     ids: Sequence[int]
-    n_after: int  # the most tokens after the text, which are not of the text
+    n_after: int  # the most tokens that followed it
     seconds: float
     again_s: float
     is_kept: bool
@@ -60,7 +61,7 @@ class Reading:
 
 
 def read_document(file: str | None) -> Document:
-    """Returns the text of a file, of stdin (``-``, or what is piped), or the built-in one.
+    """Returns the text of a file, of stdin (``-``, or piped text), or the program's own text.
 
     Raises SparseKVError for a document that is empty or not text.
     """
@@ -97,7 +98,7 @@ def command_line(
 ) -> str:
     """Returns the command that asks a question about ``text``, the part that was read.
 
-    model, rest: options before those of the prompt, and after them.
+    model, rest: options before and after those of the prompt.
     """
     if document.source == BUILT_IN:
         return shlex.join(["sparsekv-cli", "chat", *model, *rest])

@@ -21,22 +21,21 @@ if TYPE_CHECKING:
     from sparsekv_cli.planning.reading import LossTask
     from sparsekv_cli.sequence import Sequence as Tokens
 
-# The methods in the order in which they are tried. The most promising ones come first, because the
-# time may be short.
+# The order in which methods are tried. The most promising come first, because the time may end.
 ORDER = ("fasa", "quest", "lfps", "topk", "snapkv", "sals", "freekv", "faedkv", "streaming", "h2o")
 MOST_S = 60.0  # seconds for all work after the reading
-PLANT_S = 10.0  # of these, for the part with planted facts
-STARTS = (0.0, 0.25, 0.5, 0.75)  # where that part may begin, as a share of the document
-LEAST_PART = 704  # its least tokens; fewer new rows are not kept for all methods
-N_SAME = 32  # tokens of a prompt on disk that are always computed
-N_ANSWER = 64  # tokens of an answer at most
-N_SHORT = 24  # steps that tell the speed of ``full`` after a short document
+PLANT_S = 10.0  # seconds of these for reading the part with planted facts
+STARTS = (0.0, 0.25, 0.5, 0.75)  # where this part may begin, as a share of the document
+LEAST_PART = 704  # least tokens of this part; fewer new rows are not stored for all methods
+N_SAME = 32  # tokens of a prompt on disk that are computed in any case
+N_ANSWER = 64  # most tokens of an answer
+N_SHORT = 24  # steps that measure the speed of ``full`` after a short document
 
 
 def candidates(options: ModelOptions) -> tuple[dict[str, Method], dict[str, str]]:
-    """Returns methods with their options, and the reasons why others are left out.
+    """Returns name -> method with the user's options, and name -> reason for methods left out.
 
-    Raises click.UsageError for options that no method takes.
+    Raises click.UsageError for an option that no method has.
     """
     from sparsekv_cli import methods
     from sparsekv_cli.evaluation.sweep import option_names
@@ -57,7 +56,7 @@ def candidates(options: ModelOptions) -> tuple[dict[str, Method], dict[str, str]
 def runnable(
     model: Model, methods: dict[str, Method], left_out: dict[str, str], calibrate: bool
 ) -> dict[str, Method]:
-    """Returns the methods that can be tried. Adds the reasons of others to ``left_out``."""
+    """Returns the methods that the model can run. Reasons for the others go to ``left_out``."""
     from sparsekv_cli.planning.kept import NOT_CALIBRATED
 
     found = {}
@@ -79,7 +78,7 @@ def runnable(
 
 
 def plant(reader: Reader, model: Model, body: Sequence[int]) -> LossTask:
-    """Returns the task with facts in as much of the document as PLANT_S seconds allow."""
+    """Returns the task on this document, with facts in as much of it as PLANT_S seconds allow."""
     from sparsekv_cli.planning.reading import make_task
 
     def encode(text: str) -> list[int]:
@@ -113,7 +112,7 @@ def try_all(
     left_out: dict[str, str],
     n_answers: int,
 ) -> Advice:
-    """Tries the methods until the time is over; adds to ``left_out`` those that were not.
+    """Tries the methods until the time is over. Reasons for the others go to ``left_out``.
 
     begin: the time when the reading ended. n_answers: the number of answers that follow.
     """
@@ -161,7 +160,7 @@ def short_advice(
     methods: Collection[str],
     left_out: dict[str, str],
 ) -> Advice:
-    """Returns ``full`` alone, for a short document. Adds the methods to ``left_out``."""
+    """Returns the advice ``full``, for a short document. Reasons go to ``left_out``."""
     from sparsekv_cli.planning.advice import Advice
     from sparsekv_cli.planning.auto import LEAST_TEXT
     from sparsekv_cli.planning.reading import LossTask
@@ -176,7 +175,7 @@ def short_advice(
 
 
 def answer_all(reader: Reader, model: Model, ids: Sequence[int], advice: Advice) -> dict[str, str]:
-    """Returns the greedy answers of ``full`` and of the advised method, or else of the best."""
+    """Returns the greedy answers of ``full`` and of the advised method, or of the best other."""
     from sparsekv_cli.evaluation.prefill import greedy_answer
     from sparsekv_cli.methods import spec_of
 

@@ -1,4 +1,4 @@
-"""Reads prompts for ``advise``, and keeps their rows on disk for every method."""
+"""Reads prompts for ``advise`` and stores their rows on disk, from which every method starts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ N_PROBE = 512  # tokens of the prefill that measures the speed of reading
 
 
 class Reader:
-    """Prefills for any method, with rows from disk.
+    """Prefills prompts for any method, with rows from disk.
 
-    If the prefix cache is off or cannot be written, it uses a temporary folder.
+    If the prefix cache is off or cannot be written, the rows are in a temporary folder.
     """
 
     def __init__(self, model: Model, prefix: PrefixOptions, n_bytes: int) -> None:
-        """n_bytes: the bytes that the rows will take."""
+        """n_bytes: the bytes of all rows that will be stored."""
         from sparsekv_cli.planning.work import prefill_work
 
         self._model = model
@@ -59,12 +59,12 @@ class Reader:
             self._temporary.cleanup()
 
     def on_disk(self, ids: Ids[int]) -> int:
-        """Returns how many of the tokens are on disk for ``full``."""
+        """Returns how many first tokens of ``ids`` have rows on disk for ``full``."""
         rows = self._rows(self._model.method)
         return 0 if rows is None else rows.find(ids).n
 
     def expected(self, n: int, n_known: int = 0) -> float:
-        """Returns the seconds that n tokens will take, if the rows of n_known are there."""
+        """Returns the seconds to read n tokens of which the first n_known have rows."""
         if not self._seconds:
             sequence = self._model.sequence()
             n_probe = min(N_PROBE, sequence.n_ctx)
@@ -73,7 +73,7 @@ class Reader:
         return self._seconds * (self._work(n) - self._work(n_known))
 
     def read(self, ids: Ids[int], method: Method) -> Sequence:
-        """Returns a sequence that holds ``ids`` with ``method``, sparse from the first row on."""
+        """Returns a sequence with the prompt ``ids``. ``method`` is sparse in all steps."""
         model, rows = self._model, self._rows(method)
         specs = model.prepare(method)
         model.engine.load_kernels(method, specs)

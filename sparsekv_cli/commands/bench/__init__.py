@@ -1,1 +1,1 @@
-"""``bench``: speed."""
+"""``bench``: measures speed."""

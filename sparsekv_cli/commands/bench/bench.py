@@ -1,4 +1,4 @@
-"""``sparsekv-cli bench``: prefill and decode speed at any depth, in llama-bench's shape."""
+"""``sparsekv-cli bench``: speed of prefill and decode at any depth, in llama-bench's form."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 DEFAULT_SEED = 0
-WARM_UP_TOKENS = 3  # decoded by the untimed run
+WARM_UP_TOKENS = 3  # tokens that the untimed run decodes
 
 
 @click.command(cls=GroupedCommand)
@@ -193,12 +193,12 @@ def command(
 
 
 def context_size(tests: Ids[BenchTest]) -> int:
-    """Returns the tokens in the cache after the largest test, and one for decoding at depth 0."""
+    """Returns the tokens of the largest test, and one more for decoding at depth 0."""
     return max(test.n_depth + test.n_tokens for test in tests) + 1
 
 
 def build_for_bench(name: str, names: Ids[str], options: ModelOptions) -> Method:
-    """Returns method ``name`` with those of the options, also ``--budget``, that it has.
+    """Returns method ``name`` with the user's options that it has, ``--budget`` included.
 
     Raises click.UsageError for an option that none of ``names`` has.
     """
@@ -227,10 +227,10 @@ def run_tests(
     warm_up: bool = True,
     rows: PromptRows | None = None,
 ) -> Iterator[tuple[BenchTest, list[int], dict[str, Any]]]:
-    """Runs every test; yields it with its nanoseconds and the ledger of its timed parts.
+    """Runs every test. Yields it with its nanoseconds and the ledger of its timed parts.
 
     ids: the tokens of each sequence. warm_up: whether an untimed run comes before each test. rows:
-    see prefill_to_depth.
+    see ``prefill_to_depth``.
     """
     sequences = [model.sequence() for _ in ids]
     for test in tests:
@@ -250,7 +250,7 @@ def run_tests(
 
 
 def ledger_of_all(sequences: Ids[Sequence]) -> dict[str, int]:
-    """Returns the counts and the memory of all sequences together."""
+    """Returns counts and memory of all sequences together."""
     from sparsekv_cli.cache.counters import ledger_of
 
     return ledger_of(
@@ -266,7 +266,7 @@ def run_once(
     test: BenchTest,
     rows: PromptRows | None,
 ) -> tuple[int, dict[str, Any]]:
-    """Runs a repetition. Returns its nanoseconds and the ledger at its start."""
+    """Runs one repetition. Returns its nanoseconds, and the ledger before the timed part."""
     n_last = model.engine.first_steps
     pairs = list(zip(sequences, ids, strict=False))
     left = [prefill_to_depth(sequence, row, test, n_last, rows) for sequence, row in pairs]
@@ -283,12 +283,12 @@ def prefill_to_depth(
     n_last: int = 1,
     rows: PromptRows | None = None,
 ) -> Ids[int]:
-    """Fills the cache by a prefill, which rebuilds the method's indexes.
+    """Prefills a sequence up to the test's depth, which builds the method's indexes.
 
-    In a test that only decodes, the last n_last tokens before the depth are decoded. Work that is
-    done once in the first decode steps is then not timed. Returns these tokens. At depth 0 the test
-    starts from one token, because a method sees a prefill before its first decode step.
-    rows: finds and keeps the rows of the depth on disk.
+    In a test that only decodes, the last n_last tokens before the depth are not prefilled. They are
+    returned, and the caller decodes them: the first decode steps do some work that should not be
+    timed. At depth 0 the test starts from one token, because a method needs a prefill before its
+    first decode step. rows: finds and stores the rows of the depth on disk.
     """
     n_decoded = min(n_last, test.n_depth - 1) if test.decodes_only and test.n_depth > 1 else 0
     n_prefill = max(test.n_depth - n_decoded, int(test.decodes_only))
@@ -310,7 +310,7 @@ def prefill_to_depth(
 
 
 def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: BenchTest) -> int:
-    """Returns the nanoseconds of a repetition: all prefills, then decoding together."""
+    """Returns the nanoseconds of the timed part: the prefills, then decoding together."""
     start = len(sequences[0].tokens)
     first = start + test.n_prompt
     begin = time.perf_counter_ns()
@@ -325,7 +325,10 @@ def time_once(model: Model, sequences: Ids[Sequence], ids: Ids[Ids[int]], test: 
 def add_ledger(
     total: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns ``total`` plus the counts from ``before`` to ``after``; memory is that of now."""
+    """Returns ``total`` plus the counts from ``before`` to ``after``.
+
+    Entries of memory are those of ``after``.
+    """
     from sparsekv_cli.cache.counters import LEDGER_STATES, ledger_since
 
     return {
@@ -341,9 +344,10 @@ def roofline_of(
     ledger: Mapping[str, Any],
     bandwidth: float | None,
 ) -> Roofline | None:
-    """Returns the bounds of a test that only decodes. Its ledger is that of all repetitions.
+    """Returns the roofline of a test that only decodes; None for other tests.
 
-    Sequences that decode together read the weights once, and each chosen expert once.
+    ledger: of all repetitions. Sequences that decode together read the weights once, and each
+    chosen expert once.
     """
     if bandwidth is None or not test.decodes_only:
         return None
@@ -352,7 +356,7 @@ def roofline_of(
 
 
 def describe_model(model: Model, n_batch: int) -> BenchModel:
-    """Returns the fields of a row that belong to the model and the machine."""
+    """Returns the fields of a row that describe the model and the machine."""
     file = model.gguf
     n_params = sum(tensor.n_elements for tensor in file.tensors.values())
     return BenchModel(
@@ -367,7 +371,7 @@ def describe_model(model: Model, n_batch: int) -> BenchModel:
 
 
 def model_type(file: GGUFFile, n_params: int) -> str:
-    """Returns architecture, size and the type of most weights, such as ``llama 135M Q4_1``."""
+    """Returns architecture, size and most frequent type of weights: ``llama 135M Q4_1``."""
     from sparsekv_cli.models.sources.listing import weight_type
 
     size = file.metadata.get("general.size_label")

@@ -1,4 +1,4 @@
-"""The output of ``bench``: llama-bench's fields in its order, then our own, in four formats."""
+"""The output of ``bench`` in four formats: llama-bench's fields in its order, then our own."""
 
 import csv
 import io
@@ -15,16 +15,16 @@ from sparsekv_cli import __version__
 from sparsekv_cli.evaluation.roofline import Roofline, cpu_name
 from sparsekv_cli.settings.config import dense_below
 
-# Left out of CSV, as in llama-bench, because a cell cannot hold a list.
+# Fields without a place in CSV, as in llama-bench: a cell cannot be a list.
 SAMPLE_FIELDS = ("samples_ns", "samples_ts")
 MARKDOWN_NUMBERS = frozenset({"size", "params", "threads", "test", "t/s"})
 
 
 @dataclass(frozen=True)
 class BenchTest:
-    """A test: n_prompt tokens of prefill and then n_gen of decode, after n_depth tokens.
+    """One test: n_prompt tokens of prefill, then n_gen tokens of decode, after n_depth tokens.
 
-    n_seqs: the number of sequences that do this, decoding together.
+    n_seqs: the number of sequences that do this and decode together.
     """
 
     n_prompt: int
@@ -34,10 +34,9 @@ class BenchTest:
 
     @property
     def label(self) -> str:
-        """The label that llama-bench writes: pp512, tg128, pp512+tg128, with `` @ d8192`` at a
-        depth.
+        """llama-bench's label: pp512, tg128, pp512+tg128, and with a depth ``tg128 @ d8192``.
 
-        Before the depth, `` b4`` stands for four sequences.
+        Several sequences come before the depth: ``tg128 b4 @ d8192``.
         """
         prompt, gen = f"pp{self.n_prompt}", f"tg{self.n_gen}"
         label = "+".join(p for p, n in ((prompt, self.n_prompt), (gen, self.n_gen)) if n)
@@ -57,9 +56,9 @@ class BenchTest:
 
 @dataclass(frozen=True)
 class BenchModel:
-    """The fields that are the same in every row: the model and the machine.
+    """The fields that are equal in all rows: of the model and the machine.
 
-    size: bytes of all tensors; n_params: their elements; gpu: empty when there is none in use.
+    size: bytes of all tensors. n_params: elements of all tensors. gpu: the GPU in use; "": none.
     """
 
     path: Path
@@ -73,9 +72,9 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One row: a test with a method and the nanoseconds that each repetition took.
+    """One row of the report: a test with a method, and the nanoseconds of each repetition.
 
-    roofline: the bounds of a test that only decodes; None for others. sparse_from: see Attention.
+    roofline: of a test that only decodes; None for others. sparse_from: see Attention.
     prefill_attention, prefill_budget: how prompts are read (SessionConfig); no budget: densely.
     """
 
@@ -94,17 +93,17 @@ class BenchResult:
 
     @property
     def samples_ts(self) -> list[float]:
-        """Tokens a second of each repetition, for all sequences together."""
+        """Tokens a second of each repetition, of all sequences together."""
         n_tokens = self.test.n_seqs * self.test.n_tokens
         return [1e9 * n_tokens / max(ns, 1) for ns in self.samples_ns]
 
     @property
     def cache_types(self) -> dict[str, str]:
-        """Returns the types of K and V in the cache, by llama-bench's names."""
+        """Types of K and V in the cache, with llama-bench's names."""
         return {f"type_{x}": self.method_options.get(f"cache_type_{x}", "f16") for x in "kv"}
 
     def fields(self) -> dict[str, Any]:
-        """Returns all fields, in llama-bench's order, ours at the end."""
+        """Returns all fields: llama-bench's in its order, then our own."""
         model, rates, roofline = self.model, self.samples_ts, self.roofline
         return {
             "build_commit": f"sparsekv-cli-{__version__}",
@@ -170,7 +169,7 @@ def deviation(samples: Sequence[float]) -> float:
 
 
 class Report(ABC):
-    """Writes results, most formats one by one. Subclasses are the formats of ``-O``."""
+    """Writes results one by one, in most formats. There is a subclass for each format of ``-O``."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
@@ -178,16 +177,16 @@ class Report(ABC):
 
     @abstractmethod
     def row(self, result: BenchResult) -> None:
-        """Writes one result, and the header before the first one."""
+        """Writes one result. Before the first one it writes the header."""
 
     def close(self) -> None:  # noqa: B027 - a format may need nothing here
-        """Writes the end, after the last result."""
+        """Writes what comes after the last result."""
 
 
 class MarkdownReport(Report):
-    """A table for people. Its columns are as wide as the first row needs.
+    """A table for people, with columns as wide as the first row needs.
 
-    Lines follow the table: the depths from which methods are sparse, and the roofline of each test
+    Lines after the table tell from which depth methods are sparse, and the roofline of each test
     that decodes.
     """
 
@@ -232,9 +231,9 @@ class MarkdownReport(Report):
 
 
 class JsonReport(Report):
-    """One array of objects. It is written at the end, also if an error ends the run early.
+    """One JSON array of objects, written at the end, also if an error ends the run early.
 
-    A process that is killed leaves no part of an array.
+    A process that is killed writes nothing.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -256,7 +255,7 @@ class JsonLinesReport(Report):
 
 
 class CsvReport(Report):
-    """A header and a line a result; method_options and ledger are JSON inside their cells."""
+    """A header, then one line a result. method_options and ledger are JSON within a cell."""
 
     def row(self, result: BenchResult) -> None:
         fields = {k: v for k, v in result.fields().items() if k not in SAMPLE_FIELDS}

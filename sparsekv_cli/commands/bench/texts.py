@@ -1,4 +1,4 @@
-"""The tokens of ``bench``, random or from a text, and decode steps with drafts of the text."""
+"""The tokens that ``bench`` reads, random or of a text, and decode steps with drafts of a text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def check_text(text: Path | None, speculate: str) -> None:
-    """Raises click.UsageError for drafts of random tokens."""
+    """Raises click.UsageError if ``speculate`` asks for drafts and there is no text."""
     if speculate != "off" and text is None:
         needs = f"--speculate {speculate} needs a text: add -f FILE"
         raise click.UsageError(needs, click.get_current_context(silent=True))
 
 
 def tokens_of(model: Model, text: Path | None, n_seqs: int, seed: int) -> list[list[int]]:
-    """Returns the tokens of each sequence, as many as the context has.
+    """Returns the tokens of each sequence, as many as the context has room for.
 
     Without a text they are random. Raises SparseKVError for a text that is too short.
     """
@@ -43,9 +43,9 @@ def tokens_of(model: Model, text: Path | None, n_seqs: int, seed: int) -> list[l
 
 
 def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]], last: int) -> None:
-    """Decodes each sequence up to ``last`` tokens of its text, which is given.
+    """Decodes the given text of each sequence, up to ``last`` tokens.
 
-    A draft's tokens are accepted up to the first that differs from the text.
+    A draft's tokens are accepted up to the first one that differs from the text.
     """
     for sequence in sequences:
         if sequence.drafts is not None:
@@ -61,7 +61,7 @@ def decode_texts(engine: Engine, sequences: Ids[Sequence], texts: Ids[Ids[int]],
 
 
 def rows_of_step(sequence: Sequence, text: Ids[int], last: int, is_alone: bool) -> list[int]:
-    """Returns the next token of a text, and a draft."""
+    """Returns the tokens of the next step: the text's next token, then a draft."""
     started, n, drafts = time.perf_counter(), len(sequence.tokens), sequence.drafts
     if drafts is None or (drafts.alone and not is_alone):
         return [text[n]]
@@ -74,7 +74,7 @@ def rows_of_step(sequence: Sequence, text: Ids[int], last: int, is_alone: bool) 
 def accept(
     sequence: Sequence, text: Ids[int], row: Ids[int], seconds: float, is_alone: bool
 ) -> None:
-    """Keeps the tokens of the last step that are those of the text."""
+    """Keeps the tokens of the last step up to the first one that differs from the text."""
     n, n_kept = len(sequence.tokens) - len(row), 1
     while n_kept < len(row) and row[n_kept] == text[n + n_kept]:
         n_kept += 1
@@ -86,7 +86,7 @@ def accept(
 
 
 def draft_counts(sequences: Ids[Sequence]) -> dict[str, int]:
-    """Returns the numbers of drafted and accepted tokens; nothing without drafts."""
+    """Returns the numbers of drafted and accepted tokens; {} if drafts are off."""
     counts = [sequence.timings.speculation for sequence in sequences]
     if {each.source for each in counts} == {"off"}:
         return {}

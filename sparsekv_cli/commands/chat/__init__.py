@@ -1,1 +1,1 @@
-"""``chat``: a conversation."""
+"""``chat``: holds a conversation."""

@@ -101,7 +101,7 @@ def command(
 
 
 def typed(chat: Chat) -> Iterator[str]:
-    """Yields the texts that are typed at a terminal, until Ctrl-D."""
+    """Yields the texts that the user types at a terminal, until Ctrl-D."""
     from sparsekv_cli.commands.chat.prompt import entries  # slow to import
 
     for entry in entries(chat):

@@ -28,9 +28,9 @@ from sparsekv_cli.errors import LostModelError, SparseKVError
 from sparsekv_cli.generation.answer import STOP_INTERRUPT, Answer
 from sparsekv_cli.settings.option import did_you_mean, options_of
 
-# "/word" alone or before other words. A path such as /etc/hosts is a message.
+# "/word", alone or before other words. A path such as /etc/hosts is a message.
 COMMAND = re.compile(r"/(\w+|\?)(?:\s+(.*))?", re.DOTALL)
-NARROW = 70  # columns below which a command's help has a line of its own
+NARROW = 70  # on narrower terminals a command's help has a line of its own
 LEAVING = ("exit", "quit", "bye")
 KEYS = (
     "Enter sends; a backslash at the end of a line, or Alt-Enter, starts another line, and a "
@@ -42,15 +42,16 @@ KEYS = (
 
 @dataclass
 class Chat:
-    """A conversation and the settings of its program."""
+    """A conversation, and the settings of the program around it."""
 
     conversation: Conversation
     options: ModelOptions
     prefix: PrefixOptions
     shows_stats: bool = False  # whether statistics follow every answer
     method: str = ""
-    read: list[str] = field(default_factory=list)  # texts to put before the next message
-    draft: str = ""  # the text of the next input line, for editing
+    # texts that /read has read, to be put before the next message
+    read: list[str] = field(default_factory=list)
+    draft: str = ""  # text that the next input line begins with
 
     def __post_init__(self) -> None:
         self.method = self.options.method
@@ -58,17 +59,17 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """A command such as ``/save``."""
+    """One command, such as ``/save``."""
 
-    takes: str  # the argument after the name, in brackets if it may be missing; empty: none
+    takes: str  # name of its argument, in brackets if it may be missing; "": it has none
     help: str
     run: Callable[[Chat, str], None]
 
 
 def enter(chat: Chat, text: str) -> bool:
-    """Runs an input of the user. Returns whether the chat goes on.
+    """Runs what the user has entered. Returns whether the chat goes on.
 
-    A failure becomes a line, and the chat goes on. LostModelError is passed on, because the chat
+    An error becomes a line, and the chat goes on. LostModelError is passed on, because the chat
     cannot go on without the model.
     """
     found = COMMAND.fullmatch(text.strip())
@@ -101,14 +102,14 @@ def enter(chat: Chat, text: str) -> bool:
 
 
 def send(chat: Chat, text: str) -> Answer:
-    """Returns the answer to a message, which begins with the texts that were read."""
+    """Returns the answer to ``text``. Texts that /read has read come before it in the message."""
     answer = chat.conversation.send("\n\n".join([*chat.read, text]))
     chat.read = []
     return answer
 
 
 def respond(chat: Chat, generate: Callable[[], Answer]) -> None:
-    """Streams one answer. A failure becomes a line, as in ``enter``."""
+    """Writes one answer while it is generated. An error becomes a line, as in ``enter``."""
     conversation = chat.conversation
     try:
         with no_echo():

@@ -1,4 +1,4 @@
-"""The conversation of ``chat``: its messages, and a sequence whose KV cache holds them."""
+"""The conversation of ``chat``: its messages, and a sequence with their rows."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class ChatSettings:
     n_predict: int = -1  # most tokens of an answer; -1: all that fit
     stop: tuple[str, ...] = ()  # texts that end an answer
     parse_special: bool = False
-    think: bool | None = None  # whether the model thinks first; None: as its template says
-    drop_thinking: bool = False  # whether later prompts leave out the thinking
+    think: bool | None = None  # None: the template decides
+    drop_thinking: bool = False  # whether later prompts leave out the thinking of earlier answers
     context_shift: bool = False  # whether a full context drops the oldest turns
-    keep: int = 0  # tokens at the start whose turns stay
+    keep: int = 0  # turns that begin within so many first tokens are never dropped
 
 
 def gather_settings(values: dict[str, Any]) -> ChatSettings:
-    """Removes the settings from a command's values and returns them."""
+    """Returns the settings among a command's values, and removes them from ``values``."""
     names = {each.name for each in fields(ChatSettings)} - {"seed"}
     return ChatSettings(**{name: values.pop(name) for name in names}, seed=values["options"].seed)
 
 
 class Conversation:
-    """The messages so far, and a sequence whose KV cache holds as many of them as it can.
+    """The messages so far, and a sequence that has the rows of as many of them as possible.
 
-    The text of an answer includes its thinking.
+    An answer's text in ``messages`` includes its thinking.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Conversation:
         system: str | None,
         open_rows: Callable[[Model, Method], PromptRows | None] = lambda model, method: None,
     ) -> None:
-        """open_rows: returns what finds and keeps the rows of a method's prompts."""
+        """open_rows: returns the object that finds and stores the rows of a method's prompts."""
         self.model, self.open_rows = model, open_rows
         self.rows = open_rows(model, model.method)
         self.sequence = model.sequence()
@@ -82,19 +82,19 @@ class Conversation:
         self.template = chat_template(model.gguf)
         self.thinking = model_thinking(model)
         self.messages: Messages = []
-        self._texts: dict[str, str] = {}  # answers without their thinking, by the whole text
+        self._texts: dict[str, str] = {}  # whole text of an answer -> its text without thinking
         self.n_used = 0  # tokens of the context that the conversation uses
         self.renew_sampler()
         self.set_system(system)
 
     def reopen(self, config: SessionConfig) -> None:
-        """Reads the model again with other settings, for the same way to attend.
+        """Opens the model again with other settings. The attention stays as it is.
 
-        The rows stay if they may serve there. Raises SparseKVError if that is not possible; the
-        conversation then goes on as it was.
+        Rows stay if they are valid with the new settings. Raises SparseKVError if this is
+        impossible. The conversation then goes on as before.
         """
         old, sequence = self.model, self.sequence
-        if sequence.n_ctx != old.n_ctx:  # as /set ctx has it
+        if sequence.n_ctx != old.n_ctx:  # /set ctx has changed it
             config = replace(config, ctx_size=sequence.n_ctx)
         sequence.settle()
         model = load_model(old.gguf.path, sequence.method, config)
@@ -113,7 +113,8 @@ class Conversation:
         if own.serves(model.engine.identity(model.method)) and sequence.next_rows is None:
             renewed.tokens, renewed.caches = sequence.tokens, sequence.caches
             renewed.moved = sequence.moved
-            if model.gguf.changed_values() == old.gguf.changed_values():  # the logits are alike
+            # the logits would be the same
+            if model.gguf.changed_values() == old.gguf.changed_values():
                 renewed.checkpoint = sequence.checkpoint
         self.model, self.sequence, self.rows = model, renewed, rows
         old.close()
@@ -121,7 +122,7 @@ class Conversation:
         self.replace(self.messages)
 
     def renew_sampler(self) -> None:
-        """Makes the sampler that the settings describe."""
+        """Makes a new sampler from the settings."""
         model, settings = self.model, self.settings
         sampling = settings.sampling
         constraint = new_constraint(model.tokenizer, sampling, self.thinking, settings.think)
@@ -130,7 +131,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """The system message, if there is one."""
+        """The text of the system message; None without one."""
         is_there = bool(self.messages) and self.messages[0]["role"] == "system"
         return self.messages[0]["content"] if is_there else None
 
@@ -141,11 +142,14 @@ class Conversation:
         self.replace([*opening, *said])
 
     def clear(self) -> None:
-        """Forgets everything but the system message."""
+        """Removes all messages but the system message."""
         self.replace(self.messages[: self.system is not None])
 
     def undo(self) -> str:
-        """Takes back the user's last message and its answer. Returns the message's text."""
+        """Removes the user's last message and its answer. Returns the message's text.
+
+        Raises SparseKVError if there is no message.
+        """
         starts = _turns(self.messages)
         if not starts:
             raise SparseKVError("there is no message to take back")
@@ -154,12 +158,12 @@ class Conversation:
         return text
 
     def replace(self, messages: Messages) -> None:
-        """Continues with other messages. Raises SparseKVError if the template refuses them."""
+        """Goes on with ``messages``. Raises SparseKVError if the template refuses them."""
         self.n_used = len(self.encode(messages)) if _turns(messages) else 0
         self.messages = messages
 
     def encode(self, messages: Messages) -> list[int]:
-        """Returns the ids of a conversation for the model to continue."""
+        """Returns the ids of ``messages``, which the model then continues."""
         # Templates with channels refuse thinking in a message.
         if self.settings.drop_thinking or (self.thinking and self.thinking.is_channel):
             messages = [self._without_thinking(message) for message in messages]
@@ -176,16 +180,16 @@ class Conversation:
             return message
         written = message["content"]
         text = self._texts.get(written)
-        if text is None:  # of a file
+        if text is None:  # the answer comes from a file
             text = without_thinking(self.thinking, written)
         return {**message, "content": text}
 
     def send(self, text: str) -> Answer:
-        """Returns the answer to a new message. If there is none, the message is taken back."""
+        """Returns the answer to a new message. If there is no answer, the message is removed."""
         return self._answer([*self.messages, {"role": "user", "content": text}])
 
     def regenerate(self) -> Answer:
-        """Returns another answer to the last message, which replaces its answer."""
+        """Returns a new answer to the last message. It replaces the old answer."""
         if not _turns(self.messages):
             raise SparseKVError("there is no answer to generate again")
         is_answered = self.messages[-1]["role"] == "assistant"
@@ -238,7 +242,7 @@ class Conversation:
         return answer
 
     def full_context_line(self, answer: Answer) -> str | None:
-        """Returns a line with what the user can do, if the context has cut the answer."""
+        """Returns a line with the user's choices if a full context has cut the answer, or None."""
         if not answer.is_cut:
             return None
         n_ctx = self.sequence.n_ctx
@@ -247,9 +251,9 @@ class Conversation:
     def _shortened(self, messages: Messages, n: int, n_more: int) -> tuple[Messages, list[int]]:
         """Returns a conversation without its oldest turns, and its ids.
 
-        The rest takes at most half of the context if possible. n: tokens of the whole conversation.
-        n_more: further tokens that must fit. Raises SparseKVError, with the numbers, if not enough
-        turns may be dropped.
+        If possible, the rest needs at most half of the context. n: tokens of the whole
+        conversation. n_more: further tokens that must fit. Raises SparseKVError, with the numbers,
+        if not enough turns may be dropped.
         """
         n_ctx, settings = self.sequence.n_ctx, self.settings
         takes = f"the conversation takes {n} tokens, the context holds {n_ctx}"
@@ -286,12 +290,12 @@ class Conversation:
         return shorter, ids
 
     def _starts_within(self, messages: Messages, start: int, n: int) -> bool:
-        """Returns whether the turn at a place in ``messages`` begins within the first n tokens."""
+        """Returns whether the turn at messages[start] begins within the first n tokens."""
         if n == 0 or not any(message["role"] == "user" for message in messages[:start]):
             return n > 0
         return len(self.encode(messages[:start])) < n
 
 
 def _turns(messages: Messages) -> list[int]:
-    """Returns the places of the user's messages."""
+    """Returns the indexes of the user's messages."""
     return [i for i, message in enumerate(messages) if message["role"] == "user"]

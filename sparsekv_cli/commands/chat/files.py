@@ -1,4 +1,4 @@
-"""Files of ``chat``: conversations that are saved and loaded, and texts to send."""
+"""Files of ``chat``: saved conversations, and texts to send."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ def read_text(name: str) -> str:
 
 
 def save_messages(name: str, messages: list[dict[str, str]]) -> None:
-    """Writes a conversation, whole or not at all. Does not overwrite a file of another kind."""
+    """Writes a conversation, whole or not at all. It never replaces a file of another kind."""
     text = json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n"
     with _usable(name) as path:
         if path.exists():
@@ -36,7 +36,7 @@ def save_messages(name: str, messages: list[dict[str, str]]) -> None:
 
 
 def load_messages(name: str) -> list[dict[str, str]]:
-    """Returns a saved conversation. Raises SparseKVError for a bad file."""
+    """Returns the conversation in a file. Raises SparseKVError for another file."""
     from sparsekv_cli.generation.fields import read_json  # which imports pydantic
 
     data = _read(name)
@@ -51,9 +51,10 @@ def load_messages(name: str) -> list[dict[str, str]]:
 
 
 def _message(name: str, i: int, message: Any, messages: list[Any]) -> dict[str, str]:
-    """Returns a message if its role fits its place: first system, then user and model in turn.
+    """Returns a message if its role is possible there: first system, then user and model in turn.
 
-    Two messages of the user may follow each other, as after a file that ends with one.
+    Two messages of the user may follow each other, as after a file that ends with one. Raises
+    SparseKVError for another role.
     """
     place = f"{name}: message {i + 1}"
     if not isinstance(message, dict) or not all(
@@ -80,9 +81,9 @@ def _read(name: str) -> bytes:
 
 @contextlib.contextmanager
 def _usable(name: str) -> Iterator[Path]:
-    """Yields the path of a name. Raises SparseKVError for a name that a file cannot have."""
+    """Yields the path that ``name`` means. Raises SparseKVError if no file can have this name."""
     try:
         yield Path(name).expanduser()
-    except (OSError, ValueError, RuntimeError) as error:  # a zero byte; the home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte, or ~ of an unknown user
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SparseKVError(f"{name}: {reason}") from None

@@ -1,4 +1,4 @@
-"""The line that a user of ``chat`` edits at a terminal, by prompt_toolkit."""
+"""The input line of ``chat`` at a terminal, by prompt_toolkit."""
 
 import contextlib
 import os
@@ -28,15 +28,15 @@ from sparsekv_cli.settings.option import allowed_values, options_of
 from sparsekv_cli.system.files import APPENDED, AppendedFile, open_written, replace_file
 
 QUOTES = '"""'
-LEAST_PASTE = 2000  # characters of a paste that the line shows as a few words
-MOST_REMEMBERED = 1 << 14  # characters of an entry in the history on disk
-MOST_HISTORY = 1 << 20  # bytes of the file; then the last half stays
+LEAST_PASTE = 2000  # characters; of a longer paste the line shows a few words
+MOST_REMEMBERED = 1 << 14  # characters; longer entries are not stored in the history
+MOST_HISTORY = 1 << 20  # bytes of the history's file; a larger one loses its older half
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse", "bottom-toolbar.text": "noreverse"})
 
 
 def entries(chat: Chat) -> Iterator[str]:
-    """Yields what the user enters, until Ctrl-D. Ctrl-C on an empty line is KeyboardInterrupt."""
-    # The answers go to stdout; if that is no terminal, the line is edited on stderr.
+    """Yields what the user enters, until Ctrl-D. Ctrl-C on an empty line: KeyboardInterrupt."""
+    # Answers go to stdout. If stdout is no terminal, the line is edited on stderr.
     output = None if sys.stdout.isatty() else create_output(stdout=sys.stderr)
     pastes = Pastes()
     session: PromptSession[str] = PromptSession(
@@ -65,7 +65,7 @@ def entries(chat: Chat) -> Iterator[str]:
 
 
 def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
-    """Returns the context's tokens, the method, the speed and the model, as far as they fit."""
+    """Returns used tokens, method, speed and model, as many of them as ``width`` allows."""
     conversation = chat.conversation
     sequence, timings = conversation.sequence, conversation.sequence.timings
     n_used, dense = conversation.n_used, sequence.sparse_from
@@ -86,7 +86,7 @@ def toolbar(chat: Chat, width: int) -> StyleAndTextTuples:
 
 
 def is_complete(text: str) -> bool:
-    """Returns whether Enter sends: no quotes are open and no backslash stands at the end."""
+    """Returns whether Enter sends ``text``: it has no open quotes and no backslash at its end."""
     if text.lstrip().startswith(QUOTES):
         rest = text.strip()[len(QUOTES) :]
         return rest.endswith(QUOTES)
@@ -94,7 +94,7 @@ def is_complete(text: str) -> bool:
 
 
 def message_of(text: str) -> str:
-    """Returns the entered text without the marks of several lines."""
+    """Returns the entered text without the quotes or backslashes that allow several lines."""
     stripped = text.strip()
     if stripped.startswith(QUOTES):
         inner = stripped[len(QUOTES) : -len(QUOTES)]
@@ -103,10 +103,10 @@ def message_of(text: str) -> str:
 
 
 class Pastes(dict[str, str]):
-    """Long pasted texts, by the few words that stand for each of them in the line."""
+    """The few words that stand for a long paste in the line -> the pasted text."""
 
     def take(self, text: str) -> str:
-        """Returns the text to put into the line for a pasted text."""
+        """Returns what the line shows for a pasted text: the text; of a long one, a few words."""
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         if len(text) < LEAST_PASTE:
             return text
@@ -116,14 +116,14 @@ class Pastes(dict[str, str]):
         return mark
 
     def put_in(self, text: str) -> str:
-        """Returns the line with the pasted texts in place of these words."""
+        """Returns ``text`` with the pasted texts in place of the words that stand for them."""
         for mark, pasted in self.items():
             text = text.replace(mark, pasted)
         return text
 
 
 def key_bindings(pastes: Pastes) -> KeyBindings:
-    """Returns the keys Enter, Alt-Enter, Ctrl-C and pasting; prompt_toolkit has the others."""
+    """Returns bindings of Enter, Alt-Enter, Ctrl-C and pasting. prompt_toolkit has the others."""
     bindings = KeyBindings()
 
     @bindings.add("<bracketed-paste>")
@@ -154,7 +154,7 @@ def key_bindings(pastes: Pastes) -> KeyBindings:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, and the words after them: names, values and paths."""
+    """Completes commands, and their arguments: names, values and paths."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -201,14 +201,14 @@ def _help_of(name: str) -> str:
 def _matching(
     words: Iterable[str], start: str, help: Callable[[str], str] = lambda word: ""
 ) -> Iterator[Completion]:
-    """Yields completions of ``start`` among ``words``."""
+    """Yields completions for those of ``words`` that begin with ``start``."""
     for word in words:
         if word.startswith(start):
             yield Completion(word, -len(start), display_meta=help(word))
 
 
 class _SharedHistory(FileHistory):
-    """A history on disk without long entries."""
+    """A history on disk that leaves out long entries."""
 
     def __init__(self, path: Path, pastes: Pastes) -> None:
         super().__init__(str(path))
@@ -238,7 +238,7 @@ def history_file() -> Path | None:
 
 
 def open_history(pastes: Pastes) -> History:
-    """Returns the history of inputs, also of earlier processes, if nobody else can read it."""
+    """Returns the history of all processes if only the user can read its file, else a new one."""
     path = history_file()
     if path is None:
         return InMemoryHistory()
@@ -255,14 +255,14 @@ def open_history(pastes: Pastes) -> History:
 
 
 def _drop_half(path: Path) -> None:
-    """Drops a half-written entry at the end."""
+    """Removes an incomplete entry at the end of the file."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
         os.truncate(path, data.rfind(b"\n# ") if b"\n# " in data else 0)
 
 
 def _cut(path: Path) -> None:
-    """Drops the older half of the history, up to the beginning of an entry."""
+    """Removes about the older half of the history. The rest begins with a whole entry."""
     data = path.read_bytes()[-MOST_HISTORY // 2 :]
-    start = data.find(b"\n\n# ") + 1  # an entry: an empty line, its time after #, its text
+    start = data.find(b"\n\n# ") + 1  # an entry is an empty line, its time after #, and its text
     replace_file(path, data[start:])

@@ -1,4 +1,4 @@
-"""A terminal while an answer is written: words wrap, and keys are not echoed into the text."""
+"""The terminal while an answer is written: words are wrapped, and typed keys are hidden."""
 
 import contextlib
 import os
@@ -11,19 +11,19 @@ TAB = 8
 
 
 class WordWrap:
-    """Wraps text that comes in pieces: a word that meets the edge moves to the next line.
+    """Wraps text that arrives in pieces: a word that reaches the edge moves to the next line.
 
-    The last column stays empty, so that the cursor is always where the text ends.
+    The last column stays empty, so that the cursor is always at the end of the text.
     """
 
     def __init__(self, n_columns: int) -> None:
         self._edge = n_columns - 1
         self._column = 0
-        self._word = ""  # the part of a word that is on the screen
+        self._word = ""  # the part of the current word that is on the screen
         self._word_columns = 0
 
     def __call__(self, text: str) -> str:
-        """Returns the text to write for the next piece."""
+        """Returns what to write for the next piece ``text``."""
         from prompt_toolkit.utils import get_cwidth
 
         return "".join(self._put(each, get_cwidth(each)) for each in text)
@@ -40,7 +40,7 @@ class WordWrap:
             else:
                 self._column += 1
             return character
-        if width > 1:  # scripts without spaces break anywhere
+        if width > 1:  # texts with wide characters may break anywhere
             self._word, self._word_columns = "", 0
         moved = ""
         if self._column + width > self._edge:
@@ -56,7 +56,7 @@ class WordWrap:
 
 
 def word_wrap() -> WordWrap | None:
-    """Returns the wrap of the terminal on stdout; None without a terminal that can erase."""
+    """Returns the wrap for the terminal on stdout; None if stdout is no terminal that can erase."""
     if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return None
     try:
@@ -68,14 +68,14 @@ def word_wrap() -> WordWrap | None:
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """Hides keys that are typed at the terminal, ``^C`` too, until the next line is edited."""
+    """Hides keys that the user types during the block, ``^C`` too."""
     if not sys.stdin.isatty():
         yield
         return
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
-    except (OSError, ValueError, termios.error):  # it has no settings
+    except (OSError, ValueError, termios.error):  # the terminal has no settings
         yield
         return
     silent = [*before]

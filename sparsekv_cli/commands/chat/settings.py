@@ -1,4 +1,4 @@
-"""``/set`` in ``chat``: the settings that a conversation can change, by name."""
+"""``/set`` in ``chat``: the settings of a conversation that the user can change."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ SWITCH_WORDS = {"on": True, "off": False, **TRUTH}
 
 @dataclass(frozen=True)
 class Setting:
-    """One name of ``/set``."""
+    """One setting that ``/set`` shows and changes."""
 
     help: str
     show: Callable[[Conversation], str]  # returns the value as text
-    # Sets the value from a text. It raises ValueError or SparseKVError for a bad value.
+    # Sets the value that the text names. Raises ValueError or SparseKVError for a bad text.
     change: Callable[[Conversation, str], None]
-    values: Sequence[str] = ()  # words that it takes, for completion
+    values: Sequence[str] = ()  # words that are possible values, for completion
 
 
 def show_settings(conversation: Conversation) -> str:
@@ -46,7 +46,10 @@ def show_settings(conversation: Conversation) -> str:
 
 
 def change_setting(conversation: Conversation, text: str) -> str:
-    """Sets ``NAME VALUE``; returns the new setting. Raises SparseKVError if it is impossible."""
+    """Sets what ``NAME VALUE`` names. Returns a line with the new value.
+
+    Raises SparseKVError if that is impossible.
+    """
     name, _, value = text.partition(" ")
     name = name.replace("-", "_")
     if name not in SETTINGS:
@@ -61,7 +64,7 @@ def change_setting(conversation: Conversation, text: str) -> str:
 
 
 def _whole(name: str, text: str, least: int, most: int | None = None) -> int:
-    """Returns ``text`` as a whole number. Raises ValueError unless it is one in the bounds."""
+    """Returns ``text`` as a whole number. Raises ValueError for others and outside the bounds."""
     try:
         value = int(text)
     except ValueError:
@@ -79,7 +82,7 @@ def _switch(name: str, text: str) -> bool:
 
 
 def _texts(name: str, text: str) -> tuple[str, ...]:
-    """Returns the texts of a plain text, a JSON text or a JSON list of texts."""
+    """Returns the texts in ``text``: a plain text, a JSON text, or a JSON list of texts."""
     values: Any = text
     if text[0] in '["':
         try:
@@ -109,7 +112,7 @@ def _change_sampling(conversation: Conversation, name: str, value: Any) -> None:
 
 
 def _number(name: str) -> Setting:
-    """Returns a number that SamplingParams declares."""
+    """Returns the setting for a number of SamplingParams."""
 
     def change(conversation: Conversation, text: str) -> None:
         value = None if text == DEFAULT else parse_number_or_word(NUMBERS[name], text)
@@ -131,7 +134,7 @@ def _change_seed(conversation: Conversation, text: str) -> None:
 
 
 def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversation, str], None]:
-    """Returns a function that sets a field of ChatSettings to the parsed text."""
+    """Returns a function that parses a text and sets a field of ChatSettings."""
 
     def change(conversation: Conversation, text: str) -> None:
         setattr(conversation.settings, name, parse(name, text))
@@ -141,7 +144,7 @@ def _changing(name: str, parse: Callable[[str, str], Any]) -> Callable[[Conversa
 
 
 def _switched(name: str, help: str) -> Setting:
-    """Returns a field of ChatSettings that is on or off."""
+    """Returns the setting for a field of ChatSettings that is on or off."""
 
     def show(conversation: Conversation) -> str:
         return "on" if getattr(conversation.settings, name) else "off"
@@ -196,7 +199,7 @@ def _change_context(conversation: Conversation, text: str) -> None:
 
 
 def _change_of_model(name: str) -> Setting:
-    """Returns a setting of ModelChanges, with which the model is read again."""
+    """Returns the setting for a field of ModelChanges. A change opens the model again."""
     declared = options_of(ModelChanges)[name]
 
     def change(conversation: Conversation, text: str) -> None:

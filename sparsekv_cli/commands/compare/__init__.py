@@ -1,1 +1,1 @@
-"""``compare``: methods on one prompt."""
+"""``compare``: compares methods on one prompt."""

@@ -1,4 +1,4 @@
-"""``compare``: measures methods on one prompt: distance to dense attention, memory, speed."""
+"""``compare``: measures methods on one prompt: change of the logits, memory and speed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from sparsekv_cli.methods.base import Method
 
 DEFAULT_STEPS = 64
-LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and some document
+LEAST_NEEDLE = 128  # tokens of a prompt with a fact, a question and a little of the document
 
 
 def needle_lengths(context: click.Context, parameter: click.Parameter, value: str) -> Sequence[int]:
-    """Callback of --needles. Returns lengths, none without the option."""
+    """Callback of --needles: returns the lengths; [] without the option."""
     lengths = number_list(context, parameter, value) if value else []
     if lengths and min(lengths) < LEAST_NEEDLE:
         raise click.BadParameter(f"{min(lengths)} tokens are too few: {LEAST_NEEDLE} or more")
@@ -158,7 +158,7 @@ def command(
     found = contents(len(ids), steps, rows, planted, {**about(model), "is_busy": is_busy})
     try:
         write_reports(found, html, png)
-    finally:  # a full disk does not cost the figures
+    finally:  # if the disk is full, the figures are printed all the same
         if as_json:
             write_json(found)
         else:
@@ -168,7 +168,7 @@ def command(
 
 
 def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[str, Method]:
-    """Returns the methods by their text. Raises a usage error that names the fault."""
+    """Returns the methods by their texts. Raises a usage error for a wrong text."""
     from sparsekv_cli.evaluation.compare import parse_methods
     from sparsekv_cli.evaluation.sweep import parse_sweep
 
@@ -183,7 +183,11 @@ def parse(text: str, options: ModelOptions, sweeps: Sequence[str] = ()) -> dict[
 
 
 def count_steps(n_steps: int | None, continuation: Sequence[int] | None) -> int:
-    """Returns the user's number of steps, or the default, at most the continuation's tokens."""
+    """Returns the user's number of steps or the default.
+
+    It is at most the number of the continuation's tokens. Raises SparseKVError if these are too
+    few.
+    """
     from sparsekv_cli.evaluation.compare import LEAST_STEPS
 
     if continuation is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def about(model: Model) -> dict[str, Any]:
-    """Returns a description of the measurement."""
+    """Returns what was measured and where, for the reports."""
     arguments = sys.argv[1:] if sys.argv[1:2] == ["compare"] else ["compare"]
     name = model.gguf.metadata.get("general.name")
     return {
@@ -37,7 +37,7 @@ def about(model: Model) -> dict[str, Any]:
 
 
 def check_outputs(*paths: str | None) -> None:
-    """Raises SparseKVError for a report that cannot be written, before the measurement."""
+    """Raises SparseKVError if a report could not be written, before anything is measured."""
     from sparsekv_cli.evaluation.report.figures import check_matplotlib
 
     for path in (Path(path) for path in paths if path is not None):
@@ -50,7 +50,7 @@ def check_outputs(*paths: str | None) -> None:
 
 
 def write_reports(found: Mapping[str, Any], html: str | None, png: str | None) -> None:
-    """Writes the files that the user named."""
+    """Writes the HTML page and the picture, if the user has named files for them."""
     from sparsekv_cli.evaluation.report import figures, page
 
     if html is not None:

@@ -1,1 +1,1 @@
-"""``eval``: perplexity, KLD and RULER."""
+"""``eval``: measures perplexity, KLD and RULER's tasks."""

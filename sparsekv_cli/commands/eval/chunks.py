@@ -1,4 +1,4 @@
-"""``eval perplexity`` and ``eval kld``: chunks of a text, scored with any method on any machine."""
+"""``eval perplexity`` and ``eval kld``: score the chunks of a text with any method."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SCORED_BY = (
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The user's options of ``eval perplexity`` or ``eval kld``. path: of the records."""
+    """The user's options of ``eval perplexity`` or ``eval kld``. path: the file of the records."""
 
     methods: tuple[str, ...]
     file: str | None
@@ -69,7 +69,7 @@ class ScoreOptions:
 
 
 def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any]:
-    """Adds the options of both commands, and passes them as ``given``.
+    """Returns a decorator that adds the options of both commands; they come as ``given``.
 
     methods, base: the help of ``--method`` and of ``--kl-divergence-base``.
     """
@@ -102,7 +102,7 @@ def score_options(methods: str, base: str) -> Callable[[Callable[..., Any]], Any
 
 
 def text_chunks(options: ModelOptions, given: ScoreOptions, text: str, ways: Ways) -> Chunks:
-    """Returns the chunks of a text, before the model is loaded.
+    """Returns the chunks of a text. Only the header of the model is read for this.
 
     Raises SparseKVError for a text that is too short.
     """
@@ -125,7 +125,7 @@ def text_chunks(options: ModelOptions, given: ScoreOptions, text: str, ways: Way
 
 
 def digest(text: str) -> str:
-    """Returns a hash of a text, 32 hex digits."""
+    """Returns a hash of ``text``, 32 hex digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -139,9 +139,10 @@ def score(
     opened: AbstractContextManager[WriteRows] | None = None,
     ray: str | None = None,
 ) -> None:
-    """Adds to ``records`` the missing ones of all chunks, on a cluster if the user names one.
+    """Adds the missing records of all chunks to ``records``.
 
-    base: see ``score_chunk``. opened: a file for the log-probabilities of all chunks.
+    base: see ``score_chunk``. opened: a file for the log-probabilities of all chunks. ray: the
+    address of a cluster that scores; None: this machine scores.
     """
     from sparsekv_cli.commands.eval.ray import ChunkPart, score_on_cluster
     from sparsekv_cli.evaluation.perplexity.kld_file import encode
@@ -192,7 +193,7 @@ def title(chunks: Chunks) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """Returns a figure as a table's cell; empty if the way has none."""
+    """Returns a figure for a table's cell; "-" if there is none."""
     return "-" if value is None else format(value, form)
 
 
@@ -329,7 +330,7 @@ def kld(options: ModelOptions, given: ScoreOptions) -> None:
 
 
 def estimate(of: Statistic, name: str) -> str:
-    """Returns a figure with its standard error; shares in per cent, as in llama-perplexity."""
+    """Returns a figure with its standard error. Shares are in per cent, as in llama-perplexity."""
     is_share = name.startswith("Cor") or name.endswith("p")
     factor, digits = (100, 3) if is_share else (1, 6)
     text = f"{factor * of.value:.{digits}f}"

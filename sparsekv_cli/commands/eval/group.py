@@ -1,4 +1,4 @@
-"""``sparsekv-cli eval``: perplexity and KLD as llama-perplexity has them, and RULER's tasks."""
+"""``sparsekv-cli eval``: perplexity and KLD as llama-perplexity measures them, RULER's tasks."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""Common parts of the sub-commands of ``eval``: methods, the model, and progress."""
+"""Common parts of the sub-commands of ``eval``: choice of methods, opening the model, records."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def records_option(help_text: str) -> Callable[[Any], Any]:
 
 
 def ray_option(work: str) -> Callable[[Any], Any]:
-    """Returns the option ``--ray``. work: the nodes' work, for the help."""
+    """Returns the option ``--ray``. work: what the nodes do, for the help."""
     where = "on the nodes of a Ray cluster (docs/distributed.md)."
     return click.option("--ray", metavar="ADDRESS|auto", help=f"{work} {where}")
 
@@ -70,7 +70,10 @@ def read_text(file: str | None) -> str:
 def chosen_ways(
     specs: Sequence[str], options: ModelOptions, default: str
 ) -> dict[str, Method | None]:
-    """Returns ``chosen_methods``, or ``default`` without methods, which allows no option of one."""
+    """Returns the methods of ``specs``, or {default: None} without any.
+
+    Raises a usage error for an option of methods if there is no method.
+    """
     if specs:
         return dict(chosen_methods(specs, options))
     chosen_methods(["full"], options)
@@ -78,7 +81,7 @@ def chosen_ways(
 
 
 def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Method]:
-    """Returns the methods by their text, in compare's syntax; ``full`` only if it is named."""
+    """Returns the methods by their texts. ``full`` is only among them if the user names it."""
     found = parse(",".join(specs), options)
     if not {"full", "all"} & {part.strip() for spec in specs for part in spec.split(",")}:
         del found["full"]
@@ -86,9 +89,9 @@ def chosen_methods(specs: Sequence[str], options: ModelOptions) -> dict[str, Met
 
 
 def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: int) -> Model:
-    """Returns a model of ``full`` for which all methods are calibrated and compiled.
+    """Returns a model with ``full`` for which all methods are calibrated and compiled.
 
-    It is on the CPU, if the user names no device.
+    It is on the CPU unless the user has named a device.
     """
     config = with_context(options.config, n_ctx)
     if config.device == "auto":
@@ -101,7 +104,7 @@ def open_eval(options: ModelOptions, methods: Sequence[Method | None], n_ctx: in
 
 
 def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
-    """Returns the common fields of a file's records: the model, ``others``, and how it computes."""
+    """Returns what all records of a file have in common: model, ``others``, and how it computes."""
     changes = model.config.stated()
     return {
         "model": model.gguf.path.name,
@@ -115,14 +118,20 @@ def configuration_of(model: Model, **others: Any) -> dict[str, Any]:
 
 
 def described(name: str, method: Method | None) -> dict[str, Any]:
-    """Returns ``name`` and ``options``, as in the JSON of all commands."""
+    """Returns spec, name and options of a method, as the JSON of all commands has them.
+
+    method: None: it has no options.
+    """
     if method is None:
         return {"spec": name, "name": name, "options": {}}
     return {"spec": name, "name": method.name, "options": method.options()}
 
 
 def encoder(model: Model | ModelHeader, raw: bool) -> Encode:
-    """Returns a function: message, start of the answer -> ids, in the chat template if any."""
+    """Returns a function (message, start of the answer) -> ids.
+
+    The function applies the model's chat template, unless raw or without a template.
+    """
     template = None if raw else chat_template(model.gguf)
     tokenizer = model.tokenizer
 

@@ -1,4 +1,4 @@
-"""``eval --ray``: samples and chunks are answered by models on the nodes of a Ray cluster."""
+"""``eval --ray``: models on the nodes of a Ray cluster answer samples and score chunks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sparsekv_cli.methods.base import Method
 if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
-SEQUENCES = 2  # at least full, which prefills, and one method at a time
+SEQUENCES = 2  # sequences of a node: full, which prefills, and one method
 
 
-SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the methods that answer it
+SampleShard = tuple[RulerPoint, list[str]]  # a sample, and the texts of the methods that answer it
 
 
 def open_ruler(
@@ -34,7 +34,7 @@ def open_ruler(
 ) -> Callable[[SampleShard], list[dict[str, Any]]]:
     """Opens the model on a node. Returns a function that answers a sample.
 
-    methods: by their text.
+    methods: text -> method.
     """
     model = session.open(methods.values())
     encode = encoder(model, raw)
@@ -54,7 +54,10 @@ def answer_on_cluster(
     raw: bool,
     done: Collection[Key],
 ) -> Iterator[list[dict[str, Any]]]:
-    """Runs ``answer_all`` of ruler/answers.py on a cluster. model: opened here with ``full``."""
+    """Yields the records that ``answer_all`` (ruler/answers.py) would yield, from a cluster.
+
+    model: opened on this machine with ``full``.
+    """
     from sparsekv_cli.distributed.workers import workers_at
 
     sent = settings_of(model, build_method("full", {}), methods.values())
@@ -69,7 +72,8 @@ def answer_on_cluster(
 
 
 ChunkPart = tuple[int, Ways]  # a chunk's number, and the ways to score it
-ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]  # its records, and rows of a file, if kept
+# records of the chunk, and its rows of a KLDFile, if these are wanted
+ScoredChunk = tuple[list[dict[str, Any]], np.ndarray]
 
 
 def open_chunks(
@@ -77,7 +81,7 @@ def open_chunks(
 ) -> Callable[[tuple[Chunk, list[str]]], ScoredChunk]:
     """Opens the model on a node. Returns a function that scores a chunk in the named ways.
 
-    keeps_rows: whether scored rows come back.
+    keeps_rows: whether it also returns the chunk's rows of a KLDFile.
     """
     model = session.open(method for method in ways.values() if method)
 
@@ -100,7 +104,10 @@ def score_on_cluster(
     base: str,
     keeps_rows: bool,
 ) -> Iterator[ScoredChunk]:
-    """Yields ``score_chunk`` of each part, on a cluster. model: opened here with ``full``."""
+    """Yields the result of ``score_chunk`` for each part, from a cluster.
+
+    model: opened on this machine with ``full``.
+    """
     from sparsekv_cli.distributed.workers import workers_at
 
     methods = [method for method in ways.values() if method is not None]

@@ -41,7 +41,7 @@ SEED = 42
 
 
 def task_list(_: click.Context, _parameter: click.Parameter, value: str) -> list[str]:
-    """Returns tasks by name; ``niah`` stands for all that begin with it, ``all`` for all."""
+    """Callback of --tasks: returns the names. ``niah`` means all that begin so, ``all`` all."""
     from sparsekv_cli.evaluation.ruler.tasks import TASKS
 
     chosen: dict[str, None] = {}
@@ -117,7 +117,8 @@ def ruler(
     by_decode = question_by == "decode"
     lengths = list(dict.fromkeys(lengths))
     plan = RulerPlan(tasks, lengths, n_samples, sample_seed, by_decode, n_predict)
-    with_context(options.config, max(lengths))  # refuses what no sample can be made for
+    # raises an error for lengths that no sample can have
+    with_context(options.config, max(lengths))
     with model_header(find_model(options.model), options.config) as header:
         plan.check(encoder(header, raw))
     model = open_eval(options, list(settings.values()), max(lengths))

@@ -1,1 +1,1 @@
-"""``inspect``: shows the contents of a file."""
+"""``inspect``: shows what is in a model file."""

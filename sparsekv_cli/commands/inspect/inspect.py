@@ -1,4 +1,4 @@
-"""``inspect``: shows the contents of a GGUF file without loading it."""
+"""``inspect``: shows what is in a GGUF file, without loading its weights."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def command(
 
 
 def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
-    """Returns everything that ``--json`` prints except the list of tensors, as plain values."""
+    """Returns what ``--json`` prints, without the list of tensors, as plain values."""
     from sparsekv_cli.models.hparams import read_hparams
 
     hyperparameters: dict[str, Any] | None = None
     rope: dict[str, Any] | None = None
     kv_cache: dict[str, Any] | None = None
     layers: list[dict[str, Any]] | None = None
-    with contextlib.suppress(SparseKVError):  # `problem` has the reason
+    with contextlib.suppress(SparseKVError):  # ``problem`` has the reason
         hparams = read_hparams(gguf)
         kv_cache = _kv_cache(hparams.layers, sum(info.n_bytes for info in gguf.tensors.values()))
         hyperparameters = dataclasses.asdict(hparams)
@@ -145,10 +145,10 @@ def summarise(gguf: GGUFFile, problem: SparseKVError | None) -> dict[str, Any]:
 
 
 def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
-    """Returns bytes of a token's K and V by type, and the context that fits memory next to the
-    weights.
+    """Returns type -> bytes of a token's K and V, and the context that fits memory.
 
-    n_weights: bytes of the weights. The context is None if the free memory is unknown.
+    n_weights: bytes of the weights, which need memory too. The context is None if the free memory
+    is unknown.
     """
     from sparsekv_cli.cache.row_sizes import CACHE_TYPES, fitting_context, token_bytes
     from sparsekv_cli.system.memory import available_memory
@@ -163,11 +163,10 @@ def _kv_cache(layers: Sequence[LayerParams], n_weights: int) -> dict[str, Any]:
 
 
 def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
-    """Returns, for each kind of layers, their number and the bytes of their K and V at CONTEXT
-    tokens.
+    """Returns each kind of layers, their number and the bytes of their K and V at CONTEXT tokens.
 
-    In f16; a quantised cache takes less. Recurrent layers have a state, in f32. ``shared`` ones
-    read the rows of another full layer.
+    The bytes are for f16; a quantised cache needs less. Recurrent layers have a state in f32.
+    Layers of the kind ``shared`` read the rows of another full layer.
     """
     kinds: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -179,7 +178,7 @@ def _by_kind(layers: Sequence[LayerParams]) -> list[dict[str, Any]]:
 
 
 def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
-    """Returns the experts as the file states them; None if it has none."""
+    """Returns the numbers of experts in the file; None if the model has no experts."""
     keys = f"{architecture}.expert_"
     total = gguf.metadata.get(f"{keys}count")
     if not isinstance(total, int) or not total:
@@ -193,7 +192,7 @@ def _experts(gguf: GGUFFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a metadata value as JSON can hold it; long arrays become their type and length."""
+    """Returns a metadata value that JSON can hold. A long array becomes its type and length."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -205,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _type_mix(gguf: GGUFFile) -> list[dict[str, Any]]:
-    """Returns tensors, parameters and bytes of each type; most bytes first."""
+    """Returns each type with its tensors, parameters and bytes, most bytes first."""
     mix: dict[str, dict[str, Any]] = {}
     for info in gguf.tensors.values():
         row = mix.setdefault(
@@ -323,9 +322,9 @@ def _tokenizer_rows(tokenizer: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _sizes(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns sizes of layers and their experts: one value, or a list if they differ.
+    """Returns name -> size of layers and their experts: one value, or a list if layers differ.
 
-    ``inspect`` shows the sizes that a model has: an ``n_ff`` of 0 stands for experts.
+    An ``n_ff`` of 0 means that the layer has experts.
     """
     flat = [{**layer, **(layer["experts"] or {})} for layer in layers]
     names = dict.fromkeys(name for layer in flat for name in layer if name != "experts")

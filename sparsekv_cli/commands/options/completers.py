@@ -1,4 +1,4 @@
-"""Completions for a shell: paths, names of models and methods, options of a method."""
+"""Completions for a shell: paths, models, methods, and options of methods."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from sparsekv_cli.settings.option import allowed_values, options_of
 
 
 def files(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Returns a request for paths, which the shell completes."""
+    """Returns an item that asks the shell itself to complete a path."""
     return [CompletionItem(text, type="file")]
 
 
 def models(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Returns names that -m takes, and paths."""
+    """Returns names of models that -m finds; without one, an item for paths."""
     from sparsekv_cli.models.sources.folder import models_by_name
     from sparsekv_cli.models.sources.hub import cached_models
     from sparsekv_cli.models.sources.locate import PACKAGED_MODELS
@@ -25,7 +25,7 @@ def models(_: click.Context, _parameter: click.Parameter, text: str) -> list[Com
 
 
 def methods(_: click.Context, _parameter: click.Parameter, text: str) -> list[CompletionItem]:
-    """Returns names of methods, also after a comma."""
+    """Returns names of methods, for the last part of a list with commas."""
     from sparsekv_cli.methods import METHODS
 
     before, comma, name = text.rpartition(",")
@@ -35,7 +35,7 @@ def methods(_: click.Context, _parameter: click.Parameter, text: str) -> list[Co
 def method_options(
     context: click.Context, _parameter: click.Parameter, text: str
 ) -> list[CompletionItem]:
-    """Returns options of the method that stands before, with its default or choices."""
+    """Returns the options of the method on the command line, each with its choices or default."""
     from sparsekv_cli.methods import METHODS, method_class
 
     name = str(context.params.get("method") or "full").partition(",")[0]

@@ -1,4 +1,4 @@
-"""Options of llama.cpp that are not here: what to use instead, or that there is nothing.
+"""llama.cpp's options that this program does not have, and what to use instead.
 
 Source of the names: llama.cpp's common/arg.cpp and tools/llama-bench. A command's own option comes
 first, so an entry has no effect where the option exists.
@@ -26,7 +26,7 @@ SLOTS = "the server keeps the rows of prompts in memory and on disk: see --cache
 PAGE = "the page has no such setting"
 REPOSITORY = "name the model as -m OWNER/REPO:QUANT"
 
-# Names -> what to do. Several names of one option stand in one text, with spaces between.
+# Names of one option, with spaces between -> what to use instead.
 TABLE = {
     "--lora --lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
     "--control-vector-layer-range": LORA,
@@ -94,11 +94,11 @@ TABLE = {
     "--escape-prompt": "texts are taken as they are",
 }  # fmt: skip
 ELSEWHERE = {name: text for names, text in TABLE.items() for name in names.split()}
-ALIKE = 0.8  # least likeness (difflib's ratio) of an option that was meant
+ALIKE = 0.8  # least likeness (difflib's ratio) of an option to suggest
 
 
 def unknown_option(name: str, known: list[str]) -> str:
-    """Returns the error line for an option that a command does not have."""
+    """Returns the error line for an option that a command does not have. known: its options."""
     if name in ELSEWHERE:
         return f"No option {name} here: {ELSEWHERE[name]}."
     close = difflib.get_close_matches(name, known, 1, ALIKE) if len(name) > 3 else []

@@ -1,7 +1,7 @@
-"""Flags of llama.cpp that people type by habit: translated, or accepted with a line that says why.
+"""Flags of llama.cpp that people type by habit. They are translated, or ignored with a reason.
 
-Every command that takes a model takes them. A command's own flag comes first. docs/models.md lists
-all of them.
+Every command with a model accepts them. A command's own flag comes first. docs/models.md lists all
+of them.
 """
 
 import os
@@ -14,7 +14,7 @@ from click.parser import _OptionParser
 
 from sparsekv_cli.commands.shared.terminal import say
 
-# Other names of an option, by the option's name in this program.
+# Option of this program -> its names in other programs.
 ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("-hf", "-hfr", "--hf-repo"),
     "models": ("-hf", "-hfr", "--hf-repo"),
@@ -28,7 +28,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-# First words of ollama and llama.cpp, and the words of this program.
+# First words of ollama and llama.cpp -> words of this program.
 WORDS = {
     "version": ("--version",),
     "help": ("--help",),
@@ -42,22 +42,22 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Habit:
-    """A flag without an option of its own."""
+    """A flag that this program accepts and that is no option of its own."""
 
     names: tuple[str, ...]
-    takes: str = ""  # the name of its value, in brackets if it may be missing; empty: no value
-    why: str = ""  # the reason why it has no effect
-    # Sets the values of other options. Returns a line for the user, or an empty text. It raises
+    takes: str = ""  # name of its value, in brackets if it may be missing; "": it has no value
+    why: str = ""  # why it has no effect, for the user
+    # Changes the values of other options. Returns a line for the user, or "". Raises
     # click.UsageError for an impossible value.
     change: Callable[[dict[str, Any], str], str] | None = None
-    commands: tuple[str, ...] = ()  # commands that have it; empty: all
+    commands: tuple[str, ...] = ()  # commands that accept it; empty: all
 
     @property
     def key(self) -> str:
         return "habit_" + self.names[0].lstrip("-").replace("-", "_")
 
     def option(self, names: list[str]) -> click.Option:
-        """Returns the hidden option of the flag, with those of its names that are free."""
+        """Returns the hidden click option of the flag. names: those of its names that are free."""
         if not self.takes:
             return click.Option([*names, self.key], is_flag=True, hidden=True)
         optional: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Habit:
 
 
 def _gpu_layers(values: dict[str, Any], text: str) -> str:
-    """Handles ``-ngl``: 0 is the CPU; the program does not choose a number of layers."""
+    """Changes the values for ``-ngl``: 0 means the CPU. Other numbers have no effect."""
     word = text.strip().lower()
     if word not in ("auto", "all") and not word.lstrip("-").isdecimal():
         raise click.UsageError(f"-ngl {text}: expected a number of layers, auto or all")
@@ -156,7 +156,10 @@ def free_names(names: tuple[str, ...], taken: set[str]) -> list[str]:
 
 
 def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit, click.Option]]:
-    """Yields the flags of a command that takes a model, with their options. name: the command's."""
+    """Yields the habits that a command with a model accepts, with their options.
+
+    name: the command's name.
+    """
     taken = {name for each in command.params for name in each.opts}
     for habit in HABITS:
         if habit.commands and name not in habit.commands:
@@ -166,7 +169,7 @@ def habits_of(command: click.Command, name: str | None) -> Iterator[tuple[Habit,
 
 
 def add_aliases(command: click.Command, parser: _OptionParser) -> None:
-    """Lets the parser of a command take the other names of its options."""
+    """Lets a command's parser accept the names that other programs have for its options."""
     taken = {name for each in command.params for name in each.opts}
     for each in command.params:
         names = free_names(ALIASES.get(each.name or "", ()), taken)
@@ -176,7 +179,10 @@ def add_aliases(command: click.Command, parser: _OptionParser) -> None:
 
 
 def apply_habits(command: click.Command, context: click.Context) -> None:
-    """Removes the flags from a command line's values. Translates them or says why they are idle."""
+    """Removes the habits from a command line's values.
+
+    Each is translated, or a line tells the user why it has no effect.
+    """
     values = context.params
     for habit, option in habits_of(command, context.info_name):
         given = values.pop(habit.key, None)
@@ -194,7 +200,7 @@ def apply_habits(command: click.Command, context: click.Context) -> None:
 
 
 def translated(words: list[str], commands: Container[str]) -> list[str]:
-    """Returns a command line in the words of this program. commands: the program's own names."""
+    """Returns a command line with this program's words. commands: the program's own names."""
     if not words or words[0] in commands or words[0].startswith("-"):
         return words
     first, *rest = words
@@ -206,7 +212,7 @@ def translated(words: list[str], commands: Container[str]) -> list[str]:
 
 
 def is_model(word: str) -> bool:
-    """Returns whether the first word of a command line is a model, by its form or by name."""
+    """Returns whether ``word`` means a model: by its form, or because a model has this name."""
     if word.lower().endswith(".gguf") or "/" in word:
         return True
     from sparsekv_cli.models.sources.folder import find_by_name

@@ -1,4 +1,4 @@
-"""The page of ``--help``: options in groups, the common ones first."""
+"""The page of ``--help``: options in groups, those that are used most first."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from sparsekv_cli.commands.options.habits import add_aliases, apply_habits, habi
 from sparsekv_cli.settings.changes import CHANGES
 
 COMMON = "Common options"
-OWN = ""  # stands for a command's own parameters, which no group names
-# Parameters by their names, in the order in which a page shows them.
+OWN = ""  # stands for a command's own parameters, which are in no group
+# Title of a group -> names of parameters, in the order of the page.
 GROUPS: dict[str, tuple[str, ...]] = {
     COMMON: ("model", "models", "prompt", "file", "n_predict", OWN, "ctx_size", "method", "methods",
              "budget", "temp", "seed", "as_json", "threads", "verbose", "help"),
@@ -35,18 +35,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
                "vram_limit"),
     "Drafts": ("speculate", "draft_model", "draft_method"),
 }  # fmt: skip
-WIDE = 70  # columns; on a narrower page the names of options get a third of it
-NUMBER = re.compile(r"=?[-+]?[\d.]")  # a value that may follow a short option without a space
-BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")  # click's: the help says them where they matter
+WIDE = 70  # columns; on a narrower page a third of it is for the names of options
+NUMBER = re.compile(r"=?[-+]?[\d.]")  # a value that may follow a short option directly, as in -n128
+# bounds that click adds; the help names bounds only where they matter
+BOUNDS = re.compile(r"  \[[^\]]*\bx\b[^\]]*\]$")
 
 
-Records = list[tuple[str, str]]  # an option's names, and its help
+Records = list[tuple[str, str]]  # (names of an option, its help)
 
 
 def grouped_options(
     command: click.Command, context: click.Context
 ) -> Iterator[tuple[str, Records]]:
-    """Yields the options of a command by group, or all as one group."""
+    """Yields (title, options) for each group of a command; one group for a plain command."""
     parameters = {
         "help" if "--help" in each.opts else each.name: each for each in command.get_params(context)
     }
@@ -65,9 +66,9 @@ def grouped_options(
 
 
 class Parser(_OptionParser):
-    """A parser that does not read a mistyped option as a short one with its value.
+    """A parser that does not take a mistyped option for a short option with a value.
 
-    ``-n128`` is ``-n 128``. ``-sysf`` is no ``-s`` with the value ysf.
+    ``-n128`` still means ``-n 128``. But ``-sysf`` does not mean ``-s`` with the value ysf.
     """
 
     def _process_opts(self, arg: str, state: ParsingState) -> None:
@@ -82,7 +83,7 @@ class Parser(_OptionParser):
 
 
 class ModelCommand(click.Command):
-    """A command that takes a model, and the flags that users of llama.cpp type."""
+    """A command with a model. It also accepts the flags of llama.cpp in habits.py."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), *(option for _, option in habits_of(self, ctx.info_name))]
@@ -101,7 +102,7 @@ class ModelCommand(click.Command):
         except click.UsageError as error:
             error.ctx = ctx
             if isinstance(error, click.NoSuchOption) and len(error.option_name) == 2:
-                # click names -n if -np was typed
+                # click names -n if the user typed -np
                 name = next((each for each in typed if each.startswith(error.option_name)), None)
                 name = (name or error.option_name).partition("=")[0]
                 raise click.NoSuchOption(name, ctx=ctx) from None
@@ -114,7 +115,7 @@ class ModelCommand(click.Command):
 
 
 class GroupedCommand(ModelCommand):
-    """A command whose help page shows its options by ``GROUPS``."""
+    """A command whose help page shows its options in the groups of ``GROUPS``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = 30 if formatter.width >= WIDE else formatter.width // 3

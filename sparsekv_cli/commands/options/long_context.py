@@ -1,4 +1,4 @@
-"""Warnings of contexts that are longer than a model is made for."""
+"""Warnings for contexts that are longer than those of the model's training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from sparsekv_cli.models.hparams import HParams
     from sparsekv_cli.settings.config import SessionConfig
 
-Q4_KEYS_FIT = 32768  # tokens up to which keys in q4_0 are recommended
+Q4_KEYS_FIT = 32768  # tokens; for longer contexts keys in q4_0 are not recommended
 
 
 def warn_beyond_training(hparams: HParams, config: SessionConfig, what: str, n: int) -> None:
-    """Warns of a context, or of what ``what`` says, that is longer than the model is made for.
+    """Warns if n tokens are more than the model's trained context. what: what has n tokens.
 
-    The line has the options that stretch the context. With another base nobody knows its length.
+    The line names the options that stretch the context. If the user has set another base of RoPE,
+    it does not warn, because the possible length is unknown.
     """
     fit = hparams.n_ctx_fit
     if n > fit and not config.rope_freq_base:
@@ -31,7 +32,7 @@ def warn_beyond_training(hparams: HParams, config: SessionConfig, what: str, n: 
 
 
 def warn_of_long_context(model: Model) -> None:
-    """Warns if the context is longer than the model, or the type of its keys, is made for."""
+    """Warns if the context is too long for the model's training or for keys in q4_0."""
     n_ctx = model.n_ctx
     warn_beyond_training(model.hparams, model.config, "context", model.config.ctx_size)
     if model.method.cache_type_k == "q4_0" and n_ctx > Q4_KEYS_FIT:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
     from sparsekv_cli.planning.auto import Losses, MethodChoice
 
-DEFAULT_DEPTH = 8192  # assumed tokens of a conversation without -c
+DEFAULT_DEPTH = 8192  # tokens of a conversation that are assumed without -c
 
 
 def choose_method(
     model: Model, options: ModelOptions, depth: int | None = None
 ) -> tuple[Model, ModelOptions]:
-    """Chooses the model's default method if it is ``auto``. Returns the model and its options.
+    """Chooses a method if the user's method is ``auto``. Returns the model with it, and options.
 
-    depth: tokens of the context for which the method is chosen. None: -c, or DEFAULT_DEPTH.
+    depth: tokens of the context for which the method is chosen; None: -c, or DEFAULT_DEPTH.
     """
     if not options.is_auto:
         return model, options
@@ -88,7 +88,7 @@ def _choose(model: Model, max_loss: float, depth: int) -> MethodChoice:
 def measure_losses(model: Model, text: CalibrationText, n_tokens: int) -> tuple[Losses, Entry]:
     """Measures the losses of all methods that the model can run.
 
-    A method that needs a calibration is measured if the model has one.
+    Methods that need a calibration are left out if the model has none for them.
     """
     from sparsekv_cli.planning import auto
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the frozen classes that hold their values."""
+"""Options that several commands share, and the frozen classes for their values."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-# Options of methods that have their own name on the command line.
+# Options of methods with a flag of their own.
 NAMED = ("budget", "dense_layers", "cache_type_k", "cache_type_v")
 
 
 @dataclass
 class Invocation:
-    """The settings of one command line for the whole process (click's context object)."""
+    """Settings of one command line for the whole process (click's context object)."""
 
     verbose: bool = False
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model, the method and the machine, as the user named them."""
+    """The model, the method and the machine that the user has chosen."""
 
     model: str | None
     config: SessionConfig
     seed: int | None
     method: str = "full"
     method_options: Mapping[str, str] = field(default_factory=dict)
-    named: Mapping[str, str | None] = field(default_factory=dict)  # by NAMED, as they were given
+    named: Mapping[str, str | None] = field(default_factory=dict)  # name in NAMED -> its text
     max_loss: float = 0.0
     choice: Mapping[str, Any] | None = None  # of ``auto``, with its reasons (planning/auto.py)
 
@@ -60,7 +60,7 @@ class ModelOptions:
 
 
 def verbose_option(function: Function) -> Function:
-    """Adds ``-v``: tracebacks and more on stderr. It works before and after the command's name."""
+    """Adds ``-v``, for tracebacks and more on stderr. It works before and after the command."""
 
     def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
         if value:
@@ -93,7 +93,7 @@ def _key_values(
 
 
 def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Function:
-    """Returns ``function`` with click options, in the order that ``--help`` shows."""
+    """Returns ``function`` with click options, in the order of the help page."""
     for option in reversed(options):
         function = option(function)
     return function
@@ -102,7 +102,7 @@ def apply_options(function: Function, options: list[Callable[[Any], Any]]) -> Fu
 def gathered(
     name: str, gather: Callable[[dict[str, Any]], Any], options: list[Callable[[Any], Any]]
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Adds ``options``. The command gets the result of ``gather`` for its values as ``name``."""
+    """Returns a decorator that adds ``options``. The command gets gather(values) as ``name``."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
@@ -116,9 +116,9 @@ def gathered(
 
 
 def session_option(name: str, default: Any = None, **given: Any) -> Callable[[Any], Any]:
-    """Returns the click option of an option that SessionConfig declares.
+    """Returns the click option for an option of SessionConfig. given: more arguments for click.
 
-    default: the default of a command that has its own. given: further arguments of click's.
+    default: of a command whose default differs.
     """
     declared = options_of(SessionConfig)[name]
     allowed, default = allowed_values(declared), declared.default if default is None else default
@@ -157,7 +157,7 @@ def _joined(_context: click.Context, _parameter: click.Parameter, values: tuple[
     return ",".join(values)
 
 
-# The user's changes of how a model is read. Every command that opens a model has them.
+# The user's changes of the model's metadata. Every command that opens a model has them.
 CHANGE_OPTIONS = [
     *(session_option(name) for name in CHANGES if name != "override_kv"),
     session_option("override_kv", multiple=True, callback=_joined),
@@ -228,12 +228,11 @@ def model_options(
     auto: bool = True,
     models: Callable[[Any], Any] = MODEL_OPTION,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the options of every command that runs a model; passes them as ``options``.
+    """Returns a decorator with the options of all commands that run a model, as ``options``.
 
-    bench: leave out ``-c`` and ``--method``, because the command has its own. sparse_from: whether
-    methods are dense until sparse steps pay; otherwise they are sparse at once. seed: whether there
-    is ``--seed``. auto: whether the program may choose the method. models: the option that names
-    one or several models.
+    bench: leaves out ``-c`` and ``--method``, because the command has its own. sparse_from: whether
+    methods are dense in short contexts; False: never. seed: whether there is ``--seed``. auto:
+    whether ``--method auto`` is possible. models: the option that names one or several models.
     """
     own = [] if bench else [CONTEXT_OPTION, METHOD_OPTION, *map(session_option, ANSWERING)]
     own += [SPARSE_FROM_OPTION] if sparse_from else []
@@ -243,7 +242,7 @@ def model_options(
 
 
 def session_config(settings: Mapping[str, Any]) -> SessionConfig:
-    """Returns the settings. Raises click.UsageError for impossible ones."""
+    """Returns a SessionConfig. Raises click.UsageError for impossible settings."""
     try:
         return SessionConfig(**settings)
     except ValueError as error:
@@ -251,7 +250,7 @@ def session_config(settings: Mapping[str, Any]) -> SessionConfig:
 
 
 def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
-    """Removes the options above from ``values`` and returns them."""
+    """Returns the options of the model among ``values``, and removes them from it."""
     seed, sparse_from = values.pop("seed", -1), values.pop("sparse_from", 0)
     settings = {name: values.pop(name) for name in set(values) & SESSION}
     max_loss, context = values.pop("max_loss", None), click.get_current_context(silent=True)
@@ -277,7 +276,7 @@ def _gather_model_options(values: dict[str, Any]) -> ModelOptions:
 def build_method(
     name: str, options: Mapping[str, str], named: Mapping[str, str | None] | None = None
 ) -> Method:
-    """Returns the method. A usage error lists the names. named: see ``ModelOptions.named``."""
+    """Returns the method. Raises a usage error for a wrong name. named: see ModelOptions."""
     explain_faults()
     from sparsekv_cli import methods
 
@@ -288,9 +287,9 @@ def build_method(
 
 
 def find_model(name: str | None) -> Path:
-    """Returns the path of the model that ``-m`` (or the environment) names.
+    """Returns the path of the model ``name``; None: of the environment variable.
 
-    Raises click.UsageError if nothing names one.
+    Raises click.UsageError if there is neither.
     """
     from sparsekv_cli.models.sources.locate import ENVIRONMENT_VARIABLE, resolve_model
 
@@ -305,10 +304,9 @@ def find_model(name: str | None) -> Path:
 
 
 def open_model(options: ModelOptions) -> Model:
-    """Checks the method, then returns the loaded model. With ``auto`` it first has ``full``.
+    """Checks the method, then returns the loaded model; with ``full`` if the method is ``auto``.
 
-    Raises click.UsageError for a method or an option that does not exist, SparseKVError for a bad
-    model.
+    Raises click.UsageError for a wrong method or option, SparseKVError for a bad model.
     """
     method = method_of(options)
     model = load_model(find_model(options.model), method, options.config)
@@ -317,7 +315,7 @@ def open_model(options: ModelOptions) -> Model:
 
 
 def check_calibration(options: ModelOptions, command: str) -> None:
-    """Raises click.UsageError for ``--calibration`` of a command that tries many methods."""
+    """Raises click.UsageError for ``--calibration``. command: a command that tries many methods."""
     if options.config.calibration:
         raise click.UsageError(f"{command} uses the model's calibrations: leave --calibration out")
 
@@ -333,9 +331,9 @@ def with_context(config: SessionConfig, n: int) -> SessionConfig:
 
 
 def method_of(options: ModelOptions) -> Method:
-    """Returns the method that a model is loaded with: ``full`` for ``auto``.
+    """Returns the method with which the model is loaded: ``full`` for ``auto``.
 
-    Raises click.UsageError for a method or an option that does not exist.
+    Raises click.UsageError for a wrong method or option.
     """
     name = options.method
     if options.is_auto:
@@ -356,7 +354,7 @@ def method_of(options: ModelOptions) -> Method:
 def prepare_methods(
     model: Model, methods: Iterable[Method], compiling: CompileProgress | None = None
 ) -> None:
-    """Calibrates and compiles methods, and says so. compiling: see ``load_model``."""
+    """Calibrates and compiles methods, and shows the progress. compiling: see ``load_model``."""
     from sparsekv_cli.commands.shared import progress
 
     with (
@@ -368,7 +366,7 @@ def prepare_methods(
 
 
 def check_sparse_from(config: SessionConfig, methods: Sequence[Method]) -> None:
-    """Raises click.UsageError if the user states a depth and none of ``methods`` has one."""
+    """Raises click.UsageError for ``--sparse-from`` if none of ``methods`` chooses among rows."""
     if config.sparse_from > 0 and not any(method.work_of_a_head for method in methods):
         names = " and ".join(dict.fromkeys(method.name for method in methods))
         raise click.UsageError(f"--sparse-from is for methods that choose among rows, not {names}")
@@ -379,7 +377,7 @@ def load_model(
 ) -> Model:
     """Returns a loaded model. It imports numba, so call it after all checks of options.
 
-    compiling: called with the progress of compiling, if the command compiles more afterwards.
+    compiling: shows the progress of compiling. Give it if the command compiles more afterwards.
     """
     from sparsekv_cli.commands.shared import progress
 

@@ -1,4 +1,4 @@
-"""Numbers and lists on the command line."""
+"""Types of numbers and lists for options of the command line."""
 
 import contextlib
 import math
@@ -10,7 +10,7 @@ from sparsekv_cli.settings.option import MAX_WHOLE, Allowed
 
 
 def _words(least: float | None, most: float | None) -> str:
-    """Returns the bounds of a number in words, after a comma; empty without bounds."""
+    """Returns the bounds of a number as words after a comma; "" without bounds."""
     bounds = str(Allowed(at_least=least, at_most=None if most == MAX_WHOLE else most))
     return f", {bounds}" if bounds else ""
 
@@ -29,7 +29,7 @@ class WholeRange(click.IntRange):
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range. It refuses ``inf``, and ``nan``, which every range would contain."""
+    """A number in a range. It refuses ``inf`` and ``nan``; click's range accepts ``nan``."""
 
     name = "number"
 
@@ -59,7 +59,7 @@ class Percent(click.ParamType):
 
 
 def number_list(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """Callback of an option that takes numbers separated by commas. Returns them."""
+    """Callback of an option with numbers between commas: returns them."""
     numbers = [part.strip() for part in value.split(",")]
     if not all(number.isdecimal() for number in numbers):
         raise click.BadParameter(f"{value!r} is not a list of whole numbers such as 0,8192")

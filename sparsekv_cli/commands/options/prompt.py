@@ -1,4 +1,4 @@
-"""The options by which commands get a prompt."""
+"""The options that give commands a prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from sparsekv_cli.commands.options import completers
 
 
 def _once(_context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
-    """Callback of an option whose earlier text must not be dropped without a word."""
+    """Callback of an option that may be given once: a second text would replace the first."""
     if len(values) > 1:
         raise click.BadParameter(f"is given {len(values)} times: give it once")
     return values[0] if values else None

@@ -1,4 +1,4 @@
-"""Sampling options with llama.cpp's names."""
+"""The sampling options, with llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ stop_option = click.option(
 
 
 def _number(declared: Field[Any]) -> Callable[[Any], Any]:
-    """Returns the click option of a number that SamplingParams declares."""
+    """Returns the click option for a number of SamplingParams."""
     flags = declared.metadata["flags"] or ("--" + declared.name.replace("_", "-"),)
     text = f"{declared.metadata['help']} [default: {declared.default:g}]"
     kind = WholeRange() if isinstance(declared.default, int) else FiniteRange()
@@ -120,7 +120,10 @@ GRAMMAR_OPTIONS: list[Callable[[Any], Any]] = [
 
 
 def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
-    """Removes the sampling options from ``values``, returns them. A bad value is a usage error."""
+    """Returns the sampling options among ``values``, and removes them from it.
+
+    Raises a usage error for a bad value.
+    """
     given = {name: values.pop(name) for name in FIELDS}
     explicit = {name: value for name, value in given.items() if value is not None}
     try:
@@ -138,14 +141,14 @@ def _gather_sampling(values: dict[str, Any]) -> SamplingOptions:
 
 
 sampling_options = gathered("sampling", _gather_sampling, [*SAMPLING_OPTIONS, *GRAMMAR_OPTIONS])
-# The options of a server. Only requests have grammars.
+# The options of a server, without grammars: these come with requests only.
 server_sampling_options = gathered("sampling", _gather_sampling, SAMPLING_OPTIONS)
 
 
 def check_think_budget(
     context: click.Context, sampling: SamplingOptions, think: bool | None, *, raw: bool = False
 ) -> None:
-    """Raises UsageError for --think-budget if the model does not think."""
+    """Raises UsageError if ``--think-budget`` is given and the model does not think."""
     if sampling.think_budget is None:
         return
     if raw:
@@ -157,7 +160,7 @@ def check_think_budget(
 
 
 def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
-    """Removes the grammar of the answer from ``values`` and reads it."""
+    """Returns the grammar among ``values``, if any, and removes its options from it."""
     given = {
         option: text
         for option in ("json-schema", "grammar", "regex")
@@ -180,12 +183,12 @@ def _gather_grammar(values: dict[str, Any]) -> Grammar | None:
 
 
 def _is_schema(text: str) -> bool:
-    """Returns whether an argument is a JSON schema, not a path: an object or a boolean."""
+    """Returns whether ``text`` is a JSON schema (an object or a boolean) and not a path."""
     return text.lstrip().startswith("{") or text.strip() in ("true", "false")
 
 
 def _read(option: str, path: str) -> bytes:
-    """Returns a file's bytes. Raises SparseKVError if ``path`` cannot be read."""
+    """Returns the bytes of the file ``path``. Raises SparseKVError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:

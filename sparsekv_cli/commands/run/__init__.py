@@ -1,1 +1,1 @@
-"""``run``: one completion, or a file of them."""
+"""``run``: generates one answer, or the answers to a file of prompts."""

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """Writes answers in the order of their lines, in whatever order they finish."""
+    """Writes answers in the order of their lines, although they end in another order."""
 
     def __init__(self, write: Callable[[str], object], tell: Callable[[str], object] = say) -> None:
-        """tell: gets remarks about lines, which are no answers."""
+        """write: gets the answers. tell: gets remarks about lines."""
         self.n_failed = self.n_answered = 0
         self.tell = tell
         self._write = write
@@ -38,25 +38,25 @@ class Output:
         self._order: deque[int] = deque()
 
     def expect(self, number: int) -> None:
-        """Notes the number of the next line. Answers are written in this order."""
+        """Adds the number of the next line. Answers are written in the order of these calls."""
         self._order.append(number)
 
     def put(self, number: int, result: dict[str, Any]) -> None:
-        """Adds the answer to an expected line."""
+        """Adds the answer to a line that was expected."""
         self.n_answered += "error" not in result
         self._waiting[number] = json.dumps(result) + "\n"
         while self._order and self._order[0] in self._waiting:
             self._write(self._waiting.pop(self._order.popleft()))
 
     def fail(self, number: int, task_id: Any, reason: str) -> None:
-        """Adds the reason why a line has no answer."""
+        """Adds the reason why a line has no answer, and tells the user."""
         self.n_failed += 1
         self.tell(f"error: line {number}: {one_line(reason)}")
         self.put(number, with_id(number, task_id, {"error": one_line(reason)}))
 
 
 def with_id(number: int, task_id: Any, result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the object to write for a line: its number, its id if it has one, the result."""
+    """Returns the object to write for a line: its number, its id if any, and the result."""
     head = {"line": number} if task_id is None else {"line": number, "id": task_id}
     return {**head, **result}
 
@@ -82,7 +82,7 @@ class Line:
 
 
 class LineAnswers:
-    """Answers lines, up to ``n_parallel`` at a time, whose decode steps are one."""
+    """Answers lines, at most ``n_parallel`` at a time. These decode in common steps."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LineAnswers:
         output: Output,
         rows: Prefixes | None,
     ) -> None:
-        """rows: finds and keeps the rows of prompts on disk."""
+        """rows: finds and stores the rows of prompts on disk."""
         from sparsekv_cli.cache.counters import Timings  # which imports numba
         from sparsekv_cli.serve.rows import SharedRows
 
@@ -132,13 +132,13 @@ class LineAnswers:
             self._rows.close()
 
     def _donors(self) -> Iterable[Sequence]:
-        """Returns the sequences whose rows a prompt with the same beginning can read."""
+        """Returns the sequences with rows that a prompt with the same beginning can read."""
         return [line.generation.sequence for line in self._active]
 
     def _tasks(
         self, lines: Iterable[tuple[int, bytes]], defaults: Task
     ) -> Iterator[tuple[int, Task]]:
-        """Yields the valid lines and reports the others."""
+        """Yields the tasks of valid lines. Reports other lines."""
         for number, line in lines:
             if not line.strip():
                 continue
@@ -153,7 +153,8 @@ class LineAnswers:
     def _start(self, number: int, task: Task) -> None:
         """Prefills the prompt of a task, or reports why that is impossible.
 
-        If other lines hold the memory, the line is held until one of them has its answer.
+        If there is no memory because of other lines, the line waits until one of them has its
+        answer.
         """
         model = self._model
         self._held, self._n_room = None, self._n_parallel
@@ -176,7 +177,7 @@ class LineAnswers:
         self._active.append(Line(number, task, len(ids), generation))
 
     def _choose(self, line: Line) -> None:
-        """Chooses the next token of an answer. Writes and removes a finished answer."""
+        """Chooses the next token of an answer. If the answer is done, it is written and removed."""
         generation = line.generation
         try:
             if not generation.choose():
@@ -188,7 +189,7 @@ class LineAnswers:
         self._leave(line)
 
     def _leave(self, line: Line) -> None:
-        """Removes a line, and adds its counts."""
+        """Removes a line from the active ones, and adds up its counts."""
         self._active.remove(line)
         timings = line.generation.sequence.timings
         self.timings.decode_tokens += timings.decode_tokens
@@ -198,8 +199,8 @@ class LineAnswers:
 def resume(path: Path) -> tuple[int, int, int]:
     """Returns the number of the last line in a file of answers, and counts of answers and errors.
 
-    All are 0 if there is no such file, and for a pipe or device. Cuts off half a line at the end.
-    Raises SparseKVError for a file with other content.
+    It cuts off an incomplete line at the end. All results are 0 without a file, and for a pipe or
+    device. Raises SparseKVError for a file with other content.
     """
     if not path.is_file():
         return 0, 0, 0

@@ -1,4 +1,4 @@
-"""The lines of ``run --jsonl``: what each asks for, checked."""
+"""The lines of ``run --jsonl``: their fields, checked."""
 
 from dataclasses import fields, replace
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from sparsekv_cli.settings.option import MAX_WHOLE
 
 
 class LineFields(AnswerFields):
-    """The fields of a line. A missing field has its value of the command line."""
+    """The fields of a line. A missing field has its value from the command line."""
 
     elsewhere = dict.fromkeys(("max_tokens", "max_completion_tokens"), "n_predict")
 
@@ -42,13 +42,13 @@ class LineFields(AnswerFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_WHOLE)] | None = None
 
 
-# Fields that a task has by the same name and in the same form.
+# Fields that LineFields and Task have with the same name and form.
 SAME = {each.name for each in fields(Task)} & set(LineFields.model_fields)
 SAME -= {"prompt", "continue_final_message"}
 
 
 def read_task(line: bytes, defaults: Task) -> Task:
-    """Returns a line's task. Raises SparseKVError for an invalid line."""
+    """Returns the task that a line describes. Raises SparseKVError for an invalid line."""
     asked = read_fields(LineFields, read_object(line))
     if (asked.prompt is None) == (asked.messages is None):
         raise FieldError("", "expected either 'prompt' or 'messages'")

@@ -1,4 +1,4 @@
-"""``run --jsonl --ray``: shards of lines are answered by models on the nodes of a Ray cluster."""
+"""``run --jsonl --ray``: models on the nodes of a Ray cluster answer shards of lines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sparsekv_cli.model import Model
 
 Lines = Sequence[tuple[int, bytes]]
-SHARDS_A_BATCH = 2  # lines of a shard, as times ``--parallel``
+SHARDS_A_BATCH = 2  # lines of a shard, in multiples of ``--parallel``
 
 
-# The result of a shard: the lines to write, messages, and the numbers of answers and of failures.
+# The result of a shard: lines to write, remarks, number of answers, number of failures.
 AnsweredLines = tuple[list[str], list[str], int, int]
 
 
@@ -44,7 +44,7 @@ def open_answers(
 
 
 def shards_of(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[Lines]:
-    """Yields the lines, ``size`` at a time, read as they are asked for."""
+    """Yields the lines, ``size`` at a time. Lines are read only when they are needed."""
     following = iter(lines)
     while shard := list(islice(following, size)):
         yield shard
@@ -62,8 +62,8 @@ def answer_lines(
 ) -> tuple[int, int]:
     """Answers lines on a cluster. Returns the numbers of answers and of failures.
 
-    model: opened here with ``method``, so that all nodes use this machine's decisions. It is
-    closed.
+    model: opened on this machine with ``method``, so that all nodes use its settings. It is closed
+    here.
     """
     from sparsekv_cli.distributed.workers import workers_at
 

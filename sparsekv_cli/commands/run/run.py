@@ -1,4 +1,4 @@
-"""``sparsekv-cli run``: one completion, made for pipelines: text (or one JSON object) on stdout."""
+"""``sparsekv-cli run``: one answer, for pipelines: text or one JSON object on stdout."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def command(
     model, options = choose_method(model, options, len(ids) + max(task.n_predict, 0))
     rows = open_prompt_rows(model, prefix, model.method)
     prepared = task.prepared(model)
-    thinking = prepared.keywords["thinking"]  # None: the answer's text has all of it
+    thinking = prepared.keywords["thinking"]  # None: the thinking is part of the answer's text
     shown = ShownAnswer(sys.stderr, thinking[:2] if thinking is not None else ("", ""))
     writers: dict[str, Any] = {"write": shown.write, "write_thinking": shown.think}
     sequence = model.sequence()
@@ -202,7 +202,10 @@ def _answer_lines(
     path: str | None,
     ray: str | None,
 ) -> None:
-    """Runs ``--jsonl``, from files or stdin to a file or stdout, with ``ray`` on a cluster."""
+    """Runs ``--jsonl``: answers lines of files or stdin, and writes to ``path`` or stdout.
+
+    ray: the address of a cluster that answers; None: this machine answers.
+    """
     from sparsekv_cli.commands.run.jsonl import LineAnswers, Output, resume
     from sparsekv_cli.commands.run.ray import answer_lines
     from sparsekv_cli.distributed.cluster import check_address as check_ray
@@ -245,7 +248,7 @@ def _answer_lines(
 
 
 def result(sequence: Sequence, ids: list[int], answer: Answer, method: str) -> dict[str, Any]:
-    """Returns the object that ``--json`` prints."""
+    """Returns the object of ``--json``."""
     return {
         **answer_fields(answer, len(ids)),
         "cached_tokens": sequence.timings.cached_tokens,

@@ -1,4 +1,4 @@
-"""The task of ``run``, from the command line or, with --jsonl, from a line."""
+"""The task of ``run``: what to answer and how, from the command line or from a line of --jsonl."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """The request of one line. The command line's options are the defaults."""
+    """One request: a prompt, and how to answer it.
 
-    # a text, or a conversation for the assistant to continue
+    Its defaults are those of the command line's options.
+    """
+
+    # a text, or the messages of a conversation that the assistant continues
     prompt: str | list[dict[str, Any]] = ""
     id: Any = None
     system: str | None = None
@@ -28,7 +31,8 @@ class Task:
     special: bool = False
     think: bool | None = None
     inline_thinking: bool = False
-    continue_final_message: bool | None = None  # the last message is the beginning of the answer
+    # whether the last message is the beginning of the answer
+    continue_final_message: bool | None = None
     # whether the template adds the beginning of an answer
     add_generation_prompt: bool | None = None
     n_predict: int = -1
@@ -50,7 +54,7 @@ class Task:
         )  # fmt: skip
 
     def prepared(self, model: Model) -> partial[Generation]:
-        """Returns a call that begins the answer in a sequence, after the prefill of the prompt."""
+        """Returns a function that makes the Generation in a sequence after the prompt's prefill."""
         thinking = model_thinking(model) if self.thinks else None
         constraint = new_constraint(model.tokenizer, self.sampling, thinking, self.think)
         return partial(
@@ -73,6 +77,6 @@ NAMES = (
 
 
 def gather_task(values: dict[str, Any]) -> Task:
-    """Takes the options of a task out of a command's values."""
+    """Returns the task among a command's values, and removes its options from them."""
     own = {name: values.pop(name) for name in NAMES}
     return Task(**own, seed=values["options"].seed, sampling=values.pop("sampling"))

@@ -1,1 +1,1 @@
-"""Code of several commands: prompt, answer, progress and output."""
+"""Code that several commands use: prompts, answers, progress and output."""

@@ -1,4 +1,4 @@
-"""Streaming one answer: token ids in, text out, until it ends, is stopped or is interrupted."""
+"""Writes one answer while it is generated, until it ends or the user interrupts it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from sparsekv_cli.prefix.prompt_rows import PromptRows
     from sparsekv_cli.sequence import Sequence
 
-# Called with an answer's tokens. Returns the ids to prefill and continue from, or None.
+# (tokens of an answer) -> ids to prefill and continue from; None: end the answer.
 MakeRoom = Callable[[Ids[int]], Ids[int] | None]
 
 
 class Interrupt:
-    """Ctrl-C as a request: the first sets ``requested``, the second raises KeyboardInterrupt.
+    """Turns Ctrl-C into a request: the first sets ``requested``, the second is KeyboardInterrupt.
 
     A stop between two tokens leaves the KV cache whole. An exception within a layer would not.
     """
@@ -41,7 +41,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Interrupt]:
-        """Handles SIGINT while the block runs (in the main thread; elsewhere nothing changes)."""
+        """Handles Ctrl-C while the block runs. Outside the main thread it does nothing."""
         try:
             previous = signal.signal(signal.SIGINT, self._handle)
         except ValueError:
@@ -54,7 +54,7 @@ class Interrupt:
 
 
 class PrefillInterrupted(Exception):
-    """Ctrl-C between two chunks of a prefill."""
+    """The user pressed Ctrl-C, and the prefill ended between two chunks."""
 
 
 def stream_answer(
@@ -68,12 +68,14 @@ def stream_answer(
 ) -> Answer:
     """Prefills ``ids`` after the sequence's tokens, then generates until the answer is done.
 
-    Without ``ids`` the sequence must end at its last prefill. begin: makes the generation after
-    the prefill. rows: finds and keeps the rows of prompts. make_room: called when the context is
-    full; returns the ids to continue from, or None to end the answer. interrupt: may have seen a
-    Ctrl-C before. Raises PrefillInterrupted when Ctrl-C comes before the first token. The
-    sequence then holds what it held before. It is empty if a method that drops rows for good
-    (snapkv, h2o) has already done so in a layer.
+    Without ``ids`` the sequence must end with its last prefill. begin: makes the generation after
+    the prefill. rows: finds and stores the rows of prompts. make_room: called when the context is
+    full. It returns the ids to continue from, or None to end the answer. interrupt: may already
+    have seen a Ctrl-C.
+
+    Raises PrefillInterrupted if Ctrl-C comes before the first token. The sequence is then as
+    before. It is empty if a method that drops rows for good (snapkv, h2o) has already done so in a
+    layer.
     """
     started = time.perf_counter()
     with (
@@ -82,7 +84,7 @@ def stream_answer(
         contextlib.ExitStack() as at_end,
     ):
         if rows is not None:
-            at_end.callback(rows.finish)  # which does nothing if the rows are kept already
+            at_end.callback(rows.finish)  # it does nothing if the rows are stored already
         _prefill(sequence, ids, rows, interrupt, bar)
         generation = begin()
         answer = generation.answer
@@ -96,7 +98,7 @@ def stream_answer(
                 step(sequence.engine, [generation])
             elif make_room is not None and generation.is_cut:
                 if rows is not None:
-                    rows.finish()  # it reads rows that change below
+                    rows.finish()  # ``finish`` reads rows that change below
                 going_on = make_room(answer.tokens)
                 if going_on is None:
                     break
@@ -119,7 +121,7 @@ def _prefill(
     interrupt: Interrupt,
     bar: PrefillProgress,
 ) -> None:
-    """Prefills ``ids``, if there are any. Raises PrefillInterrupted between two chunks."""
+    """Prefills ``ids``, if any. Raises PrefillInterrupted if Ctrl-C comes between two chunks."""
 
     def progress(done: int, total: int) -> None:
         if interrupt.requested and done < total:
@@ -132,7 +134,7 @@ def _prefill(
 
 
 def full_context_line(model: Model, sequence: Sequence, answer: Answer) -> str:
-    """Returns a line with the numbers if the context has cut the answer, else nothing."""
+    """Returns a line with the numbers if a full context has cut the answer, else ""."""
     if not answer.is_cut:
         return ""
     from sparsekv_cli.models.hparams import room_for  # which imports numpy
@@ -174,7 +176,7 @@ def timing_line(timings: Timings) -> str:
 
 
 def moved_note(sequence: Sequence) -> str:
-    """Returns what follows the timings if rows of known passages were moved; else nothing."""
+    """Returns a text for the end of the timing line if rows of passages were moved, else ""."""
     moved = sequence.moved
     if not moved.reused:
         return ""
@@ -182,14 +184,14 @@ def moved_note(sequence: Sequence) -> str:
 
 
 def depth_note(sequence: Sequence, n_prompt: int) -> str:
-    """Returns what follows the timings if a method did not select rows for a prompt; or nothing."""
+    """Returns a text for the end of the timing line if the method was dense, else ""."""
     if n_prompt >= sequence.sparse_from:
         return ""
     return f" | {sequence.method.name}: {dense_below(sequence.sparse_from)}"
 
 
 def speculation_line(timings: Timings) -> str:
-    """Returns a line about drafts and accepted tokens; empty without drafts."""
+    """Returns a line about drafted and accepted tokens; "" without drafts."""
     counts = timings.speculation.as_dict()
     if not counts["steps"]:
         return ""
@@ -200,7 +202,7 @@ def speculation_line(timings: Timings) -> str:
 
 
 def ledger_line(sequence: Sequence, method: str) -> str:
-    """Returns a line about the KV rows that decoding read, and their memory."""
+    """Returns a line about the rows that decoding has read, and their memory."""
     ledger = sequence.ledger()
     total = ledger["rows_total"] or 1
     text = (

@@ -1,4 +1,4 @@
-"""The garbage collector of Python, while a model is loaded."""
+"""Python's garbage collector while a model is loaded."""
 
 import atexit
 import contextlib
@@ -21,6 +21,6 @@ def collecting_no_garbage() -> Iterator[None]:
 
 
 def _unfreeze() -> None:
-    """Unfreezes objects at the end. Otherwise Triton's bindings complain on stderr."""
+    """Unfreezes objects when the process ends. Otherwise Triton's bindings complain on stderr."""
     if "triton" in sys.modules:
         gc.unfreeze()

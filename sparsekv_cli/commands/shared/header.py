@@ -1,4 +1,4 @@
-"""The header of a model, for texts that are checked before kernels are compiled."""
+"""The header of a model, to check texts before kernels are compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ModelHeader(NamedTuple):
-    """An open file and its tokenizer, by the names that a loaded Model has for them."""
+    """An open file, its tokenizer and its sizes, with the names that a Model has for them."""
 
     gguf: GGUFFile
     tokenizer: Any

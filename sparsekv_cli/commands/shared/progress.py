@@ -1,4 +1,4 @@
-"""Progress on stderr: of a prefill (on a terminal only), of compiling, of calibrating."""
+"""Progress on stderr: of prefills (on a terminal only), compiling, calibrating and loading."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
-PREFILL_LINE_S = 30.0  # the same for a prefill
+PREFILL_LINE_S = 30.0  # the same for a prefill, in seconds
 LINE_S = 10.0  # seconds between two lines if stderr is no terminal
-NARROW = 70  # columns of a terminal that has no room for the bar next to its numbers
+NARROW = 70  # columns; a narrower terminal shows no bar next to the numbers
 
 
 class _Bar:
-    """A bar on a terminal's stderr. A context manager removes it at an exception."""
+    """A bar on a terminal's stderr. In a with block, an exception removes the bar."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -27,7 +27,7 @@ class _Bar:
         self._said: set[str] = set()
 
     def _draw(self, unit: str, label: str, done: float, total: float, rate: str = "") -> None:
-        """Shows ``done`` of ``total``; unit: what it counts, per cent without one."""
+        """Shows ``done`` of ``total``. unit: what these count; "": per cent is shown."""
         if self._bar is None:
             self._bar = _new_bar(unit)
             self._task = self._bar.add_task(label, total=total, rate=rate)
@@ -41,7 +41,7 @@ class _Bar:
             say(line)
 
     def close(self) -> None:
-        """Removes the bar from the screen. A later call starts a new one."""
+        """Removes the bar from the screen. A later call shows a new one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = self._task = None
@@ -54,14 +54,14 @@ class _Bar:
 
 
 class PrefillProgress(_Bar):
-    """A bar that appears if a prefill takes a moment, and is removed at its end.
+    """A bar that appears if a prefill takes some time, and is removed at its end.
 
-    It shows the tokens read a second and the time for the rest. If stderr is no terminal, it writes
-    a line every PREFILL_LINE_S seconds instead.
+    It shows tokens a second and the remaining time. If stderr is no terminal, it writes a line
+    every PREFILL_LINE_S seconds instead.
 
-    Call it with (done tokens, total tokens), or in another unit. Use it as a context manager: the
-    bar then leaves the screen when an exception ends the prefill. draws: False where a bar would
-    disturb, so that a terminal gets lines, too.
+    Call it with (done tokens, total tokens), or in another unit. In a with block, an exception
+    removes the bar. draws: False: it writes lines on a terminal too, because a bar would disturb
+    other output.
     """
 
     def __init__(self, label: str = "prefill", unit: str = "tokens", *, draws: bool = True) -> None:
@@ -70,7 +70,7 @@ class PrefillProgress(_Bar):
         self._is_bar = draws and sys.stderr.isatty()
         self._said_at = 0.0
         self._start: float | None = None
-        self._n_start = 0  # tokens done when the bar appeared
+        self._n_start = 0  # tokens that were done when the bar appeared
 
     def __call__(self, done: int, total: int) -> None:
         if done >= total:
@@ -96,7 +96,7 @@ class PrefillProgress(_Bar):
 
 
 class _LateBar(_Bar):
-    """A bar that appears with its first figures, and shows the remaining time.
+    """A bar that appears with its first figures and shows the remaining time.
 
     If stderr is no terminal, it writes a line every LINE_S seconds, from 1 % on.
     """
@@ -119,7 +119,7 @@ class _LateBar(_Bar):
 
 
 class LoadProgress(_LateBar):
-    """A bar for a model that takes a moment to read. Call it with (bytes done, all bytes)."""
+    """A bar for a model that is slow to load. Call it with (done bytes, all bytes)."""
 
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() - self._started > SECONDS_BEFORE_BAR:
@@ -129,9 +129,9 @@ class LoadProgress(_LateBar):
 
 
 class CompileProgress(_LateBar):
-    """Says once that kernels are being compiled, with a bar on a terminal.
+    """Tells once that kernels are being compiled, with a bar on a terminal.
 
-    Call it with (what, steps done, all steps). For a GPU the number of all steps is unknown: 0. Use
+    Call it with (what, done steps, all steps). For a GPU the number of all steps is unknown: 0. Use
     it as a context manager.
     """
 
@@ -145,9 +145,9 @@ class CompileProgress(_LateBar):
 
 
 class CalibrationProgress(_LateBar):
-    """Says that a method is being calibrated and where that is kept, with a bar on a terminal.
+    """Tells that a method is being calibrated and where the result is stored, with a bar.
 
-    Call it with (method, share done, remark at the end); use it as a context manager.
+    Call it with (method, share done, remark at the end). Use it as a context manager.
     """
 
     def __init__(self) -> None:
@@ -167,9 +167,9 @@ class CalibrationProgress(_LateBar):
 
 
 class MeasureProgress(_LateBar):
-    """Says once that the machine is measured, with a bar on a terminal.
+    """Tells once that the machine is being measured, with a bar on a terminal.
 
-    Call it with (what, done, total); use it as a context manager.
+    Call it with (what, done parts, all parts). Use it as a context manager.
     """
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -182,7 +182,7 @@ class MeasureProgress(_LateBar):
 
 
 def warn_of_load() -> bool:
-    """Warns if the machine's load is more than its cores. Returns whether it is."""
+    """Warns if the machine's load is larger than its number of cores. Returns whether it is."""
     if busy := load_beyond_cores():
         load, n_cores = busy
         say(
@@ -193,7 +193,7 @@ def warn_of_load() -> bool:
 
 
 def _new_bar(unit: str) -> Progress:
-    """Returns a bar that counts ``unit``, or per cent without one. Tokens also have a rate."""
+    """Returns a bar that counts ``unit``, or per cent if it is "". Tokens also have a rate."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""Reads the text that the user typed, piped or wrote in a file, as a prompt."""
+"""Reads a prompt that the user typed, piped or wrote into files."""
 
 import codecs
 import sys
@@ -9,7 +9,7 @@ from sparsekv_cli.commands.shared.terminal import one_line
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.system.documents import document_text, kind_of
 
-# The mark that begins a text of another encoding than UTF-8. Python reads the order of bytes there.
+# Byte order marks of other encodings than UTF-8. Python's utf-16 reads the order from the mark.
 MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
@@ -19,13 +19,15 @@ def read_prompt(
     what: str = "prompt",
     ways: str = "-p TEXT, -f FILE",
 ) -> str:
-    """Returns the prompt: files' or piped text, a blank line, then ``text``. One may be missing.
+    """Returns the prompt: text of files or stdin, a blank line, then ``text``. One may be missing.
 
-    file: paths, or ``-`` for stdin. Several files are read in order, each after a line with its
-    name. Without one, stdin is read when it is no terminal. One trailing newline of a file or of
-    stdin is dropped, and a byte order mark at its start. Nothing else is changed. Raises
-    SparseKVError for an empty prompt and for bytes that are not UTF-8. Raises OSError for a file
-    that cannot be read. what, ways: the names of the prompt and of its sources in error messages.
+    file: paths, or ``-`` for stdin. Several files come in order, each after a line with its name.
+    Without a file, stdin is read if it is no terminal. A byte order mark and one newline at the end
+    of a file or of stdin are dropped. Nothing else is changed. what, ways: names of the prompt and
+    of its sources, for errors.
+
+    Raises SparseKVError for an empty prompt and for bytes that are not UTF-8. Raises OSError for a
+    file that cannot be read.
     """
     names = [file] if isinstance(file, str) else list(file or ())
     if names.count("-") > 1:
@@ -51,21 +53,21 @@ def read_prompt(
 
 
 def source_of(name: str) -> str:
-    """Returns the name of a file in messages and before its text."""
+    """Returns the name of a source, for messages and the line before its text."""
     return "stdin" if name == "-" else name
 
 
 def read_stdin() -> bytes:
-    """Returns all of stdin as bytes (a replaced stdin may have only text)."""
+    """Returns all bytes of stdin. A replaced stdin may have text instead of bytes."""
     buffer = getattr(sys.stdin, "buffer", None)
     return buffer.read() if buffer is not None else sys.stdin.read().encode()
 
 
 def decode_file(data: bytes, source: str) -> str:
-    """Returns the text of a file or of stdin, of any kind, without a byte order mark.
+    """Returns the text in the bytes of a file or of stdin, without a byte order mark.
 
-    A PDF or Word file gives its text. A text is UTF-8, or UTF-16 if it begins with that mark.
-    Nothing else is changed. Raises SparseKVError, which names ``source`` and a bad byte.
+    The bytes may be a PDF or Word file, UTF-8, or UTF-16 with a byte order mark. Raises
+    SparseKVError, which names ``source`` and a bad byte.
     """
     if kind_of(data):
         return document_text(data, source)
@@ -84,9 +86,10 @@ def _decoded(data: bytes, encoding: str, source: str) -> str:
 
 
 def check_utf8(text: str, source: str) -> str:
-    """Returns a typed text, in any locale. Raises SparseKVError if it is not UTF-8.
+    """Returns a text that the user typed. Raises SparseKVError if it is not UTF-8.
 
-    Python decodes the command line by the locale, and keeps bytes that do not fit it as surrogates.
+    Python decodes the command line by the locale. Bytes that do not fit the locale become
+    surrogates, which this function decodes as UTF-8.
     """
     try:
         data = text.encode("utf-8", "surrogateescape")

@@ -1,7 +1,7 @@
-"""Tables on stdout, of texts that come from files.
+"""Tables on stdout, with texts that may come from files.
 
-A terminal gets rich's tables. Columns without room follow in further tables, and long
-texts are folded. Other outputs get lines of columns, which are never folded.
+A terminal gets rich's tables. Columns that have no room follow in further tables, and long texts
+are folded. Other outputs get lines with columns, which are never folded.
 """
 
 import sys
@@ -19,14 +19,14 @@ LONG = 30  # characters of a text that may be folded; figures are shorter
 
 
 def print_pairs(title: str, rows: Sequence[tuple[str, Any]]) -> None:
-    """Prints names and values, except values of None."""
+    """Prints a table of names and values. Rows with the value None are left out."""
     print_table(title, (), [row for row in rows if row[1] is not None])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table whose cells are text from a file: no markup, no control characters.
+    """Prints a table. Cells are plain text: markup and control characters in them have no effect.
 
-    columns: the heads of the columns, if any.
+    columns: the heads of the columns; (): no heads.
     """
     cells, title = (
         [[printable(cell) for cell in row] for row in rows],
@@ -53,7 +53,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console(highlight=False, markup=False)
     heads = columns or [""] * max(map(len, rows), default=0)
     parts = _split([heads, *rows], console.width) if columns else [range(len(heads))]
-    with console.capture() as capture:  # made first, then written in one piece
+    with console.capture() as capture:  # the text is made first and then written at once
         for part in parts:
             table = Table(
                 title=Text(title, "bold") if title and part is parts[0] else None,
@@ -72,7 +72,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """Returns the columns of each table. The first column is in all of them."""
+    """Returns the columns of each table, as lists of indexes. The first column is in all tables."""
     first, *widths = (3 + max(map(len, column)) for column in zip(*lines, strict=True))
     parts, left = [[0]], width - first
     for i, each in enumerate(widths, 1):
@@ -85,7 +85,7 @@ def _split(lines: Sequence[Sequence[str]], width: int) -> list[list[int]]:
 
 
 def printable(cell: Any) -> str:
-    """Returns a cell's text; characters that could move a terminal's cursor become escapes."""
+    """Returns a cell's text. Characters that could move a terminal's cursor become escapes."""
     return escaped(f"{cell:.7g}" if isinstance(cell, float) else str(cell))
 
 

@@ -1,8 +1,8 @@
-"""Output for the user: the program's remarks go to stderr, and the model's text to stdout.
+"""Output for the user: remarks of the program go to stderr, text of the model goes to stdout.
 
-This module alone writes to the two streams. A text may come from a file, a hub or a model. Its
-control characters would set the title or clear the screen. So a terminal gets them as visible
-characters. A pipe and a file get the text as it is.
+Only this module writes to the two streams. A text may come from a file, a hub or a model. Its
+control characters could set the title or clear the screen. So a terminal gets them as visible
+escapes. A pipe and a file get the text unchanged.
 """
 
 import contextlib
@@ -20,29 +20,29 @@ import click
 from sparsekv_cli.errors import without_secrets
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-SHOW_CURSOR = "\x1b[?25h"  # which rich hides while it shows a bar
-# C0 and C1 controls except the tab and the line feed, DEL, and what turns the direction of a text.
+SHOW_CURSOR = "\x1b[?25h"  # rich hides the cursor while it shows a bar
+# C0 and C1 controls except tab and line feed, DEL, and characters that change the text's direction.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-# One of what remarks count; ``are`` may follow it.
+# A remark with the number 1 before a plural; ``are`` may follow the plural.
 ONE = re.compile(
     r"(?<![\w.,:/-])1 (token|row|layer|file|message|turn|character|step|line|thread|core|model"
     r"|sample|chunk|byte|part|method|page|head|prompt|answer|draft|sequence|new one)s\b( are\b)?"
 )
-LEAST_COLUMNS = 30  # of a terminal on which remarks break between words
+LEAST_COLUMNS = 30  # on narrower terminals remarks do not break between words
 
 
 def escaped(text: str) -> str:
-    """Returns ``text`` with an escape such as ``\\x1b`` for every character that does not print."""
+    r"""Returns ``text`` with escapes such as ``\\x1b`` for all characters that do not print."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """Returns ``text`` on one line, with control characters (a file may hold any) as escapes."""
+    """Returns ``text`` on one line. Control characters become escapes."""
     return escaped(" ".join(part.strip() for part in text.splitlines() if part.strip()))
 
 
 def visible(text: str, stream: TextIO) -> str:
-    """Returns what to write for ``text``: on a terminal controls are escapes such as ``\\x1b``.
+    """Returns ``text`` as ``stream`` should get it: on a terminal, controls become escapes.
 
     Line feeds and tabs stay.
     """
@@ -55,9 +55,9 @@ def in_singular(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a remark of the program on stderr, unless stderr takes none.
+    """Prints a remark of the program on stderr. Errors of stderr are ignored.
 
-    It has no passwords. On a terminal its lines break between words.
+    Passwords in the remark are removed. On a terminal its lines break between words.
     """
     text = in_singular(visible(without_secrets(text), sys.stderr))
     with contextlib.suppress(OSError):  # a closed pipe, a full disk
@@ -76,7 +76,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _broken(line: str, n_columns: int) -> str:
-    """Returns a line with line breaks between words, if it is too long."""
+    """Returns ``line`` with line breaks between words if it is too long."""
     if len(line) <= n_columns:
         return line
     wrapper = textwrap.TextWrapper(n_columns, break_long_words=False, break_on_hyphens=False)
@@ -84,25 +84,25 @@ def _broken(line: str, n_columns: int) -> str:
 
 
 def write_json(value: Any, **options: Any) -> None:
-    """Prints ``value`` for ``--json``. options: json.dumps's."""
+    """Prints ``value`` for ``--json``. options: further arguments of json.dumps."""
     write_text(json.dumps(value, indent=2, **options) + "\n")
 
 
 def write_text(text: str, stream: TextIO | None = None) -> None:
-    """Writes text to stdout or ``stream``, at once. A terminal gets ``visible`` text."""
+    """Writes text to ``stream`` (None: stdout) and flushes it. A terminal gets ``visible`` text."""
     stream = stream or sys.stdout
     write_styled(visible(text, stream), stream)
 
 
 def write_styled(text: str, stream: TextIO | None = None) -> None:
-    """Writes text whose control sequences are the program's own."""
+    """Writes text in which only the program has put control sequences."""
     stream = stream or sys.stdout
     stream.write(text)
     stream.flush()
 
 
 def shares_a_file(stream: TextIO, other: TextIO) -> bool:
-    """Returns whether both write to the same place, as after ``2>&1``."""
+    """Returns whether two streams write to the same file or terminal, as after ``2>&1``."""
     try:
         return os.path.sameopenfile(stream.fileno(), other.fileno())
     except (OSError, ValueError):  # a replaced stream has no number
@@ -110,14 +110,14 @@ def shares_a_file(stream: TextIO, other: TextIO) -> bool:
 
 
 def has_styles(stream: TextIO) -> bool:
-    """Returns whether text can be dim there: on a terminal that can, unless the user objects."""
+    """Returns whether ``stream`` can show dim text: a terminal that can, if the user allows it."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class ShownAnswer:
-    """Shows an answer while it comes: the text on stdout, the thinking on ``stream``.
+    """Writes an answer while it is generated: its text on stdout, its thinking on ``stream``.
 
-    Thinking is dim if possible. Otherwise it stands between the model's own markers.
+    Thinking is dim if ``stream`` can show that. Otherwise it stands between the model's markers.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ShownAnswer:
         markers: tuple[str, str] = ("", ""),
         wrap: Callable[[str], str] | None = None,
     ) -> None:
-        """wrap: turns each piece into the text for a terminal."""
+        """wrap: turns each piece of text into what the terminal gets."""
         self._stream, self._markers = stream, markers
         self._wrap = wrap or str
         self._is_styled = has_styles(stream)
@@ -134,7 +134,7 @@ class ShownAnswer:
         self._last = "\n"  # the last character of the answer
 
     def think(self, text: str) -> None:
-        """Shows more of the thinking."""
+        """Writes the next piece of the thinking."""
         start, _ = self._markers
         if self._is_styled:
             self._say(text, DIM, PLAIN)
@@ -143,19 +143,19 @@ class ShownAnswer:
         self._is_thinking = True
 
     def write(self, text: str) -> None:
-        """Shows more of the answer."""
+        """Writes the next piece of the answer's text."""
         self.end_thinking("\n\n")
         self._last = text[-1:] or self._last
         write_styled(self._wrap(visible(text, sys.stdout)))
 
     def end_thinking(self, space: str = "\n") -> None:
-        """Ends the thinking. The answer then begins a line."""
+        """Ends the thinking, so that the answer begins on a new line."""
         if self._is_thinking:
             self._is_thinking = False
             self._say(space if self._is_styled else f"\n{self._markers[1]}{space}")
 
     def end_line(self) -> None:
-        """Ends the answer's last line where a remark would follow on it."""
+        """Ends the answer's last line if the next remark would be on the same line."""
         self.end_thinking()
         if self._last != "\n":
             if sys.stdout.isatty():
@@ -171,16 +171,17 @@ class ShownAnswer:
 
 
 def explain_faults(model: Path | str | None = None) -> None:
-    """Makes faults in native code end the program with a line, while the command runs.
+    """Lets faults in native code end the program with a line that explains them.
 
-    model: a file that will be mapped, or a line that names several.
+    model: the file that will be mapped, or a text that names several.
     """
     from sparsekv_cli.models import faults
 
     context = click.get_current_context(silent=True)
     if context is None:
         return
-    start = f"{SHOW_CURSOR}\n" if sys.stderr.isatty() else ""  # after a bar or half an answer
+    # a bar or half an answer may be on the line
+    start = f"{SHOW_CURSOR}\n" if sys.stderr.isatty() else ""
     context.with_resource(faults.explain_abort(start))
     if model is not None:
         context.with_resource(faults.explain_cut(one_line(str(model)), start))
