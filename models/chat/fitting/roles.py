@@ -87,9 +87,9 @@ def in_turns(template: str | None, messages: Messages, *, strict: bool = False) 
     """Returns a conversation in which user and assistant take turns, if the template wants it.
 
     Calls and results are no turns. Neighbours of one role become one message. A text between a
-    result and the next call becomes a part of the result. So does a user's text after a result.
-    Between two answers of one turn comes an empty message of the user. strict: the template wants
-    turns.
+    result and the next call becomes a part of the result. So does a user's text after a result. If
+    two turns of one role cannot be joined, an empty message of the other role comes between them.
+    strict: the template wants turns.
     """
     n_system = bool(messages) and messages[0].get("role") == "system"
     begins = messages[n_system].get("role") if len(messages) > n_system else "none"
