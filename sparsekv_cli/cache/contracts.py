@@ -59,17 +59,19 @@ class StoreContract(ABC):
     def fill_rows(
         self, first: int, stop: int, write: Callable[[np.ndarray, np.ndarray], None]
     ) -> None:
-        """Lets ``write`` write rows that the store has room for: K and V, each (G, T, items).
+        """Calls ``write(k, v)`` with memory for rows first .. stop - 1, each (G, T, items).
 
-        The items are those of the types of ``spec``, as a KVStore has them. ``n`` stays.
+        The store must have room for these rows. The items are those of ``spec``'s types of rows, as
+        in a KVStore. ``n`` stays as it is.
         """
         write(self.store.k[:, first:stop], self.store.v[:, first:stop])
 
     @abstractmethod
     def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
-        """Returns a function that gives these rows, K and V, in the form of ``fill_rows``.
+        """Returns a function that returns rows first .. stop - 1: K and V, as in ``fill_rows``.
 
-        They are the rows of now. It may be called later, from any thread, while steps add rows.
+        The function returns the rows as they are now. It may be called later and by any thread,
+        while steps add rows.
         """
 
     def mark(self, lengths: Sequence[int]) -> None:  # noqa: B027 - most can go back anywhere

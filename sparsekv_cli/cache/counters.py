@@ -148,7 +148,7 @@ class Timings:
     prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
-    cached_tokens: int = 0  # tokens of prompts whose rows came from a saved prefix
+    cached_tokens: int = 0  # tokens of prompts whose rows existed already
     ttft_s: float = 0.0  # seconds from the start of a prompt to its first token
     speculation: Speculation = field(default_factory=Speculation)
 
