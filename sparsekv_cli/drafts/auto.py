@@ -27,7 +27,7 @@ ROW_SHARE = 0.3  # row_s / step_s before it is measured
 LEAST_SHARE = 0.01  # least value of row_s / step_s
 LEAST_S = 1e-6  # least step_s, in seconds
 MOST_SAVED = 20  # time saved by earlier drafts counts up to so many steps
-FEW = 4  # rows that a draft may always risk
+FEW = 4  # rows that a draft may risk even if they are more than half
 MEMORY = 0.8  # factor of the weight of earlier drafts at each new draft
 PRIOR = 3.0  # the weight of CHANCES, in tokens
 # The first guess of c for matches of 2 or 3 tokens, 4 to 7, 8 to 15, 16 to 31, and more.

@@ -85,11 +85,11 @@ class Method(ABC):
         return replace(spec, cache_type_k=self.cache_type_k, cache_type_v=self.cache_type_v)
 
     def is_dense(self, spec: LayerSpec) -> bool:
-        """Returns whether the layer attends to all rows.
+        """Returns whether the method leaves the layer as it is, without a sparse cache.
 
-        A layer that is not full does. The user's ``dense_layers`` are numbers of layers of the
-        model. The default ``dense_layers`` count full layers only: (0, -1) are the first and the
-        last full layer.
+        This holds for layers that are not full, and for those in ``dense_layers``. The user's
+        ``dense_layers`` are numbers of layers of the model. The default ``dense_layers`` count full
+        layers only: (0, -1) are the first and the last full layer.
         """
         at, n = spec.layer, spec.n_layer
         if spec.n_full and self.dense_layers == type(self).dense_layers:
