@@ -28,7 +28,7 @@ SENTENCE = re.compile(r".+?(?:[.!?]\s+|\n+|$)", re.DOTALL)
 class Planted:
     """A prompt: a document with a fact at some depth, and a question about the fact."""
 
-    length: int  # tokens that the prompt and its answer may have
+    length: int  # tokens that the prompt may have
     depth: float  # 0: at the start of the document; 1: at its end
     value: str  # number that the answer must contain
     ids: Sequence[int]

@@ -117,10 +117,7 @@ def prefill_alone(
 def greedy_answer(
     sequence: Sequence, logits: np.ndarray, ends: Container[int], most: int
 ) -> Iterator[int]:
-    """Yields at most ``most`` greedy tokens after ``logits``. It stops before a token in ``ends``.
-
-    The sequence decodes all yielded tokens but the last.
-    """
+    """Yields at most ``most`` greedy tokens after ``logits``. It stops before a token in ends."""
     for n_left in range(most, 0, -1):
         token = int(logits.argmax())
         if token in ends:

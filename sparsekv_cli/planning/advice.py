@@ -97,7 +97,7 @@ class Advice:
 
     @property
     def oracle(self) -> MethodTrial | None:
-        """The trial of exact top-k, if it loses too much and so does every other method."""
+        """The trial of exact top-k if every method loses too much, exact top-k too; else None."""
         asked = [trial for trial in self.trials if len(trial.same)]
         if any(map(self.loses_little, asked)):
             return None

@@ -34,7 +34,8 @@ SEARCHED = 64  # tokens in which the end of a sentence is searched
 def affordable_tokens(work: Callable[[int], float], n: int, most: float, least: int) -> int:
     """Returns the most tokens, at most n, whose ``work`` is at most ``most``.
 
-    The result is a multiple of PART above ``least``. It is never below ``least`` unless n is.
+    It is ``least`` plus a multiple of PART, or n. Even if their work is more than ``most``, it is
+    ``least`` (or n, if n is less).
     """
     found = min(n, least)
     while found < n and work(min(n, found + PART)) <= most:
