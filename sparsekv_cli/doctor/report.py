@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv_cli import __version__
 from sparsekv_cli.doctor import folders, machine, models
 
-# : Section -> the function that makes it. The function may add lines to the list of problems.
+#: Section -> the function that makes it. The function may add lines to the list of problems.
 SECTIONS: dict[str, Callable[[list[str]], Any]] = {
     "python": machine.python,
     "packages": machine.packages,

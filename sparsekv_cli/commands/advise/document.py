@@ -43,7 +43,7 @@ class Reading:
     document: Document
     text: str
     ids: Sequence[int]
-    n_after: int  # the most tokens that followed it
+    n_after: int  # most tokens of a prompt after the text
     seconds: float
     again_s: float
     is_kept: bool

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The order in which methods are tried. The most promising come first, because the time may end.
 ORDER = ("fasa", "quest", "lfps", "topk", "snapkv", "sals", "freekv", "faedkv", "streaming", "h2o")
 MOST_S = 60.0  # seconds for all work after the reading
-PLANT_S = 10.0  # seconds of these for reading the part with planted facts
+PLANT_S = 10.0  # seconds of MOST_S for reading the part with planted facts
 STARTS = (0.0, 0.25, 0.5, 0.75)  # where this part may begin, as a share of the document
 LEAST_PART = 704  # least tokens of this part; fewer new rows are not stored for all methods
 N_SAME = 32  # tokens of a prompt on disk that are computed in any case

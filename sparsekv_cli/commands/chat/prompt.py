@@ -238,7 +238,10 @@ def history_file() -> Path | None:
 
 
 def open_history(pastes: Pastes) -> History:
-    """Returns the history of all processes if only the user can read its file, else a new one."""
+    """Returns the history on disk, with entries of all processes.
+
+    If its file cannot be written, the history is in memory only.
+    """
     path = history_file()
     if path is None:
         return InMemoryHistory()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SECONDS_BEFORE_BAR = 0.3
-PREFILL_LINE_S = 30.0  # the same for a prefill, in seconds
+PREFILL_LINE_S = 30.0  # seconds between two lines of a prefill, if stderr is no terminal
 LINE_S = 10.0  # seconds between two lines if stderr is no terminal
 NARROW = 70  # columns; a narrower terminal shows no bar next to the numbers
 
