@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekv_cli.commands.run.lines import read_task
+from sparsekv_cli.commands.run.lines import id_of, read_task
 from sparsekv_cli.commands.run.task import Task
 from sparsekv_cli.commands.shared.answer import answer_fields, full_context_line
 from sparsekv_cli.commands.shared.progress import PrefillProgress
@@ -146,7 +146,7 @@ class LineAnswers:
             try:
                 task = read_task(line, defaults)
             except SparseKVError as error:
-                self._output.fail(number, None, str(error))
+                self._output.fail(number, id_of(line), str(error))
                 continue
             yield number, task
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sparsekv_cli.commands.run.task import Task
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.generation.answer_fields import AnswerFields
 from sparsekv_cli.generation.conversation import continues_last
 from sparsekv_cli.generation.fields import (
@@ -45,6 +46,14 @@ class LineFields(AnswerFields):
 # Fields that LineFields and Task have with the same name and form.
 SAME = {each.name for each in fields(Task)} & set(LineFields.model_fields)
 SAME -= {"prompt", "continue_final_message"}
+
+
+def id_of(line: bytes) -> Any:
+    """Returns the id in a line whose other fields may be invalid; None if there is none."""
+    try:
+        return read_object(line).get("id")
+    except SparseKVError:
+        return None
 
 
 def read_task(line: bytes, defaults: Task) -> Task:

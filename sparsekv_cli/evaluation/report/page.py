@@ -60,7 +60,8 @@ def cells(row: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> li
     found = []
     for figure, _, form in columns:
         value = row[figure]
-        if figure.endswith("bytes") or figure.startswith("bytes"):
+        is_bytes = figure.endswith("bytes") or figure.startswith("bytes")
+        if value is not None and is_bytes:
             value = value / MIB
         low_high = row["intervals"].get(figure)
         ends = "" if low_high is None else "–".join(form.format(end) for end in low_high)

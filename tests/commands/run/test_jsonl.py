@@ -29,7 +29,7 @@ LINES = [
     {"prompt": "long " * 300},
     {"prompt": "x", "n_predict": 0},
     {"prompt": "hello there", "n_predict": 6, "temp": 1.5, "seed": 7},
-    {"prompt": "a", "temp": 10**400},
+    {"prompt": "a", "temp": 10**400, "id": "seventh"},
     {"prompt": "the end", "json_schema": {"enum": [1, 2]}, "id": [8]},
 ]
 FAILED = {4: "do not fit the context of 256", 7: "temp = 10000000"}
@@ -63,7 +63,7 @@ def test_an_answer_a_line_in_order(n_parallel, model, prompts, invoke):
     result = run(invoke, model, "-f", str(prompts), "--parallel", n_parallel)
     answers = objects(result.out)
     assert [answer["line"] for answer in answers] == list(range(1, 9))
-    assert [answer.get("id") for answer in answers] == ["first", *[None] * 6, [8]]
+    assert [answer.get("id") for answer in answers] == ["first", *[None] * 5, "seventh", [8]]
     for number, reason in FAILED.items():
         assert reason in answers[number - 1]["error"] and "text" not in answers[number - 1]
         assert f"error: line {number}: {answers[number - 1]['error']}\n" in result.err
