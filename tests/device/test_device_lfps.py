@@ -69,7 +69,7 @@ class Pair:
             self.apart.extend(AttnInput(q, k, v, q, k, pos + start))
         for cache in (self.whole, self.apart):
             cache.finish_prefill()
-        self.apart.wait()
+        self.apart._worker.wait()
 
     def decode(self) -> tuple[np.ndarray, np.ndarray]:
         """A step of both: f32 (H, d_v)."""

@@ -183,8 +183,9 @@ def test_passages_of_earlier_prompts_are_counted(serve: Callable[..., Any]) -> N
         assert moved["reused_tokens"] > 100
         assert moved["repaired_tokens"] == -(-moved["reused_tokens"] // 4)
         later = asked("It is 9:05 on a Tuesday", " And then?")
-        assert later["cached_tokens"] > moved["reused_tokens"]
-        assert later["reused_tokens"] == moved["reused_tokens"]
+        assert later["cached_tokens"] > later["reused_tokens"]
+        # The end of the prompt was moved too; the later one has other tokens there.
+        assert 0 < moved["reused_tokens"] - later["reused_tokens"] < 20
         counts = client.get("/metrics").text
     assert f"\nsparsekv_reused_tokens_total {moved['reused_tokens']}" in counts
     assert any(f"{moved['reused_tokens']} moved" in line for line in server.log)
