@@ -141,10 +141,10 @@ def read_window_rope(
     windows, name = architecture.windows, "rope.freq_base_swa"
     if windows is None or not windows.rotates_full:
         return None
-    scaling = "none" if windows.freq_base else of_file.scaling
-    own = replace(rope, scaling=scaling, factor=of_file.factor)
     if not windows.scaled:
         return RopeParams(freq_base=of_file.freq_base, n_ctx_original=of_file.n_ctx_original)
+    scaling = "none" if windows.freq_base else of_file.scaling
+    own = replace(rope, scaling=scaling, factor=of_file.factor)
     base = keys.number(name, low=1.0, default=windows.freq_base or of_file.freq_base)
     own = replace(own, freq_base=base)
     return None if own == rope and not windows.freq_base else own

@@ -13,30 +13,10 @@ from sparsekv_cli.errors import UnsupportedModelError
 
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
-    *("deepseek", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "gemma2", "gemma3"),
-    *(
-        "gemma4",
-        "glm4",
-        "glm4moe",
-        "gpt-oss",
-        "granite",
-        "granitemoe",
-        "lfm2",
-        "lfm2moe",
-        "llama",
-        "minicpm",
-    ),
-    *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3"),
-    *(
-        "qwen35",
-        "qwen35moe",
-        "qwen3moe",
-        "qwen3next",
-        "qwen3vl",
-        "qwen3vlmoe",
-        "seed_oss",
-        "smollm3",
-    ),
+    *("deepseek", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "gemma2", "gemma3", "gemma4"),
+    *("glm4", "glm4moe", "gpt-oss", "granite", "granitemoe", "lfm2", "lfm2moe", "llama", "minicpm"),
+    *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
+    *("qwen35moe", "qwen3moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
 )
 
 

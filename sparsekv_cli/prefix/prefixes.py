@@ -281,11 +281,11 @@ class Prefixes:
 
     def _may_hold(self, caches: Sequence[LayerCache], n_bytes: int) -> bool:
         """Returns whether the host's memory can hold the rows until the answer ends."""
-        available = available_memory()
-        if not any(each.reads_on_gpu for each in caches) or available is None:
+        if not any(each.reads_on_gpu for each in caches):
             return True
-        if fits := 2 * n_bytes <= available:
-            return fits
+        available = available_memory()
+        if available is None or 2 * n_bytes <= available:
+            return True
         self.folder.warn(
             f"the prompt is not kept: its rows take {n_bytes / 2**30:.3g} GiB of the host's memory "
             "until the answer ends, more than half of what is available"

@@ -25,8 +25,8 @@ class Sampler:
     is_on: Callable[[SamplingParams], bool]  # whether these parameters let it change anything
     # fields of SamplingParams that its function gets, in order; empty: the field with its name
     fields: tuple[str, ...] = ()
-    # What else its function gets: the last tokens of the ``history``, a ``chance`` in [0, 1), or
-    # the texts of breakers, which need the ``vocabulary``.
+    # One more argument of its function: the last tokens of the ``history``, a ``chance`` in [0, 1),
+    # or the texts of breakers, which need the ``vocabulary``. Empty: there is none.
     takes: str = ""
     aliases: tuple[str, ...] = ()  # other spellings that llama.cpp accepts (common/sampling.cpp)
     keeps_best: bool = False  # True: the most likely token always stays the most likely

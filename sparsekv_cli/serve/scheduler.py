@@ -90,7 +90,7 @@ class Scheduler:
         self._attention = lru_cache(N_METHODS)(self._new_attention)
         self._indexes = IndexSizes()
         self._rows = SharedRows(disk_of, self._donors, repair)
-        # Of a prefill within another one.
+        # A short prompt may be read within the prefill of a long one. It does not use the disk.
         self._short_rows = SharedRows(lambda _: None, self._donors, repair)
         self._is_stopping = False
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
