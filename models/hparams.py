@@ -13,7 +13,7 @@ from sparsekv_cli.models.architectures import ARCHITECTURES, Architecture, archi
 from sparsekv_cli.models.gguf.file import GGUFFile, StringArray
 from sparsekv_cli.models.gguf.keys import MAX_TOKENS, ModelKeys
 from sparsekv_cli.models.layers.expert_params import ExpertParams, mixture_of, read_experts
-from sparsekv_cli.models.layers.state_params import StateParams, read_states
+from sparsekv_cli.models.layers.state_params import WITHOUT_HEADS, StateParams, read_states
 from sparsekv_cli.models.layers.window_params import read_sources, read_windows
 from sparsekv_cli.models.rope import RopeParams, check_sections, read_rope, read_window_rope
 from sparsekv_cli.settings.changes import ModelChanges
@@ -249,7 +249,7 @@ def _read_layers(
 ) -> tuple[LayerParams, ...]:
     """Returns the sizes of all n_layer blocks. Blocks from ``n_own`` on have attention."""
     n_head = keys.per_layer("attention.head_count", n_layer, MAX_HEADS)
-    n_head_kv, least = n_head, 0 if architecture.recurrence == "short_convolution" else 1
+    n_head_kv, least = n_head, int(architecture.recurrence not in WITHOUT_HEADS)
     if "attention.head_count_kv" in keys:
         n_head_kv = keys.per_layer("attention.head_count_kv", n_layer, MAX_HEADS, least)
     states = read_states(keys, architecture, n_own, n_embd, n_head_kv[:n_own])

@@ -1,3 +1,3 @@
-"""Recurrent layers: short convolutions and the gated delta net, whose state has a fixed size."""
+"""Recurrent layers, whose state has a fixed size: convolutions, the delta net and Mamba-2."""
 
-MAX_HEAD = 256  # elements of a head of the delta net
+MAX_HEAD = 256  # elements of a key head or a value head

@@ -6,36 +6,31 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (Yang et al., a
 
 with a_t = exp(A softplus(alpha_t + dt)), beta_t = sigmoid(beta_t), q and k of length 1 (q times
 d^-1/2). q, k and v come from a causal convolution with SiLU. o_t gets an RMS norm and the gate
-silu(z_t). Many rows are computed in groups. With G_c = a_1 ... a_c, within a group
-
-    d_c = beta_c (v_c - G_c S_0^T k_c - sum_{s<c} (G_c / G_s) (k_c . k_s) d_s)
-    o_c = G_c S_0^T q_c + sum_{s<=c} (G_c / G_s) (q_c . k_s) d_s
-    S   = G_C S_0 + sum_s (G_C / G_s) k_s d_s^T
-
-so that the state is read and written once a group. 16 columns of the state stay in L1, the sums of
-a group in registers. Value head h uses key head h % n_k, or with ``grouped`` h // (n_v / n_k).
+silu(z_t). Many rows are computed in groups (groups.py). Value head h uses key head h % n_k, or with
+``grouped`` h // (n_v / n_k).
 """
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+from numba import prange
 
 from sparsekv_cli.cpu.jit import llvm
 from sparsekv_cli.cpu.jit.kernel import njit
-from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat, sum_squares
+from sparsekv_cli.cpu.jit.llvm import LANES, sum_squares
 from sparsekv_cli.cpu.jit.threads import PRANGE_ONLY
 from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
 from sparsekv_cli.cpu.layer.prefill import rounded, widen
-from sparsekv_cli.cpu.recurrent import MAX_HEAD
 from sparsekv_cli.cpu.recurrent.convolution import convolution_ref
-
-ROW = MAX_HEAD + LANES  # floats from a row of scratch to the next; no power of two, for L1's sets
-STRETCH = 64  # rows for which the steps of a head are run at a time
-# Rows of a group. A row has two sums and a correction; AVX-512's 32 registers hold those of eight.
-GROUP = 8 if llvm.has_feature("avx512f") else 2
+from sparsekv_cli.cpu.recurrent.groups import (
+    GROUP,
+    N_FACTORS,
+    NO_BIAS,
+    ROW,
+    STRETCH,
+    convolved_head,
+    dots_of_groups,
+    run_groups,
+    softplus,
+)
 
 
 def delta_rule_ref(
@@ -96,151 +91,6 @@ def delta_net_ref(
     return out.reshape(len(raw), -1), rows, states
 
 
-def _group_codegen(n: int) -> Any:
-    """Returns the IR of a group of n rows on all columns of a head; see ``_group_of``."""
-
-    def codegen(context, b, signature, args):
-        state, n_blocks, n_keys, q, k, v, out, factors = args
-
-        def factor(place: int) -> ir.Value:
-            return splat(b, load(b, F32, factors, 4 * place))
-
-        def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
-            return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
-
-        def block(j, carried):
-            columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
-            lanes = b.mul(j, I64(4 * LANES))
-
-            def products(i, sums):
-                row = load(b, VF, b.add(columns, b.mul(i, I64(4 * LANES))))
-                at = b.mul(i, I64(4))
-                new = [llvm.fma(b, element(k, at, c), row, sums[c]) for c in range(n)]
-                return new + [llvm.fma(b, element(q, at, c), row, sums[n + c]) for c in range(n)]
-
-            zeros = [const(F32, 0.0)] * (2 * n)
-            sums = llvm.loop(b, I64(0), n_keys, 1, zeros, products)
-            deltas: list[ir.Value] = []
-            for c in range(n):
-                decay, pairs = factor(c), 3 * n + c * n
-                seen = b.fmul(decay, sums[c])
-                for s in range(c):
-                    seen = llvm.fma(b, factor(pairs + s), deltas[s], seen)
-                value = load(b, VF, b.add(v, lanes), 4 * ROW * c)
-                deltas.append(b.fmul(factor(n + c), b.fsub(value, seen)))
-                result = b.fmul(decay, sums[n + c])
-                for s in range(c + 1):
-                    result = llvm.fma(b, factor(n * n + pairs + s), deltas[s], result)
-                llvm.store(b, result, b.add(out, lanes), 4 * ROW * c)
-            weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
-            decay = factor(n - 1)
-
-            def update(i, carried):
-                place = b.add(columns, b.mul(i, I64(4 * LANES)))
-                row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
-                for s in range(n):
-                    row = llvm.fma(b, element(k, at, s), weights[s], row)
-                llvm.store(b, row, place)
-                return []
-
-            llvm.loop(b, I64(0), n_keys, 1, [], update)
-            return []
-
-        llvm.loop(b, I64(0), n_blocks, 1, [], block)
-        return context.get_dummy_value()
-
-    return codegen
-
-
-def _group_of(n: int) -> Any:
-    """Returns an intrinsic that runs the delta rule on n rows of one head.
-
-    It takes (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32. state (n_blocks,
-    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart. factors: from
-    ``_group_factors``.
-    """
-
-    @intrinsic
-    def group(typingctx, state, n_blocks, n_keys, q, k, v, out, factors):
-        return types.void(*[types.int64] * 8), _group_codegen(n)
-
-    return group
-
-
-_rule_of_group = _group_of(GROUP)
-_rule_of_one = _group_of(1)
-
-
-@intrinsic
-def _dot(typingctx, x, y, count):
-    """Returns x . y of f32 at addresses; count: a multiple of 16."""
-
-    def codegen(context, b, signature, args):
-        def body(j, sums):
-            at = b.mul(j, I64(4))
-            lanes = load(b, VF, b.add(args[0], at)), load(b, VF, b.add(args[1], at))
-            return [llvm.fma(b, *lanes, sums[0])]
-
-        return llvm.sum_lanes(b, llvm.loop(b, I64(0), args[2], LANES, [const(F32, 0.0)], body)[0])
-
-    return types.float32(*[types.int64] * 3), codegen
-
-
-@njit(cache=True, nogil=True)
-def _group_factors(n, log_decay, beta, q, k, width, factors):
-    """Sets the factors of a group of n rows: G_c, beta_c and G_n / G_s (n each), two matrices.
-
-    The matrices (n, n) are (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for
-    s <= c. q, k: addresses of rows of ``width`` elements, a multiple of 16, ROW floats apart.
-    """
-    total = np.float32(1)
-    for c in range(n):
-        decay = np.exp(log_decay[c])
-        total *= decay
-        factors[c], factors[n + c] = total, beta[c]
-        for s in range(c):
-            factors[2 * n + s] *= decay
-        factors[2 * n + c] = 1
-        pairs, row = 3 * n + c * n, 4 * ROW * c
-        for s in range(c + 1):
-            ratio, other = factors[2 * n + s], k + 4 * ROW * s
-            if s < c:
-                factors[pairs + s] = ratio * _dot(k + row, other, width)
-            factors[n * n + pairs + s] = ratio * _dot(q + row, other, width)
-
-
-@njit(cache=True, nogil=True)
-def _convolved_head(raw, start, n_rows, first, d, weight, rows, recent, out):
-    """Writes silu(conv(raw)) of one head's d channels, from ``first`` on, to out (>= n_rows, ROW).
-
-    rows f32 (L - 1, channels): the rows before row ``start``; set to the last rows. Scratch: recent
-    f32 (L - 1 + rows, ROW).
-    """
-    before, last = rows.shape[0], first + d
-    for j in range(before):
-        for c in range(d):
-            recent[j, c] = rows[j, first + c]
-    for t in range(n_rows):
-        source, target = raw[start + t, first:last], recent[before + t]
-        for c in range(d):
-            target[c] = widen(source[c])
-    for t in range(n_rows):
-        total, row, factor = out[t], recent[t + before], weight[before, first:last]
-        for c in range(d):
-            total[c] = factor[c] * row[c]
-        for j in range(before):
-            row, factor = recent[t + j], weight[j, first:last]
-            for c in range(d):
-                total[c] += factor[c] * row[c]
-    for j in range(before):
-        for c in range(d):
-            rows[j, first + c] = recent[n_rows + j, c]
-    recent[0] = np.float32(1)
-    for t in range(n_rows):
-        at = out[t].ctypes.data
-        gate_lanes(out, SILU, at, recent[0].ctypes.data, at, d)
-
-
 @njit(cache=True, nogil=True)
 def _unit(x, n_rows, d, eps, scale):
     """Scales the rows x[:n_rows, :d] to length ``scale``. The padding of d to 16 becomes 0."""
@@ -277,50 +127,36 @@ def delta_net(raw, gates, weight, dt, a, norm, eps, grouped, rows, states, out, 
     updated. d_k, d_v at most MAX_HEAD.
     """
     n_rows, n_v, d_v = raw.shape[0], states.shape[0], norm.shape[0]
-    n_blocks, d_k, n_qkv = states.shape[1], states.shape[2], weight.shape[1]
+    d_k, n_qkv = states.shape[2], weight.shape[1]
     n_k = (n_qkv - n_v * d_v) // (2 * d_k)
-    width = (d_k + LANES - 1) // LANES * LANES
     one, most = np.float32(1), min(STRETCH, n_rows)
     for part in prange(n_threads):
         q, k, v, o = np.zeros((4, most, ROW), np.float32)
         recent = np.zeros((rows.shape[0] + most, ROW), np.float32)
-        factors = np.zeros(3 * GROUP + 2 * GROUP * GROUP, np.float32)
-        log_decay, beta = np.empty(most, np.float32), np.empty(most, np.float32)
+        factors, dots = np.zeros(N_FACTORS, np.float32), np.empty((2, most, GROUP**2), np.float32)
+        log_decay, beta = np.empty((2, most), np.float32)
         for key_head in range(part * n_k // n_threads, (part + 1) * n_k // n_threads):
             for start in range(0, n_rows, STRETCH):
                 n = min(STRETCH, n_rows - start)
                 at = key_head * d_k
-                _convolved_head(raw, start, n, at, d_k, weight, rows, recent, q)
+                convolved_head(raw, start, at, d_k, weight, NO_BIAS, rows, recent, q[:n])
                 _unit(q, n, d_k, eps, one / np.sqrt(np.float32(d_k)))
                 at += n_k * d_k
-                _convolved_head(raw, start, n, at, d_k, weight, rows, recent, k)
+                convolved_head(raw, start, at, d_k, weight, NO_BIAS, rows, recent, k[:n])
                 _unit(k, n, d_k, eps, one)
+                dots_of_groups(n, q, k, d_k, dots[0])
+                dots_of_groups(n, k, k, d_k, dots[1])
                 for j in range(n_v // n_k):
                     h = key_head * (n_v // n_k) + j if grouped else key_head + j * n_k
                     at = 2 * n_k * d_k + h * d_v
-                    _convolved_head(raw, start, n, at, d_v, weight, rows, recent, v)
+                    convolved_head(raw, start, at, d_v, weight, NO_BIAS, rows, recent, v[:n])
                     for t in range(n):
-                        x = widen(gates[start + t, n_v + h]) + dt[h]
-                        log_decay[t] = a[h] * (x if x > 20 else np.log1p(np.exp(x)))
+                        log_decay[t] = a[h] * softplus(widen(gates[start + t, n_v + h]) + dt[h])
                         y = widen(gates[start + t, h])
                         beta[t] = one / (one + np.exp(-y))
-                    state, t = states[h].ctypes.data, 0
-                    while t < n:
-                        size = GROUP if n - t >= GROUP else 1
-                        places = (
-                            q[t].ctypes.data, k[t].ctypes.data, v[t].ctypes.data, o[t].ctypes.data
-                        )  # fmt: skip
-                        _group_factors(
-                            size, log_decay[t:], beta[t:], places[0], places[1], width, factors
-                        )  # fmt: skip
-                        if size == 1:
-                            _rule_of_one(state, n_blocks, d_k, *places, factors.ctypes.data)
-                        else:
-                            _rule_of_group(state, n_blocks, d_k, *places, factors.ctypes.data)
-                        t += size
+                    run_groups(n, log_decay, beta, q, k, v, o, dots, states[h], factors, True)
                     for t in range(n):
                         z = raw[start + t, n_qkv + h * d_v : n_qkv + (h + 1) * d_v]
                         to = out[start + t, h * d_v : (h + 1) * d_v]
                         _gated_norm(o[t], z, norm, eps, recent[0], to)
         llvm.keep(q)
-        llvm.keep(factors)

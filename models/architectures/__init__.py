@@ -14,7 +14,8 @@ from sparsekv_cli.errors import UnsupportedModelError
 # general.architecture; a module of this package has the name, with _ for -.
 ARCHITECTURES = (
     *("deepseek", "ernie4_5", "ernie4_5-moe", "exaone", "exaone4", "gemma2", "gemma3", "gemma4"),
-    *("glm4", "glm4moe", "gpt-oss", "granite", "granitemoe", "lfm2", "lfm2moe", "llama", "minicpm"),
+    *("glm4", "glm4moe", "gpt-oss", "granite", "granitehybrid", "granitemoe", "lfm2", "lfm2moe"),
+    *("llama", "minicpm"),
     *("minimax-m2", "mistral3", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35"),
     *("qwen35moe", "qwen3moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3"),
 )
@@ -100,8 +101,8 @@ class Architecture:
     # In a model with so many layers the softmax scale depends on n_embd / n_head, not on the heads'
     # size. 0: there is no such model.
     wide_scale_layers: int = 0
-    # Layers without attention have ``short_convolution`` or ``delta_net``; empty: all layers
-    # have attention.
+    # Layers without attention have ``short_convolution``, ``delta_net`` or ``mamba2``; empty: all
+    # layers have attention.
     recurrence: str = ""
     # Adjacent value heads of a delta net use one key head, and ssm_ba has beta and alpha of each.
     # False: value head h uses key head h % n_k, and beta and alpha are two tensors.

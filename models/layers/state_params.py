@@ -11,6 +11,7 @@ from sparsekv_cli.models.gguf.keys import ModelKeys
 MAX_LENGTH = 64  # limit of a convolution's length
 MAX_WIDTH = 1 << 24
 MAX_HEADS = 1 << 12
+WITHOUT_HEADS = ("short_convolution", "mamba2")  # recurrent layers have a head_count_kv of 0
 FULL_ATTENTION_INTERVAL = 4  # qwen35's default
 
 
@@ -18,22 +19,25 @@ FULL_ATTENTION_INTERVAL = 4  # qwen35's default
 class StateParams:
     """The sizes of a layer's recurrent part, which replaces attention."""
 
+    recurrence: str  # see Architecture
     length: int  # rows of the convolution's filter
     n_out: int  # elements of the output
-    n_key: int = 0  # key heads of a gated delta net; 0: only a gated convolution
-    n_value: int = 0  # value heads of a gated delta net
-    head_dim: int = 0  # elements of a head
+    n_key: int = 0  # key heads of a delta net, groups of Mamba-2; 0: only a gated convolution
+    n_value: int = 0  # value heads of a delta net, heads of Mamba-2
+    key_dim: int = 0  # elements of a key head
+    value_dim: int = 0  # elements of a value head
     grouped: bool = False  # see Architecture
 
     @property
     def n_mixed(self) -> int:
         """The channels of the convolution."""
-        return (2 * self.n_key + self.n_value) * self.head_dim or self.n_out
+        return 2 * self.n_key * self.key_dim + self.n_out
 
     @property
     def n_bytes(self) -> int:
         """The bytes of a state in f32: the last convolution rows, and a matrix per value head."""
-        return 4 * ((self.length - 1) * self.n_mixed + self.n_value * self.head_dim**2)
+        of_heads = self.n_value * self.key_dim * self.value_dim
+        return 4 * ((self.length - 1) * self.n_mixed + of_heads)
 
 
 def read_states(
@@ -45,24 +49,35 @@ def read_states(
 ) -> list[StateParams | None]:
     """Returns each layer's recurrent part, or None for a layer with attention.
 
-    n_head_kv: KV heads of each layer. With short convolutions a recurrent layer has 0 of them.
+    n_head_kv: KV heads of each layer. With short convolutions or Mamba-2 a recurrent layer has 0.
     """
     recurrence = architecture.recurrence
     if not recurrence:
         return [None] * n_layer
     if recurrence == "short_convolution":
         length = keys.integer("shortconv.l_cache", 2, MAX_LENGTH)
-        return [None if n else StateParams(length, n_embd) for n in n_head_kv]
+        return [None if n else StateParams(recurrence, length, n_embd) for n in n_head_kv]
     length = keys.integer("ssm.conv_kernel", 2, MAX_LENGTH)
-    head_dim = keys.integer("ssm.state_size", 1, MAX_HEAD)
+    key_dim = keys.integer("ssm.state_size", 1, MAX_HEAD)
     n_key = keys.integer("ssm.group_count", 1, MAX_HEADS)
     n_value = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
     if n_value % n_key:
         raise keys.fail("ssm.time_step_rank", f"is {n_value}, no multiple of group_count = {n_key}")
     n_out = keys.integer("ssm.inner_size", 1, MAX_WIDTH)
-    if n_out != n_value * head_dim:
-        raise keys.fail("ssm.inner_size", f"is {n_out}; {n_value} heads have {n_value * head_dim}")
-    params = StateParams(length, n_out, n_key, n_value, head_dim, architecture.grouped_heads)
+    value_dim = key_dim
+    if recurrence == "mamba2":
+        value_dim = n_out // n_value
+        if n_out % n_value or not 1 <= value_dim <= MAX_HEAD:
+            raise keys.fail(
+                "ssm.inner_size", f"is {n_out}; each of {n_value} heads must have 1 to {MAX_HEAD}"
+            )
+    if n_out != n_value * value_dim:
+        raise keys.fail("ssm.inner_size", f"is {n_out}; {n_value} heads have {n_value * value_dim}")
+    params = StateParams(
+        recurrence, length, n_out, n_key, n_value, key_dim, value_dim, architecture.grouped_heads
+    )
+    if recurrence == "mamba2":
+        return [None if n else params for n in n_head_kv]
     return [params if is_recurrent else None for is_recurrent in _recurrent(keys, n_layer)]
 
 

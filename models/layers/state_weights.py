@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekv_cli.cache.state import DeltaNet, GatedConvolution, Recurrence
+from sparsekv_cli.cache.state import DeltaNet, GatedConvolution, Mamba2, Recurrence
 from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.models.gguf.linear import Linear
 from sparsekv_cli.models.layers.state_params import StateParams
@@ -14,8 +14,7 @@ def read_mixer(
     reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float
 ) -> dict[str, Any]:
     """Returns the mixer's fields of StateWeights. reader: a ``WeightsReader``."""
-    of = _short_convolution if not params.n_key else _delta_net
-    wide, gates, output, recurrence = of(reader, prefix, n_embd, params, eps)
+    wide, gates, output, recurrence = MIXERS[params.recurrence](reader, prefix, n_embd, params, eps)
     return {
         "wide": wide,
         "gates": gates,
@@ -36,7 +35,7 @@ def _short_convolution(
 
 
 def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float) -> Mixer:
-    n_value, d, sizes = params.n_value, params.head_dim, (params.n_mixed, params.n_out)
+    n_value, d, sizes = params.n_value, params.key_dim, (params.n_mixed, params.n_out)
     per_key = n_value // params.n_key
     if params.grouped and f"{prefix}ssm_in.weight" in reader.file.tensors:  # the older form
         fused = reader.linear(f"{prefix}ssm_in", sum(sizes), n_embd)
@@ -53,24 +52,47 @@ def _delta_net(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: 
         gates = tuple(_of_rows(fused, rows) for rows in parts)
     else:
         gates = tuple(reader.linear(f"{prefix}ssm_{name}", n_value, n_embd) for name in GATES)
-    a = reader.vector(f"{prefix}ssm_a", n_value)
-    if not (a < 0).all():
-        raise SparseKVError(
-            f"{reader.file.path}: tensor {prefix}ssm_a holds values that are not below 0"
-        )
     recurrence = DeltaNet(
         weight=_filters(reader, f"{prefix}ssm_conv1d.weight", params),
         dt=reader.vector(f"{prefix}ssm_dt.bias", n_value),
-        a=a,
-        norm=reader.vector(f"{prefix}ssm_norm.weight", params.head_dim),
+        a=_decay(reader, prefix, (n_value,)),
+        norm=reader.vector(f"{prefix}ssm_norm.weight", d),
         eps=eps,
-        d_k=params.head_dim,
+        d_k=d,
         grouped=params.grouped,
     )
     return wide, gates, "ssm_out", recurrence
 
 
+def _mamba2(reader: Any, prefix: str, n_embd: int, params: StateParams, eps: float) -> Mixer:
+    n_head, n_out, shape = params.n_value, params.n_out, (params.n_value, 1)
+    wide = (reader.linear(f"{prefix}ssm_in", n_out + params.n_mixed + n_head, n_embd),)
+    norm = reader.floats(f"{prefix}ssm_norm.weight", (params.n_key, n_out // params.n_key))
+    dt, skip = reader.vector(f"{prefix}ssm_dt.bias", n_head), reader.floats(f"{prefix}ssm_d", shape)
+    recurrence = Mamba2(
+        weight=_filters(reader, f"{prefix}ssm_conv1d.weight", params),
+        bias=reader.vector(f"{prefix}ssm_conv1d.bias", params.n_mixed),
+        heads=np.stack([dt, _decay(reader, prefix, shape).reshape(-1), skip.reshape(-1)]),
+        norm=norm.reshape(-1),
+        eps=eps,
+        d_k=params.key_dim,
+        d_v=params.value_dim,
+    )
+    return wide, (), "ssm_out", recurrence
+
+
+MIXERS = {"short_convolution": _short_convolution, "delta_net": _delta_net, "mamba2": _mamba2}
 GATES = ("beta", "alpha")
+
+
+def _decay(reader: Any, prefix: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns ssm_a, f32 of this shape. Raises SparseKVError if a value is not below 0."""
+    a = reader.floats(f"{prefix}ssm_a", shape)
+    if not (a < 0).all():
+        raise SparseKVError(
+            f"{reader.file.path}: tensor {prefix}ssm_a holds values that are not below 0"
+        )
+    return a
 
 
 def _parts(fused: Linear, n_key: int, sizes: tuple[int, ...]) -> list[np.ndarray]:

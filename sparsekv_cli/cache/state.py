@@ -13,7 +13,9 @@ from sparsekv_cli.cache.layer import BoundedCache, Snapshot
 from sparsekv_cli.cache.spec import LayerSpec, Memory, StateInput
 from sparsekv_cli.cpu.jit.pointers import on_lines
 from sparsekv_cli.cpu.recurrent.convolution import gated_convolution
-from sparsekv_cli.cpu.recurrent.delta_net import LANES, STRETCH, delta_net
+from sparsekv_cli.cpu.recurrent.delta_net import delta_net
+from sparsekv_cli.cpu.recurrent.groups import LANES, STRETCH
+from sparsekv_cli.cpu.recurrent.mamba2 import mamba2
 
 DRAFT_BYTES = 8 << 20  # the most bytes of copies of one layer's state during a draft
 STEP = 2048  # tokens between two checkpoints within a message
@@ -75,9 +77,7 @@ class DeltaNet:
         return len(self.a) * len(self.norm)
 
     def new_state(self) -> list[np.ndarray]:
-        shape = (len(self.a), -(-len(self.norm) // LANES), self.d_k, LANES)
-        rows = np.zeros((len(self.weight) - 1, self.weight.shape[1]), np.float32)
-        return [rows, on_lines(shape, np.float32, zeros=True)]
+        return _rows_and_states(self.weight, len(self.a), self.d_k, len(self.norm))
 
     def advance(
         self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
@@ -86,6 +86,43 @@ class DeltaNet:
             x.rows, x.gates, self.weight, self.dt, self.a, self.norm, np.float32(self.eps),
             self.grouped, *state, out, n_threads,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2. cpu/recurrent/mamba2.py describes its weights."""
+
+    weight: np.ndarray
+    bias: np.ndarray
+    heads: np.ndarray
+    norm: np.ndarray
+    eps: float
+    d_k: int  # elements of B and of C in one group
+    d_v: int  # elements of one head
+
+    @property
+    def n_out(self) -> int:
+        return self.heads.shape[1] * self.d_v
+
+    def new_state(self) -> list[np.ndarray]:
+        return _rows_and_states(self.weight, self.heads.shape[1], self.d_k, self.d_v)
+
+    def advance(
+        self, x: StateInput, state: Sequence[np.ndarray], out: np.ndarray, n_threads: int
+    ) -> None:
+        mamba2(
+            x.rows, self.weight, self.bias, self.heads, self.norm, np.float32(self.eps), *state,
+            out, n_threads,
+        )  # fmt: skip
+
+
+def _rows_and_states(weight: np.ndarray, n_head: int, d_k: int, d_v: int) -> list[np.ndarray]:
+    """Returns zeros: the last rows before a convolution, and a matrix (d_k, d_v) of each head.
+
+    A matrix lies in columns of LANES elements: (d_v / LANES rounded up, d_k, LANES).
+    """
+    rows = np.zeros((len(weight) - 1, weight.shape[1]), np.float32)
+    return [rows, on_lines((n_head, -(-d_v // LANES), d_k, LANES), np.float32, zeros=True)]
 
 
 class Checkpoints:

@@ -28,7 +28,7 @@ def messages(*lengths: int) -> list[int]:
     return ids
 
 
-@pytest.fixture(params=["lfm2", "qwen35"])
+@pytest.fixture(params=["lfm2", "qwen35", "granitehybrid"])
 def sequence(request, tiny_model):
     sequence = open_tiny(tiny_model, "full", shape=LONG_CASES[request.param])
     yield sequence

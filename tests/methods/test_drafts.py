@@ -93,7 +93,8 @@ SMALL_STEPS = {"window.N_SPARE": 8, "window.window_rows": lambda n: n + 24, "sta
         (name, case)
         for i, case in enumerate(LONG_CASES)
         for j, name in enumerate(METHODS)
-        if (i + j) % 11 == 0 or case in ("qwen35", "lfm2", "gemma3", "gemma4", "gpt-oss")
+        if (i + j) % 11 == 0
+        or case in ("qwen35", "lfm2", "granitehybrid", "gemma3", "gemma4", "gpt-oss")
     ],
 )
 def test_on_architectures(name, case, sequence_of, monkeypatch):

@@ -35,7 +35,7 @@ from sparsekv_cli.settings.config import SessionConfig
 
 IDS = long_prompt()
 N_DECODED = 40  # of the prompt's last tokens
-RECURRENT = ("lfm2moe_Q8_0", "qwen35")
+RECURRENT = ("lfm2moe_Q8_0", "qwen35", "granitehybrid", "granitehybrid_with_experts")
 
 
 def open_model(path, *, prefill_dtype="f32", ctx_size=LONG_PROMPT + 8, chunk=64, repack="auto"):

@@ -45,6 +45,11 @@ def test_blocks_that_predict_further_tokens_are_not_run(arch, tmp_path):
         ("qwen35", {"qwen35.ssm.conv_kernel": 1}, "ssm.conv_kernel is 1; it must be 2 to 64"),
         ("qwen35", {"qwen35.ssm.conv_kernel": 3}, "ssm_conv1d.weight is 256 x 4"),
         ("qwen3next", {"qwen3next.ssm.group_count": 4}, "attn_qkv.weight is 256 x 128, but"),
+        ("granitehybrid", {"granitehybrid.ssm.inner_size": 250}, "inner_size is 250; each of 8"),
+        ("granitehybrid", {"granitehybrid.ssm.state_size": 300}, "state_size is 300; it must be"),
+        ("granitehybrid", {"granitehybrid.ssm.group_count": 3}, "no multiple of group_count = 3"),
+        ("granitehybrid", {"granitehybrid.ssm.conv_kernel": 3}, "ssm_conv1d.weight is 416 x 4"),
+        ("granitehybrid", {"granitehybrid.ssm.group_count": 1}, "ssm_in.weight is 680 x 128, but"),
         ("lfm2", {"lfm2.shortconv.l_cache": 2}, "shortconv.conv.weight is 128 x 3"),
         ("lfm2moe", {"lfm2moe.expert_gating_func": 1}, "expert_gating_func is 1"),
         ("glm4moe", {"glm4moe.expert_gating_func": 1}, "expert_gating_func is 1"),
@@ -76,10 +81,11 @@ def test_impossible_sizes_are_refused_by_name(arch, metadata, said, tmp_path):
         ("olmo2", "attn_k_norm.weight", "is missing"),
         ("seed_oss", "post_attention_norm.weight", "is missing"),
         ("qwen3next", "attn_q_norm.weight", "is missing"),
+        *(("granitehybrid", f"ssm_{name}", "is missing") for name in ("in.weight", "dt.bias")),
     ],
 )
 def test_a_missing_tensor_is_named(arch, tensor, said, tmp_path):
-    name = f"blk.1.{tensor}"
+    name = f"blk.{int(not tensor.startswith('ssm'))}.{tensor}"
     path = make_model(tmp_path / "model.gguf", **LONG_CASES[arch], omit=[name])
     with pytest.raises(SparseKVError, match=f"tensor {name} {said}"):
         open_sequence(path, Full(), CONFIG)
@@ -104,13 +110,14 @@ def test_a_small_exaone4_has_no_windows(tmp_path):
     np.testing.assert_array_equal(*map(logits, paths))
 
 
-def test_a_gpu_refuses_them_by_name(tmp_path):
+@pytest.mark.parametrize("arch", ["lfm2", "granitehybrid"])
+def test_a_gpu_refuses_them_by_name(arch, tmp_path):
     pytest.importorskip("torch")
     from sparsekv_cli.device.engine import open_device_engine
 
-    path = make_model(tmp_path / "model.gguf", **LONG_CASES["lfm2"])
+    path = make_model(tmp_path / "model.gguf", **LONG_CASES[arch])
     sequence = open_sequence(path, Full(), CONFIG)
-    with pytest.raises(SparseKVError, match="architecture lfm2 with state layers does not run"):
+    with pytest.raises(SparseKVError, match=f"architecture {arch} with state layers does not run"):
         open_device_engine(
             None, sequence.model.hparams, None, None, Full(), CONFIG, 1, 64, None
         )  # fmt: skip

@@ -25,7 +25,10 @@ CASES = {
     "quest": {"budget": "64"},
     "q8_0": {"types": ("q8_0", "q4_0")},
     "gemma4": {"shape": GEMMA4, "dense_layers": "none"},
-    "qwen35": {"shape": LONG_CASES["qwen35"], "dense_layers": "none"},
+    **{
+        name: {"shape": LONG_CASES[name], "dense_layers": "none"}
+        for name in ("qwen35", "granitehybrid")
+    },
 }
 
 

@@ -28,7 +28,8 @@ FILES = files_of(
     "models/decoder.py", "cpu/lfps", "cpu/freekv", "cpu/sals", "cpu/faedkv", "cpu/fasa",
 )  # fmt: skip
 SHARE = 101  # without --all one place of so many is tried
-ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "gemma4")  # windows, states, rows that layers share
+# Windows, states, rows that layers share.
+ARCHITECTURES = ("gemma3", "qwen35", "lfm2", "granitehybrid", "gemma4")
 
 
 class Call(NamedTuple):

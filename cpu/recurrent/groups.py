@@ -1,0 +1,235 @@
+"""Rows of a recurrent layer in groups: a state matrix is read and written once a group.
+
+The delta net and Mamba-2 share these parts. A head has a state S (d_k, d_v). A row c has a query
+q_c, a key k_c and a value v_c. With G_c = a_1 ... a_c, the decays of the group's rows until c:
+
+    o_c = G_c S_0^T q_c + sum_{s<=c} (G_c / G_s) (q_c . k_s) d_s
+    S   = G_C S_0 + sum_s (G_C / G_s) k_s d_s^T
+
+In Mamba-2 d_c = beta_c v_c. The delta rule also corrects what the state has for the key:
+
+    d_c = beta_c (v_c - G_c S_0^T k_c - sum_{s<c} (G_c / G_s) (k_c . k_s) d_s)
+
+16 columns of the state stay in L1, the sums of a group in registers.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from sparsekv_cli.cpu.jit import llvm
+from sparsekv_cli.cpu.jit.kernel import njit
+from sparsekv_cli.cpu.jit.llvm import F32, I64, LANES, VF, const, load, splat
+from sparsekv_cli.cpu.layer.activation import SILU, gate_lanes
+from sparsekv_cli.cpu.layer.prefill import widen
+from sparsekv_cli.cpu.recurrent import MAX_HEAD
+
+ROW = MAX_HEAD + LANES  # floats from a row of scratch to the next; no power of two, for L1's sets
+STRETCH = 64  # rows for which the steps of a head are run at a time
+# Rows of a group. A row has two sums and a correction; AVX-512's 32 registers hold those of eight.
+GROUP = 8 if llvm.has_feature("avx512f") else 2
+N_FACTORS = 3 * GROUP + 2 * GROUP**2
+NO_BIAS = np.empty(0, np.float32)
+
+
+def _group_codegen(n: int, corrects: bool) -> Any:
+    """Returns the IR of a group of n rows on all columns of a head; see ``_group_of``."""
+
+    def codegen(context, b, signature, args):
+        state, n_blocks, n_keys, q, k, v, out, factors = args
+
+        def factor(place: int) -> ir.Value:
+            return splat(b, load(b, F32, factors, 4 * place))
+
+        def element(rows: ir.Value, at: ir.Value, c: int) -> ir.Value:
+            return splat(b, load(b, F32, b.add(rows, at), 4 * ROW * c))
+
+        def block(j, carried):
+            columns = b.add(state, b.mul(j, b.mul(n_keys, I64(4 * LANES))))
+            lanes = b.mul(j, I64(4 * LANES))
+
+            def products(i, sums):
+                row = load(b, VF, b.add(columns, b.mul(i, I64(4 * LANES))))
+                at = b.mul(i, I64(4))
+                pairs = [(rows, c) for rows in ((q, k) if corrects else (q,)) for c in range(n)]
+                return [
+                    llvm.fma(b, element(rows, at, c), row, sums[j])
+                    for j, (rows, c) in enumerate(pairs)
+                ]
+
+            zeros = [const(F32, 0.0)] * (2 * n if corrects else n)
+            sums = llvm.loop(b, I64(0), n_keys, 1, zeros, products)
+            deltas: list[ir.Value] = []
+            for c in range(n):
+                decay, pairs = factor(c), 3 * n + c * n
+                value = load(b, VF, b.add(v, lanes), 4 * ROW * c)
+                if corrects:
+                    seen = b.fmul(decay, sums[n + c])
+                    for s in range(c):
+                        seen = llvm.fma(b, factor(pairs + s), deltas[s], seen)
+                    value = b.fsub(value, seen)
+                deltas.append(b.fmul(factor(n + c), value))
+                result = b.fmul(decay, sums[c])
+                for s in range(c + 1):
+                    result = llvm.fma(b, factor(n * n + pairs + s), deltas[s], result)
+                llvm.store(b, result, b.add(out, lanes), 4 * ROW * c)
+            weights = [b.fmul(factor(2 * n + s), deltas[s]) for s in range(n)]
+            decay = factor(n - 1)
+
+            def update(i, carried):
+                place = b.add(columns, b.mul(i, I64(4 * LANES)))
+                row, at = b.fmul(load(b, VF, place), decay), b.mul(i, I64(4))
+                for s in range(n):
+                    row = llvm.fma(b, element(k, at, s), weights[s], row)
+                llvm.store(b, row, place)
+                return []
+
+            llvm.loop(b, I64(0), n_keys, 1, [], update)
+            return []
+
+        llvm.loop(b, I64(0), n_blocks, 1, [], block)
+        return context.get_dummy_value()
+
+    return codegen
+
+
+def _group_of(n: int, corrects: bool) -> Any:
+    """Returns an intrinsic that runs n rows of one head. corrects: by the delta rule.
+
+    It takes (state, n_blocks, n_keys, q, k, v, out, factors), addresses of f32. state (n_blocks,
+    n_keys, 16) is read and written. Rows of q, k, v and out are ROW floats apart. factors: from
+    ``_group_factors``.
+    """
+
+    @intrinsic
+    def group(typingctx, state, n_blocks, n_keys, q, k, v, out, factors):
+        return types.void(*[types.int64] * 8), _group_codegen(n, corrects)
+
+    return group
+
+
+_delta_of_group, _delta_of_one = _group_of(GROUP, True), _group_of(1, True)
+_sum_of_group, _sum_of_one = _group_of(GROUP, False), _group_of(1, False)
+
+
+@intrinsic
+def _dot(typingctx, x, y, count):
+    """Returns x . y of f32 at addresses; count: a multiple of 16."""
+
+    def codegen(context, b, signature, args):
+        def body(j, sums):
+            at = b.mul(j, I64(4))
+            lanes = load(b, VF, b.add(args[0], at)), load(b, VF, b.add(args[1], at))
+            return [llvm.fma(b, *lanes, sums[0])]
+
+        return llvm.sum_lanes(b, llvm.loop(b, I64(0), args[2], LANES, [const(F32, 0.0)], body)[0])
+
+    return types.float32(*[types.int64] * 3), codegen
+
+
+@njit(cache=True, nogil=True)
+def softplus(x):
+    """Returns log(1 + exp(x)); x itself above 20."""
+    return x if x > 20 else np.log1p(np.exp(x))
+
+
+@njit(cache=True, nogil=True)
+def dots_of_groups(n, x, y, d, dots):
+    """Sets dots[t, size c + s] = x_{t+c} . y_{t+s}, s <= c < size, for the groups of n rows.
+
+    x, y f32 (>= n, ROW), whose first d elements are followed by zeros. t: the first row of a group.
+    """
+    width, t = (d + LANES - 1) // LANES * LANES, 0
+    while t < n:
+        size = GROUP if n - t >= GROUP else 1
+        at, other = x[t].ctypes.data, y[t].ctypes.data
+        for c in range(size):
+            for s in range(c + 1):
+                dots[t, size * c + s] = _dot(at + 4 * ROW * c, other + 4 * ROW * s, width)
+        t += size
+
+
+@njit(cache=True, nogil=True)
+def _group_factors(n, log_decay, beta, of_queries, of_keys, factors):
+    """Sets the factors of a group of n rows: G_c, beta_c and G_n / G_s (n each), two matrices.
+
+    The matrices (n, n) are (G_c / G_s) (k_c . k_s) for s < c and (G_c / G_s) (q_c . k_s) for
+    s <= c. of_queries, of_keys: the products q_c . k_s and k_c . k_s, from ``dots_of_groups``.
+    """
+    total = np.float32(1)
+    for c in range(n):
+        decay = np.exp(log_decay[c])
+        total *= decay
+        factors[c], factors[n + c] = total, beta[c]
+        for s in range(c):
+            factors[2 * n + s] *= decay
+        factors[2 * n + c] = 1
+        for s in range(c + 1):
+            ratio, at = factors[2 * n + s], n * c + s
+            factors[3 * n + at] = ratio * of_keys[at]
+            factors[n * n + 3 * n + at] = ratio * of_queries[at]
+
+
+@njit(cache=True, nogil=True)
+def run_groups(n, log_decay, beta, q, k, v, out, dots, state, factors, corrects):
+    """Sets out = S^T q of n rows of a head, and advances its state. corrects: by the delta rule.
+
+    q, k, v, out f32 (>= n, ROW). log_decay, beta f32 (>= n,). dots f32 (2, >= n, GROUP^2): q . k
+    and k . k, from ``dots_of_groups``. Without ``corrects`` k . k is not used. state f32 (n_blocks,
+    d_k, 16). Scratch: factors f32 (N_FACTORS,).
+    """
+    n_blocks, d_k, at, t = state.shape[0], state.shape[1], state.ctypes.data, 0
+    while t < n:
+        size = GROUP if n - t >= GROUP else 1
+        _group_factors(size, log_decay[t:], beta[t:], dots[0, t], dots[1, t], factors)
+        places = q[t].ctypes.data, k[t].ctypes.data, v[t].ctypes.data, out[t].ctypes.data
+        if corrects and size == 1:
+            _delta_of_one(at, n_blocks, d_k, *places, factors.ctypes.data)
+        elif corrects:
+            _delta_of_group(at, n_blocks, d_k, *places, factors.ctypes.data)
+        elif size == 1:
+            _sum_of_one(at, n_blocks, d_k, *places, factors.ctypes.data)
+        else:
+            _sum_of_group(at, n_blocks, d_k, *places, factors.ctypes.data)
+        t += size
+    llvm.keep(factors)
+
+
+@njit(cache=True, nogil=True)
+def convolved_head(raw, start, first, d, weight, bias, rows, recent, out):
+    """Writes silu(conv(raw) + bias) of one head's d channels, from ``first`` on, to out (n, ROW).
+
+    It takes n rows of raw (T, channels) from row ``start`` on. bias f32 (channels,) or empty. rows
+    f32 (L - 1, channels): the rows before row ``start``; set to the last rows. Scratch: recent f32
+    (>= L - 1 + n, ROW).
+    """
+    n_rows = out.shape[0]
+    before, last = rows.shape[0], first + d
+    for j in range(before):
+        for c in range(d):
+            recent[j, c] = rows[j, first + c]
+    for t in range(n_rows):
+        source, target = raw[start + t, first:last], recent[before + t]
+        for c in range(d):
+            target[c] = widen(source[c])
+    for t in range(n_rows):
+        total, row, factor = out[t], recent[t + before], weight[before, first:last]
+        for c in range(d):
+            total[c] = factor[c] * row[c]
+        for j in range(before):
+            row, factor = recent[t + j], weight[j, first:last]
+            for c in range(d):
+                total[c] += factor[c] * row[c]
+        if bias.shape[0]:
+            for c in range(d):
+                total[c] += bias[first + c]
+    for j in range(before):
+        for c in range(d):
+            rows[j, first + c] = recent[n_rows + j, c]
+    recent[0] = np.float32(1)
+    for t in range(n_rows):
+        at = out[t].ctypes.data
+        gate_lanes(out, SILU, at, recent[0].ctypes.data, at, d)
