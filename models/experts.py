@@ -60,7 +60,10 @@ def prefill_experts(
     weights = np.zeros((n_rows, n_used), np.float32)
     bias = routing.NO_BIAS if ffn.choice_bias is None else ffn.choice_bias
     is_sigmoid = params.gating == "sigmoid"
-    routing.route_rows(logits, bias, is_sigmoid, params.normalised, chosen, weights, n_threads)
+    groups = params.n_group, params.n_group_used
+    routing.route_rows(
+        logits, bias, is_sigmoid, params.normalised, groups, chosen, weights, n_threads
+    )
     if ffn.scales is not None:
         weights *= ffn.scales[chosen]
     offsets, taken = np.zeros(params.n_expert + 1, np.int64), np.zeros(places.size, np.int64)
@@ -135,6 +138,8 @@ class ExpertSteps:
                 n_parts=len(ffn.experts.gate_up),
                 sigmoid=ffn.params.gating == "sigmoid",
                 normalised=ffn.params.normalised,
+                n_group=ffn.params.n_group,
+                n_group_used=ffn.params.n_group_used,
                 matrices=table,
                 choice_bias=ffn.choice_bias,
                 router_bias=ffn.router.bias,

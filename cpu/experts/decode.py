@@ -279,8 +279,10 @@ def add_experts(at, mixture_at, n_rows, n_threads):
     for b in range(n_rows):
         for e in range(mixture.router_bias.shape[0]):
             logits[b, e] += mixture.router_bias[e]
-        bias, sigmoid = mixture.choice_bias, mixture.sigmoid
-        route_row(logits[b], bias, sigmoid, mixture.normalised, chosen[b], weights[b])
+        route_row(
+            logits[b], mixture.choice_bias, mixture.sigmoid, mixture.normalised,
+            (mixture.n_group, mixture.n_group_used), chosen[b], weights[b],
+        )  # fmt: skip
         if mixture.result_scale.shape[0]:
             for j in range(n_used):
                 weights[b, j] *= mixture.result_scale[chosen[b, j]]

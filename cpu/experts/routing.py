@@ -12,6 +12,7 @@ LEAST_SUM = np.float32(2**-14)  # the smallest normal f16, as in llama.cpp's bui
 
 
 NO_BIAS = np.empty(0, np.float32)
+ALL_GROUPS = (1, 1)  # one group, which is used
 
 
 @njit(cache=True, nogil=True)
@@ -27,12 +28,41 @@ def _softmax(logits):
 
 
 @njit(cache=True, nogil=True)
-def route_row(logits, bias, sigmoid, normalised, chosen, weights):
+def _leave_out_groups(values, n_group, n_group_used):
+    """Sets the values f32 (experts,) of all groups but the best to CHOSEN.
+
+    A group has as many experts as each other, one after another. It counts as the sum of its two
+    largest values. The first of several equal groups is used.
+    """
+    size = values.shape[0] // n_group
+    sums = np.empty(n_group, np.float32)
+    for g in range(n_group):
+        first = second = CHOSEN
+        for e in range(g * size, (g + 1) * size):
+            if values[e] > first:
+                first, second = values[e], first
+            elif values[e] > second:
+                second = values[e]
+        sums[g] = first + second
+    for _ in range(n_group - n_group_used):
+        worst = n_group - 1
+        while sums[worst] == np.inf:
+            worst -= 1
+        for g in range(worst - 1, -1, -1):
+            if sums[g] < sums[worst]:
+                worst = g
+        sums[worst] = np.inf
+        values[worst * size : (worst + 1) * size] = CHOSEN
+
+
+@njit(cache=True, nogil=True)
+def route_row(logits, bias, sigmoid, normalised, groups, chosen, weights):
     """Sets chosen int64 (used,) to the experts of one row, best first, and weights f32 (used,).
 
     logits f32 (experts,) are overwritten. Weights are the softmax of the logits, or with
     ``sigmoid`` the sigmoid of each. With a bias f32 (experts,) the best experts have the largest
-    weight plus bias. The first of several equal experts is chosen.
+    weight plus bias. The first of several equal experts is chosen. groups: the number of groups of
+    experts, and how many of them are used. The best groups have the largest sum of their two best.
     """
     if sigmoid:
         for e in range(logits.shape[0]):
@@ -41,6 +71,8 @@ def route_row(logits, bias, sigmoid, normalised, chosen, weights):
         _softmax(logits)
     for e in range(bias.shape[0]):
         logits[e] += bias[e]
+    if groups[1] < groups[0]:
+        _leave_out_groups(logits, groups[0], groups[1])
     weight = np.float32(0)
     for j in range(chosen.shape[0]):
         best = 0
@@ -60,16 +92,21 @@ def route_row(logits, bias, sigmoid, normalised, chosen, weights):
 
 
 @njit(cache=True, nogil=True, parallel=PRANGE_ONLY)
-def route_rows(logits, bias, sigmoid, normalised, chosen, weights, n_threads):
+def route_rows(logits, bias, sigmoid, normalised, groups, chosen, weights, n_threads):
     """Runs ``route_row`` for T rows: logits (T, experts), chosen and weights (T, used)."""
     n_rows = logits.shape[0]
     for part in prange(n_threads):
         for t in range(part * n_rows // n_threads, (part + 1) * n_rows // n_threads):
-            route_row(logits[t], bias, sigmoid, normalised, chosen[t], weights[t])
+            route_row(logits[t], bias, sigmoid, normalised, groups, chosen[t], weights[t])
 
 
 def route_ref(
-    logits: np.ndarray, bias: np.ndarray, n_used: int, normalised: bool, sigmoid: bool = False
+    logits: np.ndarray,
+    bias: np.ndarray,
+    n_used: int,
+    normalised: bool,
+    sigmoid: bool = False,
+    groups: tuple[int, int] = ALL_GROUPS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """numpy reference: returns each row's experts, best first (T, used), and their weights."""
     shifted = np.exp(logits - logits.max(1, keepdims=True))
@@ -77,6 +114,9 @@ def route_ref(
     if sigmoid:
         shares = 1 / (1 + np.exp(-logits))
     order = -(shares + bias) if len(bias) else -shares
+    of_group = np.sort(order.reshape(len(order), groups[0], -1), axis=2)[..., :2].sum(2)
+    worse = np.argsort(of_group, axis=1, kind="stable")[:, groups[1] :]
+    np.put_along_axis(order.reshape(len(order), groups[0], -1), worse[..., None], np.inf, axis=1)
     chosen = np.argsort(order, axis=1, kind="stable")[:, :n_used]
     weights = np.take_along_axis(shares, chosen, axis=1)
     if normalised:

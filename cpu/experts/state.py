@@ -31,6 +31,8 @@ class MixtureState(KernelFields):
     n_parts: int  # matrices of gate and up: two, or one if they are merged
     sigmoid: bool  # whether the weights are sigmoids, not a softmax
     normalised: bool  # whether the weights of the chosen experts sum to 1
+    n_group: int  # groups of experts
+    n_group_used: int  # groups from which a row's experts are chosen
 
     # The first expert's matrices, down last; the others follow.
     matrices: np.ndarray = i64("n_matrices", N_COLUMNS)

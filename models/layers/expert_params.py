@@ -28,6 +28,8 @@ class ExpertParams:
     normed: bool = False
     scale: float = 1.0  # factor of the weights
     choice_bias: str = ""
+    n_group: int = 1  # groups of as many experts each
+    n_group_used: int = 1  # groups from which a token's experts are chosen
 
 
 def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
@@ -49,8 +51,10 @@ def mixture_of(keys: ModelKeys, architecture: Architecture) -> Mixture | None:
     known_gating = (0, SOFTMAX, SOFTMAX_WEIGHT)[: 2 + mixture.normalised]
     if mixture.gating == "sigmoid":
         known_gating = (0, SIGMOID)
+    if mixture.gating == "stated":
+        known_gating = (0, SOFTMAX, SIGMOID)
     for name, known in (
-        ("expert_group_count", (0, 1)),
+        ("expert_group_count", range(n_expert) if mixture.grouped else (0, 1)),
         ("expert_gating_func", known_gating),
         ("leading_dense_block_count", (0,)),
         ("interleave_moe_layer_step", (0, 1)),
@@ -98,7 +102,30 @@ def read_experts(
     if mixture.weighted:
         is_normed = keys.flag("expert_weights_norm", is_normed)
         factor = keys.number("expert_weights_scale", low=0.0, default=1.0) or 1.0
+    gating = mixture.gating
+    if gating == "stated":
+        stated = keys.integer("expert_gating_func", 0, MAX_TOKENS, default=0)
+        gating = "sigmoid" if stated == SIGMOID else "softmax"
+    n_group, n_group_used = _read_groups(keys, n_expert, n_used) if mixture.grouped else (1, 1)
     return ExpertParams(
-        n_expert, n_used, length, n_shared, is_gated, is_normed, mixture.gating,
-        mixture.shared == "dense", factor, mixture.choice_bias,
+        n_expert, n_used, length, n_shared, is_gated, is_normed, gating,
+        mixture.shared == "dense", factor, mixture.choice_bias, n_group, n_group_used,
     )  # fmt: skip
+
+
+def _read_groups(keys: ModelKeys, n_expert: int, n_used: int) -> tuple[int, int]:
+    """Returns the number of groups of experts, and how many of them a token uses."""
+    n_group = keys.integer("expert_group_count", 0, n_expert, default=1)
+    if n_group < 2:
+        return 1, 1
+    if n_expert % n_group or n_expert < 2 * n_group:
+        raise keys.fail(
+            "expert_group_count", f"is {n_group}; it must divide {n_expert} experts by 2 or more"
+        )
+    n_group_used = keys.integer("expert_group_used_count", 1, n_group)
+    if n_group_used * (n_expert // n_group) < n_used:
+        raise keys.fail(
+            "expert_group_used_count",
+            f"is {n_group_used}; its groups have fewer than expert_used_count = {n_used} experts",
+        )
+    return n_group, n_group_used

@@ -7,11 +7,16 @@ from sparsekv_cli.cpu.experts import routing
 
 
 def routed(
-    logits: np.ndarray, n_used: int, normalised: bool, bias=routing.NO_BIAS, sigmoid: bool = False
+    logits: np.ndarray,
+    n_used: int,
+    normalised: bool,
+    bias=routing.NO_BIAS,
+    sigmoid: bool = False,
+    groups=routing.ALL_GROUPS,
 ):
     chosen = np.full((len(logits), n_used), -9)
     weights = np.full((len(logits), n_used), np.nan, np.float32)
-    routing.route_rows(logits.copy(), bias, sigmoid, normalised, chosen, weights, 2)
+    routing.route_rows(logits.copy(), bias, sigmoid, normalised, groups, chosen, weights, 2)
     return chosen, weights
 
 
@@ -28,6 +33,24 @@ def test_the_choice_and_its_weights(size, n_expert, n_used, normalised):
     np.testing.assert_allclose(*shares, atol=1e-6 * size)  # the same but for ties by rounding
     if normalised:
         np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("groups", [(4, 1), (4, 3), (12, 5), (2, 2)])
+def test_only_the_best_groups_are_used(groups):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((37, 24)).astype(np.float32)
+    bias = rng.standard_normal(24).astype(np.float32)
+    chosen, weights = routed(logits, 5, True, bias, True, groups)
+    expected, expected_weights = routing.route_ref(logits, bias, 5, True, True, groups)
+    np.testing.assert_array_equal(chosen, expected)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
+    of_group = chosen // (24 // groups[0])
+    assert all(len(set(row)) <= groups[1] for row in of_group)
+
+
+def test_equal_groups_are_used_in_their_order():
+    chosen, _ = routed(np.zeros((2, 12), np.float32), 3, True, groups=(4, 1))
+    np.testing.assert_array_equal(chosen, [[0, 1, 2]] * 2)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
