@@ -21,7 +21,8 @@ from sparsekv_cli.methods import build_method, depth
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.models.architectures import architecture_of
 from sparsekv_cli.models.gguf.file import GGUFFile, open_gguf
-from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.models.sources.locate import resolve_model
 from sparsekv_cli.models.weights import read_weights
 from sparsekv_cli.sequence import Attention, Sequence
@@ -120,7 +121,7 @@ class Model:
         is known only for steps on the host. Raises SparseKVError for a method that the model's
         layers do not allow.
         """
-        method.check_layers([layer.kind for layer in self.hparams.layers])
+        method.check_layers(self.hparams.layers)
         specs = self.prepare(method, on_compile, on_calibrate)
         n = self.sparse_from_of(method, sparse_from)
         return Attention(depth.with_sparse_from(method, n) if n else method, specs, n)
@@ -190,7 +191,7 @@ def load_model(
             raise OptionError(
                 f"--speculate mtp: {path} has no next-token block that can make drafts"
             )
-        method.check_layers([layer.kind for layer in hparams.layers])
+        method.check_layers(hparams.layers)
         n_ctx = config.ctx_size or min(hparams.n_ctx_train, most or hparams.n_ctx_train)
         if config.draft_model:
             draft = _load_draft(file, config, n_ctx, on_compile, on_calibrate)

@@ -118,7 +118,7 @@ class SparseAttention:
         rows = self._rows
         rows.n = 0
         rows.reserve(n_past + n_new)
-        for given, to in ((store.k, rows.k), (store.v, rows.v)):
+        for given, to in zip(store.arrays, rows.arrays, strict=True):
             for head, listed, of_head in zip(given, chosen, to, strict=True):
                 in_pages = head[:first].reshape(-1, PAGE, head.shape[1])
                 np.take(in_pages, listed, 0, of_head[:n_past].reshape(-1, PAGE, head.shape[1]))

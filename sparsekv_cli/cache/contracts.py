@@ -62,9 +62,9 @@ class StoreContract(ABC):
         """Calls ``write(k, v)`` with memory for rows first .. stop - 1, each (G, T, items).
 
         The store must have room for these rows. The items are those of ``spec``'s types of rows, as
-        in a KVStore. ``n`` stays as it is.
+        in a KVStore. If V is K, v has no items. ``n`` stays as it is.
         """
-        write(self.store.k[:, first:stop], self.store.v[:, first:stop])
+        write(self.store.k[:, first:stop], self.store.own_v[:, first:stop])
 
     @abstractmethod
     def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:

@@ -88,7 +88,8 @@ def share_prefix(
         first = to.n
         to.reserve(n_room)
         if not to.is_shared:
-            to.k[:, first:n], to.v[:, first:n] = of.k[:, first:n], of.v[:, first:n]
+            for rows, given_rows in zip(to.arrays, of.arrays, strict=True):
+                rows[:, first:n] = given_rows[:, first:n]
         to.n = n
     for cache, other in zip(given, into, strict=True):
         if type(cache) is type(other):
@@ -138,7 +139,9 @@ def hand_over(
         if cache.spec.kind == FULL:
             of, to = cache.store, into.store
             to.reserve(n_room)
-            to.k[:, :n], to.v[:, :n], to.n = of.k[:, :n], of.v[:, :n], n
+            for rows, given in zip(to.arrays, of.arrays, strict=True):
+                rows[:, :n] = given[:, :n]
+            to.n = n
         taken.append(into if cache.spec.kind == FULL else cache)
     return taken
 

@@ -48,8 +48,8 @@ class LayerCache(PrefillContract, UndoContract):
     def rows_of(self, first: int, stop: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         store = self.store
         if self.can_prefill_in_parts:  # the rows stay where they are
-            return lambda: (store.k[:, first:stop], store.v[:, first:stop])
-        k, v = (rows[:, first:stop].copy() for rows in (store.k, store.v))
+            return lambda: (store.k[:, first:stop], store.own_v[:, first:stop])
+        k, v = (rows[:, first:stop].copy() for rows in (store.k, store.own_v))
         return lambda: (k, v)
 
     def decode_rows(self, rows: Sequence[Any]) -> Any:
@@ -244,7 +244,7 @@ class EvictingCache(LayerCache):
         old, n, m = self.store, self.n, slots.shape[1]
         store = KVStore(self.spec)
         store.reserve(m + n_room)
-        for source, target in ((old.k, store.k), (old.v, store.v)):
+        for source, target in zip(old.arrays, store.arrays, strict=True):
             for kv_head, rows in enumerate(slots):
                 target[kv_head, :m] = source[kv_head, rows]
         store.n = m

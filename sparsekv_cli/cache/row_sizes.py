@@ -26,6 +26,8 @@ class Sizes(Protocol):
     def kind(self) -> str: ...
     @property
     def source(self) -> int: ...
+    @property
+    def v_is_k(self) -> bool: ...
 
 
 def padded(d: int) -> int:
@@ -43,8 +45,10 @@ def token_bytes(layers: Iterable[Sizes], cache_type_k: str, cache_type_v: str) -
 
 
 def layer_bytes(layer: Sizes, cache_type_k: str, cache_type_v: str) -> int:
-    """Returns the bytes of one token's K and V in one layer."""
+    """Returns the bytes of one token's K and V in one layer. If V is K, they count once."""
     k = rows.row_bytes(CACHE_TYPES[cache_type_k], padded(layer.head_dim))
+    if layer.v_is_k:
+        return layer.n_head_kv * k
     v = rows.row_bytes(CACHE_TYPES[cache_type_v], padded(layer.value_dim))
     return layer.n_head_kv * (k + v)
 

@@ -80,6 +80,9 @@ class LayerSpec:
     recurrence: Any = field(default=None, compare=False)
     n_checkpoints: int = N_CHECKPOINTS  # the most checkpoints that a recurrent layer keeps
     source: int = -1  # the earlier layer whose rows this one reads; -1: it has its own
+    # A token has one row, which is its key and its value: latent attention. The values' rotated
+    # dims mean nothing.
+    v_is_k: bool = False
     n_full: int = 0  # number of full layers in the model
     full_place: int = 0  # number of full layers before this one
 

@@ -88,7 +88,7 @@ class Prefix:
         self.n, self.file = n, file
         self.starts = list[tuple[int, ...]]()  # for K and for V: first byte of each kv head
         self.users: weakref.WeakSet[KVStore] = weakref.WeakSet()
-        for of_heads in (store.k, store.v):
+        for of_heads in store.arrays:
             n_bytes = n * row_bytes_of(of_heads)
             self.starts.append(tuple(start + h * n_bytes for h in range(len(of_heads))))
             for at, head in zip(self.starts[-1], of_heads, strict=True):
@@ -104,8 +104,9 @@ def row_bytes_of(x: np.ndarray) -> int:
 class KVStore:
     """K and V of one layer in host memory: arrays (G, capacity, n_items) that grow in steps.
 
-    k, v: the rows, of the types that ``spec`` names. n: the number of rows in use. layout: int64
-    (8,), the places of the rows for kernels (cpu/attention/rows.py). is_shared: whether the rows
+    k, v: the rows, of the types that ``spec`` names. They are one array if ``spec.v_is_k``. n: the
+    number of rows in use. layout: int64 (8,), the places of the rows for kernels
+    (cpu/attention/rows.py). is_shared: whether the rows
     are in another layer's store. can_share_rows: whether other stores may read the rows in this
     store's memory. prefix: memory with the first ``n_prefix`` rows, which other stores also read,
     or None.
@@ -123,11 +124,18 @@ class KVStore:
             prepare(each.kind)
         self.n = 0
         self._n_threads = spec.n_threads
-        k, v = (
-            np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype)
-            for each in (self.k_type, self.v_type)
-        )
-        self._use(k, v)
+        types = (self.k_type,) if spec.v_is_k else (self.k_type, self.v_type)
+        self._use(*(np.zeros((spec.n_head_kv, 0, each.n_items), each.dtype) for each in types))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays of the rows: K and V, or K alone if V is K."""
+        return (self.k,) if self.v is self.k else (self.k, self.v)
+
+    @property
+    def own_v(self) -> np.ndarray:
+        """V, or rows without items (G, capacity, 0) if V is K."""
+        return self.v[..., :0] if self.v is self.k else self.v
 
     @property
     def capacity(self) -> int:
@@ -136,7 +144,7 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the store's memory. Stores that read one prefix count equal shares of it."""
-        return self.k.nbytes + self.v.nbytes - self.n_spared
+        return sum(each.nbytes for each in self.arrays) - self.n_spared
 
     @property
     def n_spared(self) -> int:
@@ -160,13 +168,13 @@ class KVStore:
 
         With rows of 256 bytes and pages of 4096 bytes, n_whole(100) is 96.
         """
-        least = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes_of(x)) for x in (self.k, self.v)))
+        least = math.lcm(*(PAGE // math.gcd(PAGE, row_bytes_of(x)) for x in self.arrays))
         return n // least * least
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in one kv head."""
-        return row_bytes_of(self.k) + row_bytes_of(self.v)
+        return sum(map(row_bytes_of, self.arrays))
 
     def reserve(self, n: int) -> None:
         """Makes room for ``n`` rows: exactly n if the store is empty, else at least an eighth more.
@@ -194,16 +202,16 @@ class KVStore:
 
     def _move(self, capacity: int) -> None:
         """Moves the rows to memory for ``capacity`` rows. The prefix is not copied."""
-        old, n_kv_head, first = (self.k, self.v), len(self.k), self.n_prefix
+        old, n_kv_head, first = self.arrays, len(self.k), self.n_prefix
         n_bytes = [capacity * row_bytes_of(x) for x in old]  # bytes of one kv head's K and V
         if self.prefix is None:
             # In one piece: numpy asks for huge pages from 4 MB on. With small pages, gathering rows
             # costs lfps 5% of a token at 8192 rows.
-            starts = (0, -(-n_kv_head * n_bytes[0] // LINE) * LINE)
-            block = on_lines(starts[1] + n_kv_head * n_bytes[1], np.uint8)
+            starts = (0, -(-n_kv_head * n_bytes[0] // LINE) * LINE)[: len(old)]
+            block = on_lines(starts[-1] + n_kv_head * n_bytes[-1], np.uint8)
         else:
             n_bytes = [-(-n // PAGE) * PAGE for n in n_bytes]
-            starts = (0, n_kv_head * n_bytes[0])
+            starts = (0, n_kv_head * n_bytes[0])[: len(old)]
             parts = [
                 Part(to + h * n_head, of_heads[h], first * row_bytes_of(x))
                 for to, n_head, of_heads, x in zip(
@@ -223,8 +231,12 @@ class KVStore:
             new[:, first : self.n] = x[:, first : self.n]
         self._use(*moved)
 
-    def _use(self, k: np.ndarray, v: np.ndarray) -> None:
-        """Replaces the arrays in one statement: another thread may be writing rows to disk."""
+    def _use(self, k: np.ndarray, *own_v: np.ndarray) -> None:
+        """Replaces the arrays in one statement: another thread may be writing rows to disk.
+
+        own_v: V, unless it is K.
+        """
+        v = own_v[0] if own_v else k
         layout = rows.layout_of(k, v, self.k_type.kind, self.v_type.kind)
         self.k, self.v, self.layout = k, v, layout
 
@@ -238,9 +250,11 @@ class KVStore:
     def write(self, at: np.ndarray | slice, k: np.ndarray, v: np.ndarray) -> None:
         """Writes T rows to the places ``at``, all below ``capacity``. ``n`` stays as it is.
 
-        at: a slice, or int (T,). k (G, T, d) and v (G, T, d_v) are as in ``append``.
+        at: a slice, or int (T,). k (G, T, d) and v (G, T, d_v) are as in ``append``. v is not read
+        if V is K.
         """
-        for held, of_type, x in ((self.k, self.k_type, k), (self.v, self.v_type, v)):
+        types = self.k_type, self.v_type
+        for held, of_type, x in zip(self.arrays, types, (k, v), strict=False):
             if isinstance(at, slice):
                 of_type.write(held[:, at], x, self._n_threads)
             else:
@@ -276,7 +290,10 @@ class KVStore:
         """Returns a store with copies of the first n rows, and room for ``n_room`` more."""
         new = copy.copy(self)
         new.prefix, new.n_prefix = None, 0
-        new.k, new.v, new.n = self.k[:, :0], self.v[:, :0], 0
+        new._use(*(each[:, :0] for each in self.arrays))
+        new.n = 0
         new.reserve(n + n_room)
-        new.k[:, :n], new.v[:, :n], new.n = self.k[:, :n], self.v[:, :n], n
+        for to, of in zip(new.arrays, self.arrays, strict=True):
+            to[:, :n] = of[:, :n]
+        new.n = n
         return new

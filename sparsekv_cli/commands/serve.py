@@ -282,11 +282,11 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
     """Sets the fields of ``hosted`` for /v1/models from the model's header, or its problem."""
     from sparsekv_cli.calibration.calibrations import Calibrations
     from sparsekv_cli.generation.conversation import chat_template
+    from sparsekv_cli.methods import usable_methods
     from sparsekv_cli.models.chat.thinking import switch_of
     from sparsekv_cli.models.gguf.file import open_gguf
     from sparsekv_cli.models.hparams import read_hparams
     from sparsekv_cli.models.identity import identity_in
-    from sparsekv_cli.serve.requests import usable_methods
 
     config = hosted.config
     sidecar = Path(config.calibration) if config.calibration else None
@@ -296,10 +296,9 @@ def describe(hosted: HostedModel, options: ModelOptions) -> None:
             hparams, hosted.n_bytes = read_hparams(file), file.size
             identity = identity_in(file, hparams, config.ctx_size)
             calibrations = Calibrations(file, hparams, identity, None, lambda text: [], sidecar)
-            kinds = [layer.kind for layer in hparams.layers]
             hosted.about = {
                 "context_length": config.ctx_size or hparams.n_ctx_train,
-                "methods": usable_methods(kinds, options.method, calibrations.has),
+                "methods": usable_methods(hparams.layers, options.method, calibrations.has),
                 "thinking_switch": switch_of(chat_template(file)),
             }
     except SparseKVError as error:

@@ -1,13 +1,15 @@
 """The methods: one paper, one file. docs/extending.md says how to add one."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from importlib import import_module
 from typing import Any
 
+from sparsekv_cli.cache.row_sizes import Sizes
 from sparsekv_cli.cache.spec import Budget, parse_layers
 from sparsekv_cli.calibration.run import CALIBRATION
+from sparsekv_cli.errors import SparseKVError
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.settings.option import (
     allowed_values,
@@ -43,6 +45,22 @@ def method_class(name: str) -> type[Method]:
 def calibrated_methods() -> list[str]:
     """Returns the names of all methods that need a calibration."""
     return [name for name in METHODS if method_class(name).needs == CALIBRATION]
+
+
+def usable_methods(
+    layers: Sequence[Sizes], default: str, is_calibrated: Callable[[Method], bool]
+) -> list[str]:
+    """Returns the methods that the layers allow and that need no further measurement."""
+
+    def is_usable(name: str) -> bool:
+        try:
+            method = build_method(name, {})
+            method.check_layers(layers)
+            return name == default or is_calibrated(method)
+        except (ValueError, SparseKVError):
+            return False
+
+    return [name for name in METHODS if is_usable(name)]
 
 
 def build_method(name: str, options: Mapping[str, str], **named: str | None) -> Method:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsekv_cli.cache.kinds import CACHES
 from sparsekv_cli.cache.layer import DenseCache, LayerCache
+from sparsekv_cli.cache.row_sizes import Sizes
 from sparsekv_cli.cache.spec import FULL, Budget, LayerSpec
 from sparsekv_cli.cache.store import CACHE_TYPES
 from sparsekv_cli.calibration.run import CalibrationArray, CalibrationRun
@@ -46,6 +47,8 @@ class Method(ABC):
     # How many rows a dense step reads in the time of one query head's work in a sparse step
     # (depth.py). 0: the method is never sparse, or does not keep all rows.
     work_of_a_head: ClassVar[int] = 0
+    # Why V must not be K, as in latent attention; empty: it may be.
+    needs_values: ClassVar[str] = ""
     # The option values of each preset, by name. Options that the user gives override them.
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     renamed: ClassVar[dict[str, str]] = {}  # old names of options -> their present names
@@ -96,14 +99,17 @@ class Method(ABC):
             at, n = spec.full_place, spec.n_full
         return spec.kind != FULL or at in {i % n for i in self.dense_layers if -n <= i < n}
 
-    def check_layers(self, kinds: Sequence[str]) -> None:
-        """Raises SparseKVError if the user's ``dense_layers`` names a missing or a non-full layer.
+    def check_layers(self, layers: Sequence[Sizes]) -> None:
+        """Raises SparseKVError if the method or its options do not fit the model's layers.
 
-        kinds: the kind of each layer of the model.
+        The user's ``dense_layers`` may name a missing or a non-full layer. A method may need K and
+        V to be different rows.
         """
+        if any(layer.v_is_k for layer in layers):
+            self._check_one_row()
         if self.dense_layers == type(self).dense_layers:
             return
-        n_layer = len(kinds)
+        kinds, n_layer = [layer.kind for layer in layers], len(layers)
         for layer in self.dense_layers:
             if not -n_layer <= layer < n_layer:
                 raise SparseKVError(
@@ -116,6 +122,18 @@ class Method(ABC):
                     f"--dense-layers names layer {layer}, a {kinds[layer]} layer, which no method "
                     f"changes; those that attend to all rows are {full or 'none'}"
                 )
+
+    def _check_one_row(self) -> None:
+        """Raises SparseKVError if the method cannot use a row that is key and value at once."""
+        if self.needs_values:
+            raise SparseKVError(
+                f"method {self.name} does not run with latent attention: {self.needs_values}"
+            )
+        if self.cache_type_k != self.cache_type_v:
+            raise SparseKVError(
+                f"--cache-type-k {self.cache_type_k} and --cache-type-v {self.cache_type_v}: with "
+                "latent attention a token has one row for both; give both the same type"
+            )
 
     def layer(self, spec: LayerSpec) -> LayerCache:
         """Returns a new cache of one layer: of its kind, dense, or the method's sparse cache.

@@ -65,6 +65,7 @@ class FAEDKV(Method):
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
+    needs_values: ClassVar[str] = "it would store spectra of V apart from those of K"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},
         "paper": {"importance": "ppl", "allocation": "uniform", "update": "additive"},

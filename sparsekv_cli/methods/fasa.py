@@ -63,6 +63,7 @@ class FASA(Method):
     work_of_a_head: ClassVar[int] = 2048
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
+    needs_values: ClassVar[str] = "it splits K, which is V too"
     device_cache: ClassVar[str] = "fasa:make_cache"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "tuned": {},

@@ -13,8 +13,7 @@ keys to their positions. It attends to these rows, to the sinks and to the recen
 | eq 5, softmax over the selected rows | cpu/sals/step.py sals_step |
 
 Departures; docs/methods.md has their reasons and figures:
-(1) ``basis=diag`` weighs each RoPE pair of a kv head by the size of its queries. The weights are
-    alike within a pair, so they commute with RoPE.
+(1) ``basis=diag`` weighs each RoPE pair of a kv head by its queries: weights commute with RoPE.
 (2) ``score=brope``: latents are scored in blocks of 128 tokens, by bytes, with queries rotated to
     the block's distance. Each head has a softmax, which is summed over heads. The sums include the
     exact rows and a quarter of the latents.
@@ -66,6 +65,7 @@ class SALS(Method):
     holds_all_rows: ClassVar[bool] = False
     needs: ClassVar[str] = CALIBRATION
     cache_types: ClassVar[tuple[str, ...]] = ("f16",)
+    needs_values: ClassVar[str] = "its rows are latent already, and it would store V apart"
     device_cache: ClassVar[str] = "sals:DeviceSALS"
     undo: ClassVar[int] = UNDO
     presets: ClassVar[dict[str, dict[str, Any]]] = {

@@ -81,4 +81,5 @@ class _StreamingCache(SelectingCache):
         a, b = keys[..., :half], keys[..., half : 2 * half]
         turned = np.concatenate([a * cos - b * sin, a * sin + b * cos, keys[..., 2 * half :]], -1)
         store.k_type.write(store.k[:, n : n + sinks], turned.astype(np.float32))
-        store.v[:, n : n + sinks] = store.v[:, :sinks]
+        if store.v is not store.k:
+            store.v[:, n : n + sinks] = store.v[:, :sinks]

@@ -12,7 +12,8 @@ import numpy as np
 
 from sparsekv_cli.models.architectures import Architecture, architecture_of
 from sparsekv_cli.models.gguf.file import GGMLType, GGUFFile, TensorInfo
-from sparsekv_cli.models.hparams import HParams, read_architecture, read_hparams
+from sparsekv_cli.models.gguf.keys import read_architecture
+from sparsekv_cli.models.hparams import HParams, read_hparams
 from sparsekv_cli.models.weights import Weights, read_weights
 
 SMALL = 1 << 20  # bytes; larger tensors are zeros

@@ -16,10 +16,11 @@ NONE = (0, 0, 0)  # the sizes of a layer without a piece
 
 
 def row_types(cache: LayerCache, types: tuple[str, str]) -> tuple[RowType, RowType]:
-    """Returns a layer's rows of K and of V in these types."""
+    """Returns a layer's rows of K and of V in these types. If V is K, it has no elements here."""
     k, v = types
     spec = cache.spec
-    return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], spec.value_dim)
+    value_dim = 0 if spec.v_is_k else spec.value_dim
+    return RowType(CACHE_TYPES[k], spec.head_dim), RowType(CACHE_TYPES[v], value_dim)
 
 
 def block_layers(
@@ -81,7 +82,7 @@ def fill_from(
 
 def converted(rows: np.ndarray, source: RowType, target: RowType) -> np.ndarray:
     """Converts rows (G, T, items). Returns them unchanged if both types are the same."""
-    if source.kind == target.kind:
+    if source.kind == target.kind or not target.d:
         return rows
     x = target.rotated(source.read(rows).astype(np.float32))
     # numpy converts: threads do this while the kernels of others compute.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from sparsekv_cli.generation.conversation import chat_template, encode_messages,
 from sparsekv_cli.generation.fields import path_of
 from sparsekv_cli.generation.grammar_trial import GrammarTrial
 from sparsekv_cli.generation.sampler import SamplingOptions, new_constraint, new_sampler
-from sparsekv_cli.methods import METHODS, build_method
+from sparsekv_cli.methods import build_method, usable_methods
 from sparsekv_cli.methods.base import Method
 from sparsekv_cli.model import Model
 from sparsekv_cli.models.chat.thinking import switch_of, variables_of
@@ -97,7 +97,7 @@ class Service:
         self.grammars = GrammarTrial(model.gguf.path)
         self._method, self._method_options = model.method.name, dict(method_options)
         self._sampling = sampling
-        self.kinds = [layer.kind for layer in model.hparams.layers]
+        self.layers = model.hparams.layers
 
     def method_of(self, fields: ServedFields) -> tuple[Method, int]:
         """Returns the method of a request with its options, and the depth up to which it is dense.
@@ -115,7 +115,7 @@ class Service:
         sparse_from = default if fields.sparse_from is None else fields.sparse_from
         try:
             method = build_method(name, options)
-            method.check_layers(self.kinds)
+            method.check_layers(self.layers)
         except (ValueError, SparseKVError) as error:
             param = "method" if str(error).startswith("unknown method") else "method_options"
             raise RequestError(str(error), param=param) from None
@@ -159,7 +159,7 @@ class Service:
 
     def methods(self) -> list[str]:
         """Returns the names of the methods that requests may ask for."""
-        return usable_methods(self.kinds, self._method, self.model.calibrations.has)
+        return usable_methods(self.layers, self._method, self.model.calibrations.has)
 
     def described_method(self) -> dict[str, Any]:
         """Returns the method of requests that name none, its options, and ``sparse_from``.
@@ -382,19 +382,3 @@ class Service:
         ]
         pairs = zip(seeds, constraints, strict=True)
         return [replace(request, seed=seed, constraint=each) for seed, each in pairs]
-
-
-def usable_methods(
-    kinds: Sequence[str], default: str, is_calibrated: Callable[[Method], bool]
-) -> list[str]:
-    """Returns the methods that need no further measurement. kinds: of the layers."""
-
-    def is_usable(name: str) -> bool:
-        try:
-            method = build_method(name, {})
-            method.check_layers(kinds)
-            return name == default or is_calibrated(method)
-        except (ValueError, SparseKVError):
-            return False
-
-    return [name for name in METHODS if is_usable(name)]

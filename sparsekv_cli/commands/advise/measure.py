@@ -73,7 +73,7 @@ def runnable(
         else:
             found[name] = method
     for method in found.values():
-        method.check_layers(kinds)
+        method.check_layers(model.hparams.layers)
     return found
 
 
